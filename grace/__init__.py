@@ -1,0 +1,63 @@
+"""grace: gradient compression for distributed training.
+
+`grace.torch.DistributedOptimizer` wraps Horovod's; importing grace itself imports no framework.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor, Sparsifier
+from grace.core.config import Config, Parts, Rule, make_config
+from grace.core.memory import Memory
+from grace.core.registry import communicators, compressors, memories
+from grace.core.simulate import Simulation
+from grace.core.spec import Field, Payload, Proposal, Site, TensorSpec
+
+__version__ = "0.1.0"
+
+register_compressor = compressors.register
+register_memory = memories.register
+register_communicator = communicators.register
+
+__all__ = [
+    "Communicator",
+    "Compressor",
+    "Config",
+    "DistributedOptimizer",
+    "Field",
+    "Memory",
+    "Parts",
+    "Payload",
+    "Proposal",
+    "Rule",
+    "Simulation",
+    "Site",
+    "Sparsifier",
+    "TensorSpec",
+    "__version__",
+    "communicators",
+    "compressors",
+    "make_config",
+    "memories",
+    "register_communicator",
+    "register_compressor",
+    "register_memory",
+]
+
+
+def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802 - the field's name
+    """Wrap an optimizer in the adapter of its framework; arguments as of `grace.torch.DistributedOptimizer`.
+
+    Raises TypeError if no adapter knows the optimizer's type.
+    """
+    frameworks = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
+    if "torch" in frameworks:
+        from grace.torch import DistributedOptimizer as wrap
+
+        return wrap(optimizer, *args, **kwargs)
+    raise TypeError(
+        f"grace.DistributedOptimizer: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__} "
+        f"of module {type(optimizer).__module__}."
+    )

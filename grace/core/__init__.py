@@ -1,0 +1,1 @@
+"""The framework-agnostic core; imports no framework. See docs/design.md."""

@@ -1,0 +1,151 @@
+"""The Compressor abstraction: a pure map between a flat gradient and a payload."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec
+
+
+@dataclass(frozen=True)
+class Compressor(ABC):
+    """A pure map between a flat gradient and a payload; its fields are its whole configuration.
+
+    A new method defines `wire`, `compress` and `decompress`; a sparsifier also `erase_`. Gradients come flat, in
+    `spec.work_dtype`, finite, and are only read. What decompress needs must have travelled, be static, follow from
+    the shared key, or be a field with `wire=False`: decoding another rank's payload is the normal case.
+    The properties below may be overridden by plain class attributes.
+    """
+
+    @property
+    def summable(self) -> bool:
+        """payload(a) + payload(b) decodes to a + b, so payloads may travel by allreduce."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """The mean over random keys of decompress(compress(x)) is x."""
+        return False
+
+    @property
+    def fixed_size(self) -> bool:
+        """No field of the payload has a length that depends on the data."""
+        return True
+
+    @property
+    def averages(self) -> bool:
+        """False if merge() is scale-free (a vote), so that the sum must not be divided by the number of ranks."""
+        return True
+
+    @property
+    def sparsifies(self) -> bool:
+        """The payload carries some coordinates exactly and nothing of the others; `erase_` is defined."""
+        return False
+
+    @property
+    def carries_nonfinite(self) -> bool:
+        """NaN and infinity pass through the payload as they are."""
+        return False
+
+    @property
+    def default_memory(self) -> str:
+        """Name of the memory used unless the user names one."""
+        return "none"
+
+    @property
+    def default_communicator(self) -> str:
+        """Name of the communicator used unless the user names one."""
+        return "allreduce" if self.summable else "allgather"
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        """delta with E|x - C(x)|^2 <= (1 - delta) |x|^2 for every x; None if the error can exceed |x|."""
+        return None
+
+    def unfit(self, spec: TensorSpec) -> str | None:
+        """Why this tensor cannot be compressed by this method and stays dense; None if it can."""
+        return None
+
+    @abstractmethod
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        """Fields of the payload, from static facts only."""
+
+    @abstractmethod
+    def compress(self, x: Array, at: Site) -> Payload:
+        """Payload of the flat gradient x; never changes x."""
+
+    @abstractmethod
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        """Dense flat gradient carried by one payload; the same however often it is asked."""
+
+    def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
+        """Arrays that live across steps, found later in `at.state` (default: none)."""
+        return {}
+
+    def agree(self, x: Array, at: Site) -> Proposal | None:
+        """What ranks settle before compressing, found afterwards in `at.agreed` (default: nothing)."""
+        return None
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        """Sum of what the payloads carry (default: add decompressed ones in the order of the ranks)."""
+        total = self.decompress(payloads[0], at)
+        for payload in payloads[1:]:
+            total = total + self.decompress(payload, at)
+        return total
+
+    def learn(self, payloads: Sequence[Payload], at: Site) -> State:
+        """The state for the next step, from the payloads of all ranks or their sum (default: unchanged)."""
+        return at.state
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        """x minus what the payload carries; consumes x (default: subtract decompressed)."""
+        return at.ops.sub_(x, self.decompress(payload, at))
+
+    def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
+        """x with the carried coordinates set to zero; consumes x. Only where `sparsifies`."""
+        raise TypeError(f"{type(self).__name__} is no sparsifier; erase_ is defined only where sparsifies is True")
+
+
+@dataclass(frozen=True)
+class Sparsifier(Compressor):
+    """Base of methods whose payload is `values` at distinct `indices`; they define `wire` and `compress` only."""
+
+    @property
+    def sparsifies(self) -> bool:
+        return True
+
+    @property
+    def default_memory(self) -> str:
+        return "residual"
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        return 0.0
+
+    def unfit(self, spec: TensorSpec) -> str | None:
+        if spec.numel >= 2**31:
+            return f"{spec.numel} elements cannot be addressed by int32 indices"
+        return None
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return at.ops.desparsify(payload["values"], payload["indices"], at.spec.numel)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        # Indices are distinct within one payload only: one scatter per payload keeps the order of addition, and
+        # with it the sum, the same on every rank and device.
+        total = at.ops.zeros(at.spec.numel, at.spec.work_dtype)
+        for payload in payloads:
+            total = at.ops.scatter_add_(total, payload["indices"], payload["values"])
+        return total
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self.erase_(x, payload, at)
+
+    def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return at.ops.put_(x, payload["indices"], 0.0)
+
+
+def keep_count(ratio: float, numel: int) -> int:
+    """k = max(1, int(ratio * numel)), and 0 for an empty tensor."""
+    return min(numel, max(1, int(ratio * numel)))

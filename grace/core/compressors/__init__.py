@@ -1,0 +1,1 @@
+"""One file per method; the registry imports them all, nothing else registers them."""

@@ -1,0 +1,62 @@
+"""Deep Gradient Compression."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.core.compressor import Sparsifier, keep_count
+from grace.core.compressors.topk import check_ratio
+from grace.core.errors import ConfigError
+from grace.core.registry import compressors
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+
+@compressors.register("dgc")
+@dataclass(frozen=True)
+class DGC(Sparsifier):
+    """Top-k by a threshold estimated from a random sample; used with the memory `dgc` (momentum correction).
+
+    The threshold is the compress_ratio quantile of the magnitudes of max(min_samples, sample_ratio * d) random
+    elements. Elements at or above it travel; if the sample misled and more than overshoot * k pass, the largest
+    overshoot * k of those. The optimizer after it must have momentum 0, because the memory holds the momentum.
+    Lin et al., "Deep gradient compression", ICLR 2018.
+    """
+
+    compress_ratio: float = 0.01
+    sample_ratio: float = 0.01
+    min_samples: int = 1024
+    overshoot: float = 1.3
+
+    fixed_size = False
+    default_memory = "dgc"
+
+    def __post_init__(self) -> None:
+        check_ratio("dgc", self.compress_ratio)
+        if not 0 < self.sample_ratio <= 1:
+            raise ConfigError(
+                f"dgc: sample_ratio is a share of the elements in (0, 1], received {self.sample_ratio!r}."
+            )
+        if self.min_samples < 1 or self.overshoot < 1:
+            raise ConfigError(
+                "dgc: min_samples and overshoot must be at least 1, "
+                f"received {self.min_samples!r} and {self.overshoot!r}."
+            )
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        return Field("values", spec.work_dtype, "kept"), Field("indices", "int32", "kept")
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        ops, n = at.ops, at.spec.numel
+        if n == 0:
+            return {"values": x, "indices": ops.zeros(0, "int32")}
+        magnitude = ops.abs(x)
+        count = min(n, max(self.min_samples, math.ceil(self.sample_ratio * n)))
+        drawn = magnitude if count == n else ops.gather(magnitude, ops.sample(n, count, at.private_key))
+        top = ops.gather(drawn, ops.top_indices(drawn, keep_count(self.compress_ratio, count)))
+        bound = -ops.max(-top)
+        indices = ops.nonzero(ops.bit_and(magnitude >= bound, magnitude > 0))
+        values = ops.gather(x, indices)
+        most = math.ceil(self.overshoot * keep_count(self.compress_ratio, n))
+        best = ops.top_indices(values, ops.min_size(ops.length(values), most))
+        return {"values": ops.gather(values, best), "indices": ops.gather(indices, best)}

@@ -1,0 +1,45 @@
+"""Half-precision communication: float16 and bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core.compressor import Compressor
+from grace.core.registry import compressors
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+
+@dataclass(frozen=True)
+class _Half(Compressor):
+    """Cast to a 16-bit float before sending, back to the working dtype after the sum."""
+
+    wire_dtype: ClassVar[str]
+
+    summable = True
+    carries_nonfinite = True
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        return (Field("values", self.wire_dtype, spec.numel),)
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        return {"values": at.ops.cast(x, self.wire_dtype)}
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return at.ops.cast(payload["values"], at.spec.work_dtype)
+
+
+@compressors.register("fp16")
+@dataclass(frozen=True)
+class FP16(_Half):
+    """Round to float16: 10 bits of mantissa, |x| <= 65504; larger values become infinite, as a loss scaler expects."""
+
+    wire_dtype: ClassVar[str] = "float16"
+
+
+@compressors.register("bf16")
+@dataclass(frozen=True)
+class BF16(_Half):
+    """Round to bfloat16: 7 bits of mantissa and the range of float32."""
+
+    wire_dtype: ClassVar[str] = "bfloat16"

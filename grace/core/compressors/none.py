@@ -1,0 +1,35 @@
+"""No compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.compressor import Compressor
+from grace.core.registry import compressors
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+
+@compressors.register("none")
+@dataclass(frozen=True)
+class NoCompression(Compressor):
+    """Send the gradient as it is: C(x) = x.
+
+    A bfloat16 gradient travels as float32, because Horovod cannot add bfloat16.
+    """
+
+    summable = True
+    unbiased = True
+    carries_nonfinite = True
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        return 1.0
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype
+        return (Field("values", dtype, spec.numel),)
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        return {"values": at.ops.cast(x, self.wire(at.spec)[0].dtype)}
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return at.ops.cast(payload["values"], at.spec.work_dtype)

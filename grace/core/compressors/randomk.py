@@ -1,0 +1,67 @@
+"""Random-k sparsification with indices shared by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grace.core.compressor import Sparsifier, keep_count
+from grace.core.compressors.topk import check_ratio
+from grace.core.registry import compressors
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+
+@compressors.register("randomk")
+@dataclass(frozen=True)
+class RandomK(Sparsifier):
+    """Keep k = max(1, int(compress_ratio * d)) coordinates, drawn uniformly without replacement, equal on all ranks.
+
+    The indices follow from (seed, tensor, step), so only the k values travel, and by allreduce.
+    `scaled=False`: C(x) = x on the kept coordinates, a contraction with delta = k/d in expectation; use with error
+    feedback. `scaled=True`: C(x) = (d/k) x there, unbiased with E|x - C(x)|^2 = (d/k - 1) |x|^2; use without.
+    Stich et al., "Sparsified SGD with memory", NeurIPS 2018.
+    """
+
+    compress_ratio: float = 0.01
+    scaled: bool = False
+
+    summable = True
+
+    def __post_init__(self) -> None:
+        check_ratio("randomk", self.compress_ratio)
+
+    @property
+    def unbiased(self) -> bool:
+        return self.scaled
+
+    @property
+    def sparsifies(self) -> bool:
+        return not self.scaled
+
+    @property
+    def default_memory(self) -> str:
+        return "none" if self.scaled else "residual"
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        return None if self.scaled else keep_count(self.compress_ratio, spec.numel) / max(1, spec.numel)
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        k = keep_count(self.compress_ratio, spec.numel)
+        return Field("values", spec.work_dtype, k), Field("indices", "int32", k, wire=False)
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        n, k = at.spec.numel, keep_count(self.compress_ratio, at.spec.numel)
+        indices = at.ops.sample(n, k, at.key)
+        values = at.ops.gather(x, indices)
+        return {"values": values * (n / k) if self.scaled and k else values, "indices": indices}
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        if self.scaled:
+            return at.ops.scatter_add_(x, payload["indices"], -payload["values"])
+        return self.erase_(x, payload, at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        values = payloads[0]["values"]
+        for payload in payloads[1:]:
+            values = values + payload["values"]
+        return at.ops.desparsify(values, payloads[0]["indices"], at.spec.numel)

@@ -1,0 +1,46 @@
+"""SignSGD with majority vote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grace.core.compressor import Compressor
+from grace.core.ops.base import ArrayOps, packed_size
+from grace.core.registry import compressors
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+
+def pack_signs(ops: ArrayOps, x: Array) -> Array:
+    """One bit per element: 1 where x >= 0."""
+    return ops.pack(ops.cast(x >= 0, "uint8"), 1)
+
+
+def unpack_signs(ops: ArrayOps, data: Array, n: int, dtype: str) -> Array:
+    """-1 or +1 per bit."""
+    return ops.cast(ops.unpack(data, 1, n), dtype) * 2 - 1
+
+
+@compressors.register("signsgd")
+@dataclass(frozen=True)
+class SignSGD(Compressor):
+    """C(x_i) = -1 if x_i < 0, else +1, in one bit; ranks vote: g = sign(sum_i sign(x_i)), 0 on a tie.
+
+    The step is the bare sign, so the learning rate must be retuned (smaller). No error feedback: it harms this
+    method. Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019.
+    """
+
+    averages = False
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        return (Field("signs", "uint8", packed_size(spec.numel, 1)),)
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        return {"signs": pack_signs(at.ops, x)}
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return unpack_signs(at.ops, payload["signs"], at.spec.numel, at.spec.work_dtype)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        votes = super().merge(payloads, at)
+        return at.ops.clip(votes, -1, 1)

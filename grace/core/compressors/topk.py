@@ -1,0 +1,43 @@
+"""Top-k sparsification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.compressor import Sparsifier, keep_count
+from grace.core.errors import ConfigError
+from grace.core.registry import compressors
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+
+def check_ratio(name: str, ratio: float) -> None:
+    """Raise ConfigError unless 0 < ratio <= 1."""
+    if not 0 < ratio <= 1:
+        raise ConfigError(f"{name}: compress_ratio is the share of elements kept, in (0, 1]; received {ratio!r}.")
+
+
+@compressors.register("topk")
+@dataclass(frozen=True)
+class TopK(Sparsifier):
+    """Keep the k = max(1, int(compress_ratio * d)) largest magnitudes; among equal ones the lower index.
+
+    Values in the working dtype and int32 indices: 8 bytes per kept element (12 for float64 gradients). Contraction
+    with delta = k/d. Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; Stich
+    et al., "Sparsified SGD with memory", NeurIPS 2018.
+    """
+
+    compress_ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_ratio("topk", self.compress_ratio)
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        return keep_count(self.compress_ratio, spec.numel) / max(1, spec.numel)
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        k = keep_count(self.compress_ratio, spec.numel)
+        return Field("values", spec.work_dtype, k), Field("indices", "int32", k)
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        values, indices = at.ops.sparsify(x, keep_count(self.compress_ratio, at.spec.numel))
+        return {"values": values, "indices": indices}

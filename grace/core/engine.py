@@ -1,0 +1,393 @@
+"""One step of every bucket: compress as gradients arrive, exchange, merge, and only then commit the states.
+
+The phases of a step, each in the order of the plan so that all ranks agree on it:
+
+    ready(name, gradient)   local work; the bucket's first collective starts with its last gradient
+    advance()               what the ranks had to settle first has arrived; compress the rest and send
+    finish()                wait, merge, average, commit
+
+No phase but the last two waits for another rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from grace.core.communicator import Sent
+from grace.core.errors import StateError, StepError
+from grace.core.ops.base import ArrayOps
+from grace.core.plan import Bucket, Part, Plan
+from grace.core.registry import compressors, memories
+from grace.core.spec import ITEMSIZE, Array, Key, Payload, Proposal, Site, State
+from grace.core.transport import Handle, Transport
+
+STATE_VERSION = 1
+
+
+@dataclass
+class _Entry:
+    """One tensor on its way through a step."""
+
+    part: Part
+    site: Site
+    x: Array
+    memory_state: State
+    bad: Array
+    proposal: Proposal | None
+    payload: Payload = field(default_factory=dict)
+
+
+@dataclass
+class _Run:
+    """One bucket on its way through a step."""
+
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    agreeing: dict[str, Handle] = field(default_factory=dict)
+    sent: Sent | None = None
+    nbytes: int = 0
+
+
+class Slots:
+    """States at rest, owned by the adapter and part of its checkpoint: per tensor one of the memory, one of the
+    compressor."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, dict[str, State]] = {}
+
+    def read(self, name: str) -> dict[str, State]:
+        """The states of a tensor: {"memory": ..., "compressor": ...}."""
+        return self._states[name]
+
+    def write(self, name: str, states: dict[str, State]) -> None:
+        """Commit new states of a tensor."""
+        self._states[name] = states
+
+
+class Engine:
+    """Drives a plan over a transport, one step after another.
+
+    `ops(device)` gives the array operations. `average=False` leaves sums undivided. States are kept in `slots`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        ops: Callable[[str], ArrayOps],
+        transport: Transport,
+        *,
+        seed: int = 0,
+        average: bool = True,
+        slots: Slots | None = None,
+    ) -> None:
+        self.plan = plan
+        self.transport = transport
+        self.step = 0
+        self.track_norms = False
+        self._average = average
+        self._ops = ops
+        self._slots = slots or Slots()
+        self._bucket_of = {part.spec.name: bucket for bucket in plan.buckets for part in bucket.parts}
+        self._part_of = {part.spec.name: part for bucket in plan.buckets for part in bucket.parts}
+        self._seeds = {name: Key.derive(seed, name) for name in self._part_of}
+        self._runs: dict[str, _Run] = {}
+        self._wire_bytes: dict[str, int] = {}
+        self._bucket_bytes: dict[str, int] = {}
+        self._norms: dict[str, tuple[Array, Array]] = {}
+        for name, part in self._part_of.items():
+            array_ops = ops(part.spec.device)
+            self._slots.write(
+                name,
+                {
+                    "memory": part.memory.init(part.spec, array_ops),
+                    "compressor": part.compressor.init(part.spec, array_ops, self._seeds[name]),
+                },
+            )
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def ready(self, name: str, gradient_: Array) -> None:
+        """Take a finished gradient, which is consumed. Raises StepError for a wrong name, shape or order."""
+        if name not in self._part_of:
+            raise StepError(f"no tensor '{name}' in the plan; the plan is made once, from the parameters at that time.")
+        part, bucket = self._part_of[name], self._bucket_of[name]
+        if tuple(gradient_.shape) != part.spec.shape:
+            raise StepError(
+                f"tensor '{name}': expected a gradient of shape {part.spec.shape}, "
+                f"received {tuple(gradient_.shape)}; parameters must keep their shape."
+            )
+        run = self._runs.setdefault(bucket.name, _Run())
+        if name in run.entries:
+            raise StepError(f"tensor '{name}' got a second gradient before step {self.step} was finished.")
+        entry = run.entries[name] = self._compensate(part, gradient_)
+        if entry.proposal is None:
+            self._compress(entry)
+        if len(run.entries) == len(bucket.parts):
+            if not self._propose(bucket, run):
+                self._send(bucket, run)
+
+    def advance(self) -> None:
+        """Wait for what the ranks settle, compress with it and send. Raises StepError if a gradient is missing."""
+        for bucket in self.plan.buckets:
+            run = self._runs.get(bucket.name)
+            missing = [p.spec.name for p in bucket.parts if run is None or p.spec.name not in run.entries]
+            if run is None or missing:
+                raise StepError(
+                    f"step {self.step} cannot finish: no gradient for {', '.join(missing)}. "
+                    "Pass zeros for parameters that took no part."
+                )
+            if run.sent is None:
+                self._settle(bucket, run)
+                self._send(bucket, run)
+
+    def finish(self) -> dict[str, Array]:
+        """Complete the step: per tensor the merged gradient, in the shape and dtype of its spec."""
+        self.advance()
+        merged: dict[str, Array] = {}
+        for bucket in self.plan.buckets:
+            merged.update(self._merge(bucket, self._runs.pop(bucket.name)))
+        self.step += 1
+        return merged
+
+    def _compensate(self, part: Part, gradient: Array) -> _Entry:
+        spec, ops, states = part.spec, self._ops(part.spec.device), self._slots.read(part.spec.name)
+        site = Site(
+            ops=ops,
+            spec=spec,
+            key=Key(self._seeds[spec.name], self.step),
+            rank=self.transport.rank,
+            size=self.transport.size,
+            state=states["compressor"],
+        )
+        x = ops.cast(ops.reshape(gradient, (spec.numel,)), spec.work_dtype)
+        x, memory_state = part.memory.compensate(x, states["memory"], site)
+        bad = False
+        if part.guarded:
+            # Codecs may count on finite input: a bad gradient is replaced here and announced by its flag.
+            bad = ~ops.finite(x)
+            x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: x)
+        return _Entry(part, site, x, memory_state, bad, part.compressor.agree(x, site))
+
+    def _propose(self, bucket: Bucket, run: _Run) -> bool:
+        """Start one collective for all proposals of one kind; False if the bucket has none."""
+        kinds: dict[tuple[str, str], list[Array]] = {}
+        for part in bucket.parts:
+            entry = run.entries[part.spec.name]
+            if entry.proposal is not None:
+                kind = (entry.proposal.op, entry.site.ops.dtype(entry.proposal.array))
+                kinds.setdefault(kind, []).append(entry.proposal.array)
+        ops = self._ops(bucket.parts[0].spec.device)
+        for (op, dtype), arrays in kinds.items():
+            buffer = ops.concat(arrays)
+            run.nbytes += ops.length(buffer) * ITEMSIZE[dtype]
+            name = f"{bucket.name}/agree.{op}.{dtype}"
+            if op == "leader":
+                root = self.step % self.transport.size
+                run.agreeing[op, dtype] = self.transport.broadcast(buffer, root=root, name=name)  # type: ignore[index]
+            else:
+                run.agreeing[op, dtype] = self.transport.allreduce(buffer, op=op, name=name)  # type: ignore
+        return bool(kinds)
+
+    def _settle(self, bucket: Bucket, run: _Run) -> None:
+        """Hand every proposal its settled form and compress."""
+        settled: dict[Any, Array] = {kind: handle.wait() for kind, handle in run.agreeing.items()}
+        offsets: dict[Any, int] = dict.fromkeys(settled, 0)
+        for part in bucket.parts:
+            entry = run.entries[part.spec.name]
+            if entry.proposal is None:
+                continue
+            ops = entry.site.ops
+            kind = (entry.proposal.op, ops.dtype(entry.proposal.array))
+            length = ops.length(entry.proposal.array)
+            agreed = settled[kind][offsets[kind] : offsets[kind] + length]
+            offsets[kind] += length
+            agreed = ops.reshape(agreed, tuple(entry.proposal.array.shape))
+            entry.site = dataclasses.replace(entry.site, agreed=agreed)
+            self._compress(entry)
+
+    def _compress(self, entry: _Entry) -> None:
+        part, ops = entry.part, entry.site.ops
+        entry.payload = part.compressor.compress(entry.x, entry.site)
+        if part.guarded:
+            # A finite gradient can still overflow in the payload (float16, a norm); then it must not be remembered.
+            for f in part.fields:
+                if f.dtype.startswith(("float", "bfloat")):
+                    entry.bad = ops.bit_or(entry.bad, ~ops.finite(entry.payload[f.name]))
+        if self.track_norms:
+            error = entry.x - part.compressor.decompress(entry.payload, entry.site)
+            self._norms[part.spec.name] = (ops.norm(entry.x), ops.norm(error))
+
+    def _send(self, bucket: Bucket, run: _Run) -> None:
+        entries = [run.entries[part.spec.name] for part in bucket.parts]
+        ops = entries[0].site.ops
+        payloads = [e.payload for e in entries]
+        if self._average and self.transport.size > 1:
+            # A sum of 16-bit floats may overflow where the mean does not.
+            payloads = [
+                {n: ops.cast(v * (1.0 / self.transport.size), ops.dtype(v)) for n, v in p.items()}
+                if e.part.half_sum
+                else p
+                for e, p in zip(entries, payloads, strict=True)
+            ]
+        flags = [e.bad for e in entries]
+        run.sent = bucket.communicator.start(payloads, flags, bucket.layout, self.transport, ops, bucket.name)
+        run.nbytes += run.sent.nbytes
+        for e in entries:
+            # While the payload travels; the buffer that was x becomes the new residual.
+            e.memory_state = e.part.memory.update(e.x, e.payload, e.part.compressor, e.memory_state, e.site)
+
+    def _merge(self, bucket: Bucket, run: _Run) -> dict[str, Array]:
+        assert run.sent is not None
+        ops = self._ops(bucket.parts[0].spec.device)
+        received, flags = bucket.communicator.finish(run.sent, bucket.layout, self.transport, ops)
+        self._bucket_bytes[bucket.name] = run.nbytes
+        merged = {}
+        for part, payloads, bad_flags in zip(bucket.parts, received, flags, strict=True):
+            entry = run.entries[part.spec.name]
+            merged[part.spec.name] = self._conclude(entry, payloads, bad_flags)
+        return merged
+
+    def _conclude(self, entry: _Entry, payloads: list[Payload], flags: list[Array]) -> Array:
+        part, site, ops, spec = entry.part, entry.site, entry.site.ops, entry.part.spec
+        home = {f.name: entry.payload[f.name] for f in part.fields if not f.wire}
+        payloads = [{**payload, **home} for payload in payloads]
+        total = part.compressor.merge(payloads, site)
+        size = self.transport.size if part.compressor.averages else 1
+        already_mean = size == 1 or (self._average and part.half_sum)
+        # Memories think in means; a sum that the caller asked for is made of what they return.
+        mean = total if already_mean else ops.scale_(total, 1.0 / size)
+        gradient, memory_state = part.memory.finish(mean, entry.memory_state, site)
+        if not self._average and size > 1:
+            gradient = gradient * float(size)
+        states = {"memory": memory_state, "compressor": part.compressor.learn(payloads, site)}
+        if part.guarded:
+            bad = flags[0] > 0
+            for flag in flags[1:]:
+                bad = ops.bit_or(bad, flag > 0)
+            old = self._slots.read(spec.name)
+            kept = states
+            states = {
+                kind: ops.choose(bad, lambda k=kind: old[k], lambda k=kind: kept[k])  # type: ignore[misc]
+                for kind in ("memory", "compressor")
+            }
+            finite = gradient
+            gradient = ops.choose(bad, lambda: ops.full(spec.numel, float("nan"), spec.work_dtype), lambda: finite)
+        self._slots.write(spec.name, states)
+        sizes = {f.name: ops.length(entry.payload[f.name]) * ITEMSIZE[f.dtype] for f in part.fields if f.wire}
+        proposed = entry.proposal
+        extra = 0 if proposed is None else ops.length(proposed.array) * ITEMSIZE[ops.dtype(proposed.array)]
+        self._wire_bytes[spec.name] = sum(sizes.values()) + extra
+        return ops.reshape(ops.cast(gradient, spec.dtype), spec.shape)
+
+    # --- statistics ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What the last step sent. Bytes are what this rank handed to collectives.
+
+        `wire_bytes` counts whole buffers (fields, header, padding, proposals) and delegated tensors; `dense_bytes`
+        what they would be uncompressed, `compressed_*` the part of tensors that are not dense. Per tensor: `wire_bytes` of its fields and proposal, `residual_norm` |e| and
+        `relative_error` |x - C(x)| / |x|, which are None unless `track_norms` was set before the step.
+        """
+        tensors: dict[str, dict[str, Any]] = {}
+        for part in self.plan.parts:
+            name = part.spec.name
+            delegated = name not in self._part_of
+            tensors[name] = {
+                "compressor": compressors.name_of(part.compressor),
+                "dense_bytes": part.spec.nbytes,
+                "wire_bytes": part.spec.nbytes if delegated else self._wire_bytes.get(name, 0),
+                "relative_error": self._relative_error(name),
+                "residual_norm": None if delegated else self._residual_norm(part),
+            }
+        delegated_bytes = sum(part.spec.nbytes for part in self.plan.delegated)
+        return {
+            "step": self.step,
+            "wire_bytes": sum(self._bucket_bytes.values()) + delegated_bytes,
+            "dense_bytes": sum(part.spec.nbytes for part in self.plan.parts),
+            "compressed_dense_bytes": sum(p.spec.nbytes for p in self.plan.parts if not p.dense),
+            "compressed_wire_bytes": sum(
+                self._bucket_bytes.get(b.name, 0) for b in self.plan.buckets if not b.parts[0].dense
+            ),
+            "tensors": tensors,
+        }
+
+    def _relative_error(self, name: str) -> float | None:
+        if name not in self._norms:
+            return None
+        x, error = (float(n) for n in self._norms[name])
+        return error / x if x > 0 else 0.0
+
+    def _residual_norm(self, part: Part) -> float | None:
+        residual = self._slots.read(part.spec.name)["memory"].get("residual")
+        if not self.track_norms or residual is None:
+            return None
+        return float(self._ops(part.spec.device).norm(residual))
+
+    # --- checkpoint ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step and states of this rank; arrays are the live ones and are never changed in place."""
+        tensors = {
+            name: {
+                "parts": {"memory": memories.name_of(part.memory), "compressor": compressors.name_of(part.compressor)},
+                **self._slots.read(name),
+            }
+            for name, part in self._part_of.items()
+        }
+        return {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "rank": self.transport.rank,
+            "size": self.transport.size,
+            "tensors": tensors,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
+        """Take over step and states; `convert(saved, current)` gives the saved array in the current one's place.
+
+        States of another rank, or of a run with another number of ranks, cannot be continued exactly: then only what
+        is equal on all ranks (step, compressor states) is taken over, the memories start from zero, and the result
+        is False. Raises StateError if the checkpoint is of other tensors, parts or shapes.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise StateError(
+                f"checkpoint: expected state version {STATE_VERSION}, received {state.get('version')!r}; "
+                "load it with the version of grace that wrote it."
+            )
+        saved = state["tensors"]
+        if set(saved) != set(self._part_of):
+            different = sorted(set(saved) ^ set(self._part_of))
+            raise StateError(
+                f"checkpoint: the compressed tensors differ, {', '.join(different[:5])} "
+                f"{'is' if len(different) == 1 else 'are'} only on one side; use the configuration it was saved with."
+            )
+        mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
+        new: dict[str, dict[str, State]] = {}
+        for name, part in self._part_of.items():
+            expected = {"memory": memories.name_of(part.memory), "compressor": compressors.name_of(part.compressor)}
+            if saved[name]["parts"] != expected:
+                raise StateError(
+                    f"checkpoint, tensor '{name}': expected {expected}, received {saved[name]['parts']}; "
+                    "use the configuration it was saved with."
+                )
+            current = self._slots.read(name)
+            fresh = part.memory.init(part.spec, self._ops(part.spec.device))
+            new[name] = {
+                "memory": _convert(name, saved[name]["memory"], current["memory"], convert) if mine else fresh,
+                "compressor": _convert(name, saved[name]["compressor"], current["compressor"], convert),
+            }
+        for name, states in new.items():
+            self._slots.write(name, states)
+        self.step = int(state["step"])
+        self._runs.clear()
+        return bool(mine)
+
+
+def _convert(name: str, saved: State, current: State, convert: Callable[[Array, Array], Array]) -> State:
+    shapes = {key: tuple(value.shape) for key, value in saved.items()}
+    expected = {key: tuple(value.shape) for key, value in current.items()}
+    if shapes != expected:
+        raise StateError(f"checkpoint, tensor '{name}': expected states {expected}, received {shapes}.")
+    return {key: convert(value, current[key]) for key, value in saved.items()}

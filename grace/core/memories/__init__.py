@@ -1,0 +1,1 @@
+"""One file per memory; the registry imports them all, nothing else registers them."""

@@ -1,0 +1,40 @@
+"""Error feedback in units of the weights, for EF-SignSGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.compressor import Compressor
+from grace.core.errors import ConfigError
+from grace.core.memory import Memory
+from grace.core.ops.base import ArrayOps
+from grace.core.registry import memories
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
+
+
+@memories.register("efsignsgd")
+@dataclass(frozen=True)
+class EFSignMemory(Memory):
+    """x = e + lr g; send C(x); e = x - C(x); the optimizer gets mean(C(x)) / lr, since it multiplies by lr itself.
+
+    `lr` is the initial learning rate (GRACE: beta = 1, gamma = initial learning rate). Karimireddy et al., "Error
+    feedback fixes SignSGD and other gradient compression schemes", ICML 2019, Algorithm 1.
+    """
+
+    lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ConfigError(f"memory efsignsgd: lr is the initial learning rate, positive; received {self.lr!r}.")
+
+    def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
+        return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
+
+    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
+        return at.ops.add_(at.ops.scale_(grad_, self.lr), state["residual"]), {}
+
+    def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        return {"residual": compressor.residual_(x_, payload, at)}
+
+    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
+        return merged * (1.0 / self.lr), state

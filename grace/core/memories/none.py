@@ -1,0 +1,24 @@
+"""No memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
+from grace.core.registry import memories
+from grace.core.spec import Array, Payload, Site, State
+
+
+@memories.register("none")
+@dataclass(frozen=True)
+class NoMemory(Memory):
+    """Forget what the compressor dropped: x = g."""
+
+    stateless = True
+
+    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
+        return grad_, state
+
+    def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        return state

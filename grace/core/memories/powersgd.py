@@ -1,0 +1,33 @@
+"""Error feedback against the aggregate, for PowerSGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
+from grace.core.ops.base import ArrayOps
+from grace.core.registry import memories
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
+
+
+@memories.register("powersgd")
+@dataclass(frozen=True)
+class PowerSGDMemory(Memory):
+    """x = e + g; e = x - mean_i C(x_i): the residual is taken against what the optimizer applied on all ranks.
+
+    The mean of the residuals over ranks is that of `residual`; the difference between the ranks stays in them. Vogels
+    et al., "PowerSGD", NeurIPS 2019, Algorithm 2.
+    """
+
+    def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
+        return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
+
+    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
+        return at.ops.add_(grad_, state["residual"]), {}
+
+    def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        return {"residual": x_}
+
+    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
+        return merged, {"residual": at.ops.sub_(state["residual"], merged)}

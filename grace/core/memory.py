@@ -1,0 +1,45 @@
+"""The Memory abstraction: what one rank remembers of a gradient between steps (error feedback)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from grace.core.compressor import Compressor
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
+
+
+@dataclass(frozen=True)
+class Memory(ABC):
+    """What one rank remembers of a gradient between steps; its fields are its whole configuration.
+
+    The state of the last good step is never changed: `compensate` and `update` return new states, and the engine
+    keeps the old one until it knows that no rank saw NaN or infinity. Arrays that were handed over with a trailing
+    underscore are the callee's to reuse.
+    """
+
+    @property
+    def stateless(self) -> bool:
+        """Nothing is remembered."""
+        return False
+
+    def check(self, compressor: Compressor) -> None:
+        """Raise IncompatibleError if this memory cannot serve the compressor (default: any)."""
+        return
+
+    def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
+        """Zeroed buffers (default: none)."""
+        return {}
+
+    @abstractmethod
+    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
+        """The array to compress, and a state in progress that `update` gets; consumes grad_, reads state."""
+
+    @abstractmethod
+    def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        """The state once the payload is on its way; consumes x_, the array that was compressed."""
+
+    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
+        """Turn the merged (averaged) gradient into the one the optimizer sees (default: unchanged)."""
+        return merged, state

@@ -1,0 +1,295 @@
+"""The closed list of array operations that compressors are written in, with reference bodies of the composites.
+
+Conventions: arrays are flat unless a method says otherwise; indices are int32; a trailing underscore consumes the
+first argument, and the caller uses the result; `+ - * /` and comparisons are the arrays' own operators. Nothing in
+a compressor branches on an array's value, so that the same code can be traced into a graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from grace.core.ops import random
+from grace.core.spec import Array, Key
+
+
+class ArrayOps(ABC):
+    """Array operations of one framework on one device."""
+
+    name: ClassVar[str]
+    device: str = "cpu"
+
+    # --- create and convert -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def zeros(self, n: int, dtype: str) -> Array:
+        """`n` zeros."""
+
+    @abstractmethod
+    def full(self, n: int, value: Array, dtype: str) -> Array:
+        """`n` copies of a number or 0-d array."""
+
+    @abstractmethod
+    def arange(self, n: int, dtype: str) -> Array:
+        """0 .. n-1."""
+
+    @abstractmethod
+    def cast(self, x: Array, dtype: str) -> Array:
+        """x in another dtype; x itself if it has it already. Floats become integers by truncation."""
+
+    @abstractmethod
+    def dtype(self, x: Array) -> str:
+        """Name of the dtype, as in `spec.ITEMSIZE`."""
+
+    @abstractmethod
+    def to_bytes(self, x: Array) -> Array:
+        """The memory of x as uint8."""
+
+    @abstractmethod
+    def from_bytes(self, data: Array, dtype: str) -> Array:
+        """Inverse of to_bytes; the data must be aligned to the dtype."""
+
+    # --- shape --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
+        """x in another shape of equal size, without a copy where possible."""
+
+    @abstractmethod
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """One flat array from several of one dtype."""
+
+    @abstractmethod
+    def stack(self, arrays: Sequence[Array], axis: int) -> Array:
+        """Arrays of equal shape along a new axis."""
+
+    @abstractmethod
+    def length(self, x: Array) -> int:
+        """Number of elements: an int, or a 0-d tensor in a traced graph."""
+
+    @abstractmethod
+    def size(self, x: Array) -> int:
+        """A 0-d integer array as something that can be used in a slice."""
+
+    @abstractmethod
+    def min_size(self, a: int, b: int) -> int:
+        """The smaller of two sizes, either of which may come from length()."""
+
+    # --- arithmetic ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def abs(self, x: Array) -> Array:
+        """Magnitudes."""
+
+    @abstractmethod
+    def sqrt(self, x: Array) -> Array:
+        """Square roots."""
+
+    @abstractmethod
+    def floor(self, x: Array) -> Array:
+        """Largest integers not above x, in x's dtype."""
+
+    @abstractmethod
+    def where(self, condition: Array, a: Array, b: Array) -> Array:
+        """a where the condition holds, else b; either may be a number."""
+
+    @abstractmethod
+    def clip(self, x: Array, low: Array, high: Array) -> Array:
+        """x limited to [low, high]."""
+
+    @abstractmethod
+    def bit_and(self, a: Array, b: Array) -> Array:
+        """Bitwise and of integers, or logical and of conditions."""
+
+    @abstractmethod
+    def bit_or(self, a: Array, b: Array) -> Array:
+        """Bitwise or of integers, or logical or of conditions."""
+
+    @abstractmethod
+    def bit_xor(self, a: Array, b: Array) -> Array:
+        """Bitwise exclusive or of integers."""
+
+    @abstractmethod
+    def shift_left(self, a: Array, bits: int) -> Array:
+        """Integers shifted left."""
+
+    @abstractmethod
+    def shift_right(self, a: Array, bits: int) -> Array:
+        """Integers shifted right, keeping the sign."""
+
+    # --- reduce -------------------------------------------------------------------------------------------------
+    # Sums run in float64 and are rounded once, so that frameworks with different orders of summation agree.
+
+    @abstractmethod
+    def sum(self, x: Array, axis: int | None = None) -> Array:
+        """Sum, in x's dtype."""
+
+    @abstractmethod
+    def max(self, x: Array, axis: int | None = None) -> Array:
+        """Largest element; 0 of an empty array."""
+
+    @abstractmethod
+    def norm(self, x: Array, axis: int | None = None) -> Array:
+        """Euclidean norm, in x's dtype."""
+
+    @abstractmethod
+    def finite(self, x: Array) -> Array:
+        """Whether no element is NaN or infinite, as a 0-d condition."""
+
+    @abstractmethod
+    def any(self, condition: Array) -> Array:
+        """Whether the condition holds anywhere, as a 0-d condition."""
+
+    # --- select -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def nonzero(self, condition: Array) -> Array:
+        """Indices where the condition holds, ascending."""
+
+    @abstractmethod
+    def top_indices(self, x: Array, k: int) -> Array:
+        """Indices of the k largest magnitudes, ascending; among equal ones the lower index wins."""
+
+    @abstractmethod
+    def gather(self, x: Array, indices: Array) -> Array:
+        """x at the indices."""
+
+    @abstractmethod
+    def put_(self, x: Array, indices: Array, value: float) -> Array:
+        """x with one value at the indices; consumes x."""
+
+    @abstractmethod
+    def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
+        """x with the values added at distinct indices; consumes x."""
+
+    # --- consuming arithmetic -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def add_(self, x: Array, y: Array) -> Array:
+        """x + y; consumes x."""
+
+    @abstractmethod
+    def sub_(self, x: Array, y: Array) -> Array:
+        """x - y; consumes x."""
+
+    @abstractmethod
+    def scale_(self, x: Array, factor: float) -> Array:
+        """x * factor; consumes x."""
+
+    # --- linear algebra (two dimensions) ------------------------------------------------------------------------
+
+    @abstractmethod
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Matrix product."""
+
+    @abstractmethod
+    def transpose(self, a: Array) -> Array:
+        """Matrix transpose."""
+
+    # --- control ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
+        """a() if the 0-d condition holds, else b(); both return arrays, or dictionaries of arrays, alike in shape."""
+
+    @abstractmethod
+    def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
+        """Apply body to x while the 0-d condition holds."""
+
+    # --- random -------------------------------------------------------------------------------------------------
+
+    def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
+        """n float32 numbers in [0, 1); `stream` separates several uses of one key."""
+        return random.uniform(self, n, key, stream)
+
+    def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
+        """k distinct indices of range(n), in random order."""
+        return random.sample(self, n, k, key, stream)
+
+    # --- composites: the helpers of the GRACE paper (IV-B), overridden where a kernel is faster -------------------
+
+    def quantize(self, x: Array, scale: Array, levels: int, key: Key) -> Array:
+        """Signed levels l in [-levels, levels] with E[l] = levels * x / scale, by stochastic rounding (int64).
+
+        x and scale have equal shape or broadcast; where scale is 0 the level is 0.
+        """
+        n = self.length(self.reshape(x, (-1,)))
+        u = self.reshape(self.uniform(n, key), tuple(x.shape))
+        safe = self.where(scale > 0, scale, 1.0)
+        magnitude = self.clip(self.floor(self.abs(x) / safe * levels + u), 0, levels)
+        magnitude = self.where(scale > 0, magnitude, 0.0)
+        return self.cast(self.where(x < 0, -magnitude, magnitude), "int64")
+
+    def dequantize(self, codes: Array, scale: Array, levels: int, dtype: str) -> Array:
+        """codes * scale / levels."""
+        return self.cast(codes, dtype) * (self.cast(scale, dtype) / levels)
+
+    def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
+        """The k largest magnitudes: values and ascending indices."""
+        indices = self.top_indices(x, k)
+        return self.gather(x, indices), indices
+
+    def desparsify(self, values: Array, indices: Array, n: int) -> Array:
+        """Dense array of n with the values at distinct indices."""
+        return self.scatter_add_(self.zeros(n, self.dtype(values)), indices, values)
+
+    def pack(self, codes: Array, bits: int) -> Array:
+        """Unsigned integers below 2^bits as ceil(n * bits / 8) bytes, little end first; 1 <= bits <= 16.
+
+        Above 8 bits the low bytes come first, then the packed high parts.
+        """
+        if bits == 8:
+            return self.cast(codes, "uint8")
+        if bits > 8:
+            wide = self.cast(codes, "int64")
+            low = self.cast(self.bit_and(wide, 255), "uint8")
+            return self.concat([low, self.pack(self.shift_right(wide, 8), bits - 8)])
+        n = self.length(codes)
+        groups = -(-n // 8)
+        wide = self.concat([self.cast(codes, "int64"), self.zeros(8 * groups - n, "int64")])
+        wide = self.reshape(wide, (groups, 8))
+        word = wide[:, 0]
+        for j in range(1, 8):
+            word = self.bit_or(word, self.shift_left(wide[:, j], bits * j))
+        columns = [self.bit_and(self.shift_right(word, 8 * j), 255) for j in range(bits)]
+        data = self.cast(self.reshape(self.stack(columns, axis=1), (groups * bits,)), "uint8")
+        return data[: packed_size(n, bits)]
+
+    def unpack(self, data: Array, bits: int, n: int) -> Array:
+        """Inverse of pack: n int64 codes."""
+        if bits == 8:
+            return self.cast(data, "int64")
+        if bits > 8:
+            high = self.unpack(data[n:], bits - 8, n)
+            return self.bit_or(self.cast(data[:n], "int64"), self.shift_left(high, 8))
+        groups = -(-n // 8)
+        padding = self.zeros(groups * bits - packed_size(n, bits), "uint8")
+        columns = self.reshape(self.cast(self.concat([data, padding]), "int64"), (groups, bits))
+        word = columns[:, 0]
+        for j in range(1, bits):
+            word = self.bit_or(word, self.shift_left(columns[:, j], 8 * j))
+        codes = [self.bit_and(self.shift_right(word, bits * j), (1 << bits) - 1) for j in range(8)]
+        return self.reshape(self.stack(codes, axis=1), (groups * 8,))[:n]
+
+    def orthogonalize(self, a: Array) -> Array:
+        """Orthonormal columns with the span of a's, by Gram-Schmidt applied twice; dependent columns become zero."""
+        columns: list[Array] = []
+        for j in range(int(a.shape[1])):
+            original = a[:, j]
+            column = original
+            for _ in range(2):
+                for other in columns:
+                    column = column - other * self.sum(other * column)
+            length = self.norm(column)
+            # What is left of a dependent column is rounding noise; normalising it would invent a direction.
+            independent = length > 1e-6 * self.norm(original)
+            column = self.where(independent, column / self.where(independent, length, 1.0), 0.0)
+            columns.append(column)
+        return self.stack(columns, axis=1)
+
+
+def packed_size(n: int, bits: int) -> int:
+    """Bytes of n packed codes of 1 to 16 bits."""
+    return n + packed_size(n, bits - 8) if bits > 8 else -(-n * bits // 8)

@@ -1,0 +1,179 @@
+"""Array operations on NumPy: the reference backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import ITEMSIZE, Array
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in ITEMSIZE
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class NumpyOps(ArrayOps):
+    """NumPy arrays in main memory; bfloat16 is the dtype of the package ml_dtypes."""
+
+    name: ClassVar[str] = "numpy"
+
+    def zeros(self, n: int, dtype: str) -> Array:
+        return np.zeros(n, _DTYPES[dtype])
+
+    def full(self, n: int, value: Array, dtype: str) -> Array:
+        return np.full(n, value, _DTYPES[dtype])
+
+    def arange(self, n: int, dtype: str) -> Array:
+        return np.arange(n, dtype=_DTYPES[dtype])
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        # A value too large for a narrow float becomes infinite, as in the other frameworks; that is no surprise.
+        with np.errstate(over="ignore"):
+            return np.asarray(x).astype(_DTYPES[dtype], copy=False)
+
+    def dtype(self, x: Array) -> str:
+        return _NAMES[x.dtype]
+
+    def to_bytes(self, x: Array) -> Array:
+        return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+    def from_bytes(self, data: Array, dtype: str) -> Array:
+        return data.view(_DTYPES[dtype])
+
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return np.reshape(x, shape)
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        return np.concatenate([np.reshape(a, -1) for a in arrays])
+
+    def stack(self, arrays: Sequence[Array], axis: int) -> Array:
+        return np.stack(arrays, axis=axis)
+
+    def length(self, x: Array) -> int:
+        return int(x.size)
+
+    def size(self, x: Array) -> int:
+        return int(x)
+
+    def min_size(self, a: int, b: int) -> int:
+        return min(a, b)
+
+    def abs(self, x: Array) -> Array:
+        return np.abs(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return np.sqrt(x)
+
+    def floor(self, x: Array) -> Array:
+        return np.floor(x)
+
+    def where(self, condition: Array, a: Array, b: Array) -> Array:
+        return np.where(condition, a, b)
+
+    def clip(self, x: Array, low: Array, high: Array) -> Array:
+        return np.clip(x, low, high)
+
+    def bit_and(self, a: Array, b: Array) -> Array:
+        return a & b
+
+    def bit_or(self, a: Array, b: Array) -> Array:
+        return a | b
+
+    def bit_xor(self, a: Array, b: Array) -> Array:
+        return a ^ b
+
+    def shift_left(self, a: Array, bits: int) -> Array:
+        return a << bits
+
+    def shift_right(self, a: Array, bits: int) -> Array:
+        return a >> bits
+
+    def sum(self, x: Array, axis: int | None = None) -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(np.sum(x, axis=axis, dtype=np.float64).astype(x.dtype))
+
+    def max(self, x: Array, axis: int | None = None) -> Array:
+        if x.size == 0:
+            return np.zeros(() if axis is None else np.delete(x.shape, axis), x.dtype)
+        return np.asarray(np.max(x, axis=axis))
+
+    def norm(self, x: Array, axis: int | None = None) -> Array:
+        wide = x.astype(np.float64)
+        with np.errstate(over="ignore"):
+            return np.asarray(np.sqrt(np.sum(wide * wide, axis=axis)).astype(x.dtype))
+
+    def finite(self, x: Array) -> Array:
+        # One reading pass settles the normal case: a finite sum has only finite terms.
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = np.isfinite(np.add.reduce(x, axis=None))
+        return total if total else np.isfinite(x).all()
+
+    def any(self, condition: Array) -> Array:
+        return np.any(condition)
+
+    def nonzero(self, condition: Array) -> Array:
+        return np.flatnonzero(condition).astype(np.int32)
+
+    def top_indices(self, x: Array, k: int) -> Array:
+        n = x.size
+        if k >= n:
+            return np.arange(n, dtype=np.int32)
+        if k == 0:
+            return np.zeros(0, np.int32)
+        magnitude = np.abs(x)
+        bound = np.partition(magnitude, n - k)[n - k]
+        above = np.flatnonzero(magnitude > bound)
+        ties = np.flatnonzero(magnitude == bound)[: k - above.size]
+        return np.sort(np.concatenate([above, ties])).astype(np.int32)
+
+    def gather(self, x: Array, indices: Array) -> Array:
+        return x[indices]
+
+    def put_(self, x: Array, indices: Array, value: float) -> Array:
+        x[indices] = value
+        return x
+
+    def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
+        x[indices] += values
+        return x
+
+    def add_(self, x: Array, y: Array) -> Array:
+        x += y
+        return x
+
+    def sub_(self, x: Array, y: Array) -> Array:
+        x -= y
+        return x
+
+    def scale_(self, x: Array, factor: float) -> Array:
+        x *= factor
+        return x
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return a @ b
+
+    def transpose(self, a: Array) -> Array:
+        return a.T
+
+    def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
+        return a() if condition else b()
+
+    def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
+        while condition(x):
+            x = body(x)
+        return x
+
+    def pack(self, codes: Array, bits: int) -> Array:
+        if bits == 1:
+            return np.packbits(codes.astype(np.uint8, copy=False), bitorder="little")
+        return super().pack(codes, bits)
+
+    def unpack(self, data: Array, bits: int, n: int) -> Array:
+        if bits == 1:
+            return np.unpackbits(data, count=n, bitorder="little").astype(np.int64)
+        return super().unpack(data, bits, n)

@@ -1,0 +1,160 @@
+"""Array operations on PyTorch tensors; the only file of the core that imports torch, and only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import ITEMSIZE, Array
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class TorchOps(ArrayOps):
+    """PyTorch tensors on one device."""
+
+    name: ClassVar[str] = "torch"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def zeros(self, n: int, dtype: str) -> Array:
+        return torch.zeros(n, dtype=_DTYPES[dtype], device=self.device)
+
+    def full(self, n: int, value: Array, dtype: str) -> Array:
+        return torch.full((n,), value, dtype=_DTYPES[dtype], device=self.device)
+
+    def arange(self, n: int, dtype: str) -> Array:
+        return torch.arange(n, dtype=_DTYPES[dtype], device=self.device)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        return torch.as_tensor(x, device=self.device).to(_DTYPES[dtype])
+
+    def dtype(self, x: Array) -> str:
+        return _NAMES[x.dtype]
+
+    def to_bytes(self, x: Array) -> Array:
+        return x.reshape(-1).contiguous().view(torch.uint8)
+
+    def from_bytes(self, data: Array, dtype: str) -> Array:
+        return data.view(_DTYPES[dtype])
+
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return x.reshape(shape)
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        return torch.cat([a.reshape(-1) for a in arrays])
+
+    def stack(self, arrays: Sequence[Array], axis: int) -> Array:
+        return torch.stack(tuple(arrays), dim=axis)
+
+    def length(self, x: Array) -> int:
+        return int(x.numel())
+
+    def size(self, x: Array) -> int:
+        return int(x)
+
+    def min_size(self, a: int, b: int) -> int:
+        return min(a, b)
+
+    def abs(self, x: Array) -> Array:
+        return x.abs()
+
+    def sqrt(self, x: Array) -> Array:
+        return x.sqrt()
+
+    def floor(self, x: Array) -> Array:
+        return x.floor()
+
+    def where(self, condition: Array, a: Array, b: Array) -> Array:
+        return torch.where(condition, a, b)
+
+    def clip(self, x: Array, low: Array, high: Array) -> Array:
+        return x.clamp(low, high)
+
+    def bit_and(self, a: Array, b: Array) -> Array:
+        return a & b
+
+    def bit_or(self, a: Array, b: Array) -> Array:
+        return a | b
+
+    def bit_xor(self, a: Array, b: Array) -> Array:
+        return a ^ b
+
+    def shift_left(self, a: Array, bits: int) -> Array:
+        return a << bits
+
+    def shift_right(self, a: Array, bits: int) -> Array:
+        return a >> bits
+
+    def sum(self, x: Array, axis: int | None = None) -> Array:
+        return torch.sum(x, dim=axis, dtype=torch.float64).to(x.dtype)
+
+    def max(self, x: Array, axis: int | None = None) -> Array:
+        if x.numel() == 0:
+            shape = () if axis is None else tuple(s for i, s in enumerate(x.shape) if i != axis)
+            return torch.zeros(shape, dtype=x.dtype, device=x.device)
+        return x.max() if axis is None else x.amax(dim=axis)
+
+    def norm(self, x: Array, axis: int | None = None) -> Array:
+        return torch.linalg.vector_norm(x, dim=axis, dtype=torch.float64).to(x.dtype)
+
+    def finite(self, x: Array) -> Array:
+        # One reading pass settles the normal case: a finite sum has only finite terms.
+        total = torch.isfinite(x.sum())
+        return total if total else torch.isfinite(x).all()
+
+    def any(self, condition: Array) -> Array:
+        return condition.any()
+
+    def nonzero(self, condition: Array) -> Array:
+        return torch.nonzero(condition).reshape(-1).to(torch.int32)
+
+    def top_indices(self, x: Array, k: int) -> Array:
+        n = x.numel()
+        if k >= n:
+            return self.arange(n, "int32")
+        if k == 0:
+            return self.zeros(0, "int32")
+        magnitude = x.abs()
+        # topk breaks ties as it likes; only the k-th magnitude is taken from it.
+        bound = torch.topk(magnitude, k, sorted=False).values.min()
+        above = torch.nonzero(magnitude > bound).reshape(-1)
+        ties = torch.nonzero(magnitude == bound).reshape(-1)[: k - above.numel()]
+        return torch.cat([above, ties]).sort().values.to(torch.int32)
+
+    def gather(self, x: Array, indices: Array) -> Array:
+        return x.index_select(0, indices)
+
+    def put_(self, x: Array, indices: Array, value: float) -> Array:
+        return x.index_fill_(0, indices.long(), value)
+
+    def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
+        return x.index_add_(0, indices, values)
+
+    def add_(self, x: Array, y: Array) -> Array:
+        return x.add_(y)
+
+    def sub_(self, x: Array, y: Array) -> Array:
+        return x.sub_(y)
+
+    def scale_(self, x: Array, factor: float) -> Array:
+        return x.mul_(factor)
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return a @ b
+
+    def transpose(self, a: Array) -> Array:
+        return a.t()
+
+    def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
+        return a() if condition else b()
+
+    def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
+        while condition(x):
+            x = body(x)
+        return x

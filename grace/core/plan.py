@@ -1,0 +1,161 @@
+"""From tensors and rules to buckets, once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor
+from grace.core.config import Config, Parts, dense_parts
+from grace.core.errors import ConfigError
+from grace.core.memory import Memory
+from grace.core.registry import communicators, compressors, memories
+from grace.core.spec import Field, TensorSpec
+from grace.core.wire import Layout, payload_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor, the parts that serve it, and why if they are not the configuration's own."""
+
+    spec: TensorSpec
+    parts: Parts
+    reason: str = ""
+
+    @property
+    def compressor(self) -> Compressor:
+        """What makes its payload."""
+        return self.parts.compressor
+
+    @property
+    def memory(self) -> Memory:
+        """What remembers its error."""
+        return self.parts.memory
+
+    @property
+    def communicator(self) -> Communicator:
+        """How its payload travels."""
+        return self.parts.communicator
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """Fields of its payload."""
+        return self.compressor.wire(self.spec)
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether the gradient is summed as it is, without memory."""
+        return self.parts == dense_parts()
+
+    @cached_property
+    def guarded(self) -> bool:
+        """Whether NaN and infinity must be announced by a flag, because the payload or a memory would lose them."""
+        return not (self.compressor.carries_nonfinite and self.memory.stateless)
+
+    @cached_property
+    def half_sum(self) -> bool:
+        """Whether the payload is summed in 16 bits, so that it must be divided before the sum, not after."""
+        return self.communicator.sums and any(f.dtype in ("float16", "bfloat16") for f in self.fields)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that share one wire buffer and one collective per phase."""
+
+    name: str
+    parts: tuple[Part, ...]
+    communicator: Communicator
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to every tensor: the buckets in the order in which gradients become ready, and the rest."""
+
+    buckets: tuple[Bucket, ...]
+    delegated: tuple[Part, ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """Every tensor of the plan."""
+        return [part for bucket in self.buckets for part in bucket.parts] + list(self.delegated)
+
+    def report(self) -> str:
+        """A table: per tensor the method, memory, collective and bytes per step, and why a tensor stays dense."""
+        rows = [("tensor", "shape", "compressor", "memory", "collective", "dense bytes", "wire bytes", "why")]
+        dense_total, wire_total, open_ended = 0, 0, False
+        for part in sorted(self.parts, key=lambda p: p.spec.name):
+            spec, wire = part.spec, payload_bytes(part.fields)
+            dense_total += spec.nbytes
+            wire_total += wire or 0
+            open_ended |= wire is None
+            rows.append(
+                (
+                    spec.name,
+                    "x".join(map(str, spec.shape)) or "scalar",
+                    compressors.name_of(part.compressor),
+                    memories.name_of(part.memory),
+                    communicators.name_of(part.communicator),
+                    f"{spec.nbytes:,}",
+                    "by data" if wire is None else f"{wire:,}",
+                    part.reason,
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                c.rjust(w) if 5 <= i <= 6 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        more = " plus what the data select" if open_ended else ""
+        lines.append(
+            f"{len(rows) - 1} tensors in {len(self.buckets)} buckets and {len(self.delegated)} uncompressed: "
+            f"{dense_total:,} bytes dense, {wire_total:,} on the wire per rank and step{more}"
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def make_plan(
+    specs: Sequence[TensorSpec],
+    config: Config,
+    *,
+    prefix: str = "grace",
+    delegate: Callable[[Part], bool] = lambda part: False,
+) -> Plan:
+    """Give every tensor its parts and its bucket.
+
+    Buckets hold tensors of one communicator and device, dense ones apart, in reverse order of `specs` (the order in
+    which the backward pass finishes them), up to `config.bucket_bytes` of dense gradients. Tensors for which `delegate(part)` holds are
+    left to the caller. Raises ConfigError if two tensors have one name.
+    """
+    parts = [_make_part(spec, config) for spec in specs]
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ConfigError(f"two tensors are called '{spec.name}'; names must be unique.")
+        seen.add(spec.name)
+    groups: dict[tuple[Communicator, str, bool], list[list[Part]]] = {}
+    for part in reversed(parts):
+        if delegate(part):
+            continue
+        group = groups.setdefault((part.communicator, part.spec.device, part.dense), [])
+        if not group or sum(p.spec.nbytes for p in group[-1]) + part.spec.nbytes > config.bucket_bytes:
+            group.append([])
+        group[-1].append(part)
+    position = {part.spec.name: i for i, part in enumerate(parts)}
+    members = sorted((m for group in groups.values() for m in group), key=lambda m: -position[m[0].spec.name])
+    buckets = []
+    for index, bucket in enumerate(members):
+        communicator = bucket[0].communicator
+        layout = communicator.layout([p.spec for p in bucket], [p.fields for p in bucket], [p.guarded for p in bucket])
+        buckets.append(Bucket(f"{prefix}/{index}", tuple(bucket), communicator, layout))
+    return Plan(tuple(buckets), tuple(part for part in parts if delegate(part)))
+
+
+def _make_part(spec: TensorSpec, config: Config) -> Part:
+    parts, reason = config.parts_for(spec)
+    unfit = parts.compressor.unfit(spec)
+    return Part(spec, dense_parts(), unfit) if unfit else Part(spec, parts, reason)

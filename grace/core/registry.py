@@ -1,0 +1,149 @@
+"""Names of compressors, memories and communicators; knows them all, so its errors can list them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from grace.core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from grace.core.communicator import Communicator
+    from grace.core.compressor import Compressor
+    from grace.core.memory import Memory
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+class Registry(Generic[T]):
+    """Name -> class of one kind of part. Built-in parts are the modules of `package`; others come by entry point.
+
+    An outside distribution announces a part in the entry-point group `grace.<plural>`, or registers it at import.
+    """
+
+    def __init__(self, kind: str, plural: str, package: str) -> None:
+        self.kind = kind
+        self._group = f"grace.{plural}"
+        self._package = package
+        self._classes: dict[str, type[T]] = {}
+        self._loaded = False
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """Class decorator that gives a class its name; raises ConfigError if the name is taken."""
+
+        def decorate(cls: C) -> C:
+            taken = self._classes.get(name)
+            if taken is not None:
+                raise ConfigError(
+                    f"{self.kind} name '{name}' is taken by {taken.__module__}.{taken.__qualname__}; "
+                    f"choose another name for {cls.__module__}.{cls.__qualname__}."
+                )
+            self._classes[name] = cls
+            return cls
+
+        return decorate
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        self._loaded = True
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
+            importlib.import_module(f"{self._package}.{module.name}")
+        for entry in entry_points(group=self._group):
+            cls = entry.load()
+            if self._classes.get(entry.name) is not cls:
+                self.register(entry.name)(cls)
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        return iter(sorted(self._classes))
+
+    def __contains__(self, name: object) -> bool:
+        self._load()
+        return name in self._classes
+
+    def get(self, name: str) -> type[T]:
+        """The class of that name; raises ConfigError with the nearest valid name otherwise."""
+        self._load()
+        if name not in self._classes:
+            raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(str(name), self._classes)}")
+        return self._classes[name]
+
+    def name_of(self, part: T) -> str:
+        """The name under which the class of a part is registered; raises ConfigError if it is not."""
+        self._load()
+        for name, cls in self._classes.items():
+            if type(part) is cls:
+                return name
+        raise ConfigError(
+            f"{type(part).__qualname__} is not registered as a {self.kind}; "
+            f"decorate it with @grace.register_{self.kind}('name')."
+        )
+
+    def make(self, config: str | Mapping[str, Any] | T) -> T:
+        """Build a part from its name, from {"name": ..., **fields}, or return a ready one.
+
+        Raises ConfigError for unknown names, unknown fields, and values of the wrong type.
+        """
+        if isinstance(config, str):
+            return build(self.get(config), {}, f"{self.kind} '{config}'")
+        if isinstance(config, Mapping):
+            fields = dict(config)
+            name = fields.pop("name", None)
+            if not isinstance(name, str):
+                raise ConfigError(f"{self.kind}: expected a table with the key 'name', received {dict(config)!r}.")
+            return build(self.get(name), fields, f"{self.kind} '{name}'")
+        self.name_of(config)
+        return config
+
+    def config_of(self, part: T) -> dict[str, Any]:
+        """JSON-able description; make(config_of(part)) == part."""
+        return {"name": self.name_of(part), **{f.name: getattr(part, f.name) for f in dataclasses.fields(part)}}  # type: ignore[arg-type]
+
+
+def fields_of(cls: type) -> dict[str, Any]:
+    """Names and types of the fields of a dataclass."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """cls(**values) after checking names and types; whole numbers pass as floats. Raises ConfigError."""
+    fields = fields_of(cls)
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"{where} has no option '{key}'.{nearest(key, fields) if fields else ' It has none.'}")
+        if not _fits(value, fields[key]):
+            expected = getattr(fields[key], "__name__", str(fields[key]))
+            raise ConfigError(
+                f"{where}, option '{key}': expected {expected}, received {value!r} of type {type(value).__name__}."
+            )
+    return cls(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, h) for h in typing.get_args(hint))
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+compressors: Registry[Compressor] = Registry("compressor", "compressors", "grace.core.compressors")
+memories: Registry[Memory] = Registry("memory", "memories", "grace.core.memories")
+communicators: Registry[Communicator] = Registry("communicator", "communicators", "grace.core.communicator")

@@ -1,0 +1,125 @@
+"""The small value types that every layer speaks: what a tensor is, what travels, and where code runs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from grace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grace.core.ops.base import ArrayOps
+
+# An array of whichever framework is in use; only `grace.core.ops` knows more about it.
+Array: TypeAlias = Any
+State: TypeAlias = dict[str, Array]
+Payload: TypeAlias = dict[str, Array]
+
+ITEMSIZE = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
+GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+HALF_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a gradient before the first step; comes from the variable, never from the gradient.
+
+    `dtype` is one of float16, bfloat16, float32, float64. Raises ConfigError for any other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in GRADIENT_DTYPES:
+            raise ConfigError(
+                f"tensor '{self.name}': gradients of dtype {self.dtype} cannot be exchanged; "
+                f"expected one of {', '.join(GRADIENT_DTYPES)}. Convert the parameter or exclude it from the optimizer."
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the uncompressed gradient."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def work_dtype(self) -> str:
+        """Dtype of compensation, residual and decoded sums: float32, or float64 for a float64 gradient."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+class Field(NamedTuple):
+    """One flat array of a payload.
+
+    `length` is a number of elements, or the name of a count that is known only at run time (two fields may share
+    it). `wire=False` keeps the field on the rank: it must be equal on all ranks, for instance indices drawn from the
+    shared key.
+    """
+
+    name: str
+    dtype: str
+    length: int | str
+    wire: bool = True
+
+
+class Key(NamedTuple):
+    """Names one stream of random numbers: what it is for (`seed`), when (`step`) and whose (`rank`; 0 is shared)."""
+
+    seed: int
+    step: Any
+    rank: int = 0
+
+    @staticmethod
+    def derive(seed: int, name: str) -> int:
+        """64-bit seed of the tensor `name` in a run with `seed`; equal on all ranks, frameworks and machines."""
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+class Proposal(NamedTuple):
+    """What all ranks settle before compressing: element-wise "sum" or "max", or the array of a rotating "leader"."""
+
+    array: Array
+    op: Literal["sum", "max", "leader"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a compressor or memory runs: array operations, tensor, random key, rank, its own state, what was agreed."""
+
+    ops: ArrayOps
+    spec: TensorSpec
+    key: Key
+    rank: int = 0
+    size: int = 1
+    state: State = field(default_factory=dict)
+    agreed: Array | None = None
+
+    @property
+    def private_key(self) -> Key:
+        """A key that differs between ranks, so that their rounding errors are independent."""
+        return self.key._replace(rank=self.rank + 1)

@@ -1,0 +1,249 @@
+"""Where every field of a bucket lies in its wire buffer; fixed before the first step as far as the data allow.
+
+Gathered buckets travel as one uint8 buffer per rank:
+
+    fixed fields and int32 counts, widest dtype first | one flag byte per guarded tensor | padding to 8
+    fields of run-time length, widest dtype first | padding to 16
+
+so that every field is aligned to its own width without padding between fields. The counts give the lengths of the
+rest, so a receiver finds where each rank's buffer ends without any exchange before it, and a rank that selects
+nothing sends a header only. Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their
+flags are float32 elements. A flag says that this rank's gradient was not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from grace.core.errors import PayloadError
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import ITEMSIZE, Array, Field, Payload, TensorSpec
+
+ALIGNMENT = 16
+
+
+def payload_bytes(fields: Sequence[Field]) -> int | None:
+    """Bytes of one payload's fields on the wire, without header and padding; None if they depend on the data."""
+    total = 0
+    for field in fields:
+        if not field.wire:
+            continue
+        if isinstance(field.length, str):
+            return None
+        total += field.length * ITEMSIZE[field.dtype]
+    return total
+
+
+def _align(offset: int, width: int) -> int:
+    return (offset + width - 1) // width * width
+
+
+class _Slot(NamedTuple):
+    """One field of one tensor of the bucket; `offset` is None where it depends on the data."""
+
+    tensor: int
+    field: Field
+    offset: int | None
+
+
+class GatherLayout:
+    """Layout of a bucket whose payloads are gathered or broadcast: one byte buffer per rank."""
+
+    def __init__(self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]) -> None:
+        self.specs = tuple(specs)
+        self.fields = tuple(tuple(f) for f in fields)
+        self.guarded = tuple(guarded)
+        self.counts: list[tuple[int, str]] = []
+        fixed: list[tuple[int, int, Field]] = []
+        variable: list[tuple[int, int, Field]] = []
+        for i, tensor_fields in enumerate(self.fields):
+            for f in tensor_fields:
+                if not f.wire:
+                    continue
+                if isinstance(f.length, str):
+                    variable.append((-ITEMSIZE[f.dtype], i, f))
+                    if (i, f.length) not in self.counts:
+                        self.counts.append((i, f.length))
+                else:
+                    fixed.append((-ITEMSIZE[f.dtype], i, f))
+        fixed.sort(key=lambda entry: entry[0])
+        variable.sort(key=lambda entry: entry[0])
+        offset = 0
+        slots: list[_Slot] = []
+        for width, i, f in fixed:
+            if width > -4:
+                break
+            slots.append(_Slot(i, f, offset))
+            offset += int(f.length) * -width
+        self._counts_offset = offset = _align(offset, 4)
+        offset += 4 * len(self.counts)
+        for width, i, f in fixed[len(slots) :]:
+            slots.append(_Slot(i, f, offset))
+            offset += int(f.length) * -width
+        self._flags_offset = offset
+        offset += sum(self.guarded)
+        self._fixed_end = offset
+        self._fixed = slots
+        self._variable = [_Slot(i, f, None) for _, i, f in variable]
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether the buffer has the same length on every rank and step."""
+        return not self.counts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer of one rank, with every run-time length taken as zero."""
+        return _align(_align(self._fixed_end, 8) if self.counts else self._fixed_end, ALIGNMENT)
+
+    def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array]) -> Array:
+        """The buffer of this rank. Raises PayloadError where a payload is not what `wire` announced."""
+        lengths: dict[tuple[int, str], int] = {}
+        for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
+            _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
+        pieces: list[Array] = []
+        position = 0
+
+        def put(piece: Array, offset: int) -> None:
+            nonlocal position
+            if offset > position:
+                pieces.append(ops.zeros(offset - position, "uint8"))
+            pieces.append(piece)
+            position = offset + ops.length(piece)
+
+        split = sum(ITEMSIZE[s.field.dtype] >= 4 for s in self._fixed)
+        for slot in self._fixed[:split]:
+            put(ops.to_bytes(payloads[slot.tensor][slot.field.name]), slot.offset or 0)
+        if self.counts:
+            counts = ops.concat([ops.full(1, lengths[key], "int32") for key in self.counts])
+            put(ops.to_bytes(counts), self._counts_offset)
+        for slot in self._fixed[split:]:
+            put(ops.to_bytes(payloads[slot.tensor][slot.field.name]), slot.offset or 0)
+        guarded = [ops.full(1, flag, "uint8") for flag, guard in zip(flags, self.guarded, strict=True) if guard]
+        if guarded:
+            put(ops.concat(guarded), self._flags_offset)
+        if self.counts:
+            start = _align(position, 8)
+            for slot in self._variable:
+                piece = ops.to_bytes(payloads[slot.tensor][slot.field.name])
+                put(piece, start)
+                start = start + ops.length(piece)
+        put(ops.zeros(0, "uint8"), _align(position, ALIGNMENT))
+        return ops.concat(pieces)
+
+    def decode(self, ops: ArrayOps, data: Array, size: int) -> tuple[list[list[Payload]], list[list[Array]]]:
+        """Per tensor the payloads of all ranks, and per tensor their flags, from `size` buffers in a row."""
+        payloads: list[list[Payload]] = [[] for _ in self.specs]
+        flags: list[list[Array]] = [[] for _ in self.specs]
+        base = 0
+        for _ in range(size):
+            base = self._decode_rank(ops, data, base, payloads, flags)
+        return payloads, flags
+
+    def _decode_rank(
+        self, ops: ArrayOps, data: Array, base: int, payloads: list[list[Payload]], flags: list[list[Array]]
+    ) -> int:
+        mine: list[Payload] = [{} for _ in self.specs]
+
+        def take(offset: int, dtype: str, length: int) -> Array:
+            return ops.from_bytes(data[offset : offset + length * ITEMSIZE[dtype]], dtype)
+
+        for slot in self._fixed:
+            length = int(slot.field.length)
+            mine[slot.tensor][slot.field.name] = take(base + (slot.offset or 0), slot.field.dtype, length)
+        flag = base + self._flags_offset
+        for i, guard in enumerate(self.guarded):
+            if guard:
+                flags[i].append(data[flag])
+                flag += 1
+        end = base + self._fixed_end
+        if self.counts:
+            values = take(base + self._counts_offset, "int32", len(self.counts))
+            counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
+            end = base + _align(self._fixed_end, 8)
+            for slot in self._variable:
+                length = counts[slot.tensor, str(slot.field.length)]
+                mine[slot.tensor][slot.field.name] = take(end, slot.field.dtype, length)
+                end = end + length * ITEMSIZE[slot.field.dtype]
+        for i, payload in enumerate(mine):
+            payloads[i].append(payload)
+        return _align(end, ALIGNMENT)
+
+
+class SumLayout:
+    """Layout of a bucket whose payloads are summed on the way: one flat buffer per dtype."""
+
+    def __init__(self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]) -> None:
+        self.specs = tuple(specs)
+        self.fields = tuple(tuple(f) for f in fields)
+        self.guarded = tuple(guarded)
+        self.groups: dict[str, list[tuple[int, Field]]] = {}
+        for i, tensor_fields in enumerate(self.fields):
+            for f in tensor_fields:
+                if f.wire:
+                    self.groups.setdefault(f.dtype, []).append((i, f))
+        if any(self.guarded):
+            self.groups.setdefault("float32", [])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers of one rank."""
+        fields = sum(int(f.length) * ITEMSIZE[d] for d, group in self.groups.items() for _, f in group)
+        return fields + 4 * sum(self.guarded)
+
+    def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array]) -> dict[str, Array]:
+        """One buffer per dtype. Raises PayloadError where a payload is not what `wire` announced."""
+        for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
+            _check_payload(ops, self.specs[i], tensor_fields, payload, {}, i)
+        buffers: dict[str, Array] = {}
+        for dtype, group in self.groups.items():
+            pieces = [payloads[i][f.name] for i, f in group]
+            if dtype == "float32":
+                pieces += [ops.full(1, flag, "float32") for flag, g in zip(flags, self.guarded, strict=True) if g]
+            buffers[dtype] = ops.concat(pieces)
+        return buffers
+
+    def decode(self, ops: ArrayOps, buffers: dict[str, Array]) -> tuple[list[list[Payload]], list[list[Array]]]:
+        """Per tensor the one summed payload, and its flag, from the reduced buffers."""
+        payloads: list[list[Payload]] = [[{}] for _ in self.specs]
+        flags: list[list[Array]] = [[] for _ in self.specs]
+        for dtype, group in self.groups.items():
+            offset = 0
+            for i, f in group:
+                payloads[i][0][f.name] = buffers[dtype][offset : offset + int(f.length)]
+                offset += int(f.length)
+            if dtype == "float32":
+                for i, guard in enumerate(self.guarded):
+                    if guard:
+                        flags[i].append(buffers[dtype][offset])
+                        offset += 1
+        return payloads, flags
+
+
+Layout = GatherLayout | SumLayout
+
+
+def _check_payload(
+    ops: ArrayOps,
+    spec: TensorSpec,
+    fields: Sequence[Field],
+    payload: Payload,
+    lengths: dict[tuple[int, str], int],
+    index: int,
+) -> None:
+    """Compare a payload with its declared fields; fills in the run-time lengths."""
+    if set(payload) != {f.name for f in fields}:
+        raise PayloadError(
+            f"tensor '{spec.name}': compress returned the fields {sorted(payload)}, "
+            f"but wire announced {sorted(f.name for f in fields)}; make the two agree."
+        )
+    for f in fields:
+        array = payload[f.name]
+        length, dtype = ops.length(array), ops.dtype(array)
+        expected = lengths.setdefault((index, f.length), length) if isinstance(f.length, str) else f.length
+        if dtype != f.dtype or length != expected or len(array.shape) != 1:
+            raise PayloadError(
+                f"tensor '{spec.name}', field '{f.name}': expected a flat {f.dtype} array of {expected} elements as "
+                f"announced by wire, received {dtype} of shape {tuple(array.shape)}."
+            )
