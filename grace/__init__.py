@@ -54,9 +54,9 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
     """
     frameworks = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
     if "torch" in frameworks:
-        from grace.torch import DistributedOptimizer as wrap
+        from grace import torch as adapter
 
-        return wrap(optimizer, *args, **kwargs)
+        return adapter.DistributedOptimizer(optimizer, *args, **kwargs)
     raise TypeError(
         f"grace.DistributedOptimizer: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__} "
         f"of module {type(optimizer).__module__}."

@@ -84,8 +84,12 @@ class Compressor(ABC):
         """Arrays that live across steps, found later in `at.state` (default: none)."""
         return {}
 
+    def agreement(self, spec: TensorSpec) -> tuple[Field, ...]:
+        """What `agree` proposes, from static facts only; at most one field (default: nothing)."""
+        return ()
+
     def agree(self, x: Array, at: Site) -> Proposal | None:
-        """What ranks settle before compressing, found afterwards in `at.agreed` (default: nothing)."""
+        """What ranks settle before compressing, flat; found afterwards in `at.agreed` (default: nothing)."""
         return None
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:

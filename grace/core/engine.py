@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.communicator import Sent
-from grace.core.errors import StateError, StepError
+from grace.core.errors import PayloadError, StateError, StepError
 from grace.core.ops.base import ArrayOps
 from grace.core.plan import Bucket, Part, Plan
 from grace.core.registry import compressors, memories
 from grace.core.spec import ITEMSIZE, Array, Key, Payload, Proposal, Site, State
 from grace.core.transport import Handle, Transport
+from grace.core.wire import payload_bytes
 
 STATE_VERSION = 1
 
@@ -124,9 +125,8 @@ class Engine:
         entry = run.entries[name] = self._compensate(part, gradient_)
         if entry.proposal is None:
             self._compress(entry)
-        if len(run.entries) == len(bucket.parts):
-            if not self._propose(bucket, run):
-                self._send(bucket, run)
+        if len(run.entries) == len(bucket.parts) and not self._propose(bucket, run):
+            self._send(bucket, run)
 
     def advance(self) -> None:
         """Wait for what the ranks settle, compress with it and send. Raises StepError if a gradient is missing."""
@@ -168,7 +168,9 @@ class Engine:
             # Codecs may count on finite input: a bad gradient is replaced here and announced by its flag.
             bad = ~ops.finite(x)
             x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: x)
-        return _Entry(part, site, x, memory_state, bad, part.compressor.agree(x, site))
+        proposal = part.compressor.agree(x, site)
+        _check_proposal(part, proposal, ops)
+        return _Entry(part, site, x, memory_state, bad, proposal)
 
     def _propose(self, bucket: Bucket, run: _Run) -> bool:
         """Start one collective for all proposals of one kind; False if the bucket has none."""
@@ -203,7 +205,6 @@ class Engine:
             length = ops.length(entry.proposal.array)
             agreed = settled[kind][offsets[kind] : offsets[kind] + length]
             offsets[kind] += length
-            agreed = ops.reshape(agreed, tuple(entry.proposal.array.shape))
             entry.site = dataclasses.replace(entry.site, agreed=agreed)
             self._compress(entry)
 
@@ -276,9 +277,8 @@ class Engine:
             gradient = ops.choose(bad, lambda: ops.full(spec.numel, float("nan"), spec.work_dtype), lambda: finite)
         self._slots.write(spec.name, states)
         sizes = {f.name: ops.length(entry.payload[f.name]) * ITEMSIZE[f.dtype] for f in part.fields if f.wire}
-        proposed = entry.proposal
-        extra = 0 if proposed is None else ops.length(proposed.array) * ITEMSIZE[ops.dtype(proposed.array)]
-        self._wire_bytes[spec.name] = sum(sizes.values()) + extra
+        settled = payload_bytes(part.compressor.agreement(spec)) or 0
+        self._wire_bytes[spec.name] = sum(sizes.values()) + settled
         return ops.reshape(ops.cast(gradient, spec.dtype), spec.shape)
 
     # --- statistics ---------------------------------------------------------------------------------------------
@@ -286,9 +286,10 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """What the last step sent. Bytes are what this rank handed to collectives.
 
-        `wire_bytes` counts whole buffers (fields, header, padding, proposals) and delegated tensors; `dense_bytes`
-        what they would be uncompressed, `compressed_*` the part of tensors that are not dense. Per tensor: `wire_bytes` of its fields and proposal, `residual_norm` |e| and
-        `relative_error` |x - C(x)| / |x|, which are None unless `track_norms` was set before the step.
+        `wire_bytes` counts whole buffers (fields, header, padding, proposals) and delegated tensors, `dense_bytes`
+        what they would be uncompressed, `compressed_*` the same without the dense tensors. Per tensor: `wire_bytes`
+        of its fields and proposal, `residual_norm` |e| and `relative_error` |x - C(x)| / |x|, which are None unless
+        `track_norms` was set before the step.
         """
         tensors: dict[str, dict[str, Any]] = {}
         for part in self.plan.parts:
@@ -383,6 +384,16 @@ class Engine:
         self.step = int(state["step"])
         self._runs.clear()
         return bool(mine)
+
+
+def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:
+    announced = [(f.dtype, f.length) for f in part.compressor.agreement(part.spec)]
+    proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
+    if announced != proposed:
+        raise PayloadError(
+            f"tensor '{part.spec.name}': agreement announced {announced} and agree proposed {proposed}; "
+            "make the two agree."
+        )
 
 
 def _convert(name: str, saved: State, current: State, convert: Callable[[Array, Array], Array]) -> State:

@@ -44,6 +44,13 @@ class Part:
         """Fields of its payload."""
         return self.compressor.wire(self.spec)
 
+    @property
+    def wire_bytes(self) -> int | None:
+        """Bytes per step of its fields and of what it settles first; None if they depend on the data."""
+        fields = payload_bytes(self.fields)
+        settled = payload_bytes(self.compressor.agreement(self.spec))
+        return None if fields is None or settled is None else fields + settled
+
     @cached_property
     def dense(self) -> bool:
         """Whether the gradient is summed as it is, without memory."""
@@ -69,6 +76,12 @@ class Bucket:
     communicator: Communicator
     layout: Layout
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes per step and rank, with header and padding, and with every run-time length taken as zero."""
+        settled = sum(payload_bytes(part.compressor.agreement(part.spec)) or 0 for part in self.parts)
+        return self.layout.nbytes + settled
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -85,11 +98,11 @@ class Plan:
     def report(self) -> str:
         """A table: per tensor the method, memory, collective and bytes per step, and why a tensor stays dense."""
         rows = [("tensor", "shape", "compressor", "memory", "collective", "dense bytes", "wire bytes", "why")]
-        dense_total, wire_total, open_ended = 0, 0, False
+        wire_total = sum(b.nbytes for b in self.buckets) + sum(part.spec.nbytes for part in self.delegated)
+        dense_total, open_ended = 0, False
         for part in sorted(self.parts, key=lambda p: p.spec.name):
-            spec, wire = part.spec, payload_bytes(part.fields)
+            spec, wire = part.spec, part.wire_bytes
             dense_total += spec.nbytes
-            wire_total += wire or 0
             open_ended |= wire is None
             rows.append(
                 (
@@ -128,8 +141,8 @@ def make_plan(
     """Give every tensor its parts and its bucket.
 
     Buckets hold tensors of one communicator and device, dense ones apart, in reverse order of `specs` (the order in
-    which the backward pass finishes them), up to `config.bucket_bytes` of dense gradients. Tensors for which `delegate(part)` holds are
-    left to the caller. Raises ConfigError if two tensors have one name.
+    which the backward pass finishes them), up to `config.bucket_bytes` of dense gradients. Tensors for which
+    `delegate(part)` holds are left to the caller. Raises ConfigError if two tensors have one name.
     """
     parts = [_make_part(spec, config) for spec in specs]
     seen: set[str] = set()

@@ -59,6 +59,9 @@ class PowerSGD(Compressor):
         r = self.compress_rank
         return Field("q", spec.work_dtype, columns * r), Field("p", spec.work_dtype, rows * r, wire=False)
 
+    def agreement(self, spec: TensorSpec) -> tuple[Field, ...]:
+        return (Field("p", spec.work_dtype, self._matrix(spec)[0] * self.compress_rank),)
+
     def agree(self, x: Array, at: Site) -> Proposal | None:
         ops = at.ops
         q = at.state["q"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from functools import cache, lru_cache
+from functools import cache
 
 from grace.core.errors import ConfigError, nearest
 from grace.core.ops.base import ArrayOps

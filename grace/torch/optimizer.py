@@ -1,0 +1,300 @@
+"""`DistributedOptimizer`: Horovod's optimizer with grace's exchange behind Horovod's own seam.
+
+Horovod starts the reduction of a gradient in `_allreduce_grad_async(p)`, called by a hook of the backward pass, and
+its `synchronize()` accepts a callable in place of a handle. The adapter sets that one method on the instance (it must
+not subclass: Horovod's methods use `super(self.__class__, self)`), and nothing of Horovod is changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from grace.core.config import Config, make_config
+from grace.core.engine import Engine
+from grace.core.errors import ConfigError, GraceError, MismatchError, StateError, StepError
+from grace.core.ops import get_ops
+from grace.core.plan import Part, Plan, make_plan
+from grace.core.spec import TensorSpec
+from grace.torch.transport import HorovodTransport
+
+logger = logging.getLogger("grace")
+
+# Collectives of different optimizers of one process must not share names; ranks agree on the number.
+_instances = itertools.count()
+
+
+class Exchange:
+    """What `optimizer.grace` gives access to: the plan, the statistics and the state of the exchange."""
+
+    def __init__(self, plan: Plan, config: Config, engine: Engine) -> None:
+        self.plan = plan
+        self.config = config
+        self.engine = engine
+        self._merged: dict[str, torch.Tensor] = {}
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes, relative errors and residual norms of the last step; see `grace.core.engine.Engine.stats`."""
+        return self.engine.stats()
+
+    def report(self) -> str:
+        """The start-up report: per tensor the method, memory, collective and bytes, and why one stays dense."""
+        return self.plan.report()
+
+    @property
+    def track_norms(self) -> bool:
+        """Whether each step measures errors and norms for stats(); costs a decompression per tensor and step."""
+        return self.engine.track_norms
+
+    @track_norms.setter
+    def track_norms(self, value: bool) -> None:
+        self.engine.track_norms = value
+
+    def _result(self, name: str) -> torch.Tensor:
+        if name not in self._merged:
+            with torch.no_grad():
+                self._merged = self.engine.finish()
+        return self._merged.pop(name)
+
+
+def DistributedOptimizer(  # noqa: N802 - the field's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    backward_passes_per_step: int = 1,
+    op: int = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    sparse_as_dense: bool = False,
+    process_set: Any = hvd.global_process_set,
+    compression: Any = hvd.Compression.none,
+    num_groups: int = 0,
+    groups: Any = None,
+    **options: Any,
+) -> Any:
+    """Wrap a torch optimizer so that its gradients are exchanged compressed, over Horovod.
+
+    `config` is a mapping, a `Config` or the path of a TOML file; `options` are further keys of it (see
+    `grace.make_config`); without either, GRACE_CONFIG counts. The other arguments are those of
+    `horovod.torch.DistributedOptimizer`. Tensors that stay dense are reduced by Horovod itself, bit for bit as without
+    grace; `gradient_predivide_factor` concerns only them, since decoded gradients are summed in float32.
+
+    The result is the optimizer that Horovod makes (an instance of the wrapped class), with the attribute `grace`
+    (an `Exchange`). With one process the compression applies as well. All ranks of the process set must call this.
+
+    Raises ConfigError for arguments that cannot be honoured (`compression`, `groups`, Adasum, elastic mode),
+    MismatchError on every rank if ranks differ in configuration or parameters.
+    """
+    if not hvd.is_initialized():
+        raise ConfigError("grace.torch.DistributedOptimizer: Horovod is not initialized; call hvd.init() first.")
+    transport = HorovodTransport(process_set)
+    number = next(_instances)
+    failure: Exception | None = None
+    description: dict[str, Any] = {}
+    try:
+        _refuse(optimizer, op, compression, num_groups, groups)
+        made = make_config(config, **options)
+        wrapped = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=named_parameters,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+        specs = _specs(wrapped)
+        description = {
+            "optimizer number": number,
+            "configuration": made.to_dict(),
+            "backward_passes_per_step": backward_passes_per_step,
+            "op": op,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "sparse_as_dense": sparse_as_dense,
+            "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
+        }
+        plan = make_plan(specs, made, prefix=f"grace/{number}", delegate=_delegated)
+    except Exception as error:
+        # The others must hear of it, or they would wait for this rank in the agreement below.
+        failure = error
+    included = process_set.included() is not False
+    if included:
+        _agree(transport, {"error": f"{type(failure).__name__}: {failure}"} if failure else description, failure)
+    if failure is not None:
+        raise failure
+    engine = Engine(
+        plan,
+        lambda device: get_ops("torch", device),
+        transport,
+        seed=made.seed,
+        average=op == hvd.Average,
+    )
+    wrapped.grace = Exchange(plan, made, engine)
+    _attach(wrapped, type(optimizer), sparse_as_dense)
+    if included and transport.size == 1 and hvd.size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1":
+        # Horovod does without hooks when it is alone; the numerics of the compression are wanted all the same.
+        wrapped._register_hooks()
+    if included and transport.rank == 0:
+        logger.info("grace exchanges over %d ranks with %s\n%s", transport.size, made.parts, plan.report())
+    return wrapped
+
+
+def _refuse(optimizer: torch.optim.Optimizer, op: int, compression: Any, num_groups: int, groups: Any) -> None:
+    """Raise for what cannot be honoured, naming the argument."""
+    where = "grace.torch.DistributedOptimizer"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{where}: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__}.")
+    if hasattr(optimizer, "_allreduce_grad_async"):
+        raise ConfigError(f"{where}: the optimizer is already wrapped by Horovod; pass the one inside it.")
+    if compression is not hvd.Compression.none:
+        raise ConfigError(
+            f"{where}: the argument 'compression' is Horovod's own; "
+            "name a compressor in the configuration instead, for instance config={'compressor': 'fp16'}."
+        )
+    if num_groups != 0 or groups is not None:
+        raise ConfigError(
+            f"{where}: the arguments 'groups' and 'num_groups' would bypass the compression; "
+            "leave them out, grace groups tensors by 'bucket_bytes'."
+        )
+    if op not in (hvd.Average, hvd.Sum):
+        raise ConfigError(
+            f"{where}: the argument 'op' must be hvd.Average or hvd.Sum; other reductions are not linear."
+        )
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ConfigError(
+            f"{where}: elastic Horovod changes the number of ranks in mid-run, which residuals do not survive yet; "
+            "launch without elastic options."
+        )
+
+
+def _specs(wrapped: Any) -> list[TensorSpec]:
+    """What is known of every parameter that gets a gradient, in the order of the parameter groups."""
+    return [
+        TensorSpec(wrapped._parameter_names[p], tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device))
+        for group in wrapped.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    ]
+
+
+def _delegated(part: Part) -> bool:
+    """Dense tensors take Horovod's own path; but Horovod cannot add bfloat16."""
+    return part.dense and part.spec.dtype != "bfloat16"
+
+
+def _agree(transport: HorovodTransport, description: dict[str, Any], own: Exception | None) -> None:
+    """Raise MismatchError on every rank unless all ranks describe the same run."""
+    if transport.size == 1:
+        return
+    everyone = transport.gather_objects(description, "grace/agree")
+    failed = [f"rank {rank}: {d['error']}" for rank, d in enumerate(everyone) if "error" in d]
+    if failed and own is None:
+        raise MismatchError(f"grace.torch.DistributedOptimizer could not be built on {'; '.join(failed)}")
+    if failed:
+        return
+    for rank, other in enumerate(everyone):
+        difference = _difference(everyone[0], other, "")
+        if difference:
+            raise MismatchError(
+                f"rank {rank} and rank 0 were started differently: {difference}. "
+                "Every rank must pass the same configuration, arguments and parameters in the same order."
+            )
+
+
+def _difference(a: Any, b: Any, path: str) -> str:
+    """The first place where two descriptions differ, in words; empty if they are equal."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            here = f"{path}, {key}" if path else str(key)
+            if key not in a or key not in b:
+                return f"{here} exists only on {'the former' if key in b else 'rank 0'}"
+            difference = _difference(a[key], b[key], here)
+            if difference:
+                return difference
+        return "" if list(a) == list(b) else f"the order of {path} differs"
+    return "" if a == b else f"{path} is {b!r} and {a!r}"
+
+
+def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
+    """Put the exchange behind Horovod's seam, and mend what today's PyTorch expects of an optimizer.
+
+    `plain_class` is the class of the optimizer before Horovod wrapped it.
+    """
+    exchange: Exchange = wrapped.grace
+    engine = exchange.engine
+    names: dict[torch.nn.Parameter, str] = wrapped._parameter_names
+    compressed = {part.spec.name for bucket in exchange.plan.buckets for part in bucket.parts}
+    horovod_start, horovod_load = wrapped._allreduce_grad_async, wrapped.load_state_dict
+
+    def start(p: torch.nn.Parameter) -> tuple[Any, Any]:
+        name = names[p]
+        if name not in compressed:
+            return horovod_start(p)
+        if p.grad is None:
+            # Another rank may have used the parameter, and it waits for this one.
+            p.grad = torch.zeros_like(p)
+        gradient = p.grad
+        if gradient.is_sparse:
+            if not sparse_as_dense:
+                raise StepError(
+                    f"tensor '{name}' has a sparse gradient, which its compressor cannot take. Pass "
+                    "sparse_as_dense=True, or keep the tensor uncompressed by a rule, for instance "
+                    f"rules=[{{'match': '{name}', 'compressor': 'none'}}]."
+                )
+            gradient = gradient.to_dense()
+        with torch.no_grad():
+            engine.ready(name, gradient)
+        return (lambda: exchange._result(name)), None
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if wrapped._handles:
+            raise StepError(
+                "zero_grad() was called after backward() but before step() or synchronize(), "
+                "while the gradients are on their way; call it after step()."
+            )
+        plain_class.zero_grad(wrapped, set_to_none=set_to_none)
+
+    def state_dict() -> dict[str, Any]:
+        return {**plain_class.state_dict(wrapped), "grace": engine.state_dict()}
+
+    def load_state_dict(state: Mapping[str, Any]) -> None:
+        plain = dict(state)
+        saved = plain.pop("grace", None)
+        horovod_load(plain)
+        exchange._merged.clear()
+        if saved is None:
+            warnings.warn(
+                "the checkpoint holds no state of grace (key 'grace'): residuals start from zero", stacklevel=2
+            )
+        elif not engine.load_state_dict(saved, _place):
+            warnings.warn(
+                f"the checkpoint is of rank {saved['rank']} of {saved['size']}, this is rank {engine.transport.rank} "
+                f"of {engine.transport.size}: residuals start from zero. Save and load one file per rank for an "
+                "exact continuation.",
+                stacklevel=2,
+            )
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        raise GraceError(
+            "parameters added after wrapping would never be exchanged; add the group to the optimizer first "
+            "and wrap it then."
+        )
+
+    wrapped._allreduce_grad_async = start
+    wrapped.zero_grad = zero_grad
+    wrapped.state_dict = state_dict
+    wrapped.load_state_dict = load_state_dict
+    wrapped.add_param_group = add_param_group
+
+
+def _place(saved: Any, current: torch.Tensor) -> torch.Tensor:
+    if not isinstance(saved, torch.Tensor):
+        raise StateError(f"checkpoint: expected tensors, received {type(saved).__name__}.")
+    return saved.detach().to(device=current.device, dtype=current.dtype, copy=True)
