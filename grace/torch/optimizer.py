@@ -233,7 +233,7 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
     compressed = {part.spec.name for bucket in exchange.plan.buckets for part in bucket.parts}
     horovod_start, horovod_load = wrapped._allreduce_grad_async, wrapped.load_state_dict
 
-    def start(p: torch.nn.Parameter) -> tuple[Any, Any]:
+    def start(p: torch.nn.Parameter) -> Any:
         name = names[p]
         if name not in compressed:
             return horovod_start(p)

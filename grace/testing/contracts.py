@@ -1,0 +1,358 @@
+"""The contract of every compressor."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from grace.core.compressor import Compressor
+from grace.core.ops import get_ops
+from grace.core.ops.base import ArrayOps
+from grace.core.ops.numpy_ops import NumpyOps
+from grace.core.registry import compressors
+from grace.core.spec import TensorSpec
+from grace.core.wire import GatherLayout, payload_bytes
+from grace.testing.harness import (
+    EPS,
+    FRAMEWORKS,
+    SMALLEST,
+    draw,
+    exchange,
+    host,
+    inputs,
+    overflowed,
+    payload_on_host,
+    same,
+    wide,
+    wire_bytes,
+)
+from grace.testing.poison import PoisonOps
+
+# Of a statistical check on right code: at most this chance to fail, were the seeds not fixed.
+FALSE_ALARM = 1e-6
+
+
+class CompressorContract:
+    """What every compressor promises. Subclass it and override the fixture `compressor`.
+
+    The methods take their fixtures as plain arguments, so they can also be called directly on a broken compressor.
+    """
+
+    # The tensor of the tests that need only one; the others go through all shapes and dtypes that fit.
+    shape: ClassVar[tuple[int, ...]] = (24, 40)
+    shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (0,), (1,), (7,), (130,), (0, 3), (13, 11), (24, 40))
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64", "float16", "bfloat16")
+    # Random keys in a statistical check.
+    trials: ClassVar[int] = 300
+
+    @pytest.fixture
+    def compressor(self) -> Compressor:
+        """The compressor under test."""
+        raise NotImplementedError("override the fixture 'compressor' of CompressorContract")
+
+    @pytest.fixture(params=FRAMEWORKS)
+    def ops(self, request: pytest.FixtureRequest) -> ArrayOps:
+        """The array operations under test: every installed framework."""
+        return get_ops(request.param)
+
+    def reordered(self, compressor: Compressor) -> str | None:
+        """Why payloads may differ by rounding between frameworks; None: they are the same bytes (default)."""
+        return None
+
+    def specs(self, compressor: Compressor) -> list[TensorSpec]:
+        """Every tensor under test that the compressor takes."""
+        specs = [TensorSpec(f"t{s}{d}", s, d) for d in self.dtypes for s in self.shapes]
+        fit = [spec for spec in specs if compressor.unfit(spec) is None]
+        assert fit, f"{compressor} takes none of the shapes {self.shapes}; override `shapes` and `shape`"
+        return fit
+
+    def spec(self, compressor: Compressor, dtype: str = "float32") -> TensorSpec:
+        """The tensor of the tests that need only one."""
+        spec = TensorSpec("t", self.shape, dtype)
+        assert compressor.unfit(spec) is None, f"{compressor} does not take {self.shape}; override `shape`"
+        return spec
+
+    def cases(self, compressor: Compressor) -> Iterator[tuple[TensorSpec, str, np.ndarray[Any, Any]]]:
+        """Every tensor with every gradient."""
+        for spec in self.specs(compressor):
+            for name, x in inputs(spec).items():
+                yield spec, name, x
+
+    # --- configuration and wire ---------------------------------------------------------------------------------
+
+    def test_configuration_survives_json(self, compressor: Compressor) -> None:
+        text = json.dumps(compressors.config_of(compressor))
+        assert compressors.make(json.loads(text)) == compressor
+
+    def test_unfit_gives_a_reason_or_none(self, compressor: Compressor) -> None:
+        for dtype in self.dtypes:
+            for shape in self.shapes:
+                reason = compressor.unfit(TensorSpec("t", shape, dtype))
+                assert reason is None or (isinstance(reason, str) and reason.strip()), (shape, dtype, reason)
+
+    def test_payload_is_what_wire_announces(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec, case, x in self.cases(compressor):
+            fields = compressor.wire(spec)
+            payload = exchange(compressor, ops, spec, [x]).payloads[0]
+            assert set(payload) == {f.name for f in fields}, (spec, case)
+            lengths: dict[str, int] = {}
+            for f in fields:
+                value = payload[f.name]
+                length = lengths.setdefault(f.length, ops.length(value)) if isinstance(f.length, str) else f.length
+                assert (ops.dtype(value), tuple(value.shape)) == (f.dtype, (length,)), (spec, case, f)
+            assert compressor.fixed_size == (payload_bytes(fields) is not None), "fixed_size contradicts wire"
+            real = sum(host(ops, payload[f.name]).nbytes for f in fields if f.wire)
+            assert payload_bytes(fields) in (None, real), (spec, case)
+
+    def test_buffer_has_the_predicted_bytes(self, compressor: Compressor, ops: ArrayOps) -> None:
+        specs = self.specs(compressor)
+        fields = [compressor.wire(spec) for spec in specs]
+        layout = GatherLayout(specs, fields, [True] * len(specs))
+        payloads = [exchange(compressor, ops, spec, [draw(spec, 1)]).payloads[0] for spec in specs]
+        buffer = layout.encode(ops, payloads, [False] * len(specs))
+        open_ended = sum(
+            host(ops, payload[f.name]).nbytes
+            for payload, mine in zip(payloads, fields, strict=True)
+            for f in mine
+            if f.wire and isinstance(f.length, str)
+        )
+        assert 0 <= ops.length(buffer) - layout.nbytes - open_ended < (16 if open_ended else 1)
+
+    def test_payloads_survive_the_buffer(self, compressor: Compressor, ops: ArrayOps) -> None:
+        specs = self.specs(compressor)
+        fields = [compressor.wire(spec) for spec in specs]
+        layout = GatherLayout(specs, fields, [True] * len(specs))
+        sent = [exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2)]) for spec in specs]
+        buffers = [layout.encode(ops, [ex.payloads[r] for ex in sent], [r == 1] * len(specs)) for r in range(2)]
+        received, flags = layout.decode(ops, ops.concat(buffers), 2)
+        for spec, ex, payloads, bad in zip(specs, sent, received, flags, strict=True):
+            assert [bool(f) for f in bad] == [False, True]
+            for mine, theirs, at in zip(ex.payloads, payloads, ex.sites, strict=True):
+                theirs = {**mine, **theirs}
+                expected, got = payload_on_host(ops, mine), payload_on_host(ops, theirs)
+                assert all(same(expected[name], got[name]) for name in expected), spec
+                assert same(host(ops, compressor.decompress(mine, at)), host(ops, compressor.decompress(theirs, at)))
+
+    def test_agree_proposes_what_agreement_announces(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec in self.specs(compressor):
+            announced = [(f.dtype, f.length) for f in compressor.agreement(spec)]
+            ex = exchange(compressor, ops, spec, [draw(spec, 1)])
+            proposal = compressor.agree(ex.xs[0], ex.sites[0])
+            proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
+            assert announced == proposed, spec
+
+    def test_fields_that_stay_home_are_equal_on_all_ranks(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec in self.specs(compressor):
+            first, *others = exchange(compressor, ops, spec, [draw(spec, seed) for seed in range(3)]).payloads
+            for f in compressor.wire(spec):
+                if not f.wire:
+                    assert all(same(host(ops, first[f.name]), host(ops, p[f.name])) for p in others), (spec, f.name)
+
+    # --- a pure map ---------------------------------------------------------------------------------------------
+
+    def test_compress_leaves_the_gradient_unchanged(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec, case, x in self.cases(compressor):
+            ex = exchange(compressor, ops, spec, [x])
+            assert same(host(ops, ex.xs[0]), x), (spec, case)
+
+    def test_compress_is_deterministic(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec in self.specs(compressor):
+            one, two = (payload_on_host(ops, exchange(compressor, ops, spec, [draw(spec, 1)]).payloads[0]) for _ in "ab")
+            assert all(same(one[name], two[name]) for name in one), spec
+
+    def test_decompress_and_merge_leave_the_payload_unchanged(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec in self.specs(compressor):
+            ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2)])
+            at = ex.sites[0]
+            once = host(ops, compressor.decompress(ex.payloads[0], at))
+            before = [payload_on_host(ops, p) for p in ex.payloads]
+            compressor.merge(ex.payloads, at)
+            assert same(host(ops, compressor.decompress(ex.payloads[0], at)), once), spec
+            for payload, copy in zip(ex.payloads, before, strict=True):
+                assert all(same(host(ops, payload[name]), copy[name]) for name in copy), spec
+
+    def test_no_global_random_state_is_touched(self, compressor: Compressor, ops: ArrayOps) -> None:
+        spec = self.spec(compressor)
+        before = np.random.get_state()
+        exchange(compressor, ops, spec, [draw(spec, 1)])
+        after = np.random.get_state()
+        assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+    def test_nothing_is_used_after_it_was_consumed(self, compressor: Compressor) -> None:
+        for spec in self.specs(compressor):
+            results = []
+            for ops in (NumpyOps(), PoisonOps()):
+                ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2)])
+                at = ex.sites[0]
+                result = {f"payload.{k}": v for k, v in payload_on_host(ops, ex.payloads[0]).items()}
+                result["merged"] = host(ops, compressor.merge(ex.payloads, at)).copy()
+                result["decoded"] = host(ops, compressor.decompress(ex.payloads[0], at))
+                result |= {f"learnt.{k}": host(ops, v) for k, v in compressor.learn(ex.payloads, at).items()}
+                result["residual"] = host(ops, compressor.residual_(ex.xs[0], ex.payloads[0], at))
+                if compressor.sparsifies:
+                    result["erased"] = host(ops, compressor.erase_(ex.xs[1], ex.payloads[1], ex.sites[1]))
+                results.append(result)
+            assert [n for n in results[0] if not same(results[0][n], results[1][n])] == [], spec
+
+    def test_bytes_are_equal_in_every_framework(self, compressor: Compressor) -> None:
+        if len(FRAMEWORKS) < 2:
+            pytest.skip("one framework is installed, there is nothing to compare it with")
+        for spec, case, x in self.cases(compressor):
+            if self.reordered(compressor) is None:
+                reference, *others = (wire_bytes(compressor, framework, spec, x) for framework in FRAMEWORKS)
+                assert all(other == reference for other in others), (spec, case)
+                continue
+            decoded = []
+            for framework in FRAMEWORKS:
+                ops = get_ops(framework)
+                ex = exchange(compressor, ops, spec, [x])
+                decoded.append(wide(host(ops, compressor.decompress(ex.payloads[0], ex.sites[0]))))
+            bound = 64 * EPS[spec.work_dtype] * np.linalg.norm(wide(x)) + spec.numel * SMALLEST[spec.work_dtype]
+            for other in decoded[1:]:
+                assert np.abs(other - decoded[0]).max(initial=0.0) <= bound, (spec, case)
+
+    # --- what is carried and what is left -----------------------------------------------------------------------
+
+    def test_decoded_gradients_are_finite_and_of_the_working_dtype(
+        self, compressor: Compressor, ops: ArrayOps
+    ) -> None:
+        for spec, case, x in self.cases(compressor):
+            ex = exchange(compressor, ops, spec, [x])
+            decoded = compressor.decompress(ex.payloads[0], ex.sites[0])
+            assert (ops.dtype(decoded), tuple(decoded.shape)) == (spec.work_dtype, (spec.numel,)), (spec, case)
+            overflow = overflowed(ops, ex.payloads[0], compressor.wire(spec))
+            assert not overflow or case.startswith(("huge", "heavy")), f"{spec}: overflow on '{case}'"
+            assert overflow or np.isfinite(wide(host(ops, decoded))).all(), (spec, case)
+
+    def test_kept_plus_residual_is_the_gradient(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec, case, x in self.cases(compressor):
+            ex = exchange(compressor, ops, spec, [x])
+            if overflowed(ops, ex.payloads[0], compressor.wire(spec)):
+                continue
+            carried = host(ops, compressor.decompress(ex.payloads[0], ex.sites[0]))
+            left = host(ops, compressor.residual_(ex.xs[0], ex.payloads[0], ex.sites[0]))
+            # A difference of floats is rounded once, and so is the sum that undoes it; a sparsifier only moves values.
+            rounding = 0.0 if compressor.sparsifies else EPS[spec.work_dtype]
+            error = np.abs(wide(left) + wide(carried) - wide(x))
+            assert (error <= rounding * (np.abs(wide(x)) + np.abs(wide(carried)))).all(), (spec, case, error.max())
+
+    def test_erase_zeroes_exactly_what_was_carried(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec in self.specs(compressor):
+            x = np.where(draw(spec, 1) == 0, 1, draw(spec, 1)).astype(spec.work_dtype)
+            ex = exchange(compressor, ops, spec, [x])
+            payload, at = ex.payloads[0], ex.sites[0]
+            ones = ops.full(spec.numel, 1.0, spec.work_dtype)
+            if not compressor.sparsifies:
+                with pytest.raises(TypeError, match="sparsif"):
+                    Compressor.erase_(compressor, ones, payload, at)
+                continue
+            carried = host(ops, compressor.decompress(payload, at)) != 0
+            assert np.array_equal(host(ops, compressor.erase_(ones, payload, at)), np.where(carried, 0, 1)), spec
+            assert np.array_equal(host(ops, compressor.decompress(payload, at)), np.where(carried, x, 0)), spec
+
+    # --- declared properties ------------------------------------------------------------------------------------
+
+    def test_declared_unbiasedness_holds(self, compressor: Compressor, ops: ArrayOps) -> None:
+        if not compressor.unbiased:
+            return
+        spec = self.spec(compressor)
+        for case in ("normal", "heavy tail", "one element"):
+            x = inputs(spec)[case]
+            total, norm = wide(x), np.linalg.norm(wide(x))
+            signs = np.random.default_rng(3).choice([-1.0, 1.0], (4, spec.numel))
+            # The mean error along directions, among them the gradient itself: sums of many small independent errors.
+            directions = np.vstack([np.ones(spec.numel), np.sign(total), total / norm * math.sqrt(spec.numel), signs])
+            errors = np.array(
+                [
+                    directions @ (wide(host(ops, compressor.decompress(ex.payloads[0], ex.sites[0]))) - total)
+                    for ex in (exchange(compressor, ops, spec, [x], step=step) for step in range(self.trials))
+                ]
+            )
+            # 6.5 standard deviations: below 1e-10 for each of 7 directions and 3 gradients, were errors normal; the
+            # margin to FALSE_ALARM is for their tails. The second term is the rounding of the values themselves.
+            allowed = 6.5 * errors.std(axis=0, ddof=1) / math.sqrt(self.trials) + 1e-6 * norm * math.sqrt(spec.numel)
+            assert (np.abs(errors.mean(axis=0)) <= allowed).all(), (case, errors.mean(axis=0) / allowed)
+
+    def test_declared_contraction_holds(self, compressor: Compressor, ops: ArrayOps) -> None:
+        spec = self.spec(compressor)
+        delta = compressor.contraction(spec)
+        if delta is None:
+            return
+        assert 0 <= delta <= 1
+        probe = {tuple(v.tobytes() for v in self._payload(compressor, ops, spec, step).values()) for step in range(4)}
+        trials = 1 if len(probe) == 1 else self.trials
+        for case, x in inputs(spec).items():
+            norm = np.linalg.norm(wide(x))
+            errors = []
+            for step in range(trials):
+                ex = exchange(compressor, ops, spec, [x], step=step)
+                if overflowed(ops, ex.payloads[0], compressor.wire(spec)):
+                    continue
+                decoded = wide(host(ops, compressor.decompress(ex.payloads[0], ex.sites[0])))
+                errors.append(float(np.linalg.norm(wide(x) - decoded)))
+            if norm == 0 or not errors:
+                assert not any(errors), case
+                continue
+            shares = (np.array(errors) / norm) ** 2
+            # Hoeffding's bound for a mean of shares of at most max(1, ...), if the compressor draws at random.
+            spread = max(1.0, shares.max()) * math.sqrt(math.log(1 / FALSE_ALARM) / (2 * trials))
+            # Decoded values are rounded to the working dtype, relatively and, next to zero, absolutely.
+            rounding = 1e-6 + math.sqrt(spec.numel) * SMALLEST[spec.work_dtype] / norm
+            bound = 1 - delta + (spread if trials > 1 else 0.0)
+            assert math.sqrt(shares.mean()) <= math.sqrt(bound) + rounding, (case, shares.mean(), bound)
+
+    def _payload(
+        self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, step: int
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        return payload_on_host(ops, exchange(compressor, ops, spec, [draw(spec, 1)], step=step).payloads[0])
+
+    def test_declared_summability_holds(self, compressor: Compressor, ops: ArrayOps) -> None:
+        if not compressor.summable:
+            return
+        for spec in self.specs(compressor):
+            ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2)])
+            (a, b), at = ex.payloads, ex.sites[0]
+            fields = compressor.wire(spec)
+            added = {f.name: a[f.name] + b[f.name] if f.wire else a[f.name] for f in fields}
+            assert not any(isinstance(f.length, str) for f in fields), "payloads of different lengths cannot be added"
+            decoded = [wide(host(ops, compressor.decompress(p, at))) for p in (added, a, b)]
+            # One rounding of the sum in the dtype that travels, and those of the decoding.
+            eps = max(EPS[f.dtype] for f in fields if f.wire) + 32 * EPS[spec.work_dtype]
+            scale = np.abs(decoded[1]).max(initial=0.0) + np.abs(decoded[2]).max(initial=0.0)
+            assert np.abs(decoded[0] - decoded[1] - decoded[2]).max(initial=0.0) <= eps * scale, spec
+
+    def test_merge_is_the_sum(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec in self.specs(compressor):
+            ex = exchange(compressor, ops, spec, [draw(spec, seed) for seed in range(3)])
+            at = ex.sites[0]
+            merged = compressor.merge(ex.payloads, at)
+            assert (ops.dtype(merged), tuple(merged.shape)) == (spec.work_dtype, (spec.numel,)), spec
+            merged = wide(host(ops, merged))
+            decoded = [wide(host(ops, compressor.decompress(p, at))) for p in ex.payloads]
+            if not compressor.averages:
+                # Scale-free: what ranks that agree say does not grow with their number.
+                alike = host(ops, compressor.merge([ex.payloads[0]] * 3, at))
+                assert np.array_equal(wide(alike), decoded[0]), spec
+                continue
+            fields = compressor.wire(spec)
+            eps = 4 * max((EPS[f.dtype] for f in fields if f.wire and f.dtype in EPS), default=0.0)
+            eps = max(eps, 32 * EPS[spec.work_dtype])
+            scale = sum(np.abs(d).max(initial=0.0) for d in decoded)
+            assert np.abs(merged - sum(decoded)).max(initial=0.0) <= eps * scale, spec
+
+    def test_declared_nonfinite_values_are_carried(self, compressor: Compressor, ops: ArrayOps) -> None:
+        if not compressor.carries_nonfinite:
+            return
+        spec = self.spec(compressor)
+        x = draw(spec, 1)
+        x[3], x[-1], x[17] = np.nan, np.inf, -np.inf
+        ex = exchange(compressor, ops, spec, [x])
+        decoded = host(ops, compressor.decompress(ex.payloads[0], ex.sites[0]))
+        assert np.isnan(decoded[3])
+        assert (decoded[-1], decoded[17]) == (np.inf, -np.inf)
+        assert np.array_equal(np.isfinite(decoded), np.isfinite(x))

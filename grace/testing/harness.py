@@ -1,0 +1,147 @@
+"""What the contracts share: inputs that methods find hard, and the engine's calls of a compressor without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grace.core.compressor import Compressor
+from grace.core.ops import get_ops
+from grace.core.ops.base import ArrayOps
+from grace.core.ops.numpy_ops import NumpyOps
+from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+from grace.core.wire import GatherLayout
+
+FRAMEWORKS = tuple(name for name in ("numpy", "torch") if importlib.util.find_spec(name) is not None)
+_HOST = NumpyOps()
+# Of half-precision gradients, which are decoded in float32, only the inputs are half.
+LARGEST = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30, "float64": 1e30}
+SMALLEST = {"float16": 6e-8, "bfloat16": 1e-40, "float32": 1.4e-45, "float64": 5e-324}
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+def host(ops: ArrayOps, x: Array) -> np.ndarray[Any, Any]:
+    """A NumPy copy of an array of any framework, dtype and shape."""
+    data = ops.to_bytes(x)
+    data = np.asarray(data.cpu() if hasattr(data, "cpu") else data).copy()
+    return np.reshape(_HOST.from_bytes(data, ops.dtype(x)), tuple(x.shape))
+
+
+def array(ops: ArrayOps, values: Any, dtype: str) -> Array:
+    """A new array of a framework from numbers."""
+    return ops.cast(np.array(values, np.float64), dtype)
+
+
+def wide(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """x in float64, where squares of all float32 numbers are finite."""
+    return x.astype(np.float64)
+
+
+def same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    """Equal bit for bit, NaN included."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def draw(spec: TensorSpec, seed: int) -> np.ndarray[Any, Any]:
+    """A normal gradient of the tensor, flat, in its working dtype, as rounded to its own."""
+    values = np.random.default_rng(seed).standard_normal(spec.numel)
+    return _HOST.cast(_HOST.cast(values, spec.dtype), spec.work_dtype)
+
+
+def inputs(spec: TensorSpec) -> dict[str, np.ndarray[Any, Any]]:
+    """Gradients by name: an ordinary one, and those on which compressors break."""
+    n = spec.numel
+    normal, last = draw(spec, 0).astype(np.float64), np.zeros(n)
+    last[-1:] = -3.0
+    values = {
+        "normal": normal,
+        "zeros": np.zeros(n),
+        "equal": np.full(n, -0.5),
+        "one element": last,
+        "alternating": np.where(np.arange(n) % 2, 1.0, -1.0),
+        "heavy tail": normal**9,
+        "shifted": normal + 10.0,
+        "denormal": np.where(np.arange(n) % 3, SMALLEST[spec.work_dtype], -7 * SMALLEST[spec.work_dtype]),
+        "huge": normal.clip(-1, 1) * LARGEST[spec.dtype],
+        "huge and tiny": np.where(np.arange(n) % 5, 1e-30, LARGEST[spec.dtype]),
+    }
+    return {k: _HOST.cast(_HOST.cast(v, spec.dtype), spec.work_dtype) for k, v in values.items()}
+
+
+@dataclass
+class Exchange:
+    """One tensor of one step on all ranks: what was compressed, the payloads and where they were made."""
+
+    ops: ArrayOps
+    xs: list[Array]
+    payloads: list[Payload]
+    sites: list[Site]
+
+
+def exchange(
+    compressor: Compressor,
+    ops: ArrayOps,
+    spec: TensorSpec,
+    xs: Sequence[np.ndarray[Any, Any]],
+    *,
+    step: int = 0,
+    state: State | None = None,
+) -> Exchange:
+    """Compress one gradient per rank as the engine does, with everything that must be agreed first."""
+    seed = Key.derive(0, spec.name)
+    size = len(xs)
+    sites = [
+        Site(
+            ops=ops,
+            spec=spec,
+            key=Key(seed, step),
+            rank=rank,
+            size=size,
+            state=compressor.init(spec, ops, seed) if state is None else state,
+        )
+        for rank in range(size)
+    ]
+    arrays = [array(ops, x, spec.work_dtype) for x in xs]
+    sites = settle(compressor, arrays, sites)
+    payloads = [compressor.compress(x, at) for x, at in zip(arrays, sites, strict=True)]
+    return Exchange(ops, arrays, payloads, sites)
+
+
+def settle(compressor: Compressor, xs: Sequence[Array], sites: Sequence[Site]) -> list[Site]:
+    """The sites with what the ranks agree on."""
+    proposals = [compressor.agree(x, at) for x, at in zip(xs, sites, strict=True)]
+    first, ops = proposals[0], sites[0].ops
+    if first is None:
+        return list(sites)
+    arrays = [p.array for p in proposals if p is not None]
+    agreed = arrays[sites[0].key.step % len(arrays)] if first.op == "leader" else arrays[0]
+    for other in arrays[1:]:
+        if first.op == "sum":
+            agreed = agreed + other
+        elif first.op == "max":
+            agreed = ops.where(other > agreed, other, agreed)
+    return [dataclasses.replace(at, agreed=agreed) for at in sites]
+
+
+def payload_on_host(ops: ArrayOps, payload: Payload) -> dict[str, np.ndarray[Any, Any]]:
+    """NumPy copies of a payload's fields."""
+    return {name: host(ops, value) for name, value in payload.items()}
+
+
+def overflowed(ops: ArrayOps, payload: Payload, fields: Sequence[Field]) -> bool:
+    """Whether a float field of the payload is not finite; the engine then drops the step of this tensor."""
+    floats = [f.name for f in fields if f.dtype.startswith(("float", "bfloat"))]
+    return not all(np.isfinite(wide(host(ops, payload[name]))).all() for name in floats)
+
+
+def wire_bytes(compressor: Compressor, framework: str, spec: TensorSpec, x: np.ndarray[Any, Any]) -> bytes:
+    """The bytes that one rank hands to an allgather of this tensor alone."""
+    ops = get_ops(framework)
+    layout = GatherLayout([spec], [compressor.wire(spec)], [True])
+    ex = exchange(compressor, ops, spec, [x])
+    return bytes(host(ops, layout.encode(ops, ex.payloads, [False])))

@@ -1,0 +1,126 @@
+"""The contract of every memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from grace.core.compressor import Compressor
+from grace.core.errors import IncompatibleError
+from grace.core.memory import Memory
+from grace.core.ops import get_ops
+from grace.core.ops.base import ArrayOps
+from grace.core.ops.numpy_ops import NumpyOps
+from grace.core.registry import compressors, memories
+from grace.core.spec import Array, State, TensorSpec
+from grace.testing.harness import FRAMEWORKS, array, draw, exchange, host, same
+from grace.testing.poison import PoisonOps
+
+Snapshot = dict[str, "np.ndarray[Any, Any]"]
+
+
+class MemoryContract:
+    """What every memory promises. Subclass it and override the fixture `memory`.
+
+    The methods take their fixtures as plain arguments, so they can also be called directly on a broken memory.
+    """
+
+    spec: ClassVar[TensorSpec] = TensorSpec("t", (24, 40))
+
+    @pytest.fixture
+    def memory(self) -> Memory:
+        """The memory under test."""
+        raise NotImplementedError("override the fixture 'memory' of MemoryContract")
+
+    @pytest.fixture(params=FRAMEWORKS)
+    def ops(self, request: pytest.FixtureRequest) -> ArrayOps:
+        """The array operations under test: every installed framework."""
+        return get_ops(request.param)
+
+    def served(self, memory: Memory) -> Iterator[Compressor]:
+        """Every registered compressor that the memory serves."""
+        found = False
+        for name in compressors:
+            compressor = compressors.make(name)
+            try:
+                memory.check(compressor)
+            except IncompatibleError:
+                continue
+            found = True
+            yield compressor
+        assert found, f"{memory} serves no registered compressor"
+
+    def step(
+        self, memory: Memory, compressor: Compressor, ops: ArrayOps, state: State, x: Array, step: int
+    ) -> tuple[Array, State]:
+        """One step of one rank, in the engine's order of calls: the gradient for the optimizer, and the new state."""
+        at = exchange(compressor, ops, self.spec, [host(ops, x)], step=step).sites[0]
+        x, progress = memory.compensate(x, state, at)
+        ex = exchange(compressor, ops, self.spec, [host(ops, x)], step=step)
+        progress = memory.update(x, ex.payloads[0], compressor, progress, ex.sites[0])
+        return memory.finish(compressor.merge(ex.payloads, ex.sites[0]), progress, ex.sites[0])
+
+    def run(self, memory: Memory, compressor: Compressor, ops: ArrayOps, steps: int = 3) -> list[Snapshot]:
+        """Copies of the gradient and the state after every step."""
+        state, snapshots = memory.init(self.spec, ops), []
+        for step in range(steps):
+            gradient = array(ops, draw(self.spec, step), self.spec.work_dtype)
+            merged, state = self.step(memory, compressor, ops, state, gradient, step)
+            snapshots.append({"gradient": host(ops, merged), **{k: host(ops, v) for k, v in state.items()}})
+        return snapshots
+
+    def test_configuration_survives_json(self, memory: Memory) -> None:
+        assert memories.make(json.loads(json.dumps(memories.config_of(memory)))) == memory
+
+    def test_state_starts_at_zero(self, memory: Memory, ops: ArrayOps) -> None:
+        state = memory.init(self.spec, ops)
+        assert memory.stateless == (not state)
+        assert not any(host(ops, value).any() for value in state.values())
+
+    def test_state_keeps_its_form(self, memory: Memory, ops: ArrayOps) -> None:
+        before = {k: (v.shape, ops.dtype(v)) for k, v in memory.init(self.spec, ops).items()}
+        for compressor in self.served(memory):
+            for snapshot in self.run(memory, compressor, ops):
+                del snapshot["gradient"]
+                assert {k: v.shape for k, v in snapshot.items()} == {k: tuple(s) for k, (s, _) in before.items()}
+                assert {k: str(v.dtype) for k, v in snapshot.items()} == {k: d for k, (_, d) in before.items()}
+
+    def test_state_of_the_last_step_is_never_changed(self, memory: Memory, ops: ArrayOps) -> None:
+        for compressor in self.served(memory):
+            state: State = memory.init(self.spec, ops)
+            for step in range(3):
+                old = {k: host(ops, v) for k, v in state.items()}
+                gradient = array(ops, draw(self.spec, step), self.spec.work_dtype)
+                _, new = self.step(memory, compressor, ops, state, gradient, step)
+                assert all(same(host(ops, state[k]), old[k]) for k in old), compressor
+                state = new
+
+    def test_zero_gradients_leave_nothing_behind(self, memory: Memory, ops: ArrayOps) -> None:
+        """A sparsifier sends nothing of zeros, so a memory that invents nothing stays at zero."""
+        for compressor in self.served(memory):
+            if not compressor.sparsifies:
+                continue
+            state = memory.init(self.spec, ops)
+            for step in range(2):
+                gradient = ops.zeros(self.spec.numel, self.spec.work_dtype)
+                merged, state = self.step(memory, compressor, ops, state, gradient, step)
+                assert not host(ops, merged).any()
+                assert not any(host(ops, value).any() for value in state.values())
+
+    def test_nothing_is_used_after_it_was_consumed(self, memory: Memory) -> None:
+        for compressor in self.served(memory):
+            plain, poisoned = (self.run(memory, compressor, ops) for ops in (NumpyOps(), PoisonOps()))
+            for a, b in zip(plain, poisoned, strict=True):
+                assert all(same(a[name], b[name]) for name in a), compressor
+
+    def test_incompatible_compressors_are_told_what_serves_them(self, memory: Memory) -> None:
+        for name in compressors:
+            try:
+                memory.check(compressors.make(name))
+            except IncompatibleError as error:
+                message = str(error)
+                assert any(valid in message.partition("Valid memories")[2] for valid in memories), message

@@ -1,0 +1,229 @@
+"""The contract of every backend of array operations, against numbers written out or worked out with plain NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grace.core.ops import get_ops
+from grace.core.ops.base import ArrayOps, packed_size
+from grace.core.spec import GRADIENT_DTYPES, ITEMSIZE, Key
+from grace.testing.harness import FRAMEWORKS, array, host
+
+FLOATS = ("float32", "float64")
+
+
+def _random(n: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+class OpsContract:
+    """What every backend promises. Override the fixture `ops` to test one that grace does not know.
+
+    Results that all ranks must share are compared exactly; only matrix products may round differently.
+    """
+
+    @pytest.fixture(params=FRAMEWORKS)
+    def ops(self, request: pytest.FixtureRequest) -> ArrayOps:
+        """The array operations under test."""
+        return get_ops(request.param)
+
+    def test_creation(self, ops: ArrayOps) -> None:
+        for dtype in ITEMSIZE:
+            assert ops.dtype(ops.zeros(3, dtype)) == dtype
+            assert host(ops, ops.zeros(3, dtype)).tolist() == [0, 0, 0]
+            assert host(ops, ops.full(2, 5, dtype)).tolist() == [5, 5]
+            assert host(ops, ops.arange(4, dtype)).tolist() == [0, 1, 2, 3]
+            assert ops.length(ops.zeros(0, dtype)) == 0
+        assert host(ops, ops.full(2, ops.sum(ops.arange(3, "float32")), "float32")).tolist() == [3, 3]
+
+    def test_cast_truncates_and_rounds_to_nearest_even(self, ops: ArrayOps) -> None:
+        x = array(ops, [-1.7, -0.5, 0.5, 1.7], "float32")
+        assert host(ops, ops.cast(x, "int32")).tolist() == [-1, 0, 0, 1]
+        x = array(ops, [1 + 2.0**-11, 1 + 3 * 2.0**-11, 65504, 65520, 1e-8], "float32")
+        assert host(ops, ops.cast(x, "float16")).tolist() == [1, 1 + 2.0**-9, 65504, np.inf, 0]
+        x = array(ops, [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1e30], "float32")
+        rounded = host(ops, ops.cast(x, "bfloat16")).astype(np.float64)
+        assert rounded[:2].tolist() == [1, 1 + 2.0**-6]
+        assert abs(rounded[2] / 1e30 - 1) <= 2.0**-8
+
+    def test_cast_to_its_own_dtype_is_no_copy(self, ops: ArrayOps) -> None:
+        x = ops.zeros(3, "float32")
+        assert ops.cast(x, "float32") is x
+
+    def test_bytes_round_trip(self, ops: ArrayOps) -> None:
+        for dtype in ITEMSIZE:
+            x = ops.arange(5, dtype)
+            data = ops.to_bytes(x)
+            assert (ops.dtype(data), ops.length(data)) == ("uint8", 5 * ITEMSIZE[dtype])
+            assert ops.dtype(ops.from_bytes(data, dtype)) == dtype
+            assert host(ops, ops.from_bytes(data, dtype)).astype(np.int64).tolist() == [0, 1, 2, 3, 4]
+        assert host(ops, ops.to_bytes(array(ops, [1.0], "float32"))).tolist() == [0, 0, 128, 63]
+
+    def test_shape_operations(self, ops: ArrayOps) -> None:
+        x = ops.arange(6, "int32")
+        assert host(ops, ops.reshape(x, (2, 3))).tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert host(ops, ops.concat([ops.reshape(x, (2, 3)), ops.zeros(0, "int32"), x[:1]])).tolist() == [*range(6), 0]
+        assert host(ops, ops.stack([x[:2], x[2:4]], axis=0)).tolist() == [[0, 1], [2, 3]]
+        assert host(ops, ops.stack([x[:2], x[2:4]], axis=1)).tolist() == [[0, 2], [1, 3]]
+        assert ops.length(ops.reshape(x, (2, 3))) == 6
+        assert host(ops, x[ops.size(x[2]) :]).tolist() == [2, 3, 4, 5]
+        assert (ops.min_size(ops.length(x), 9), ops.min_size(3, 2)) == (6, 2)
+
+    def test_concatenation_is_a_copy(self, ops: ArrayOps) -> None:
+        """The wire buffer must not change when the residual does."""
+        x = ops.zeros(3, "float32")
+        joined = ops.concat([x])
+        ops.put_(x, ops.arange(3, "int32"), 1.0)
+        assert host(ops, joined).tolist() == [0, 0, 0]
+
+    def test_arithmetic(self, ops: ArrayOps) -> None:
+        x = array(ops, [-2.5, -0.0, 2.25], "float32")
+        assert host(ops, ops.abs(x)).tolist() == [2.5, 0, 2.25]
+        assert host(ops, ops.floor(x)).tolist() == [-3, 0, 2]
+        assert host(ops, ops.sqrt(ops.abs(x)))[2] == 1.5
+        assert host(ops, ops.where(x > 0, x, 0.0)).tolist() == [0, 0, 2.25]
+        assert host(ops, ops.where(x > 0, 1.0, x)).tolist() == [-2.5, 0, 1]
+        assert host(ops, ops.clip(x, -1, 1)).tolist() == [-1, 0, 1]
+        assert host(ops, ops.clip(x, -ops.max(x), ops.max(x))).tolist() == [-2.25, 0, 2.25]
+
+    def test_bit_operations(self, ops: ArrayOps) -> None:
+        x = array(ops, [12, -8, 2**40], "int64")
+        assert host(ops, ops.bit_and(x, 8)).tolist() == [8, 8, 0]
+        assert host(ops, ops.bit_or(x, 3)).tolist() == [15, -5, 2**40 + 3]
+        assert host(ops, ops.bit_xor(x, x)).tolist() == [0, 0, 0]
+        assert host(ops, ops.shift_left(x, 2)).tolist() == [48, -32, 2**42]
+        assert host(ops, ops.shift_right(x, 2)).tolist() == [3, -2, 2**38]
+        yes, no = ops.full(1, 1, "uint8") > 0, ops.full(1, 0, "uint8") > 0
+        assert (bool(ops.bit_and(yes, no)), bool(ops.bit_or(yes, no))) == (False, True)
+
+    def test_sums_are_rounded_once(self, ops: ArrayOps) -> None:
+        """In float32 the small terms would be lost, and by how much depends on the order."""
+        x = array(ops, [2.0**24] + [1.0] * 1000, "float32")
+        assert float(ops.sum(x)) == 2.0**24 + 1000
+        assert float(ops.norm(array(ops, [1e30, 1e30], "float32"))) == np.float32(np.sqrt(2.0) * np.float64(1e30))
+        rows = ops.reshape(array(ops, [3, 4, 6, 8], "float32"), (2, 2))
+        assert host(ops, ops.sum(rows, axis=1)).tolist() == [7, 14]
+        assert host(ops, ops.norm(rows, axis=1)).tolist() == [5, 10]
+        assert host(ops, ops.max(rows, axis=1)).tolist() == [4, 8]
+        for dtype in FLOATS:
+            x = array(ops, [1, 2], dtype)
+            assert (ops.dtype(ops.sum(x)), ops.dtype(ops.norm(x)), ops.dtype(ops.max(x))) == (dtype,) * 3
+
+    def test_reductions_of_nothing(self, ops: ArrayOps) -> None:
+        empty = ops.zeros(0, "float32")
+        assert (float(ops.sum(empty)), float(ops.max(empty)), float(ops.norm(empty))) == (0, 0, 0)
+        assert bool(ops.finite(empty))
+        assert not bool(ops.any(empty > 0))
+        assert ops.length(ops.nonzero(empty > 0)) == ops.length(ops.top_indices(empty, 0)) == 0
+
+    def test_finite_sees_every_bad_element_and_no_other(self, ops: ArrayOps) -> None:
+        for dtype in GRADIENT_DTYPES:
+            largest = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38, "float64": 1.7e308}[dtype]
+            assert bool(ops.finite(array(ops, [largest] * 4, dtype))), "a sum that overflows is no bad element"
+            assert bool(ops.finite(array(ops, [largest, -largest], dtype)))
+            for bad in (np.nan, np.inf, -np.inf):
+                assert not bool(ops.finite(array(ops, [1.0, bad, 2.0], dtype)))
+            assert not bool(ops.finite(array(ops, [np.inf, -np.inf], dtype)))
+
+    def test_selection(self, ops: ArrayOps) -> None:
+        x = array(ops, [3, -1, 0, 4], "float32")
+        found = ops.nonzero(x > 0)
+        assert (ops.dtype(found), host(ops, found).tolist()) == ("int32", [0, 3])
+        assert host(ops, ops.gather(x, found)).tolist() == [3, 4]
+        assert host(ops, ops.put_(x, found, 7.0)).tolist() == [7, -1, 0, 7]
+        added = ops.scatter_add_(ops.zeros(4, "float32"), found, array(ops, [1, 2], "float32"))
+        assert host(ops, added).tolist() == [1, 0, 0, 2]
+
+    def test_top_indices_prefer_the_lower_index(self, ops: ArrayOps) -> None:
+        x = array(ops, [1, -2, 2, -2, 0, 2], "float32")
+        expected = {0: [], 1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 3, 5], 5: [0, 1, 2, 3, 5], 6: [0, 1, 2, 3, 4, 5]}
+        for k, indices in expected.items():
+            found = ops.top_indices(x, k)
+            assert (ops.dtype(found), host(ops, found).tolist()) == ("int32", indices)
+        assert host(ops, ops.top_indices(ops.zeros(9, "float32"), 4)).tolist() == [0, 1, 2, 3]
+
+    def test_top_indices_equal_a_stable_sort(self, ops: ArrayOps) -> None:
+        for seed in range(20):
+            x = np.round(_random(257, seed), 1)
+            for k in (1, 2, 25, 256, 257):
+                expected = np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
+                assert np.array_equal(host(ops, ops.top_indices(array(ops, x, "float32"), k)), expected)
+
+    def test_consuming_arithmetic(self, ops: ArrayOps) -> None:
+        def x() -> Any:
+            return array(ops, [1, 2], "float32")
+
+        assert host(ops, ops.add_(x(), array(ops, [10, 20], "float32"))).tolist() == [11, 22]
+        assert host(ops, ops.sub_(x(), array(ops, [10, 20], "float32"))).tolist() == [-9, -18]
+        assert host(ops, ops.scale_(x(), 0.5)).tolist() == [0.5, 1]
+
+    def test_linear_algebra(self, ops: ArrayOps) -> None:
+        a = ops.reshape(ops.arange(6, "float32"), (2, 3))
+        assert host(ops, ops.transpose(a)).tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert host(ops, ops.matmul(a, ops.transpose(a))).tolist() == [[5, 14], [14, 50]]
+
+    def test_orthogonalize(self, ops: ArrayOps) -> None:
+        a = np.random.default_rng(0).standard_normal((40, 5))
+        a[:, 3] = a[:, 0] + 1e-3 * a[:, 3]  # nearly dependent: one pass of Gram-Schmidt would not do
+        for dtype, eps in (("float32", 1e-6), ("float64", 1e-14)):
+            q = host(ops, ops.orthogonalize(ops.reshape(array(ops, a.ravel(), dtype), (40, 5)))).astype(np.float64)
+            assert np.abs(q.T @ q - np.eye(5)).max() < 10 * eps
+            assert np.linalg.norm(a - q @ (q.T @ a)) < 100 * eps * np.linalg.norm(a)
+
+    def test_orthogonalize_makes_dependent_columns_zero(self, ops: ArrayOps) -> None:
+        a = np.random.default_rng(1).standard_normal((40, 4))
+        a[:, 1] = 0.0
+        a[:, 3] = 0.7 * a[:, 0] - 3 * a[:, 2]
+        q = host(ops, ops.orthogonalize(ops.reshape(array(ops, a.ravel(), "float32"), (40, 4))))
+        assert np.abs(q.T @ q - np.diag([1, 0, 1, 0])).max() < 1e-5
+
+    def test_control(self, ops: ArrayOps) -> None:
+        x = ops.arange(3, "int64")
+        assert host(ops, ops.choose(ops.any(x > 1), lambda: x + 1, lambda: x)).tolist() == [1, 2, 3]
+        assert host(ops, ops.choose(ops.any(x > 5), lambda: x + 1, lambda: x)).tolist() == [0, 1, 2]
+        looped = ops.while_loop(lambda i: ops.any(i < 4), lambda i: i + 1, x)
+        assert host(ops, looped).tolist() == [4, 5, 6]
+
+    def test_packing_is_tight_and_reversible(self, ops: ArrayOps) -> None:
+        for bits in range(1, 17):
+            for n in (0, 1, 3, 7, 8, 9, 64, 131):
+                codes = np.random.default_rng(bits * 1000 + n).integers(0, 2**bits, n)
+                codes[:2] = [2**bits - 1, 0][: len(codes[:2])]
+                data = ops.pack(array(ops, codes, "int64"), bits)
+                assert ops.dtype(data) == "uint8"
+                high = -(-n * (bits - 8) // 8) if bits > 8 else 0
+                assert ops.length(data) == packed_size(n, bits) == (n + high if bits > 8 else -(-n * bits // 8))
+                unpacked = ops.unpack(data, bits, n)
+                assert (ops.dtype(unpacked), host(ops, unpacked).tolist()) == ("int64", codes.tolist())
+
+    def test_packed_format(self, ops: ArrayOps) -> None:
+        """Little end first: code i of b bits starts at bit b * i, low bits first."""
+        for bits in range(1, 9):
+            codes = np.random.default_rng(bits).integers(0, 2**bits, 21)
+            stream = [(code >> j) & 1 for code in codes for j in range(bits)]
+            expected = np.packbits(np.array(stream, np.uint8), bitorder="little")
+            assert host(ops, ops.pack(array(ops, codes, "int64"), bits)).tolist() == expected.tolist()
+        codes = np.array([0x1A2, 0x3FF, 0x0, 0x155, 0x2AA])
+        packed = host(ops, ops.pack(array(ops, codes, "int64"), 10)).tolist()
+        assert packed == [0xA2, 0xFF, 0x00, 0x55, 0xAA, 0b01001101, 0b10]
+
+    def test_quantize_rounds_up_with_the_right_chance(self, ops: ArrayOps) -> None:
+        n = 40000
+        x, one = ops.full(n, -0.3, "float32"), array(ops, [1.0], "float32")
+        codes = host(ops, ops.quantize(x, one, 4, Key(7, 0)))
+        # 0.3 * 4 = 1.2: level 2 with probability 0.2; 6 standard deviations.
+        assert set(codes.tolist()) == {-1, -2}
+        assert abs((codes == -2).mean() - 0.2) < 6 * np.sqrt(0.16 / n)
+        assert set(host(ops, ops.quantize(x, one * 0.0, 4, Key(7, 0))).tolist()) == {0}
+        levels = host(ops, ops.dequantize(array(ops, [-4, 0, 2], "int64"), one * 3.0, 4, "float64"))
+        assert (str(levels.dtype), levels.tolist()) == ("float64", [-3.0, 0.0, 1.5])
+
+    def test_sparsify_and_desparsify(self, ops: ArrayOps) -> None:
+        x = _random(100)
+        values, indices = ops.sparsify(array(ops, x, "float32"), 10)
+        dense = host(ops, ops.desparsify(values, indices, 100))
+        kept = np.abs(x) >= np.sort(np.abs(x))[-10]
+        assert np.array_equal(dense, np.where(kept, x, 0))

@@ -1,0 +1,39 @@
+"""One rank of a multi-process test: `worker.py OUT NAME...` runs the named scenarios and writes OUT/rank-R.json.
+
+The result of a scenario is what it returns, or {"error": ..., "trace": ...}. Assertions about results belong to the
+tests; a scenario only reports what happened on its rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+
+from tests.distributed import scenarios
+
+
+def main() -> None:
+    out, names = Path(sys.argv[1]), sys.argv[2:]
+    world = int(os.environ.get("GRACE_TEST_RANKS", "1"))
+    torch.set_num_threads(1)
+    # Horovod wants process sets when it starts: even and odd ranks.
+    scenarios.PROCESS_SETS[:] = [hvd.ProcessSet(list(range(i, world, 2))) for i in range(2)] if world > 2 else []
+    hvd.init(process_sets=scenarios.PROCESS_SETS)
+    results = {}
+    for name in names:
+        try:
+            results[name] = getattr(scenarios, name)()
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        (out / f"rank-{hvd.rank()}.json").write_text(json.dumps(results))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
