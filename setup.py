@@ -32,7 +32,7 @@ setup(
     packages=find_packages(include=["grace", "grace.*"]),
     package_data={"grace": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["numpy>=1.26", 'tomli>=2.0; python_version < "3.11"'],
+    install_requires=["ml_dtypes>=0.4", "numpy>=1.26", 'tomli>=2.0; python_version < "3.11"'],
     extras_require={
         "torch": ["torch>=2.0", "horovod>=0.28.1"],
         "tensorflow": ["tensorflow>=2.16", "horovod>=0.28.1"],

@@ -17,7 +17,7 @@ from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError, nearest
 from grace.core.memory import Memory
 from grace.core.registry import build, communicators, compressors, fields_of, memories
-from grace.core.spec import TensorSpec
+from grace.core.spec import GRADIENT_DTYPES, TensorSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,6 +58,12 @@ class Rule:
     max_ndim: int | None = None
     dtype: str | None = None
     reason: str = "a rule of the configuration"
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in GRADIENT_DTYPES:
+            raise ConfigError(
+                f"{self.reason}: no gradient has dtype '{self.dtype}'.{nearest(self.dtype, GRADIENT_DTYPES)}"
+            )
 
     def fits(self, spec: TensorSpec) -> bool:
         """Whether the rule applies to the tensor."""
@@ -139,14 +145,16 @@ def _describe(parts: Parts) -> dict[str, Any]:
 
 
 def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:
-    """A Config from a mapping, a TOML file, or keywords, which win over it; GRACE_CONFIG where nothing is given.
+    """A Config from a mapping, a TOML file, or keywords, which win over it.
+
+    Where neither names a compressor, GRACE_CONFIG is the mapping: the path of a TOML file, or a JSON object.
 
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready part), `rules` (a list of
     tables with conditions and the same keys), `default_rules`, `seed`, `bucket_bytes`, and the options of the chosen
-    parts, such as `compress_ratio`. GRACE_CONFIG holds the path of a TOML file or a JSON object.
+    parts, such as `compress_ratio`.
     Raises ConfigError for unknown or mistyped keys and values, IncompatibleError for parts that do not fit.
     """
-    if config is None and not options:
+    if config is None and "compressor" not in options:
         config = os.environ.get(ENVIRONMENT_VARIABLE)
         if not config:
             raise ConfigError(

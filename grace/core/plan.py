@@ -89,6 +89,7 @@ class Plan:
 
     buckets: tuple[Bucket, ...]
     delegated: tuple[Part, ...]
+    unused_rules: tuple[str, ...] = ()
 
     @property
     def parts(self) -> list[Part]:
@@ -128,6 +129,7 @@ class Plan:
             f"{len(rows) - 1} tensors in {len(self.buckets)} buckets and {len(self.delegated)} uncompressed: "
             f"{dense_total:,} bytes dense, {wire_total:,} on the wire per rank and step{more}"
         )
+        lines += [f"{reason} fits no tensor" for reason in self.unused_rules]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -165,7 +167,9 @@ def make_plan(
         communicator = bucket[0].communicator
         layout = communicator.layout([p.spec for p in bucket], [p.fields for p in bucket], [p.guarded for p in bucket])
         buckets.append(Bucket(f"{prefix}/{index}", tuple(bucket), communicator, layout))
-    return Plan(tuple(buckets), tuple(part for part in parts if delegate(part)))
+    used = {config.parts_for(spec)[1] for spec in specs}
+    unused = tuple(rule.reason for rule in config.rules if rule.reason not in used)
+    return Plan(tuple(buckets), tuple(part for part in parts if delegate(part)), unused)
 
 
 def _make_part(spec: TensorSpec, config: Config) -> Part:

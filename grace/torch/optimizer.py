@@ -142,6 +142,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # Horovod does without hooks when it is alone; the numerics of the compression are wanted all the same.
         wrapped._register_hooks()
     if included and transport.rank == 0:
+        for reason in plan.unused_rules:
+            logger.warning("%s fits no tensor; compare its conditions with the names in the report", reason)
         logger.info("grace exchanges over %d ranks with %s\n%s", transport.size, made.parts, plan.report())
     return wrapped
 
