@@ -20,12 +20,11 @@ from grace.core.communicator import Sent
 from grace.core.errors import PayloadError, StateError, StepError
 from grace.core.ops.base import ArrayOps
 from grace.core.plan import Bucket, Part, Plan
-from grace.core.registry import compressors, memories
+from grace.core.registry import compressors
 from grace.core.spec import ITEMSIZE, Array, Key, Payload, Proposal, Site, State
+from grace.core.state import STATE_VERSION, Slots
 from grace.core.transport import Handle, Transport
 from grace.core.wire import payload_bytes
-
-STATE_VERSION = 1
 
 
 @dataclass
@@ -49,22 +48,6 @@ class _Run:
     agreeing: dict[str, Handle] = field(default_factory=dict)
     sent: Sent | None = None
     nbytes: int = 0
-
-
-class Slots:
-    """States at rest, owned by the adapter and part of its checkpoint: per tensor one of the memory, one of the
-    compressor."""
-
-    def __init__(self) -> None:
-        self._states: dict[str, dict[str, State]] = {}
-
-    def read(self, name: str) -> dict[str, State]:
-        """The states of a tensor: {"memory": ..., "compressor": ...}."""
-        return self._states[name]
-
-    def write(self, name: str, states: dict[str, State]) -> None:
-        """Commit new states of a tensor."""
-        self._states[name] = states
 
 
 class Engine:
@@ -98,14 +81,7 @@ class Engine:
         self._bucket_bytes: dict[str, int] = {}
         self._norms: dict[str, tuple[Array, Array]] = {}
         for name, part in self._part_of.items():
-            array_ops = ops(part.spec.device)
-            self._slots.write(
-                name,
-                {
-                    "memory": part.memory.init(part.spec, array_ops),
-                    "compressor": part.compressor.init(part.spec, array_ops, self._seeds[name]),
-                },
-            )
+            self._slots.write(name, self._initial(part))
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -330,19 +306,12 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Step and states of this rank; arrays are the live ones and are never changed in place."""
-        tensors = {
-            name: {
-                "parts": {"memory": memories.name_of(part.memory), "compressor": compressors.name_of(part.compressor)},
-                **self._slots.read(name),
-            }
-            for name, part in self._part_of.items()
-        }
         return {
             "version": STATE_VERSION,
             "step": self.step,
             "rank": self.transport.rank,
             "size": self.transport.size,
-            "tensors": tensors,
+            "tensors": self._slots.save(self._part_of),
         }
 
     def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
@@ -357,33 +326,18 @@ class Engine:
                 f"checkpoint: expected state version {STATE_VERSION}, received {state.get('version')!r}; "
                 "load it with the version of grace that wrote it."
             )
-        saved = state["tensors"]
-        if set(saved) != set(self._part_of):
-            different = sorted(set(saved) ^ set(self._part_of))
-            raise StateError(
-                f"checkpoint: the compressed tensors differ, {', '.join(different[:5])} "
-                f"{'is' if len(different) == 1 else 'are'} only on one side; use the configuration it was saved with."
-            )
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
-        new: dict[str, dict[str, State]] = {}
-        for name, part in self._part_of.items():
-            expected = {"memory": memories.name_of(part.memory), "compressor": compressors.name_of(part.compressor)}
-            if saved[name]["parts"] != expected:
-                raise StateError(
-                    f"checkpoint, tensor '{name}': expected {expected}, received {saved[name]['parts']}; "
-                    "use the configuration it was saved with."
-                )
-            current = self._slots.read(name)
-            fresh = part.memory.init(part.spec, self._ops(part.spec.device))
-            new[name] = {
-                "memory": _convert(name, saved[name]["memory"], current["memory"], convert) if mine else fresh,
-                "compressor": _convert(name, saved[name]["compressor"], current["compressor"], convert),
-            }
-        for name, states in new.items():
-            self._slots.write(name, states)
+        self._slots.load(self._part_of, state["tensors"], convert, self._initial if not mine else None)
         self.step = int(state["step"])
         self._runs.clear()
         return bool(mine)
+
+    def _initial(self, part: Part) -> dict[str, State]:
+        ops = self._ops(part.spec.device)
+        return {
+            "memory": part.memory.init(part.spec, ops),
+            "compressor": part.compressor.init(part.spec, ops, self._seeds[part.spec.name]),
+        }
 
 
 def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:
@@ -394,11 +348,3 @@ def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> Non
             f"tensor '{part.spec.name}': agreement announced {announced} and agree proposed {proposed}; "
             "make the two agree."
         )
-
-
-def _convert(name: str, saved: State, current: State, convert: Callable[[Array, Array], Array]) -> State:
-    shapes = {key: tuple(value.shape) for key, value in saved.items()}
-    expected = {key: tuple(value.shape) for key, value in current.items()}
-    if shapes != expected:
-        raise StateError(f"checkpoint, tensor '{name}': expected states {expected}, received {shapes}.")
-    return {key: convert(value, current[key]) for key, value in saved.items()}

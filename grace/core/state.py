@@ -1,0 +1,75 @@
+"""States at rest: what memories and compressors keep between steps, and how a checkpoint carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grace.core.errors import StateError
+from grace.core.plan import Part
+from grace.core.registry import compressors, memories
+from grace.core.spec import Array, State
+
+STATE_VERSION = 1
+
+
+class Slots:
+    """States at rest, owned by the adapter and part of its checkpoint: per tensor one of the memory, one of the
+    compressor."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, dict[str, State]] = {}
+
+    def read(self, name: str) -> dict[str, State]:
+        """The states of a tensor: {"memory": ..., "compressor": ...}."""
+        return self._states[name]
+
+    def write(self, name: str, states: dict[str, State]) -> None:
+        """Commit new states of a tensor."""
+        self._states[name] = states
+
+    def save(self, parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
+        """Per tensor its states and the names of the parts they belong to."""
+        return {name: {"parts": _names(part), **self.read(name)} for name, part in parts.items()}
+
+    def load(
+        self,
+        parts: Mapping[str, Part],
+        saved: Mapping[str, dict[str, Any]],
+        convert: Callable[[Array, Array], Array],
+        initial: Callable[[Part], dict[str, State]] | None,
+    ) -> None:
+        """Take over what `save` returned, all or nothing; with `initial`, memories start from there instead.
+
+        Raises StateError if the checkpoint is of other tensors, parts or shapes.
+        """
+        if set(saved) != set(parts):
+            different = sorted(set(saved) ^ set(parts))
+            raise StateError(
+                f"checkpoint: the compressed tensors differ, {', '.join(different[:5])} "
+                f"{'is' if len(different) == 1 else 'are'} only on one side; use the configuration it was saved with."
+            )
+        new: dict[str, dict[str, State]] = {}
+        for name, part in parts.items():
+            if saved[name]["parts"] != _names(part):
+                raise StateError(
+                    f"checkpoint, tensor '{name}': expected {_names(part)}, received {saved[name]['parts']}; "
+                    "use the configuration it was saved with."
+                )
+            current = self.read(name)
+            new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in current}
+            if initial is not None:
+                new[name]["memory"] = initial(part)["memory"]
+        self._states.update(new)
+
+
+def _names(part: Part) -> dict[str, str]:
+    return {"memory": memories.name_of(part.memory), "compressor": compressors.name_of(part.compressor)}
+
+
+def _convert(name: str, saved: State, current: State, convert: Callable[[Array, Array], Array]) -> State:
+    shapes = {key: tuple(value.shape) for key, value in saved.items()}
+    expected = {key: tuple(value.shape) for key, value in current.items()}
+    if shapes != expected:
+        raise StateError(f"checkpoint, tensor '{name}': expected states {expected}, received {shapes}.")
+    return {key: convert(value, current[key]) for key, value in saved.items()}
