@@ -23,9 +23,8 @@ from typing import Any
 
 from grace import __version__
 from grace.core.compressor import Compressor
-from grace.core.ops import get_ops
 from grace.core.registry import Registry, communicators, compressors, fields_of, memories
-from grace.core.spec import ITEMSIZE, Key, Site, TensorSpec
+from grace.core.spec import ITEMSIZE, TensorSpec
 from grace.core.wire import payload_bytes
 
 # What the byte column is computed for.
@@ -84,15 +83,9 @@ def _rows() -> list[list[str]]:
 
 def _bytes_sent(compressor: Compressor) -> str:
     """Bytes of the example matrix on the wire, without bucket header: payload, and what is settled before it."""
-    fields = compressor.wire(EXAMPLE)
-    fixed = payload_bytes([f for f in fields if isinstance(f.length, int)])
-    assert fixed is not None
+    fields = [*compressor.agreement(EXAMPLE), *compressor.wire(EXAMPLE)]
+    fixed = payload_bytes([f for f in fields if isinstance(f.length, int)]) or 0
     each = sum(ITEMSIZE[f.dtype] for f in fields if f.wire and isinstance(f.length, str))
-    ops, key = get_ops("numpy"), Key(0, 0)
-    site = Site(ops, EXAMPLE, key, state=compressor.init(EXAMPLE, ops, key.seed))
-    proposal = compressor.agree(ops.zeros(EXAMPLE.numel, EXAMPLE.work_dtype), site)
-    if proposal is not None:
-        fixed += ops.length(proposal.array) * ITEMSIZE[ops.dtype(proposal.array)]
     if each:
         return f"{each} per kept element" + (f" + {fixed:,}" if fixed else "")
     return f"{fixed:,} ({fixed / EXAMPLE.nbytes:.2%})"

@@ -126,7 +126,14 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
             raise ConfigError(
                 f"{where}, option '{key}': expected {expected}, received {value!r} of type {type(value).__name__}."
             )
+    missing = [f.name for f in dataclasses.fields(cls) if f.init and _required(f) and f.name not in values]  # type: ignore[arg-type]
+    if missing:
+        raise ConfigError(f"{where} needs a value for {', '.join(missing)}.")
     return cls(**values)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -15,9 +15,9 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 class OneBit(Compressor):
     """Send one bit per element, x_i >= threshold, and the mean of either side, to which the bits decode.
 
-    The decoded gradient is the projection on two-valued gradients, so the error never exceeds |x| (delta >= 1/d).
-    Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of
-    speech DNNs", Interspeech 2014.
+    The decoded gradient is the projection on two-valued gradients, so the error never exceeds |x|; with threshold 0,
+    delta >= 1/d. Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
+    training of speech DNNs", Interspeech 2014.
     """
 
     threshold: float = 0.0
@@ -25,7 +25,7 @@ class OneBit(Compressor):
     default_memory = "residual"
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        return 1.0 / max(1, spec.numel)
+        return 1.0 / max(1, spec.numel) if self.threshold == 0 else 0.0
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return Field("means", "float32", 2), Field("bits", "uint8", packed_size(spec.numel, 1))

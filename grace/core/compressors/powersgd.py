@@ -65,7 +65,10 @@ class PowerSGD(Compressor):
     def agree(self, x: Array, at: Site) -> Proposal | None:
         ops = at.ops
         q = at.state["q"]
-        vanished = ops.reshape(ops.norm(q, axis=0), (1, -1)) == 0
+        length = ops.reshape(ops.norm(q, axis=0), (1, -1))
+        vanished = length == 0
+        # Q is of the order of M, and M Q of its square, which float32 holds from 1e-19 to 1e19 only.
+        q = q / ops.where(vanished, 1.0, length)
         q = ops.choose(ops.any(vanished), lambda: ops.where(vanished, self._random(at.spec, ops, at.key), q), lambda: q)
         p = ops.matmul(ops.reshape(x, self._matrix(at.spec)), q)
         return Proposal(ops.reshape(p, (-1,)), "sum")

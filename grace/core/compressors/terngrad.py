@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
@@ -16,9 +17,10 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 class TernGrad(Compressor):
     """C(x_i) = s * sign(x_i) * b_i with s = max|x| and b_i ~ Bernoulli(|x_i| / s): 2 bits per element.
 
-    Elements are first limited to `clip_factor` standard deviations (null: not at all). Unbiased without clipping,
-    with variance s |x|_1 - |x|^2; clipping trades bias for a smaller s. Wen et al., "TernGrad: ternary gradients to
-    reduce communication in distributed deep learning", NIPS 2017.
+    Elements are first limited to `clip_factor` root mean squares (null: not at all), which are standard deviations
+    where the mean is zero; a gradient far from zero mean would be clipped away by the latter. Unbiased without
+    clipping, with variance s |x|_1 - |x|^2; clipping trades bias for a smaller s. Wen et al., "TernGrad: ternary
+    gradients to reduce communication in distributed deep learning", NIPS 2017.
     """
 
     clip_factor: float | None = 2.5
@@ -26,7 +28,7 @@ class TernGrad(Compressor):
     def __post_init__(self) -> None:
         if self.clip_factor is not None and not self.clip_factor > 0:
             raise ConfigError(
-                f"terngrad: clip_factor counts standard deviations and must be positive, received {self.clip_factor!r}."
+                f"terngrad: clip_factor counts root mean squares and must be positive, received {self.clip_factor!r}."
             )
 
     @property
@@ -39,10 +41,8 @@ class TernGrad(Compressor):
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
         if self.clip_factor is not None and at.spec.numel:
-            mean = ops.sum(x) / at.spec.numel
-            bound = self.clip_factor * ops.sqrt(ops.sum((x - mean) * (x - mean)) / at.spec.numel)
-            # Equal elements have no spread; there is nothing to clip then.
-            x = ops.where(bound > 0, ops.clip(x, -bound, bound), x)
+            bound = ops.norm(x) * (self.clip_factor / math.sqrt(at.spec.numel))
+            x = ops.clip(x, -bound, bound)
         scale = ops.cast(ops.max(ops.abs(x)), "float32")
         codes = ops.quantize(x, ops.cast(scale, at.spec.work_dtype), 1, at.private_key)
         return {"scale": ops.reshape(scale, (1,)), "codes": ops.pack(codes + 1, 2)}

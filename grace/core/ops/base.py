@@ -277,8 +277,9 @@ class ArrayOps(ABC):
         """Orthonormal columns with the span of a's, by Gram-Schmidt applied twice; dependent columns become zero."""
         columns: list[Array] = []
         for j in range(int(a.shape[1])):
-            original = a[:, j]
-            column = original
+            # Products of a column of denormals would lose the few bits it has.
+            largest = self.max(self.abs(a[:, j]))
+            column = original = a[:, j] / self.where(largest > 0, largest, 1.0)
             for _ in range(2):
                 for other in columns:
                     column = column - other * self.sum(other * column)

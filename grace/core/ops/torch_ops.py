@@ -38,7 +38,8 @@ class TorchOps(ArrayOps):
         return _NAMES[x.dtype]
 
     def to_bytes(self, x: Array) -> Array:
-        return x.reshape(-1).contiguous().view(torch.uint8)
+        # An expanded scalar or an empty array counts as contiguous with a stride of 0, which `view` refuses.
+        return x.reshape(-1).contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
     def from_bytes(self, data: Array, dtype: str) -> Array:
         return data.view(_DTYPES[dtype])

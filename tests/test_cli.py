@@ -1,0 +1,165 @@
+"""The command `grace`: its table of methods, and the doctor's findings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grace
+from grace import cli
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, where no other test has registered anything."""
+    return subprocess.run([sys.executable, "-m", "grace.cli", *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_compressors_lists_every_registered_method():
+    names = subprocess.check_output([sys.executable, "-c", "import grace; print(*grace.compressors)"], text=True)
+    result = run("compressors")
+    assert result.returncode == 0
+    listed = [line.split()[0] for line in result.stdout.split("\n\n")[0].splitlines()[1:]]
+    assert listed == names.split()
+
+
+def test_compressors_shows_defaults_flags_bytes_and_options(capsys):
+    assert cli.main(["compressors"]) == 0
+    output = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in output.split("\n\n")[0].splitlines()}
+    # 10,485 of 1,048,576 elements at 8 bytes; summable, unbiased, fixed-size, sparsifies
+    assert rows["topk"][1:] == ["residual", "allgather", "no", "no", "yes", "yes", "83,880", "(2.00%)"]
+    # P and Q: (1024 + 1024) x rank 4 x 4 bytes
+    assert rows["powersgd"][-2] == "32,768"
+    assert "8 per kept element" in output
+    assert "compress_ratio = 0.01" in output
+    assert 'norm = "l2"' in output
+    assert "momentum = 0.9, gradient_clipping = null" in output
+
+
+def test_compressors_lists_an_outside_method_with_required_options(monkeypatch, capsys):
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Outside(grace.Compressor):
+        """Needs to be told how much."""
+
+        how_much: int
+
+    monkeypatch.setattr(grace.compressors, "_classes", {**grace.compressors._classes, "outside": Outside})
+    assert cli.main(["compressors"]) == 0
+    output = capsys.readouterr().out
+    assert "outside: Needs to be told how much." in output
+    assert "how_much (required)" in output
+
+
+def test_generated_page_is_in_sync():
+    result = run("compressors", "--markdown")
+    assert result.returncode == 0
+    page = (ROOT / "docs" / "compressors.md").read_text(encoding="utf-8")
+    assert page == result.stdout, "write it again: grace compressors --markdown > docs/compressors.md"
+
+
+def test_the_command_imports_no_framework():
+    code = (
+        "import sys; from grace import cli; cli.main(['compressors']); "
+        "assert not {'torch', 'tensorflow', 'keras', 'horovod', 'mpi4py'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"grace {grace.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["bogus"], ["doctor", "--bogus"]])
+def test_wrong_use_gives_usage_and_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: grace")
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_without_launch_finds_this_environment_complete():
+    result = run("doctor", "--no-launch")
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line)
+    assert found["grace"] == grace.__version__
+    assert "Gloo" in found["horovod.torch"]
+    assert found["kernels"] == "not built: reference bodies are used"
+    assert found["2-rank"] == "allreduce    not checked (--no-launch)"
+
+
+def test_doctor_names_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_version", lambda package: "9.9" if package == "numpy" else None)
+    assert cli.main(["doctor", "--no-launch"]) == 1
+    output = capsys.readouterr().out
+    assert "2 problem(s):" in output
+    assert "torch is missing" in output
+    assert "horovod is missing" in output
+
+
+def test_doctor_shows_why_horovod_does_not_load(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_version", lambda package: None if package == "tensorflow" else "9.9")
+    monkeypatch.setattr(cli, "BUILD", "raise ImportError('no symbol for {0}')")
+    assert cli.main(["doctor", "--no-launch"]) == 1
+    output = capsys.readouterr().out
+    assert "| ImportError: no symbol for torch" in output
+    assert "horovod.torch cannot be imported" in output
+
+
+@pytest.fixture
+def only_mpirun(monkeypatch, tmp_path):
+    """A doctor that believes in MPI alone; gives a function that puts a stand-in for mpirun on the PATH."""
+
+    def install(script: str) -> None:
+        stand_in = tmp_path / "mpirun"
+        stand_in.write_text(f"#!/bin/sh\n{script}\n")
+        stand_in.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(cli, "_version", lambda package: "9.9")
+    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: ["MPI"])
+    return install
+
+
+def test_doctor_shows_the_output_of_a_failed_launch(only_mpirun, capsys):
+    only_mpirun('case "$1" in --version) echo "mpirun (Open MPI) 5.0" ;; *) echo "no slots for $*"; exit 3 ;; esac')
+    assert cli.main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "2-rank allreduce, mpirun: FAILED, exit status 3" in output
+    assert "| no slots for --allow-run-as-root --oversubscribe --bind-to none -np 2" in output
+
+
+def test_doctor_stops_a_launch_that_hangs(only_mpirun, capsys):
+    only_mpirun('case "$1" in --version) echo "HYDRA" ;; *) echo "waiting for $1"; sleep 60 ;; esac')
+    assert cli.main(["doctor", "--timeout", "1"]) == 1
+    output = capsys.readouterr().out
+    assert "2-rank allreduce, mpirun: FAILED, no answer in 1 s" in output
+    assert "| waiting for -np" in output  # Open MPI's flags are only for Open MPI
+
+
+def test_doctor_says_when_no_launcher_fits(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "_version", lambda package: "9.9")
+    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: ["Gloo"])
+    monkeypatch.setattr(cli.shutil, "which", lambda name, path=None: None)
+    assert cli.main(["doctor"]) == 1
+    assert "no launcher fits Horovod's build (Gloo)" in capsys.readouterr().out
+
+
+@pytest.mark.distributed
+def test_doctor_starts_two_ranks():
+    result = run("doctor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2-rank allreduce, horovodrun --gloo: works" in result.stdout
+    assert "2-rank allreduce, mpirun: works" in result.stdout
