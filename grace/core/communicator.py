@@ -68,7 +68,7 @@ class Allreduce(Communicator):
         if not compressor.summable:
             raise IncompatibleError(
                 f"communicator 'allreduce' adds payloads, but those of {compressor} cannot be added. "
-                "Valid communicators: allgather, broadcast."
+                f"Valid communicators: allgather{', broadcast' if compressor.fixed_size else ''}."
             )
 
     def layout(

@@ -201,11 +201,8 @@ class Engine:
         ops = entries[0].site.ops
         payloads = [e.payload for e in entries]
         if self._average and self.transport.size > 1:
-            # A sum of 16-bit floats may overflow where the mean does not.
             payloads = [
-                {n: ops.cast(v * (1.0 / self.transport.size), ops.dtype(v)) for n, v in p.items()}
-                if e.part.half_sum
-                else p
+                _divided(p, self.transport.size, ops) if e.part.half_sum else p
                 for e, p in zip(entries, payloads, strict=True)
             ]
         flags = [e.bad for e in entries]
@@ -338,6 +335,11 @@ class Engine:
             "memory": part.memory.init(part.spec, ops),
             "compressor": part.compressor.init(part.spec, ops, self._seeds[part.spec.name]),
         }
+
+
+def _divided(payload: Payload, size: int, ops: ArrayOps) -> Payload:
+    """A payload of 16-bit floats by the number of ranks: their sum may overflow where the mean does not."""
+    return {name: ops.cast(ops.cast(v, "float32") * (1.0 / size), ops.dtype(v)) for name, v in payload.items()}
 
 
 def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:

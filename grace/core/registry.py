@@ -122,14 +122,16 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         if key not in fields:
             raise ConfigError(f"{where} has no option '{key}'.{nearest(key, fields) if fields else ' It has none.'}")
         if not _fits(value, fields[key]):
-            expected = getattr(fields[key], "__name__", str(fields[key]))
+            hint = fields[key]
+            expected = hint.__name__ if typing.get_origin(hint) is None else str(hint).replace("typing.", "")
             raise ConfigError(
                 f"{where}, option '{key}': expected {expected}, received {value!r} of type {type(value).__name__}."
             )
     missing = [f.name for f in dataclasses.fields(cls) if f.init and _required(f) and f.name not in values]  # type: ignore[arg-type]
     if missing:
         raise ConfigError(f"{where} needs a value for {', '.join(missing)}.")
-    return cls(**values)
+    # JSON and TOML have no tuples; a list in a frozen part could not be hashed and would not equal the original.
+    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

@@ -34,8 +34,8 @@ class OneBit(Compressor):
         ops = at.ops
         high = x >= self.threshold
         count = ops.sum(ops.cast(high, "float64"))
-        high_sum = ops.sum(ops.where(high, x, 0.0))
-        low_sum = ops.sum(ops.where(high, 0.0, x))
+        high_sum = ops.cast(ops.sum(ops.where(high, x, 0.0)), "float64")
+        low_sum = ops.cast(ops.sum(ops.where(high, 0.0, x)), "float64")
         rest = at.spec.numel - count
         # An empty side is never decoded; its mean is 0 rather than 0/0.
         means = [low_sum / ops.where(rest > 0, rest, 1.0), high_sum / ops.where(count > 0, count, 1.0)]
