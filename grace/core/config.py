@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,14 @@ class Rule:
     min_ndim: int = 0
     max_ndim: int | None = None
     dtype: str | None = None
-    reason: str = "a rule of the configuration"
+    reason: str = field(default="a rule of the configuration", compare=False)
 
     def __post_init__(self) -> None:
+        if not self.match:
+            raise ConfigError(f"{self.reason}: match holds no pattern; leave it out to fit every name.")
+        for low, high in ((self.min_numel, self.max_numel), (self.min_ndim, self.max_ndim)):
+            if low < 0 or (high is not None and high < low):
+                raise ConfigError(f"{self.reason}: no tensor has between {low} and {high} elements or dimensions.")
         if self.dtype is not None and self.dtype not in GRADIENT_DTYPES:
             raise ConfigError(
                 f"{self.reason}: no gradient has dtype '{self.dtype}'.{nearest(self.dtype, GRADIENT_DTYPES)}"
@@ -120,12 +125,10 @@ class Config:
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in [0, 2^63), received {self.seed!r}.")
 
-    def parts_for(self, spec: TensorSpec) -> tuple[Parts, str]:
-        """The parts that serve a tensor, and why if they are not the configuration's own."""
-        for rule in self.rules + (default_rules() if self.default_rules else ()):
-            if rule.fits(spec):
-                return rule.parts, rule.reason
-        return self.parts, ""
+    def rule_for(self, spec: TensorSpec) -> Rule | None:
+        """The first rule that fits a tensor; None where the configuration's own parts serve it."""
+        rules = self.rules + (default_rules() if self.default_rules else ())
+        return next((rule for rule in rules if rule.fits(spec)), None)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able and complete: make_config(config.to_dict()) == config."""
@@ -147,25 +150,13 @@ def _describe(parts: Parts) -> dict[str, Any]:
 def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:
     """A Config from a mapping, a TOML file, or keywords, which win over it.
 
-    Where neither names a compressor, GRACE_CONFIG is the mapping: the path of a TOML file, or a JSON object.
+    Where none of them names a compressor, GRACE_CONFIG (the path of a TOML file, or a JSON object) is put under them.
 
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready part), `rules` (a list of
     tables with conditions and the same keys), `default_rules`, `seed`, `bucket_bytes`, and the options of the chosen
     parts, such as `compress_ratio`.
     Raises ConfigError for unknown or mistyped keys and values, IncompatibleError for parts that do not fit.
     """
-    if config is None and "compressor" not in options:
-        config = os.environ.get(ENVIRONMENT_VARIABLE)
-        if not config:
-            raise ConfigError(
-                "no configuration: name a compressor, for instance config={'compressor': 'topk'}, "
-                f"or set {ENVIRONMENT_VARIABLE} to a TOML file.{nearest('', compressors)}"
-            )
-        if config.lstrip().startswith("{"):
-            try:
-                config = dict(json.loads(config))
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{ENVIRONMENT_VARIABLE} holds no valid JSON object: {error}.") from None
     if isinstance(config, Config):
         return _replace(config, options)
     if isinstance(config, (str, os.PathLike)):
@@ -174,7 +165,27 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
         raise ConfigError(
             f"config: expected a mapping, a Config, or the path of a TOML file, received {type(config).__name__}."
         )
-    return _from_mapping({**(config or {}), **options})
+    values = {**(config or {}), **options}
+    if "compressor" not in values:
+        values = {**_from_environment(), **values}
+    return _from_mapping(values)
+
+
+def _from_environment() -> Mapping[str, Any]:
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if not text:
+        return {}
+    if not text.startswith(("{", "[")):
+        return _read_toml(Path(text))
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE} holds no valid JSON object: {error}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{ENVIRONMENT_VARIABLE}: expected a JSON object or the path of a TOML file, received {text}."
+        )
+    return values
 
 
 def _replace(config: Config, options: Mapping[str, Any]) -> Config:
@@ -190,10 +201,13 @@ def _replace(config: Config, options: Mapping[str, Any]) -> Config:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"the configuration file '{path}' cannot be read: {error.strerror}.") from None
-    except tomllib.TOMLDecodeError as error:
+        hint = ""
+        if str(path) in compressors:
+            hint = f" A text is the path of a TOML file; the compressor is named by {{'compressor': '{path}'}}."
+        raise ConfigError(f"the configuration file '{path}' cannot be read: {error.strerror}.{hint}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file '{path}' is no valid TOML: {error}.") from None
 
 
@@ -230,22 +244,26 @@ def _make_parts(values: Mapping[str, Any], other_keys: list[str], where: str) ->
     """Choose the parts and deal the flat options out to those that have a field of that name."""
     options = {key: value for key, value in values.items() if key not in _PARTS}
     if "compressor" not in values:
-        raise ConfigError(f"{where} names no compressor.{nearest('', compressors)}")
-    chosen: dict[str, Any] = {"compressor": values["compressor"]}
+        unknown = f" It has the unknown keys {', '.join(map(repr, options))}." if options else ""
+        raise ConfigError(
+            f"{where} names no compressor.{unknown} Write for instance compressor = 'topk', "
+            f"or set {ENVIRONMENT_VARIABLE} to a TOML file.{nearest('', compressors)}"
+        )
+    known: list[str] = []
     used: set[str] = set()
-    known: set[str] = set()
     made: dict[str, Any] = {}
     for kind in _PARTS:
-        if kind not in chosen:
-            default = getattr(made["compressor"], f"default_{kind}")
-            chosen[kind] = values.get(kind, default)
-        registry, choice = _REGISTRIES[kind], chosen[kind]
+        registry = _REGISTRIES[kind]
+        choice = values[kind] if kind in values else getattr(made["compressor"], f"default_{kind}")
         if isinstance(choice, str):
             choice = {"name": choice}
         if isinstance(choice, Mapping):
             fields = fields_of(registry.get(choice["name"])) if isinstance(choice.get("name"), str) else {}
-            known |= set(fields)
             mine = {key: value for key, value in options.items() if key in fields}
+            twice = sorted(set(mine) & set(choice))
+            if twice:
+                raise ConfigError(f"{where}: '{twice[0]}' is given twice, beside '{kind}' and inside it; keep one.")
+            known += fields
             used |= set(mine)
             choice = {**mine, **choice}
         elif not dataclasses.is_dataclass(choice):
@@ -253,8 +271,8 @@ def _make_parts(values: Mapping[str, Any], other_keys: list[str], where: str) ->
         made[kind] = registry.make(choice)
     for key in options:
         if key not in used:
-            valid = [*_PARTS, *other_keys, *known]
-            raise ConfigError(f"{where}: '{key}' is no option of {_chosen(made)}.{nearest(key, valid)}")
+            place = "belongs to the top level" if key in _TOP_LEVEL else f"is no option of {_chosen(made)}"
+            raise ConfigError(f"{where}: '{key}' {place}.{nearest(str(key), [*_PARTS, *other_keys, *known])}")
     return Parts(**made)
 
 

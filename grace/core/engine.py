@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.communicator import Sent
-from grace.core.errors import PayloadError, StateError, StepError
+from grace.core.errors import MismatchError, PayloadError, StateError, StepError
 from grace.core.ops.base import ArrayOps
 from grace.core.plan import Bucket, Part, Plan
 from grace.core.registry import compressors
@@ -80,25 +80,24 @@ class Engine:
         self._wire_bytes: dict[str, int] = {}
         self._bucket_bytes: dict[str, int] = {}
         self._norms: dict[str, tuple[Array, Array]] = {}
-        for name, part in self._part_of.items():
-            self._slots.write(name, self._initial(part))
+        self.reset()
 
     # --- one step -----------------------------------------------------------------------------------------------
 
-    def ready(self, name: str, gradient_: Array) -> None:
-        """Take a finished gradient, which is consumed. Raises StepError for a wrong name, shape or order."""
+    def ready(self, name: str, gradient: Array) -> None:
+        """Take a finished gradient, which is only read. Raises StepError for a wrong name, shape or order."""
         if name not in self._part_of:
             raise StepError(f"no tensor '{name}' in the plan; the plan is made once, from the parameters at that time.")
         part, bucket = self._part_of[name], self._bucket_of[name]
-        if tuple(gradient_.shape) != part.spec.shape:
+        if tuple(gradient.shape) != part.spec.shape:
             raise StepError(
                 f"tensor '{name}': expected a gradient of shape {part.spec.shape}, "
-                f"received {tuple(gradient_.shape)}; parameters must keep their shape."
+                f"received {tuple(gradient.shape)}; parameters must keep their shape."
             )
         run = self._runs.setdefault(bucket.name, _Run())
         if name in run.entries:
             raise StepError(f"tensor '{name}' got a second gradient before step {self.step} was finished.")
-        entry = run.entries[name] = self._compensate(part, gradient_)
+        entry = run.entries[name] = self._compensate(part, gradient)
         if entry.proposal is None:
             self._compress(entry)
         if len(run.entries) == len(bucket.parts) and not self._propose(bucket, run):
@@ -139,6 +138,9 @@ class Engine:
         )
         x = ops.cast(ops.reshape(gradient, (spec.numel,)), spec.work_dtype)
         x, memory_state = part.memory.compensate(x, states["memory"], site)
+        if part.memory.stateless and part.compressor.agreement(spec):
+            # x may be the caller's own buffer, and it is needed again after this call.
+            x = ops.copy(x)
         bad = False
         if part.guarded:
             # Codecs may count on finite input: a bad gradient is replaced here and announced by its flag.
@@ -192,6 +194,7 @@ class Engine:
             for f in part.fields:
                 if f.dtype.startswith(("float", "bfloat")):
                     entry.bad = ops.bit_or(entry.bad, ~ops.finite(entry.payload[f.name]))
+        self._norms.pop(part.spec.name, None)
         if self.track_norms:
             error = entry.x - part.compressor.decompress(entry.payload, entry.site)
             self._norms[part.spec.name] = (ops.norm(entry.x), ops.norm(error))
@@ -206,7 +209,9 @@ class Engine:
                 for e, p in zip(entries, payloads, strict=True)
             ]
         flags = [e.bad for e in entries]
-        run.sent = bucket.communicator.start(payloads, flags, bucket.layout, self.transport, ops, bucket.name)
+        run.sent = bucket.communicator.start(
+            payloads, flags, bucket.layout, self.transport, ops, bucket.name, self.step
+        )
         run.nbytes += run.sent.nbytes
         for e in entries:
             # While the payload travels; the buffer that was x becomes the new residual.
@@ -215,10 +220,16 @@ class Engine:
     def _merge(self, bucket: Bucket, run: _Run) -> dict[str, Array]:
         assert run.sent is not None
         ops = self._ops(bucket.parts[0].spec.device)
-        received, flags = bucket.communicator.finish(run.sent, bucket.layout, self.transport, ops)
+        received = bucket.communicator.finish(run.sent, bucket.layout, self.transport, ops, self.step)
+        if not all(received.in_step):
+            raise MismatchError(
+                f"the ranks are not at the same step (this one, {self.transport.rank}, is at {self.step}): "
+                "a checkpoint was loaded on some of them only, or checkpoints of different steps. "
+                "Let every rank load its own file of one moment, or all of them the same file."
+            )
         self._bucket_bytes[bucket.name] = run.nbytes
         merged = {}
-        for part, payloads, bad_flags in zip(bucket.parts, received, flags, strict=True):
+        for part, payloads, bad_flags in zip(bucket.parts, received.payloads, received.flags, strict=True):
             entry = run.entries[part.spec.name]
             merged[part.spec.name] = self._conclude(entry, payloads, bad_flags)
         return merged
@@ -318,9 +329,12 @@ class Engine:
         is equal on all ranks (step, compressor states) is taken over, the memories start from zero, and the result
         is False. Raises StateError if the checkpoint is of other tensors, parts or shapes.
         """
-        if state.get("version") != STATE_VERSION:
+        missing = {"version", "step", "rank", "size", "tensors"} - set(state)
+        if missing:
+            raise StateError(f"checkpoint: {', '.join(sorted(missing))} missing; it is no state written by grace.")
+        if state["version"] != STATE_VERSION:
             raise StateError(
-                f"checkpoint: expected state version {STATE_VERSION}, received {state.get('version')!r}; "
+                f"checkpoint: expected state version {STATE_VERSION}, received {state['version']!r}; "
                 "load it with the version of grace that wrote it."
             )
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
@@ -328,6 +342,13 @@ class Engine:
         self.step = int(state["step"])
         self._runs.clear()
         return bool(mine)
+
+    def reset(self) -> None:
+        """Start over: step 0, every state as at the beginning."""
+        self.step = 0
+        self._runs.clear()
+        for name, part in self._part_of.items():
+            self._slots.write(name, self._initial(part))
 
     def _initial(self, part: Part) -> dict[str, State]:
         ops = self._ops(part.spec.device)

@@ -15,8 +15,9 @@ class Memory(ABC):
     """What one rank remembers of a gradient between steps; its fields are its whole configuration.
 
     The state of the last good step is never changed: `compensate` and `update` return new states, and the engine
-    keeps the old one until it knows that no rank saw NaN or infinity. Arrays that were handed over with a trailing
-    underscore are the callee's to reuse.
+    keeps the old one until it knows that no rank saw NaN or infinity. Neither is the gradient: its buffer belongs to
+    the framework, whose backward pass may still read it. Arrays that were handed over with a trailing underscore are
+    the callee's to reuse.
     """
 
     @property
@@ -33,8 +34,11 @@ class Memory(ABC):
         return {}
 
     @abstractmethod
-    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
-        """The array to compress, and a state in progress that `update` gets; consumes grad_, reads state."""
+    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+        """The array to compress, and a state in progress that `update` gets; reads grad and state.
+
+        Where anything is remembered the array is a new one, which `update` may consume.
+        """
 
     @abstractmethod
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:

@@ -89,7 +89,7 @@ class Plan:
 
     buckets: tuple[Bucket, ...]
     delegated: tuple[Part, ...]
-    unused_rules: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def parts(self) -> list[Part]:
@@ -129,7 +129,7 @@ class Plan:
             f"{len(rows) - 1} tensors in {len(self.buckets)} buckets and {len(self.delegated)} uncompressed: "
             f"{dense_total:,} bytes dense, {wire_total:,} on the wire per rank and step{more}"
         )
-        lines += [f"{reason} fits no tensor" for reason in self.unused_rules]
+        lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -167,12 +167,35 @@ def make_plan(
         communicator = bucket[0].communicator
         layout = communicator.layout([p.spec for p in bucket], [p.fields for p in bucket], [p.guarded for p in bucket])
         buckets.append(Bucket(f"{prefix}/{index}", tuple(bucket), communicator, layout))
-    used = {config.parts_for(spec)[1] for spec in specs}
-    unused = tuple(rule.reason for rule in config.rules if rule.reason not in used)
-    return Plan(tuple(buckets), tuple(part for part in parts if delegate(part)), unused)
+    return Plan(tuple(buckets), tuple(part for part in parts if delegate(part)), _warnings(parts, config))
+
+
+def _warnings(parts: Sequence[Part], config: Config) -> tuple[str, ...]:
+    """What is allowed and yet hardly meant."""
+    used = [config.rule_for(part.spec) for part in parts]
+    texts = [
+        f"{rule.reason} (match {', '.join(rule.match)}) fits no tensor; compare its conditions with the names above"
+        for rule in config.rules
+        if not any(rule is other for other in used)
+    ]
+    for part in parts:
+        c = part.compressor
+        if part.memory.stateless or (c.averages and (c.carries_nonfinite or c.contraction(part.spec) is not None)):
+            continue
+        why = (
+            "its error can exceed what it was given"
+            if c.averages
+            else "the vote of the ranks is no mean of their signs"
+        )
+        texts.append(
+            f"memory '{memories.name_of(part.memory)}' behind {c}: {why}, so the residual may grow without bound "
+            "(GRACE, section V-B); use memory 'none'"
+        )
+    return tuple(dict.fromkeys(texts))
 
 
 def _make_part(spec: TensorSpec, config: Config) -> Part:
-    parts, reason = config.parts_for(spec)
+    rule = config.rule_for(spec)
+    parts = rule.parts if rule else config.parts
     unfit = parts.compressor.unfit(spec)
-    return Part(spec, dense_parts(), unfit) if unfit else Part(spec, parts, reason)
+    return Part(spec, dense_parts(), unfit) if unfit else Part(spec, parts, rule.reason if rule else "")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
+import numbers
 import pkgutil
 import types
 import typing
@@ -101,6 +103,8 @@ class Registry(Generic[T]):
             if not isinstance(name, str):
                 raise ConfigError(f"{self.kind}: expected a table with the key 'name', received {dict(config)!r}.")
             return build(self.get(name), fields, f"{self.kind} '{name}'")
+        if isinstance(config, type):
+            raise ConfigError(f"{self.kind}: expected an instance, received the class {config.__name__}; call it.")
         self.name_of(config)
         return config
 
@@ -131,7 +135,14 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     if missing:
         raise ConfigError(f"{where} needs a value for {', '.join(missing)}.")
     # JSON and TOML have no tuples; a list in a frozen part could not be hashed and would not equal the original.
-    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    return cls(**{key: _plain(value) for key, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    # Numbers of NumPy would not survive JSON.
+    return value.item() if hasattr(value, "item") else value
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
@@ -147,9 +158,10 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, (tuple, list)) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        # NaN and infinity would pass every comparison of a range check, or none.
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 

@@ -128,7 +128,7 @@ class Simulation:
         ]
 
     def step(self, gradients: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
-        """Exchange one gradient per tensor and rank, which are consumed; per rank the merged gradients."""
+        """Exchange one gradient per tensor and rank, which are only read; per rank the merged gradients."""
         for engine, mine in zip(self.engines, gradients, strict=True):
             for name, gradient in mine.items():
                 engine.ready(name, gradient)

@@ -2,13 +2,14 @@
 
 Gathered buckets travel as one uint8 buffer per rank:
 
-    fixed fields and int32 counts, widest dtype first | one flag byte per guarded tensor | padding to 8
+    fixed fields, int32 counts and stamp, widest dtype first | one flag byte per guarded tensor | padding to 8
     fields of run-time length, widest dtype first | padding to 16
 
 so that every field is aligned to its own width without padding between fields. The counts give the lengths of the
 rest, so a receiver finds where each rank's buffer ends without any exchange before it, and a rank that selects
 nothing sends a header only. Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their
-flags are float32 elements. A flag says that this rank's gradient was not finite.
+flags are float32 elements. A flag says that this rank's gradient was not finite. The stamp is the number of the
+step: random numbers follow from it, so ranks that disagree (after one of them loaded a checkpoint) must not add up.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from grace.core.ops.base import ArrayOps
 from grace.core.spec import ITEMSIZE, Array, Field, Payload, TensorSpec
 
 ALIGNMENT = 16
+_INT32 = 0x7FFFFFFF
 
 
 def payload_bytes(fields: Sequence[Field]) -> int | None:
@@ -45,6 +47,18 @@ class _Slot(NamedTuple):
     tensor: int
     field: Field
     offset: int | None
+
+
+class Received(NamedTuple):
+    """What arrived of a bucket.
+
+    Per tensor the payloads to merge (one per rank, or one sum) and the flags of guarded ones; and conditions that all
+    hold if every rank is at the same step.
+    """
+
+    payloads: list[list[Payload]]
+    flags: list[list[Array]]
+    in_step: list[Array]
 
 
 class GatherLayout:
@@ -77,7 +91,7 @@ class GatherLayout:
             slots.append(_Slot(i, f, offset))
             offset += int(f.length) * -width
         self._counts_offset = offset = _align(offset, 4)
-        offset += 4 * len(self.counts)
+        offset += 4 * (len(self.counts) + 1)
         for width, i, f in fixed[len(slots) :]:
             slots.append(_Slot(i, f, offset))
             offset += int(f.length) * -width
@@ -97,8 +111,11 @@ class GatherLayout:
         """Bytes of the buffer of one rank, with every run-time length taken as zero."""
         return _align(_align(self._fixed_end, 8) if self.counts else self._fixed_end, ALIGNMENT)
 
-    def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array]) -> Array:
-        """The buffer of this rank. Raises PayloadError where a payload is not what `wire` announced."""
+    def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int) -> Array:
+        """The buffer of this rank at the step `stamp`.
+
+        Raises PayloadError where a payload is not what `wire` announced.
+        """
         lengths: dict[tuple[int, str], int] = {}
         for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
             _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
@@ -115,9 +132,8 @@ class GatherLayout:
         split = sum(ITEMSIZE[s.field.dtype] >= 4 for s in self._fixed)
         for slot in self._fixed[:split]:
             put(ops.to_bytes(payloads[slot.tensor][slot.field.name]), slot.offset or 0)
-        if self.counts:
-            counts = ops.concat([ops.full(1, lengths[key], "int32") for key in self.counts])
-            put(ops.to_bytes(counts), self._counts_offset)
+        header = [ops.full(1, number, "int32") for number in (*(lengths[key] for key in self.counts), stamp & _INT32)]
+        put(ops.to_bytes(ops.concat(header)), self._counts_offset)
         for slot in self._fixed[split:]:
             put(ops.to_bytes(payloads[slot.tensor][slot.field.name]), slot.offset or 0)
         guarded = [ops.full(1, flag, "uint8") for flag, guard in zip(flags, self.guarded, strict=True) if guard]
@@ -132,18 +148,15 @@ class GatherLayout:
         put(ops.zeros(0, "uint8"), _align(position, ALIGNMENT))
         return ops.concat(pieces)
 
-    def decode(self, ops: ArrayOps, data: Array, size: int) -> tuple[list[list[Payload]], list[list[Array]]]:
-        """Per tensor the payloads of all ranks, and per tensor their flags, from `size` buffers in a row."""
-        payloads: list[list[Payload]] = [[] for _ in self.specs]
-        flags: list[list[Array]] = [[] for _ in self.specs]
+    def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
+        """What `size` buffers in a row hold."""
+        received = Received([[] for _ in self.specs], [[] for _ in self.specs], [])
         base = 0
         for _ in range(size):
-            base = self._decode_rank(ops, data, base, payloads, flags)
-        return payloads, flags
+            base = self._decode_rank(ops, data, base, received, stamp & _INT32)
+        return received
 
-    def _decode_rank(
-        self, ops: ArrayOps, data: Array, base: int, payloads: list[list[Payload]], flags: list[list[Array]]
-    ) -> int:
+    def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: int) -> int:
         mine: list[Payload] = [{} for _ in self.specs]
 
         def take(offset: int, dtype: str, length: int) -> Array:
@@ -155,11 +168,12 @@ class GatherLayout:
         flag = base + self._flags_offset
         for i, guard in enumerate(self.guarded):
             if guard:
-                flags[i].append(data[flag])
+                received.flags[i].append(data[flag])
                 flag += 1
         end = base + self._fixed_end
+        values = take(base + self._counts_offset, "int32", len(self.counts) + 1)
+        received.in_step.append(values[len(self.counts)] == stamp)
         if self.counts:
-            values = take(base + self._counts_offset, "int32", len(self.counts))
             counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
             end = base + _align(self._fixed_end, 8)
             for slot in self._variable:
@@ -167,7 +181,7 @@ class GatherLayout:
                 mine[slot.tensor][slot.field.name] = take(end, slot.field.dtype, length)
                 end = end + length * ITEMSIZE[slot.field.dtype]
         for i, payload in enumerate(mine):
-            payloads[i].append(payload)
+            received.payloads[i].append(payload)
         return _align(end, ALIGNMENT)
 
 
@@ -190,10 +204,15 @@ class SumLayout:
     def nbytes(self) -> int:
         """Bytes of all buffers of one rank."""
         fields = sum(int(f.length) * ITEMSIZE[d] for d, group in self.groups.items() for _, f in group)
-        return fields + 4 * sum(self.guarded)
+        return fields + (4 * (sum(self.guarded) + 2) if any(self.guarded) else 0)
 
-    def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array]) -> dict[str, Array]:
-        """One buffer per dtype. Raises PayloadError where a payload is not what `wire` announced."""
+    def encode(
+        self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int, size: int
+    ) -> dict[str, Array]:
+        """One buffer per dtype, of one of `size` ranks at the step `stamp`.
+
+        Raises PayloadError where a payload is not what `wire` announced.
+        """
         for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
             _check_payload(ops, self.specs[i], tensor_fields, payload, {}, i)
         buffers: dict[str, Array] = {}
@@ -201,13 +220,17 @@ class SumLayout:
             pieces = [payloads[i][f.name] for i, f in group]
             if dtype == "float32":
                 pieces += [ops.full(1, flag, "float32") for flag, g in zip(flags, self.guarded, strict=True) if g]
+                if any(self.guarded):
+                    digest = _digest(stamp, size)
+                    pieces += [ops.full(1, number, "float32") for number in (digest, digest * digest)]
             buffers[dtype] = ops.concat(pieces)
         return buffers
 
-    def decode(self, ops: ArrayOps, buffers: dict[str, Array]) -> tuple[list[list[Payload]], list[list[Array]]]:
-        """Per tensor the one summed payload, and its flag, from the reduced buffers."""
+    def decode(self, ops: ArrayOps, buffers: dict[str, Array], size: int) -> Received:
+        """What the buffers hold that were summed over `size` ranks."""
         payloads: list[list[Payload]] = [[{}] for _ in self.specs]
         flags: list[list[Array]] = [[] for _ in self.specs]
+        in_step: list[Array] = []
         for dtype, group in self.groups.items():
             offset = 0
             for i, f in group:
@@ -218,10 +241,19 @@ class SumLayout:
                     if guard:
                         flags[i].append(buffers[dtype][offset])
                         offset += 1
-        return payloads, flags
+                if any(self.guarded):
+                    # By Cauchy and Schwarz, equal if and only if all ranks sent the same digest.
+                    total, squares = (ops.cast(buffers[dtype][offset + j], "float64") for j in (0, 1))
+                    in_step.append(size * squares == total * total)
+        return Received(payloads, flags, in_step)
 
 
 Layout = GatherLayout | SumLayout
+
+
+def _digest(stamp: int, size: int) -> int:
+    """A small number that tells steps apart, and whose square summed over all ranks is exact in float32."""
+    return (stamp * 0x9E3779B1 >> 16) & (255 if size <= 256 else 15)
 
 
 def _check_payload(

@@ -7,9 +7,10 @@ not subclass: Horovod's methods use `super(self.__class__, self)`), and nothing 
 
 from __future__ import annotations
 
-import itertools
+import collections
 import logging
 import os
+import types
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,8 +28,8 @@ from grace.torch.transport import HorovodTransport
 
 logger = logging.getLogger("grace")
 
-# Collectives of different optimizers of one process must not share names; ranks agree on the number.
-_instances = itertools.count()
+# Collectives of different optimizers of one process set must not share names; its ranks agree on the number.
+_instances: collections.Counter[int] = collections.Counter()
 
 
 class Exchange:
@@ -86,16 +87,19 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     `horovod.torch.DistributedOptimizer`. Tensors that stay dense are reduced by Horovod itself, bit for bit as without
     grace; `gradient_predivide_factor` concerns only them, since decoded gradients are summed in float32.
 
-    The result is the optimizer that Horovod makes (an instance of the wrapped class), with the attribute `grace`
-    (an `Exchange`). With one process the compression applies as well. All ranks of the process set must call this.
+    The result is the optimizer that Horovod makes (an instance of the wrapped class), with the attribute `grace` (an
+    `Exchange`). `step(closure)` evaluates the closure, exchanges its gradients and updates. With one process the
+    compression applies as well. All ranks of the process set must call this.
 
-    Raises ConfigError for arguments that cannot be honoured (`compression`, `groups`, Adasum, elastic mode),
+    Raises ConfigError for arguments that cannot be honoured (`compression`, `groups`, Adasum, LBFGS, elastic mode),
     MismatchError on every rank if ranks differ in configuration or parameters.
     """
     if not hvd.is_initialized():
         raise ConfigError("grace.torch.DistributedOptimizer: Horovod is not initialized; call hvd.init() first.")
     transport = HorovodTransport(process_set)
-    number = next(_instances)
+    number = _instances[process_set.process_set_id]
+    _instances[process_set.process_set_id] += 1
+    prefix = f"grace/{process_set.process_set_id}.{number}"
     failure: Exception | None = None
     description: dict[str, Any] = {}
     try:
@@ -120,13 +124,14 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "sparse_as_dense": sparse_as_dense,
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
         }
-        plan = make_plan(specs, made, prefix=f"grace/{number}", delegate=_delegated)
+        plan = make_plan(specs, made, prefix=prefix, delegate=_delegated)
     except Exception as error:
         # The others must hear of it, or they would wait for this rank in the agreement below.
         failure = error
     included = process_set.included() is not False
     if included:
-        _agree(transport, {"error": f"{type(failure).__name__}: {failure}"} if failure else description, failure)
+        told = {"error": f"{type(failure).__name__}: {failure}"} if failure else description
+        _agree(transport, told, failure, f"{prefix}/agree")
     if failure is not None:
         raise failure
     engine = Engine(
@@ -142,8 +147,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # Horovod does without hooks when it is alone; the numerics of the compression are wanted all the same.
         wrapped._register_hooks()
     if included and transport.rank == 0:
-        for reason in plan.unused_rules:
-            logger.warning("%s fits no tensor; compare its conditions with the names in the report", reason)
+        for text in plan.warnings:
+            logger.warning("%s", text)
         logger.info("grace exchanges over %d ranks with %s\n%s", transport.size, made.parts, plan.report())
     return wrapped
 
@@ -153,6 +158,11 @@ def _refuse(optimizer: torch.optim.Optimizer, op: int, compression: Any, num_gro
     where = "grace.torch.DistributedOptimizer"
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{where}: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"{where}: LBFGS evaluates its closure several times in a step, which one exchange cannot serve; "
+            "use another optimizer."
+        )
     if hasattr(optimizer, "_allreduce_grad_async"):
         raise ConfigError(f"{where}: the optimizer is already wrapped by Horovod; pass the one inside it.")
     if compression is not hvd.Compression.none:
@@ -191,11 +201,11 @@ def _delegated(part: Part) -> bool:
     return part.dense and part.spec.dtype != "bfloat16"
 
 
-def _agree(transport: HorovodTransport, description: dict[str, Any], own: Exception | None) -> None:
+def _agree(transport: HorovodTransport, description: dict[str, Any], own: Exception | None, name: str) -> None:
     """Raise MismatchError on every rank unless all ranks describe the same run."""
     if transport.size == 1:
         return
-    everyone = transport.gather_objects(description, "grace/agree")
+    everyone = transport.gather_objects(description, name)
     failed = [f"rank {rank}: {d['error']}" for rank, d in enumerate(everyone) if "error" in d]
     if failed and own is None:
         raise MismatchError(f"grace.torch.DistributedOptimizer could not be built on {'; '.join(failed)}")
@@ -234,6 +244,7 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
     names: dict[torch.nn.Parameter, str] = wrapped._parameter_names
     compressed = {part.spec.name for bucket in exchange.plan.buckets for part in bucket.parts}
     horovod_start, horovod_load = wrapped._allreduce_grad_async, wrapped.load_state_dict
+    horovod_synchronize, horovod_step = wrapped.synchronize, wrapped.step
 
     def start(p: torch.nn.Parameter) -> Any:
         name = names[p]
@@ -255,27 +266,47 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
             engine.ready(name, gradient)
         return (lambda: exchange._result(name)), None
 
-    def zero_grad(set_to_none: bool = True) -> None:
+    def synchronize() -> None:
+        # Horovod would exchange the merged gradients once more, which momenta and residuals would count as a step.
+        if wrapped._handles or not wrapped._synchronized:
+            horovod_synchronize()
+
+    def step(self: Any, closure: Any = None) -> Any:
+        # Horovod synchronizes before it evaluates the closure, so the gradients made there would never be exchanged.
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        result = horovod_step()
+        return result if closure is None else loss
+
+    def refuse_while_under_way(call: str) -> None:
         if wrapped._handles:
             raise StepError(
-                "zero_grad() was called after backward() but before step() or synchronize(), "
-                "while the gradients are on their way; call it after step()."
+                f"{call} was called after backward() but before step() or synchronize(), while the gradients are on "
+                "their way; call it after step(), or after synchronize() to drop this step."
             )
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        refuse_while_under_way("zero_grad()")
         plain_class.zero_grad(wrapped, set_to_none=set_to_none)
 
     def state_dict() -> dict[str, Any]:
         return {**plain_class.state_dict(wrapped), "grace": engine.state_dict()}
 
     def load_state_dict(state: Mapping[str, Any]) -> None:
+        refuse_while_under_way("load_state_dict()")
         plain = dict(state)
         saved = plain.pop("grace", None)
+        mine = saved is not None and engine.load_state_dict(saved, _place)
         horovod_load(plain)
         exchange._merged.clear()
         if saved is None:
+            engine.reset()
             warnings.warn(
                 "the checkpoint holds no state of grace (key 'grace'): residuals start from zero", stacklevel=2
             )
-        elif not engine.load_state_dict(saved, _place):
+        elif not mine:
             warnings.warn(
                 f"the checkpoint is of rank {saved['rank']} of {saved['size']}, this is rank {engine.transport.rank} "
                 f"of {engine.transport.size}: residuals start from zero. Save and load one file per rank for an "
@@ -290,6 +321,9 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
         )
 
     wrapped._allreduce_grad_async = start
+    wrapped.synchronize = synchronize
+    # A bound method, because learning-rate schedulers take the function out of it.
+    wrapped.step = types.MethodType(step, wrapped)
     wrapped.zero_grad = zero_grad
     wrapped.state_dict = state_dict
     wrapped.load_state_dict = load_state_dict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import io
 import itertools
@@ -80,6 +81,13 @@ def wrap(model: torch.nn.Module, config: dict[str, Any], **arguments: Any) -> An
     return grace.torch.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), config=config, **arguments
     )
+
+
+def exchange(optimizer: Any) -> None:
+    """Exchange the gradients that are in place and close the step, so that the next one can be put in by hand."""
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
 
 
 def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int = 0) -> float:
@@ -201,7 +209,7 @@ def simulation() -> dict[str, Any]:
         for step in range(4):
             for n, p in model.named_parameters():
                 p.grad = gradient(step, rank, n)
-            optimizer.synchronize()
+            exchange(optimizer)
             merged = reference.step([{n: gradient(step, r, n) for n in shapes} for r in range(size)])
             for n, p in model.named_parameters():
                 worst = max(worst, float((p.grad - merged[rank][n]).abs().max()))
@@ -265,13 +273,13 @@ def not_finite() -> dict[str, Any]:
             p.grad = torch.full_like(p, 0.01)
             if n == "left.weight" and hvd.rank() == hvd.size() - 1:
                 p.grad[3, 5] = bad
-        optimizer.synchronize()
+        exchange(optimizer)
         after = engine.state_dict()["tensors"].get("left.weight")
         gradients = {n: bool(torch.isfinite(p.grad).all()) for n, p in model.named_parameters()}
         optimizer.zero_grad()
         for p in model.parameters():
             p.grad = torch.full_like(p, 0.01)
-        optimizer.synchronize()
+        exchange(optimizer)
         results[f"{name}/{bad}"] = {
             "guarded": guarded,
             "bad tensor finite": gradients.pop("left.weight"),
@@ -332,7 +340,10 @@ def foreign_checkpoint() -> dict[str, Any]:
         warnings.simplefilter("always")
         fresh.load_state_dict(saved)
         messages = [str(w.message) for w in caught]
-    state = fresh.grace.engine.state_dict()["tensors"]["left.weight"]["memory"]["residual"]
+    state, step = (
+        fresh.grace.engine.state_dict()["tensors"]["left.weight"]["memory"]["residual"],
+        fresh.grace.engine.step,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plain = {k: v for k, v in saved.items() if k != "grace"}
@@ -341,9 +352,120 @@ def foreign_checkpoint() -> dict[str, Any]:
     return {
         "messages": messages,
         "residual": float(state.norm()),
-        "step": fresh.grace.engine.step,
+        "step": step,
         "without": without,
     }
+
+
+def partly_loaded() -> dict[str, str]:
+    """Only rank 0 loads a checkpoint, of an earlier step, and the ranks go on."""
+    results = {}
+    for name in ("topk", "randomk", "powersgd"):
+        model = make_net()
+        optimizer = wrap(model, {"compressor": name, **EVERYTHING})
+        train(model, optimizer, 2)
+        state = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, 3)
+        if hvd.rank() == 0:
+            optimizer.load_state_dict(state)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        try:
+            train(model, optimizer, 1)
+            results[name] = ""
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def gradient_buffers() -> dict[str, Any]:
+    """Gradients whose memory belongs to somebody else, before, during and after the exchange."""
+    config = {"compressor": "topk", "compress_ratio": 0.1, "bucket_bytes": 0, **EVERYTHING}
+    w = torch.nn.Parameter(torch.ones(20, 12))
+    position = torch.nn.Parameter(torch.ones(20))
+    model = torch.nn.Module()
+    model.w, model.position = w, position
+    optimizer = wrap(model, config, optimizer=torch.optim.SGD([w, position], lr=0.0))
+    generator = torch.Generator().manual_seed(hvd.rank())
+    x, target = torch.randn(1, 20, generator=generator), torch.randn(1, 12, generator=generator)
+    seen: list[float] = []
+    w.register_hook(lambda gradient: seen.append(float(gradient.norm())))
+    # The gradient of `position` is a view of what the backward pass still needs for w.
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((x + position.view(1, -1)) @ w * target).sum().backward()
+        optimizer.step()
+    buffer, given = torch.zeros(20), []
+    sent = torch.zeros(20)
+    optimizer = wrap(model, config, optimizer=torch.optim.SGD([w, position], lr=0.0))
+    for step in range(3):
+        buffer.copy_(torch.randn(20, generator=torch.Generator().manual_seed(step)))
+        given.append(buffer.clone())
+        position.grad, w.grad = buffer.view_as(position), torch.zeros_like(w)
+        exchange(optimizer)
+        sent += position.grad
+        # What the optimizer or the user does with the merged gradient must not reach the residual either.
+        position.grad.mul_(100.0)
+    residual = optimizer.grace.engine.state_dict()["tensors"]["position"]["memory"]["residual"]
+    return {"norms": seen, "lost": float((sent + residual - sum(given)).abs().max()), "size": float(residual.norm())}
+
+
+def _evaluate(model: Net, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def closures() -> dict[str, Any]:
+    """step(closure) against the same steps without one."""
+    weights = []
+    for with_closure in (True, False):
+        model = make_net()
+        optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING})
+        losses = []
+        for x, y in batches(4, hvd.rank()):
+            evaluate = functools.partial(_evaluate, model, optimizer, x, y)
+            if with_closure:
+                losses.append(float(optimizer.step(evaluate).detach()))
+            else:
+                losses.append(float(evaluate().detach()))
+                optimizer.step()
+        weights.append([digest(model.parameters()), losses])
+    try:
+        wrap(make_net(), {"compressor": "topk"}, optimizer=torch.optim.LBFGS(make_net().parameters()))
+        refused = ""
+    except Exception as error:
+        refused = str(error)
+    return {"weights": weights[0][0], "equal": weights[0] == weights[1], "refused": refused}
+
+
+def synchronized_twice() -> dict[str, Any]:
+    """synchronize() and then a plain step(), which Horovod allows, against one exchange; and a load in mid-step."""
+    weights = []
+    for twice in (False, True):
+        model = make_net()
+        config = {"compressor": "dgc", "compress_ratio": 0.5, **EVERYTHING}
+        optimizer = wrap(model, config, optimizer=sgd(model, momentum=0.0))
+        for x, y in batches(4, hvd.rank()):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if twice:
+                    optimizer.synchronize()
+                optimizer.step()
+        weights.append(digest(model.parameters()))
+    x, y = next(batches(1, hvd.rank()))
+    F.cross_entropy(model(x), y).backward()
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+        refused = ""
+    except Exception as error:
+        refused = str(error)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    return {"weights": weights, "refused": refused, "after": digest(model.parameters())}
 
 
 def contract_of_horovod() -> dict[str, Any]:
@@ -587,6 +709,13 @@ def process_sets() -> dict[str, Any]:
     optimizer = wrap(outside, {"compressor": "topk"}, process_set=PROCESS_SETS[0])
     train(outside, optimizer, 2)
     results["only even"] = digest(outside.parameters())
+    if hvd.rank() % 2:
+        wrap(make_net(), {"compressor": "topk"}, process_set=mine)
+    # Odd ranks have built one more optimizer than even ones, which must not matter here.
+    together = make_net()
+    optimizer = wrap(together, {"compressor": "topk"})
+    train(together, optimizer, 2)
+    results["together"] = digest(together.parameters())
     return results
 
 

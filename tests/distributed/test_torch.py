@@ -26,6 +26,9 @@ SCENARIOS = [
     "not_finite",
     "resume",
     "foreign_checkpoint",
+    "gradient_buffers",
+    "closures",
+    "synchronized_twice",
     "contract_of_horovod",
     "mixed_precision",
     "accumulation",
@@ -43,7 +46,8 @@ SCENARIOS = [
 @functools.cache
 def _results(launcher: str, ranks: int) -> list[dict[str, Any]]:
     # One launch runs all scenarios, because starting four ranks costs more than most of them.
-    return run(launcher, ranks, SCENARIOS + (["process_sets"] if ranks == 4 else []))
+    several = ["partly_loaded"] if ranks > 1 else []
+    return run(launcher, ranks, SCENARIOS + several + (["process_sets"] if ranks == 4 else []))
 
 
 def scenario(name: str, launch: tuple[str, int]) -> list[Any]:
@@ -157,6 +161,39 @@ def test_checkpoint_of_another_rank_loads_with_a_warning(launch):
         assert "no state of grace" in rank["without"][0]
 
 
+@several_ranks
+def test_checkpoint_that_only_some_ranks_load_is_noticed_by_all(launch):
+    for rank in scenario("partly_loaded", launch):
+        for label, error in rank.items():
+            assert error.startswith("MismatchError"), (label, error)
+            assert "Let every rank load" in error
+
+
+@each_launch
+def test_the_buffers_of_gradients_are_left_alone(launch):
+    for result in scenario("gradient_buffers", launch):
+        assert result["norms"] == pytest.approx([result["norms"][0]] * 3, rel=1e-6)
+        assert result["size"] > 0
+        assert result["lost"] < 1e-5
+
+
+@each_launch
+def test_closures_are_exchanged_and_lbfgs_is_refused(launch):
+    ranks = scenario("closures", launch)
+    assert same([rank["weights"] for rank in ranks])
+    assert all(rank["equal"] for rank in ranks)
+    assert "LBFGS" in ranks[0]["refused"]
+
+
+@each_launch
+def test_a_second_synchronize_exchanges_nothing(launch):
+    ranks = scenario("synchronized_twice", launch)
+    assert same(ranks)
+    once, twice = ranks[0]["weights"]
+    assert once == twice
+    assert "load_state_dict() was called after backward()" in ranks[0]["refused"]
+
+
 @each_launch
 def test_contract_of_horovod_is_kept(launch):
     ranks = scenario("contract_of_horovod", launch)
@@ -250,6 +287,7 @@ def test_refusals_do_not_hang_other_ranks(launch):
 @pytest.mark.parametrize("launch", [s for s in SEVERAL if s[1] == 4], ids=lambda launch: launch[0])
 def test_process_sets_train_apart(launch):
     ranks = scenario("process_sets", launch)
+    assert same([rank.pop("together") for rank in ranks])
     for label in ranks[0]:
         assert ranks[0][label] == ranks[2][label], label
         assert ranks[1][label] == ranks[3][label] or label == "only even", label

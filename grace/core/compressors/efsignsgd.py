@@ -14,7 +14,7 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("efsignsgd")
 @dataclass(frozen=True)
 class EFSignSGD(Compressor):
-    """C(x) = (|x|_1 / d) sign(x): one bit per element and one float32; use with error feedback.
+    """C(x) = (|x|_1 / d) sign(x): one bit per element and one scale; use with error feedback.
 
     Contraction with delta = |x|_1^2 / (d |x|^2) >= 1/d. Karimireddy et al., "Error feedback fixes SignSGD and other
     gradient compression schemes", ICML 2019.
@@ -26,13 +26,12 @@ class EFSignSGD(Compressor):
         return 1.0 / max(1, spec.numel)
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        return Field("scale", "float32", 1), Field("signs", "uint8", packed_size(spec.numel, 1))
+        return Field("scale", spec.work_dtype, 1), Field("signs", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
-        scale = ops.cast(ops.sum(ops.abs(x)) / max(1, at.spec.numel), "float32")
+        scale = ops.sum(ops.abs(x)) / max(1, at.spec.numel)
         return {"scale": ops.reshape(scale, (1,)), "signs": pack_signs(ops, x)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        dtype = at.spec.work_dtype
-        return unpack_signs(at.ops, payload["signs"], at.spec.numel, dtype) * at.ops.cast(payload["scale"], dtype)
+        return unpack_signs(at.ops, payload["signs"], at.spec.numel, at.spec.work_dtype) * payload["scale"]

@@ -12,7 +12,10 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 @dataclass(frozen=True)
 class _Half(Compressor):
-    """Cast to a 16-bit float before sending, back to the working dtype after the sum."""
+    """Cast to a 16-bit float before sending, back to the working dtype after the sum.
+
+    The sum is rounded to 16 bits on the way; an error feedback knows only of the first rounding.
+    """
 
     wire_dtype: ClassVar[str]
 

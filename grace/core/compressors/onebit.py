@@ -28,7 +28,7 @@ class OneBit(Compressor):
         return 1.0 / max(1, spec.numel) if self.threshold == 0 else 0.0
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        return Field("means", "float32", 2), Field("bits", "uint8", packed_size(spec.numel, 1))
+        return Field("means", spec.work_dtype, 2), Field("bits", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
@@ -40,11 +40,11 @@ class OneBit(Compressor):
         # An empty side is never decoded; its mean is 0 rather than 0/0.
         means = [low_sum / ops.where(rest > 0, rest, 1.0), high_sum / ops.where(count > 0, count, 1.0)]
         return {
-            "means": ops.stack([ops.cast(mean, "float32") for mean in means], axis=0),
+            "means": ops.stack([ops.cast(mean, at.spec.work_dtype) for mean in means], axis=0),
             "bits": ops.pack(ops.cast(high, "uint8"), 1),
         }
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         ops = at.ops
-        means = ops.cast(payload["means"], at.spec.work_dtype)
+        means = payload["means"]
         return ops.where(ops.unpack(payload["bits"], 1, at.spec.numel) > 0, means[1], means[0])

@@ -20,7 +20,8 @@ class QSGD(Compressor):
     Here s = quantum_num, l = floor(s|x_i|/norm), and norm is the Euclidean ("l2") or largest ("max") norm of the
     element's bucket of `bucket_size` consecutive elements (0: one bucket). Unbiased; with the l2 norm the variance
     is at most min(n/s^2, sqrt(n)/s) |x|^2 for a bucket of n. Codes take ceil(log2(2s+1)) bits and a bucket one
-    float32. Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", NIPS 2017.
+    float of the working dtype. Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and
+    encoding", NIPS 2017.
     """
 
     quantum_num: int = 127
@@ -46,14 +47,13 @@ class QSGD(Compressor):
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         buckets, _ = self._shape(spec.numel)
-        return Field("norms", "float32", buckets), Field("codes", "uint8", packed_size(spec.numel, self.bits))
+        return Field("norms", spec.work_dtype, buckets), Field("codes", "uint8", packed_size(spec.numel, self.bits))
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops, n = at.ops, at.spec.numel
         rows = _rows(ops, x, self._shape(n))
         norms = ops.norm(rows, axis=1) if self.norm == "l2" else ops.max(ops.abs(rows), axis=1)
-        norms = ops.cast(norms, "float32")
-        scale = ops.reshape(ops.cast(norms, at.spec.work_dtype), (-1, 1))
+        scale = ops.reshape(norms, (-1, 1))
         codes = ops.reshape(ops.quantize(rows, scale, self.quantum_num, at.private_key), (-1,))[:n]
         return {"norms": norms, "codes": ops.pack(codes + self.quantum_num, self.bits)}
 

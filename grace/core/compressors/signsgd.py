@@ -26,8 +26,9 @@ def unpack_signs(ops: ArrayOps, data: Array, n: int, dtype: str) -> Array:
 class SignSGD(Compressor):
     """C(x_i) = -1 if x_i < 0, else +1, in one bit; ranks vote: g = sign(sum_i sign(x_i)), 0 on a tie.
 
-    The step is the bare sign, so the learning rate must be retuned (smaller). No error feedback: it harms this
-    method. Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019.
+    The step is the bare sign, so the learning rate must be retuned (smaller); a gradient of exact zeros counts as
+    positive. No error feedback: it harms this method. Bernstein et al., "signSGD with majority vote is communication
+    efficient and fault tolerant", ICLR 2019.
     """
 
     averages = False

@@ -36,15 +36,15 @@ class TernGrad(Compressor):
         return self.clip_factor is None
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        return Field("scale", "float32", 1), Field("codes", "uint8", packed_size(spec.numel, 2))
+        return Field("scale", spec.work_dtype, 1), Field("codes", "uint8", packed_size(spec.numel, 2))
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
         if self.clip_factor is not None and at.spec.numel:
             bound = ops.norm(x) * (self.clip_factor / math.sqrt(at.spec.numel))
             x = ops.clip(x, -bound, bound)
-        scale = ops.cast(ops.max(ops.abs(x)), "float32")
-        codes = ops.quantize(x, ops.cast(scale, at.spec.work_dtype), 1, at.private_key)
+        scale = ops.max(ops.abs(x))
+        codes = ops.quantize(x, scale, 1, at.private_key)
         return {"scale": ops.reshape(scale, (1,)), "codes": ops.pack(codes + 1, 2)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:

@@ -18,8 +18,9 @@ from grace.core.spec import Array, Payload, Site, State, TensorSpec
 class DGCMemory(Memory):
     """u = momentum u + g; v = v + u; send C(v); then v and, with momentum_masking, u are zero where v was sent.
 
-    The optimizer after it must have momentum 0. `gradient_clipping` is the global norm bound; each rank first limits
-    the norm of its gradient of this tensor to gradient_clipping / sqrt(number of ranks). Lin et al., "Deep gradient
+    The optimizer after it must have momentum 0. With `gradient_clipping` each rank first limits the norm of its
+    gradient of this tensor to gradient_clipping / sqrt(number of ranks); the paper bounds the norm of all tensors
+    together. Lin et al., "Deep gradient
     compression", ICLR 2018, Algorithms 1 and 4.
     """
 
@@ -45,13 +46,15 @@ class DGCMemory(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}
 
-    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
+    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
         ops = at.ops
         if self.gradient_clipping is not None:
             bound = self.gradient_clipping / math.sqrt(at.size)
-            norm = ops.norm(grad_)
-            grad_ = grad_ * ops.where(norm > bound, bound / ops.where(norm > bound, norm, 1.0), 1.0)
-        momentum = ops.add_(grad_, state["momentum"] * self.momentum)
+            # In float64, because the norm of large float32 numbers overflows.
+            norm = ops.norm(ops.cast(grad, "float64"))
+            factor = ops.where(norm > bound, bound / ops.where(norm > bound, norm, 1.0), 1.0)
+            grad = grad * ops.cast(factor, at.spec.work_dtype)
+        momentum = ops.add_(state["momentum"] * self.momentum, grad)
         return state["residual"] + momentum, {"momentum": momentum}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:

@@ -30,8 +30,8 @@ class EFSignMemory(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
-    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.add_(at.ops.scale_(grad_, self.lr), state["residual"]), {}
+    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+        return at.ops.add_(grad * self.lr, state["residual"]), {}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": compressor.residual_(x_, payload, at)}

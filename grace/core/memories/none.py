@@ -17,8 +17,8 @@ class NoMemory(Memory):
 
     stateless = True
 
-    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
-        return grad_, state
+    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+        return grad, state
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return state

@@ -23,8 +23,8 @@ class PowerSGDMemory(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
-    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.add_(grad_, state["residual"]), {}
+    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+        return state["residual"] + grad, {}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": x_}

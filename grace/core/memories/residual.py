@@ -26,9 +26,10 @@ class Residual(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
-    def compensate(self, grad_: Array, state: State, at: Site) -> tuple[Array, State]:
-        x = grad_ if self.gamma == 1 else at.ops.scale_(grad_, self.gamma)
-        return at.ops.add_(x, state["residual"] if self.beta == 1 else state["residual"] * self.beta), {}
+    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+        if self.beta == 1 and self.gamma == 1:
+            return state["residual"] + grad, {}
+        return at.ops.add_(state["residual"] * self.beta, grad if self.gamma == 1 else grad * self.gamma), {}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": compressor.residual_(x_, payload, at)}

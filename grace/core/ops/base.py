@@ -40,6 +40,10 @@ class ArrayOps(ABC):
         """x in another dtype; x itself if it has it already. Floats become integers by truncation."""
 
     @abstractmethod
+    def copy(self, x: Array) -> Array:
+        """x in memory of its own."""
+
+    @abstractmethod
     def dtype(self, x: Array) -> str:
         """Name of the dtype, as in `spec.ITEMSIZE`."""
 

@@ -36,6 +36,9 @@ class NumpyOps(ArrayOps):
         with np.errstate(over="ignore"):
             return np.asarray(x).astype(_DTYPES[dtype], copy=False)
 
+    def copy(self, x: Array) -> Array:
+        return x.copy()
+
     def dtype(self, x: Array) -> str:
         return _NAMES[x.dtype]
 

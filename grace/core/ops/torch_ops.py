@@ -34,6 +34,9 @@ class TorchOps(ArrayOps):
     def cast(self, x: Array, dtype: str) -> Array:
         return torch.as_tensor(x, device=self.device).to(_DTYPES[dtype])
 
+    def copy(self, x: Array) -> Array:
+        return x.clone()
+
     def dtype(self, x: Array) -> str:
         return _NAMES[x.dtype]
 
