@@ -220,7 +220,7 @@ def parse_arguments() -> argparse.Namespace:
         type=key_value,
         default=[],
         metavar="KEY=VALUE",
-        help="options of grace, for every run",
+        help="options of grace, for every run; each compressor must know them",
     )
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (default: 32)")
