@@ -55,14 +55,19 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         if self._loaded:
             return
+        # Set first, because an outside module may ask for a part while it is being imported.
         self._loaded = True
-        package = importlib.import_module(self._package)
-        for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
-            importlib.import_module(f"{self._package}.{module.name}")
-        for entry in entry_points(group=self._group):
-            cls = entry.load()
-            if self._classes.get(entry.name) is not cls:
-                self.register(entry.name)(cls)
+        try:
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
+                importlib.import_module(f"{self._package}.{module.name}")
+            for entry in entry_points(group=self._group):
+                cls = entry.load()
+                if self._classes.get(entry.name) is not cls:
+                    self.register(entry.name)(cls)
+        except BaseException:
+            self._loaded = False
+            raise
 
     def __iter__(self) -> Iterator[str]:
         self._load()

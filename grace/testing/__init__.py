@@ -1,11 +1,11 @@
 """Contract tests for parts of grace, also those that live elsewhere; needs pytest, but no framework.
 
-    import grace.testing, pytest, my_package
+import grace.testing, pytest, my_package
 
-    class TestMine(grace.testing.CompressorContract):
-        @pytest.fixture(params=[my_package.Mine(), my_package.Mine(bits=2)], ids=repr)
-        def compressor(self, request):
-            return request.param
+class TestMine(grace.testing.CompressorContract):
+    @pytest.fixture(params=[my_package.Mine(), my_package.Mine(bits=2)], ids=repr)
+    def compressor(self, request):
+        return request.param
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ class CompressorContract:
 
     # The tensor of the tests that need only one; the others go through all shapes and dtypes that fit.
     shape: ClassVar[tuple[int, ...]] = (24, 40)
-    shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (0,), (1,), (7,), (130,), (0, 3), (13, 11), (24, 40))
+    shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (0,), (1,), (7,), (24, 40), (130,), (0, 3), (13, 11))
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64", "float16", "bfloat16")
     # Random keys in a statistical check.
-    trials: ClassVar[int] = 300
+    trials: ClassVar[int] = 200
 
     @pytest.fixture
     def compressor(self) -> Compressor:
@@ -60,13 +60,15 @@ class CompressorContract:
         """The array operations under test: every installed framework."""
         return get_ops(request.param)
 
-    def reordered(self, compressor: Compressor) -> str | None:
-        """Why payloads may differ by rounding between frameworks; None: they are the same bytes (default)."""
+    def reordered(self, compressor: Compressor, dtype: str) -> str | None:
+        """Why payloads of such gradients may differ by rounding between frameworks; None: they are the same bytes."""
         return None
 
     def specs(self, compressor: Compressor) -> list[TensorSpec]:
         """Every tensor under test that the compressor takes."""
-        specs = [TensorSpec(f"t{s}{d}", s, d) for d in self.dtypes for s in self.shapes]
+        # The dtype matters to the arithmetic and the shape to the layout: not every pair is worth the time.
+        shapes = {dtype: (self.shapes if dtype == "float32" else self.shapes[1::3]) for dtype in self.dtypes}
+        specs = [TensorSpec(f"t{s}{d}", s, d) for d in self.dtypes for s in shapes[d]]
         fit = [spec for spec in specs if compressor.unfit(spec) is None]
         assert fit, f"{compressor} takes none of the shapes {self.shapes}; override `shapes` and `shape`"
         return fit
@@ -96,41 +98,42 @@ class CompressorContract:
                 assert reason is None or (isinstance(reason, str) and reason.strip()), (shape, dtype, reason)
 
     def test_payload_is_what_wire_announces(self, compressor: Compressor, ops: ArrayOps) -> None:
-        for spec, case, x in self.cases(compressor):
+        for spec in self.specs(compressor):
             fields = compressor.wire(spec)
-            payload = exchange(compressor, ops, spec, [x]).payloads[0]
-            assert set(payload) == {f.name for f in fields}, (spec, case)
+            payload = exchange(compressor, ops, spec, [draw(spec, 1)]).payloads[0]
+            assert set(payload) == {f.name for f in fields}, spec
             lengths: dict[str, int] = {}
             for f in fields:
                 value = payload[f.name]
                 length = lengths.setdefault(f.length, ops.length(value)) if isinstance(f.length, str) else f.length
-                assert (ops.dtype(value), tuple(value.shape)) == (f.dtype, (length,)), (spec, case, f)
+                assert (ops.dtype(value), tuple(value.shape)) == (f.dtype, (length,)), (spec, f)
             assert compressor.fixed_size == (payload_bytes(fields) is not None), "fixed_size contradicts wire"
             real = sum(host(ops, payload[f.name]).nbytes for f in fields if f.wire)
-            assert payload_bytes(fields) in (None, real), (spec, case)
+            assert payload_bytes(fields) in (None, real), spec
 
     def test_buffer_has_the_predicted_bytes(self, compressor: Compressor, ops: ArrayOps) -> None:
         specs = self.specs(compressor)
         fields = [compressor.wire(spec) for spec in specs]
         layout = GatherLayout(specs, fields, [True] * len(specs))
         payloads = [exchange(compressor, ops, spec, [draw(spec, 1)]).payloads[0] for spec in specs]
-        buffer = layout.encode(ops, payloads, [False] * len(specs))
+        buffer = layout.encode(ops, payloads, [False] * len(specs), 0)
         open_ended = sum(
             host(ops, payload[f.name]).nbytes
             for payload, mine in zip(payloads, fields, strict=True)
             for f in mine
             if f.wire and isinstance(f.length, str)
         )
-        assert 0 <= ops.length(buffer) - layout.nbytes - open_ended < (16 if open_ended else 1)
+        # Only the padding before and after the fields of run-time length depends on the data.
+        assert abs(ops.length(buffer) - layout.nbytes - open_ended) < (16 if open_ended else 1)
 
     def test_payloads_survive_the_buffer(self, compressor: Compressor, ops: ArrayOps) -> None:
         specs = self.specs(compressor)
         fields = [compressor.wire(spec) for spec in specs]
         layout = GatherLayout(specs, fields, [True] * len(specs))
         sent = [exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2)]) for spec in specs]
-        buffers = [layout.encode(ops, [ex.payloads[r] for ex in sent], [r == 1] * len(specs)) for r in range(2)]
-        received, flags = layout.decode(ops, ops.concat(buffers), 2)
-        for spec, ex, payloads, bad in zip(specs, sent, received, flags, strict=True):
+        buffers = [layout.encode(ops, [ex.payloads[r] for ex in sent], [r == 1] * len(specs), 7) for r in range(2)]
+        received = layout.decode(ops, ops.concat(buffers), 2, 7)
+        for spec, ex, payloads, bad in zip(specs, sent, received.payloads, received.flags, strict=True):
             assert [bool(f) for f in bad] == [False, True]
             for mine, theirs, at in zip(ex.payloads, payloads, ex.sites, strict=True):
                 theirs = {**mine, **theirs}
@@ -156,13 +159,15 @@ class CompressorContract:
     # --- a pure map ---------------------------------------------------------------------------------------------
 
     def test_compress_leaves_the_gradient_unchanged(self, compressor: Compressor, ops: ArrayOps) -> None:
-        for spec, case, x in self.cases(compressor):
-            ex = exchange(compressor, ops, spec, [x])
-            assert same(host(ops, ex.xs[0]), x), (spec, case)
+        for spec in self.specs(compressor):
+            ex = exchange(compressor, ops, spec, [draw(spec, 1)])
+            assert same(host(ops, ex.xs[0]), draw(spec, 1)), spec
 
     def test_compress_is_deterministic(self, compressor: Compressor, ops: ArrayOps) -> None:
         for spec in self.specs(compressor):
-            one, two = (payload_on_host(ops, exchange(compressor, ops, spec, [draw(spec, 1)]).payloads[0]) for _ in "ab")
+            one, two = (
+                payload_on_host(ops, exchange(compressor, ops, spec, [draw(spec, 1)]).payloads[0]) for _ in "ab"
+            )
             assert all(same(one[name], two[name]) for name in one), spec
 
     def test_decompress_and_merge_leave_the_payload_unchanged(self, compressor: Compressor, ops: ArrayOps) -> None:
@@ -203,7 +208,7 @@ class CompressorContract:
         if len(FRAMEWORKS) < 2:
             pytest.skip("one framework is installed, there is nothing to compare it with")
         for spec, case, x in self.cases(compressor):
-            if self.reordered(compressor) is None:
+            if self.reordered(compressor, spec.dtype) is None:
                 reference, *others = (wire_bytes(compressor, framework, spec, x) for framework in FRAMEWORKS)
                 assert all(other == reference for other in others), (spec, case)
                 continue
@@ -218,9 +223,7 @@ class CompressorContract:
 
     # --- what is carried and what is left -----------------------------------------------------------------------
 
-    def test_decoded_gradients_are_finite_and_of_the_working_dtype(
-        self, compressor: Compressor, ops: ArrayOps
-    ) -> None:
+    def test_decoded_gradients_are_finite_and_of_the_working_dtype(self, compressor: Compressor, ops: ArrayOps) -> None:
         for spec, case, x in self.cases(compressor):
             ex = exchange(compressor, ops, spec, [x])
             decoded = compressor.decompress(ex.payloads[0], ex.sites[0])
@@ -286,7 +289,9 @@ class CompressorContract:
         assert 0 <= delta <= 1
         probe = {tuple(v.tobytes() for v in self._payload(compressor, ops, spec, step).values()) for step in range(4)}
         trials = 1 if len(probe) == 1 else self.trials
-        for case, x in inputs(spec).items():
+        cases = inputs(spec)
+        for case in cases if trials == 1 else ("normal", "heavy tail", "one element"):
+            x = cases[case]
             norm = np.linalg.norm(wide(x))
             errors = []
             for step in range(trials):
@@ -322,7 +327,7 @@ class CompressorContract:
             assert not any(isinstance(f.length, str) for f in fields), "payloads of different lengths cannot be added"
             decoded = [wide(host(ops, compressor.decompress(p, at))) for p in (added, a, b)]
             # One rounding of the sum in the dtype that travels, and those of the decoding.
-            eps = max(EPS[f.dtype] for f in fields if f.wire) + 32 * EPS[spec.work_dtype]
+            eps = max((EPS.get(f.dtype, 0.0) for f in fields if f.wire), default=0.0) + 32 * EPS[spec.work_dtype]
             scale = np.abs(decoded[1]).max(initial=0.0) + np.abs(decoded[2]).max(initial=0.0)
             assert np.abs(decoded[0] - decoded[1] - decoded[2]).max(initial=0.0) <= eps * scale, spec
 
@@ -340,7 +345,7 @@ class CompressorContract:
                 assert np.array_equal(wide(alike), decoded[0]), spec
                 continue
             fields = compressor.wire(spec)
-            eps = 4 * max((EPS[f.dtype] for f in fields if f.wire and f.dtype in EPS), default=0.0)
+            eps = 4 * max((EPS.get(f.dtype, 0.0) for f in fields if f.wire), default=0.0)
             eps = max(eps, 32 * EPS[spec.work_dtype])
             scale = sum(np.abs(d).max(initial=0.0) for d in decoded)
             assert np.abs(merged - sum(decoded)).max(initial=0.0) <= eps * scale, spec

@@ -99,6 +99,15 @@ class MemoryContract:
                 assert all(same(host(ops, state[k]), old[k]) for k in old), compressor
                 state = new
 
+    def test_the_gradient_is_only_read(self, memory: Memory, ops: ArrayOps) -> None:
+        """Its buffer is the framework's, and the backward pass may still need it."""
+        for compressor in self.served(memory):
+            state: State = memory.init(self.spec, ops)
+            for step in range(2):
+                gradient = array(ops, draw(self.spec, step), self.spec.work_dtype)
+                _, state = self.step(memory, compressor, ops, state, gradient, step)
+                assert same(host(ops, gradient), draw(self.spec, step)), compressor
+
     def test_zero_gradients_leave_nothing_behind(self, memory: Memory, ops: ArrayOps) -> None:
         """A sparsifier sends nothing of zeros, so a memory that invents nothing stays at zero."""
         for compressor in self.served(memory):

@@ -88,10 +88,6 @@ class ArrayOps(ABC):
         """Magnitudes."""
 
     @abstractmethod
-    def sqrt(self, x: Array) -> Array:
-        """Square roots."""
-
-    @abstractmethod
     def floor(self, x: Array) -> Array:
         """Largest integers not above x, in x's dtype."""
 

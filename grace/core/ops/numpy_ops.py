@@ -69,9 +69,6 @@ class NumpyOps(ArrayOps):
     def abs(self, x: Array) -> Array:
         return np.abs(x)
 
-    def sqrt(self, x: Array) -> Array:
-        return np.sqrt(x)
-
     def floor(self, x: Array) -> Array:
         return np.floor(x)
 

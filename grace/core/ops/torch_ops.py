@@ -68,9 +68,6 @@ class TorchOps(ArrayOps):
     def abs(self, x: Array) -> Array:
         return x.abs()
 
-    def sqrt(self, x: Array) -> Array:
-        return x.sqrt()
-
     def floor(self, x: Array) -> Array:
         return x.floor()
 

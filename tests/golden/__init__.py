@@ -1,0 +1,73 @@
+"""Stored payloads: one name, one byte format, for ever. `python -m tests.golden` rewrites them; a test never does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from grace.core.compressor import Compressor
+from grace.core.ops import get_ops
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import TensorSpec
+from grace.core.wire import GatherLayout
+from grace.testing.harness import Exchange, exchange, host
+from tests import parts
+
+FOLDER = Path(__file__).parent
+STEP = 3
+SPEC = TensorSpec("layer.weight", (17, 23))
+
+
+def cases() -> dict[str, Compressor]:
+    """Every compressor whose bytes are stored, by the name of its file."""
+    return {parts.name(compressor): compressor for compressor in parts.all_compressors()}
+
+
+def gradient() -> np.ndarray:
+    """391 numbers of different sizes, written as a formula so that no generator and no file can change them."""
+    i = np.arange(SPEC.numel)
+    values = ((i * 7919 + 104729) % 1009 - 504) / 128.0
+    return (values * 2.0 ** -(i % 11)).astype(np.float32)
+
+
+def made(compressor: Compressor, ops: ArrayOps) -> Exchange:
+    """The fixed gradient, compressed with a fixed key."""
+    return exchange(compressor, ops, SPEC, [gradient()], step=STEP)
+
+
+def encode(compressor: Compressor, framework: str) -> bytes:
+    """The wire buffer of the fixed gradient."""
+    ops = get_ops(framework)
+    layout = GatherLayout([SPEC], [compressor.wire(SPEC)], [True])
+    return bytes(host(ops, layout.encode(ops, made(compressor, ops).payloads, [False], STEP)))
+
+
+def path(name: str) -> Path:
+    """Where the bytes of a case are stored."""
+    return FOLDER / f"{name}.json"
+
+
+def write() -> list[str]:
+    """Store the bytes of every case as NumPy makes them; removes files of no case. Returns what changed."""
+    changed = []
+    for name, compressor in cases().items():
+        data = encode(compressor, "numpy")
+        text = json.dumps({"tensor": list(SPEC.shape), "bytes": len(data), "hex": data.hex()}, indent=1) + "\n"
+        if not path(name).exists() or path(name).read_text(encoding="utf-8") != text:
+            path(name).write_text(text, encoding="utf-8")
+            changed.append(name)
+    for file in FOLDER.glob("*.json"):
+        if file.stem not in cases() and not file.name.startswith("."):
+            file.unlink()
+            changed.append(f"{file.stem} (removed)")
+    return changed
+
+
+def read(name: str) -> bytes:
+    """The stored bytes of a case; raises FileNotFoundError, because a forgotten file must fail."""
+    stored = json.loads(path(name).read_text(encoding="utf-8"))
+    data = bytes.fromhex(stored["hex"])
+    assert len(data) == stored["bytes"]
+    return data

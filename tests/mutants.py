@@ -1,0 +1,399 @@
+"""Deliberately wrong parts: for every property of a contract one that breaks it, which the contract must reject.
+
+A check that cannot fail is worth nothing. Every mutant is as close to a right part as it can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from grace.core.compressor import Compressor, Sparsifier, keep_count
+from grace.core.compressors.dgc import DGC
+from grace.core.compressors.efsignsgd import EFSignSGD
+from grace.core.compressors.none import NoCompression
+from grace.core.compressors.powersgd import PowerSGD
+from grace.core.compressors.qsgd import QSGD
+from grace.core.compressors.randomk import RandomK
+from grace.core.compressors.signsgd import SignSGD
+from grace.core.compressors.terngrad import TernGrad
+from grace.core.compressors.topk import TopK
+from grace.core.errors import IncompatibleError
+from grace.core.memories.dgc import DGCMemory
+from grace.core.memories.none import NoMemory
+from grace.core.memories.residual import Residual
+from grace.core.memory import Memory
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import Field
+
+COMPRESSORS: list[tuple[str, Compressor]] = []
+MEMORIES: list[tuple[str, Memory]] = []
+OPS: list[tuple[str, ArrayOps]] = []
+
+
+def breaks(contract_test: str, **fields):
+    """Class decorator: an instance of the class breaks this test of its contract."""
+
+    def decorate(cls):
+        kind = COMPRESSORS if issubclass(cls, Compressor) else MEMORIES if issubclass(cls, Memory) else OPS
+        kind.append((contract_test, cls(**fields)))
+        return cls
+
+    return decorate
+
+
+# --- compressors ------------------------------------------------------------------------------------------------
+
+
+@breaks("test_configuration_survives_json", compress_ratio=0.5)
+@dataclass(frozen=True)
+class ChangesItsConfiguration(TopK):
+    def __post_init__(self):
+        object.__setattr__(self, "compress_ratio", self.compress_ratio / 2)
+
+
+@breaks("test_unfit_gives_a_reason_or_none")
+@dataclass(frozen=True)
+class RefusesWithoutReason(TopK):
+    def unfit(self, spec):
+        return "" if spec.ndim == 0 else None
+
+
+@breaks("test_payload_is_what_wire_announces")
+@dataclass(frozen=True)
+class AnnouncesTooFewBits(SignSGD):
+    """Forgets the last byte of lengths that are no multiple of 8."""
+
+    def wire(self, spec):
+        return (Field("signs", "uint8", spec.numel // 8),)
+
+
+@breaks("test_payload_is_what_wire_announces")
+@dataclass(frozen=True)
+class SendsWiderIndices(TopK):
+    def compress(self, x, at):
+        payload = super().compress(x, at)
+        return {**payload, "indices": at.ops.cast(payload["indices"], "int64")}
+
+
+@breaks("test_payload_is_what_wire_announces")
+@dataclass(frozen=True)
+class ClaimsFixedSize(DGC):
+    fixed_size = True
+
+
+@breaks("test_buffer_has_the_predicted_bytes")
+@dataclass(frozen=True)
+class WireDependsOnTheCall(TopK):
+    """Predicts another size than it checks: the second question gets another answer."""
+
+    def wire(self, spec):
+        asked = getattr(self, "asked", 0)
+        object.__setattr__(self, "asked", asked + 1)
+        k = keep_count(self.compress_ratio, spec.numel) + 64 * (asked % 2)
+        return Field("values", spec.work_dtype, k), Field("indices", "int32", k)
+
+    def compress(self, x, at):
+        k = keep_count(self.compress_ratio, at.spec.numel)
+        return {"values": at.ops.gather(x, at.ops.top_indices(x, k)), "indices": at.ops.top_indices(x, k)}
+
+
+@breaks("test_payloads_survive_the_buffer")
+@dataclass(frozen=True)
+class RemembersThePayload(TopK):
+    """Decodes from what it remembers of its own payload, so that a received one decodes to nothing."""
+
+    def compress(self, x, at):
+        payload = super().compress(x, at)
+        object.__setattr__(self, "kept", payload)
+        return payload
+
+    def decompress(self, payload, at):
+        own = payload["values"] is self.kept["values"]
+        return super().decompress(payload, at) * (1.0 if own else 0.0)
+
+
+@breaks("test_agree_proposes_what_agreement_announces")
+@dataclass(frozen=True)
+class AnnouncesNoAgreement(PowerSGD):
+    def agreement(self, spec):
+        return ()
+
+
+@breaks("test_fields_that_stay_home_are_equal_on_all_ranks", compress_ratio=0.1)
+@dataclass(frozen=True)
+class DrawsPrivateIndices(RandomK):
+    def compress(self, x, at):
+        indices = at.ops.sample(at.spec.numel, keep_count(self.compress_ratio, at.spec.numel), at.private_key)
+        return {"values": at.ops.gather(x, indices), "indices": indices}
+
+
+@breaks("test_compress_leaves_the_gradient_unchanged")
+@dataclass(frozen=True)
+class ScalesInPlace(TopK):
+    def compress(self, x, at):
+        return super().compress(at.ops.scale_(x, 2.0), at)
+
+
+@breaks("test_compress_is_deterministic")
+@dataclass(frozen=True)
+class Unseeded(TopK):
+    def compress(self, x, at):
+        payload = super().compress(x, at)
+        return {**payload, "values": payload["values"] * float(np.random.default_rng().uniform(0.5, 1.5))}
+
+
+@breaks("test_decompress_and_merge_leave_the_payload_unchanged")
+@dataclass(frozen=True)
+class DecodesInPlace(NoCompression):
+    def decompress(self, payload, at):
+        return at.ops.scale_(payload["values"], 1.5)
+
+
+@breaks("test_decompress_and_merge_leave_the_payload_unchanged")
+@dataclass(frozen=True)
+class MergesInPlace(NoCompression):
+    def merge(self, payloads, at):
+        total = payloads[0]["values"]
+        for payload in payloads[1:]:
+            total = at.ops.add_(total, payload["values"])
+        return at.ops.cast(total, at.spec.work_dtype)
+
+
+@breaks("test_no_global_random_state_is_touched", compress_ratio=0.1)
+@dataclass(frozen=True)
+class SeedsTheGlobalGenerator(RandomK):
+    def compress(self, x, at):
+        np.random.seed(at.key.step)
+        return super().compress(x, at)
+
+
+@breaks("test_nothing_is_used_after_it_was_consumed")
+@dataclass(frozen=True)
+class UsesTheResidualTwice(EFSignSGD):
+    """Right only where the consumed array is reused for the result."""
+
+    def residual_(self, x, payload, at):
+        super().residual_(x, payload, at)
+        return x
+
+
+@breaks("test_bytes_are_equal_in_every_framework")
+@dataclass(frozen=True)
+class BreaksTiesByFramework(TopK):
+    def compress(self, x, at):
+        ops, n, k = at.ops, at.spec.numel, keep_count(self.compress_ratio, at.spec.numel)
+        backwards = n - 1 - ops.arange(n, "int32")
+        higher = n - 1 - ops.top_indices(ops.gather(x, backwards), k)
+        indices = higher if ops.name == "torch" else ops.top_indices(x, k)
+        return {"values": ops.gather(x, indices), "indices": indices}
+
+
+@breaks("test_decoded_gradients_are_finite_and_of_the_working_dtype")
+@dataclass(frozen=True)
+class DividesByZero(QSGD):
+    """The scale of an all-zero bucket is not looked at."""
+
+    def decompress(self, payload, at):
+        with np.errstate(all="ignore"):
+            return super().decompress(payload, at) / at.ops.max(payload["norms"]) * at.ops.max(payload["norms"])
+
+
+@breaks("test_decoded_gradients_are_finite_and_of_the_working_dtype")
+@dataclass(frozen=True)
+class DecodesToFloat32(EFSignSGD):
+    def decompress(self, payload, at):
+        return at.ops.cast(super().decompress(payload, at), "float32")
+
+
+@breaks("test_kept_plus_residual_is_the_gradient", compress_ratio=0.1)
+@dataclass(frozen=True)
+class RoundsWhatItKeeps(TopK):
+    """Half-precision values, while the residual forgets the rounding error: a sparsifier that is not exact."""
+
+    def compress(self, x, at):
+        payload = super().compress(x, at)
+        values = at.ops.cast(at.ops.cast(payload["values"], "bfloat16"), at.spec.work_dtype)
+        return {**payload, "values": values}
+
+
+@breaks("test_erase_zeroes_exactly_what_was_carried", compress_ratio=0.1)
+@dataclass(frozen=True)
+class ErasesOneTooFew(TopK):
+    def erase_(self, x, payload, at):
+        return at.ops.put_(x, payload["indices"][1:], 0.0)
+
+
+@breaks("test_erase_zeroes_exactly_what_was_carried", compress_ratio=0.1)
+@dataclass(frozen=True)
+class ErasesEverything(TopK):
+    def erase_(self, x, payload, at):
+        return at.ops.scale_(x, 0.0)
+
+
+@breaks("test_declared_unbiasedness_holds", quantum_num=7)
+@dataclass(frozen=True)
+class RoundsDown(QSGD):
+    """Deterministic rounding: the levels are right, the mean is not."""
+
+    def compress(self, x, at):
+        norm = at.ops.max(at.ops.abs(x))
+        down = at.ops.floor(at.ops.abs(x) / norm * 100) / 100 * norm
+        return super().compress(at.ops.where(x < 0, -down, down), at)
+
+
+@breaks("test_declared_unbiasedness_holds")
+@dataclass(frozen=True)
+class ClippedButDeclaredUnbiased(TernGrad):
+    unbiased = True
+
+
+@breaks("test_declared_unbiasedness_holds", compress_ratio=0.3)
+@dataclass(frozen=True)
+class UnscaledButDeclaredUnbiased(RandomK):
+    unbiased = True
+
+
+@breaks("test_declared_contraction_holds")
+@dataclass(frozen=True)
+class SignsWithoutScale(EFSignSGD):
+    """A sign of size max|x| instead of mean|x| overshoots."""
+
+    def compress(self, x, at):
+        payload = super().compress(x, at)
+        scale = at.ops.cast(at.ops.max(at.ops.abs(x)), "float32")
+        return {**payload, "scale": at.ops.reshape(scale, (1,))}
+
+
+@breaks("test_declared_contraction_holds", compress_ratio=0.1)
+@dataclass(frozen=True)
+class KeepsTheFirst(Sparsifier):
+    """Keeps any k elements, which is no contraction with k/d."""
+
+    compress_ratio: float = 0.1
+
+    contraction = TopK.contraction
+    wire = TopK.wire
+
+    def compress(self, x, at):
+        indices = at.ops.arange(keep_count(self.compress_ratio, at.spec.numel), "int32")
+        return {"values": at.ops.gather(x, indices), "indices": indices}
+
+
+@breaks("test_declared_contraction_holds", compress_ratio=0.2)
+@dataclass(frozen=True)
+class PromisesTooMuch(RandomK):
+    """Random-k with the contraction of three times the elements, which holds only if they are lucky."""
+
+    def contraction(self, spec):
+        return 3 * keep_count(self.compress_ratio, spec.numel) / spec.numel
+
+
+@breaks("test_declared_summability_holds")
+@dataclass(frozen=True)
+class SummableScales(EFSignSGD):
+    """Packed bits do not add."""
+
+    summable = True
+
+
+@breaks("test_merge_is_the_sum", compress_ratio=0.1)
+@dataclass(frozen=True)
+class MergesWithoutAdding(TopK):
+    """Where two ranks sent the same coordinate, the last one wins."""
+
+    def merge(self, payloads, at):
+        total = at.ops.zeros(at.spec.numel, at.spec.work_dtype)
+        for payload in payloads:
+            total = at.ops.where(self.decompress(payload, at) != 0, self.decompress(payload, at), total)
+        return total
+
+
+@breaks("test_merge_is_the_sum")
+@dataclass(frozen=True)
+class VoteThatGrows(SignSGD):
+    """Declared scale-free, but the votes are only added."""
+
+    def merge(self, payloads, at):
+        return Compressor.merge(self, payloads, at)
+
+
+@breaks("test_declared_nonfinite_values_are_carried")
+@dataclass(frozen=True)
+class LosesNaN(NoCompression):
+    def compress(self, x, at):
+        return {"values": at.ops.where(x == x, x, 0.0)}
+
+
+# --- memories ---------------------------------------------------------------------------------------------------
+
+
+@breaks("test_configuration_survives_json", beta=0.5)
+@dataclass(frozen=True)
+class MemoryChangesItsConfiguration(Residual):
+    def __post_init__(self):
+        object.__setattr__(self, "beta", self.beta / 2)
+
+
+@breaks("test_state_starts_at_zero")
+@dataclass(frozen=True)
+class StartsAtOne(Residual):
+    def init(self, spec, ops):
+        return {"residual": ops.full(spec.numel, 1.0, spec.work_dtype)}
+
+
+@breaks("test_state_keeps_its_form")
+@dataclass(frozen=True)
+class GrowsAField(Residual):
+    """What `init` did not announce is not in the checkpoint of a fresh engine."""
+
+    def update(self, x_, payload, compressor, state, at):
+        return {**super().update(x_, payload, compressor, state, at), "seen": at.ops.zeros(1, "float32")}
+
+
+@breaks("test_state_of_the_last_step_is_never_changed")
+@dataclass(frozen=True)
+class AddsIntoTheState(Residual):
+    def compensate(self, grad, state, at):
+        return at.ops.add_(state["residual"], grad), {}
+
+
+@breaks("test_zero_gradients_leave_nothing_behind")
+@dataclass(frozen=True)
+class InventsGradients(Residual):
+    def compensate(self, grad, state, at):
+        return grad + state["residual"] + 1e-20, {}
+
+
+@breaks("test_nothing_is_used_after_it_was_consumed")
+@dataclass(frozen=True)
+class KeepsWhatItConsumed(DGCMemory):
+    """The array that went into the sum is the sum only in some frameworks."""
+
+    def compensate(self, grad, state, at):
+        momentum = state["momentum"] * self.momentum
+        at.ops.add_(momentum, grad)
+        return state["residual"] + momentum, {"momentum": momentum}
+
+
+@breaks("test_the_gradient_is_only_read")
+@dataclass(frozen=True)
+class AddsIntoTheGradient(Residual):
+    def compensate(self, grad, state, at):
+        return at.ops.add_(grad, state["residual"]), {}
+
+
+@breaks("test_incompatible_compressors_are_told_what_serves_them")
+@dataclass(frozen=True)
+class RefusesSilently(DGCMemory):
+    def check(self, compressor):
+        if not compressor.sparsifies:
+            raise IncompatibleError("these do not go together")
+
+
+@breaks("test_state_starts_at_zero")
+@dataclass(frozen=True)
+class StatefulButDeclaredStateless(NoMemory):
+    def init(self, spec, ops):
+        return {"residual": ops.zeros(spec.numel, spec.work_dtype)}

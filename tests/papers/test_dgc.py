@@ -1,0 +1,121 @@
+"""Lin et al., "Deep gradient compression", ICLR 2018: Algorithms 1 and 4, sections 3.1 to 3.3."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.papers.common import make, normal, payload, simulate, state, step
+
+
+def reference(grads, sent_masks, momentum, masking):
+    """Algorithm 4 for one rank: what is sent, u and v after every step, given which coordinates were sent."""
+    u = v = np.zeros(grads.shape[1])
+    history = []
+    for g, mask in zip(grads.astype(np.float64), sent_masks, strict=True):
+        u = momentum * u + g
+        v = v + u
+        sent = np.where(mask, v, 0)
+        v = np.where(mask, 0, v)
+        if masking:
+            u = np.where(mask, 0, u)
+        history.append((sent, u, v))
+    return history
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_correction_and_factor_masking(momentum, masking):
+    """u = m u + g; v = v + u; what is sent is v there; then v, and with masking u, are zero there."""
+    n, steps = 120, 8
+    memory = {"name": "dgc", "momentum": momentum, "momentum_masking": masking}
+    sim = simulate(1, (n,), make("topk", compress_ratio=0.1), memory)
+    grads = np.array([normal(n, number) for number in range(steps)])
+    merged, us, vs = [], [], []
+    for g in grads:
+        merged.append(step(sim, [g]))
+        us.append(state(sim, 0, "momentum"))
+        vs.append(state(sim, 0, "residual"))
+    for i, (sent, u, v) in enumerate(reference(grads, [m != 0 for m in merged], momentum, masking)):
+        assert np.allclose(merged[i], sent, rtol=1e-4, atol=1e-5)
+        assert np.allclose(us[i], u, rtol=1e-4, atol=1e-5)
+        assert np.allclose(vs[i], v, rtol=1e-4, atol=1e-5)
+        # Top-k of the velocity: everything sent is at least as large as everything kept.
+        assert np.abs(sent[sent != 0]).min() >= np.abs(v).max() - 1e-5
+
+
+def test_momentum_correction_is_momentum_sgd_when_everything_is_sent():
+    """Section 3.2: without sparsification and masking the update is u, that of momentum SGD."""
+    n = 50
+    sim = simulate(2, (n,), make("topk", compress_ratio=1.0), {"name": "dgc", "momentum_masking": False})
+    u = np.zeros(n)
+    for number in range(6):
+        xs = [normal(n, 2 * number + rank) for rank in range(2)]
+        u = 0.9 * u + np.mean(xs, axis=0)
+        assert np.allclose(step(sim, xs), u, rtol=1e-4, atol=1e-5)
+
+
+def test_a_delayed_coordinate_gets_what_dense_momentum_would_have_given_it():
+    """Equation 8: a coordinate that waited T steps for its turn receives the whole velocity of these T steps."""
+    n, waits = 10, 5
+    sim = simulate(1, (n,), make("threshold", threshold=4.0), {"name": "dgc", "momentum": 0.5})
+    u = velocity = 0.0
+    for _ in range(waits):
+        u = 0.5 * u + 1.0
+        velocity += u
+        merged = step(sim, [np.ones(n, np.float32)])
+        if velocity > 4.0:
+            assert np.allclose(merged, velocity)
+            break
+        assert not merged.any()
+    else:
+        raise AssertionError("the threshold was never passed, so nothing was tested")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_local_clipping_scales_with_the_root_of_the_ranks(ranks):
+    """Section 3.3: the local bound is the global one times N^(-1/2)."""
+    n = 100
+    sim = simulate(
+        ranks, (n,), make("topk", compress_ratio=1.0), {"name": "dgc", "momentum": 0.0, "gradient_clipping": 2.0}
+    )
+    xs = [(10.0 ** (1 - 2 * rank)) * normal(n, rank) for rank in range(ranks)]
+    bound = 2.0 / np.sqrt(ranks)
+    clipped = [x * min(1.0, bound / np.linalg.norm(x)) for x in xs]
+    assert any(np.linalg.norm(x) < bound for x in xs) or ranks == 1
+    assert np.allclose(step(sim, [x.astype(np.float32) for x in xs]), np.mean(clipped, axis=0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
+def test_the_sampled_threshold_sends_about_the_share_asked_for(ratio):
+    """Section 3.1 (sampling): close to k, never above overshoot * k, and these are large ones."""
+    n = 100_000
+    x = normal(n)
+    compressor = make("dgc", compress_ratio=ratio, sample_ratio=0.05)
+    k = int(ratio * n)
+    for number in range(5):
+        sent = payload(compressor, x, step=number)
+        count = len(sent["values"])
+        assert 0.3 * k <= count <= np.ceil(1.3 * k)
+        assert np.array_equal(sent["values"], x[sent["indices"]])
+        left = np.delete(np.abs(x), sent["indices"])
+        assert np.abs(sent["values"]).min() >= left.max(), "the largest travel, whatever the sample said"
+
+
+def test_a_full_sample_is_exact_top_k():
+    x = normal(1000)
+    sent = payload(make("dgc", compress_ratio=0.05), x)
+    assert sent["indices"].tolist() == np.sort(np.argsort(-np.abs(x))[:50]).tolist()
+
+
+def test_overshoot_is_cut_to_the_largest():
+    """Half of all elements equal the threshold; they may not all travel."""
+    x = np.where(np.arange(2000) % 2, 1.0, 0.1).astype(np.float32)
+    x[100] = 5.0
+    sent = payload(make("dgc", compress_ratio=0.01), x)
+    assert len(sent["values"]) == 26
+    assert 5.0 in sent["values"]
+
+
+def test_zeros_send_nothing():
+    assert len(payload(make("dgc"), np.zeros(1000, np.float32))["values"]) == 0

@@ -1,0 +1,74 @@
+"""Random-k: Stich et al., NeurIPS 2018; unbiased with the factor d/k."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grace.core.ops import get_ops
+from grace.core.spec import Key
+from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, step, variance
+
+
+def test_scaled_variance():
+    """E|C(x) - x|^2 = (d/k - 1) |x|^2."""
+    x = normal(200)
+    mean, margin = variance(make("randomk", compress_ratio=0.1, scaled=True), x, 1000)
+    assert abs(mean - 9 * np.sum(x.astype(np.float64) ** 2)) <= margin
+
+
+def test_unscaled_error():
+    """E|C(x) - x|^2 = (1 - k/d) |x|^2."""
+    x = normal(200)
+    mean, margin = variance(make("randomk", compress_ratio=0.1), x, 1000)
+    assert abs(mean - 0.9 * np.sum(x.astype(np.float64) ** 2)) <= margin
+
+
+def test_scaled_values_are_d_over_k_times_the_gradient():
+    x = normal(200)
+    sent = payload(make("randomk", compress_ratio=0.1, scaled=True), x)
+    assert np.allclose(sent["values"], 10 * x[sent["indices"]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "k"), [(20, 5), (33, 8), (64, 16)])
+def test_every_element_and_every_pair_is_drawn_equally_often(n, k):
+    trials, single, pair = 4000, np.zeros(n), np.zeros((n, n))
+    ops = get_ops("numpy")
+    for t in range(trials):
+        drawn = ops.sample(n, k, Key(42, t))
+        assert len(set(drawn.tolist())) == k
+        single[drawn] += 1
+        pair[np.ix_(drawn, drawn)] += 1
+    p = k / n
+    # Hoeffding and a union bound over n + n^2 / 2 frequencies: below 1e-6 that any of them strays so far.
+    allowed = np.sqrt(np.log(2 * (n + n * n / 2) / 1e-6) / (2 * trials))
+    assert np.abs(single / trials - p).max() <= allowed
+    q = k * (k - 1) / (n * (n - 1))
+    others = pair[~np.eye(n, dtype=bool)] / trials
+    assert np.abs(others - q).max() <= allowed
+    # The counts as a whole: chi-square of n dependent cells, mean n - 1 and standard deviation sqrt(2n) or less.
+    chi = np.sum((single - trials * p) ** 2) / (trials * p * (1 - p)) * (n - 1) / n
+    assert abs(chi - (n - 1)) <= 7 * np.sqrt(2 * n)
+
+
+def test_indices_are_equal_on_all_ranks_and_new_every_step():
+    compressor = make("randomk", compress_ratio=0.1)
+    sim = simulate(3, (200,), compressor)
+    supports = []
+    for number in range(5):
+        xs = [normal(200, 10 * number + rank) for rank in range(3)]
+        merged = step(sim, xs)
+        support = np.flatnonzero(merged)
+        assert np.allclose(merged[support], np.mean(xs, axis=0)[support], rtol=1e-5, atol=1e-6)
+        assert len(support) == 20, "ranks with different indices would fill up to 60 coordinates"
+        supports.append(tuple(support))
+    assert len(set(supports)) == 5
+
+
+def test_indices_do_not_travel():
+    assert bits_per_element(make("randomk", compress_ratio=0.01), 10000) == 0.01 * 32
+
+
+def test_all_elements_are_the_gradient_itself():
+    x = normal(100)
+    assert np.array_equal(send(make("randomk", compress_ratio=1.0), x), x)

@@ -1,0 +1,99 @@
+"""What is under test: every registered part as it comes, and configurations that reach other code of the same part.
+
+The lists come from the registry, so a new part is tested as soon as it is registered.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from grace.core.compressor import Compressor
+from grace.core.config import Parts
+from grace.core.errors import IncompatibleError
+from grace.core.memory import Memory
+from grace.core.registry import communicators, compressors, memories
+
+EXTRA_COMPRESSORS = [
+    {"name": "dgc", "compress_ratio": 0.1, "min_samples": 16, "sample_ratio": 0.05},
+    {"name": "dgc", "compress_ratio": 1.0},
+    {"name": "onebit", "threshold": 0.5},
+    {"name": "onebit", "threshold": -0.5},
+    {"name": "powersgd", "compress_rank": 1},
+    {"name": "powersgd", "compress_rank": 9},
+    {"name": "qsgd", "quantum_num": 1},
+    {"name": "qsgd", "quantum_num": 7, "bucket_size": 0},
+    {"name": "qsgd", "quantum_num": 15, "bucket_size": 100, "norm": "max"},
+    {"name": "qsgd", "quantum_num": 300, "norm": "max"},
+    {"name": "qsgd", "quantum_num": 32767},
+    {"name": "randomk", "scaled": True},
+    {"name": "randomk", "compress_ratio": 0.3},
+    {"name": "randomk", "compress_ratio": 0.3, "scaled": True},
+    {"name": "randomk", "compress_ratio": 1.0},
+    {"name": "terngrad", "clip_factor": None},
+    {"name": "terngrad", "clip_factor": 0.5},
+    {"name": "threshold", "threshold": 0.0},
+    {"name": "threshold", "threshold": 0.5, "capacity": 0.1},
+    {"name": "threshold", "threshold": 1e9},
+    {"name": "topk", "compress_ratio": 0.1},
+    {"name": "topk", "compress_ratio": 1.0},
+]
+EXTRA_MEMORIES = [
+    {"name": "dgc", "momentum": 0.5, "gradient_clipping": 1.0},
+    {"name": "dgc", "momentum_masking": False},
+    {"name": "efsignsgd", "lr": 0.5},
+    {"name": "residual", "beta": 0.9, "gamma": 0.5},
+]
+
+
+def default_compressors() -> list[Compressor]:
+    """One compressor per registered name."""
+    return [compressors.make(name) for name in compressors]
+
+
+def all_compressors() -> list[Compressor]:
+    """The default of every registered name, and the extra configurations."""
+    return default_compressors() + [compressors.make(extra) for extra in EXTRA_COMPRESSORS]
+
+
+def all_memories() -> list[Memory]:
+    """The default of every registered name, and the extra configurations."""
+    return [memories.make(name) for name in memories] + [memories.make(extra) for extra in EXTRA_MEMORIES]
+
+
+def default_parts(compressor: Compressor) -> Parts:
+    """The parts a user gets who names only the compressor."""
+    return Parts(
+        compressor,
+        memories.make(compressor.default_memory),
+        communicators.make(compressor.default_communicator),
+    )
+
+
+def valid_parts() -> list[Parts]:
+    """Every compressor x memory x communicator, all as they come, that can work together."""
+    parts = []
+    for compressor in default_compressors():
+        for memory in memories:
+            for communicator in communicators:
+                try:
+                    parts.append(Parts(compressor, memories.make(memory), communicators.make(communicator)))
+                except IncompatibleError:
+                    continue
+    return parts
+
+
+def name(part: Compressor | Memory | Parts) -> str:
+    """A short name for test reports: what differs from the default."""
+    if isinstance(part, Parts):
+        kinds = ((compressors, part.compressor), (memories, part.memory), (communicators, part.communicator))
+        return "-".join(registry.name_of(p) for registry, p in kinds)
+    registry = compressors if isinstance(part, Compressor) else memories
+    config = registry.config_of(part)
+    default = registry.config_of(registry.make(config["name"]))
+    changed = [f"{k}={v}" for k, v in config.items() if v != default[k]]
+    return "-".join([config["name"], *changed])
+
+
+def params(parts: list) -> list:
+    """pytest parameters with short names."""
+    return [pytest.param(part, id=name(part)) for part in parts]

@@ -1,0 +1,90 @@
+"""Simulated steps: fixed gradients of awkward tensors in, everything that can be observed out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import grace
+from grace.core.config import Config, Parts
+from grace.core.registry import compressors
+from grace.core.spec import TensorSpec
+from grace.testing.harness import EPS, array, draw, host, same
+from tests import parts
+
+RANKS = 3
+SPECS = [
+    TensorSpec("matrix", (24, 40)),
+    TensorSpec("vector", (131,)),
+    TensorSpec("scalar", ()),
+    TensorSpec("empty", (0, 4)),
+    TensorSpec("half", (9, 16), "float16"),
+    TensorSpec("brain", (9, 16), "bfloat16"),
+    TensorSpec("double", (16, 9), "float64"),
+]
+DEFAULTS = [parts.default_parts(c) for c in parts.all_compressors()]
+every_default = pytest.mark.parametrize("chosen", [pytest.param(p, id=parts.name(p.compressor)) for p in DEFAULTS])
+every_combination = pytest.mark.parametrize("chosen", parts.params(parts.valid_parts()))
+every_framework = pytest.mark.parametrize("framework", ["numpy", "torch"])
+
+
+def config(chosen: Parts, **options) -> Config:
+    return Config(chosen, default_rules=False, seed=5, **options)
+
+
+def simulate(chosen, framework="numpy", size=RANKS, average=True, specs=SPECS, **options):
+    return grace.Simulation(size, specs, config(chosen, **options), framework=framework, average=average)
+
+
+def gradient(spec: TensorSpec, step: int, rank: int) -> np.ndarray:
+    return np.reshape(draw(spec, 1000 * step + rank), spec.shape)
+
+
+def gradients(sim, step, change=lambda name, rank, x: x):
+    """Per rank the gradients of a step, as arrays of the framework; `change` may alter the NumPy ones."""
+    result = []
+    for rank, engine in enumerate(sim.engines):
+        mine = {}
+        for part in sim.plan.parts:
+            spec, ops = part.spec, engine._ops(part.spec.device)
+            x = change(spec.name, rank, gradient(spec, step, rank))
+            mine[spec.name] = ops.reshape(array(ops, x, spec.dtype), spec.shape)
+        result.append(mine)
+    return result
+
+
+def on_host(sim, merged):
+    ops = sim.engines[0]._ops("cpu")
+    return [{name: host(ops, x) for name, x in mine.items()} for mine in merged]
+
+
+def step(sim, number, **changes):
+    return on_host(sim, sim.step(gradients(sim, number, **changes)))
+
+
+def states(sim):
+    """Copies of all states: per rank and tensor, per part and field."""
+    ops = sim.engines[0]._ops("cpu")
+    return [
+        {
+            (name, kind, field): host(ops, value)
+            for name, tensor in engine.state_dict()["tensors"].items()
+            for kind in ("memory", "compressor")
+            for field, value in tensor[kind].items()
+        }
+        for engine in sim.engines
+    ]
+
+
+def assert_same(a, b):
+    assert len(a) == len(b)
+    for mine, theirs in zip(a, b, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert [name for name in mine if not same(mine[name], theirs[name])] == []
+
+
+def wire_eps(chosen: Parts, spec: TensorSpec) -> float:
+    """How coarsely the payload, the gradient handed back and the sums in between are rounded."""
+    compressor = chosen.compressor if chosen.compressor.unfit(spec) is None else compressors.make("none")
+    fields = compressor.wire(spec)
+    return 16 * max([EPS.get(f.dtype, 0.0) for f in fields if f.wire] + [EPS[spec.dtype], EPS[spec.work_dtype]])

@@ -1,0 +1,91 @@
+"""Both backends give the same bits on ordinary input; what the results must be is in the contract of the operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grace.core.errors import ConfigError
+from grace.core.ops import get_ops
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import Key
+from grace.testing.harness import EPS, array, host, same
+
+N = 1003
+KEY = Key(77, 5)
+CALLS = {
+    "abs": lambda ops, x, y: ops.abs(x),
+    "floor": lambda ops, x, y: ops.floor(x * 10),
+    "where": lambda ops, x, y: ops.where(x > y, x, y),
+    "clip": lambda ops, x, y: ops.clip(x, -0.5, 0.7),
+    "sum": lambda ops, x, y: ops.sum(x),
+    "max": lambda ops, x, y: ops.max(x),
+    "norm": lambda ops, x, y: ops.norm(x),
+    "top_indices": lambda ops, x, y: ops.top_indices(x, 100),
+    "nonzero": lambda ops, x, y: ops.nonzero(x > 0.5),
+    "gather": lambda ops, x, y: ops.gather(x, ops.top_indices(y, 10)),
+    "put_": lambda ops, x, y: ops.put_(x + 0, ops.top_indices(y, 10), 3.0),
+    "scatter_add_": lambda ops, x, y: ops.scatter_add_(x + 0, ops.top_indices(y, 10), y[:10]),
+    "add_": lambda ops, x, y: ops.add_(x + 0, y),
+    "sub_": lambda ops, x, y: ops.sub_(x + 0, y),
+    "scale_": lambda ops, x, y: ops.scale_(x + 0, 1 / 3),
+    "quantize": lambda ops, x, y: ops.quantize(x, ops.norm(x), 127, KEY),
+    "dequantize": lambda ops, x, y: ops.dequantize(ops.quantize(x, ops.norm(x), 7, KEY), ops.norm(x), 7, "float32"),
+    "sparsify": lambda ops, x, y: ops.concat(list(ops.sparsify(x, 50))[:1]),
+    "desparsify": lambda ops, x, y: ops.desparsify(*ops.sparsify(x, 50), N),
+    "uniform": lambda ops, x, y: ops.uniform(N, KEY),
+    "sample": lambda ops, x, y: ops.sample(N, 100, KEY),
+    "cast to half": lambda ops, x, y: ops.cast(x, "float16"),
+    "cast to bfloat16": lambda ops, x, y: ops.cast(x, "bfloat16"),
+    "cast to int": lambda ops, x, y: ops.cast(x * 100, "int64"),
+    "to_bytes": lambda ops, x, y: ops.to_bytes(x),
+}
+# What may differ in the last bit, and why; no payload may be made of it.
+LAST_BIT = {
+    ("sum", "float64"): "there is nothing wider to sum in, so the order shows",
+    ("norm", "float64"): "there is nothing wider to sum in, so the order shows",
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", CALLS)
+def test_backends_agree_bit_for_bit(name, dtype):
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, N)).astype(dtype)
+    results = []
+    for framework in ("numpy", "torch"):
+        ops = get_ops(framework)
+        results.append(host(ops, CALLS[name](ops, array(ops, x, dtype), array(ops, y, dtype))))
+    if (name, dtype) in LAST_BIT:
+        assert np.allclose(*results, rtol=2 * EPS[dtype], atol=0)
+    else:
+        assert same(*results)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 1003])
+def test_packed_bytes_agree(bits, n):
+    codes = np.random.default_rng(bits).integers(0, 2**bits, n)
+    packed = [host(ops, ops.pack(array(ops, codes, "int64"), bits)) for ops in map(get_ops, ("numpy", "torch"))]
+    assert packed[0].tolist() == packed[1].tolist()
+    reference = host(get_ops("numpy"), ArrayOps.pack(get_ops("numpy"), codes, bits))
+    assert packed[0].tolist() == reference.tolist(), "an override must be the reference body, only faster"
+
+
+def test_an_expanded_scalar_has_bytes():
+    """The gradient of a sum of one element is a view of stride 0, which counts as contiguous."""
+    import torch
+
+    ops = get_ops("torch")
+    x = torch.ones(()).expand(1)
+    assert x.stride() == (0,)
+    assert host(ops, ops.to_bytes(x)).tolist() == [0, 0, 128, 63]
+
+
+def test_unknown_framework_is_told_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'numpyy'.*Did you mean 'numpy'.*torch"):
+        get_ops("numpyy")
+
+
+def test_one_object_per_framework_and_device():
+    assert get_ops("torch", "cpu") is get_ops("torch", "cpu")

@@ -1,0 +1,212 @@
+"""Which tensor gets which parts and which bucket, and that the report says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from grace.core.config import default_rules, make_config
+from grace.core.errors import ConfigError
+from grace.core.plan import make_plan
+from grace.core.registry import compressors
+from grace.core.spec import TensorSpec
+
+TOPK = {"compressor": "topk", "compress_ratio": 0.01}
+
+
+def used(specs, **config):
+    """The compressor of every tensor by name."""
+    plan = make_plan(specs, make_config({**TOPK, **config}))
+    return {part.spec.name: compressors.name_of(part.compressor) for part in plan.parts}
+
+
+def rule(compressor="qsgd", **conditions):
+    return {"compressor": compressor, **conditions}
+
+
+# --- rules ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("conditions", "fits"),
+    [
+        ({"match": "encoder.*"}, {"encoder.w", "encoder.half"}),
+        ({"match": ["*.w", "vec?or"]}, {"encoder.w", "head.w", "vector"}),
+        ({"match": "*"}, {"encoder.w", "encoder.half", "head.w", "vector", "scalar"}),
+        ({"match": "ENCODER.*"}, set()),
+        ({"min_numel": 4096}, {"encoder.w", "vector"}),
+        ({"min_numel": 4097}, {"vector"}),
+        ({"max_numel": 1}, {"scalar"}),
+        ({"min_numel": 2, "max_numel": 1024}, {"encoder.half", "head.w"}),
+        ({"min_ndim": 2}, {"encoder.w", "encoder.half", "head.w"}),
+        ({"max_ndim": 1}, {"vector", "scalar"}),
+        ({"min_ndim": 1, "max_ndim": 1}, {"vector"}),
+        ({"dtype": "float16"}, {"encoder.half"}),
+        ({"match": "encoder.*", "dtype": "float32"}, {"encoder.w"}),
+    ],
+)
+def test_conditions_of_a_rule(conditions, fits):
+    specs = [
+        TensorSpec("encoder.w", (64, 64)),
+        TensorSpec("encoder.half", (32, 32), "float16"),
+        TensorSpec("head.w", (32, 32)),
+        TensorSpec("vector", (70000,)),
+        TensorSpec("scalar", ()),
+    ]
+    found = used(specs, default_rules=False, rules=[rule(**conditions)])
+    assert {name for name, compressor in found.items() if compressor == "qsgd"} == fits
+    assert {name for name, compressor in found.items() if compressor == "topk"} == set(found) - fits
+
+
+def test_the_first_rule_that_fits_wins():
+    specs = [TensorSpec("w", (64, 64))]
+    rules = [rule("qsgd", match="x"), rule("onebit", match="w"), rule("terngrad")]
+    assert used(specs, rules=rules) == {"w": "onebit"}
+
+
+def test_a_rule_of_the_user_comes_before_the_default_rules():
+    specs = [TensorSpec("layer.bias", (64,))]
+    assert used(specs) == {"layer.bias": "none"}
+    assert used(specs, rules=[rule(match="*bias*")]) == {"layer.bias": "qsgd"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dense"),
+    [
+        ("w", (31, 33), True),
+        ("w", (32, 32), False),
+        ("w", (1023,), True),
+        ("w", (65535,), True),
+        ("w", (65536,), False),
+        ("layer.bias", (100000,), True),
+        ("encoder.LayerNorm.weight", (100000,), False),
+        ("encoder.layer_norm.weight", (100000,), True),
+        ("bn1.weight", (100000,), True),
+        ("gamma", (100000,), True),
+        ("beta", (100000,), True),
+        ("norm_of_a_matrix", (100, 1000), False),
+        ("bias_table", (100, 1000), False),
+        ("scalar", (), True),
+        ("empty", (0,), True),
+    ],
+)
+def test_default_rules_keep_small_tensors_biases_and_norms_dense(name, shape, dense):
+    assert used([TensorSpec(name, shape)])[name] == ("none" if dense else "topk")
+    assert used([TensorSpec(name, shape)], default_rules=False)[name] == "topk"
+
+
+def test_a_tensor_that_does_not_suit_the_method_stays_dense_with_the_reason():
+    config = make_config(compressor="powersgd", default_rules=False)
+    plan = make_plan([TensorSpec("v", (5000,)), TensorSpec("w", (100, 100))], config)
+    reasons = {part.spec.name: (compressors.name_of(part.compressor), part.reason) for part in plan.parts}
+    assert reasons["w"] == ("powersgd", "")
+    assert reasons["v"][0] == "none"
+    assert "matrix" in reasons["v"][1]
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------
+
+
+def names(plan):
+    return [[part.spec.name for part in bucket.parts] for bucket in plan.buckets]
+
+
+def test_buckets_follow_the_backward_pass():
+    """Gradients are finished from the last layer to the first."""
+    specs = [TensorSpec(f"w{i}", (32, 32)) for i in range(5)]
+    # 4,096 bytes each.
+    assert names(make_plan(specs, make_config({**TOPK, "bucket_bytes": 8192}))) == [["w4", "w3"], ["w2", "w1"], ["w0"]]
+    assert names(make_plan(specs, make_config({**TOPK, "bucket_bytes": 8191}))) == [[f"w{i}"] for i in (4, 3, 2, 1, 0)]
+    assert names(make_plan(specs, make_config({**TOPK, "bucket_bytes": 0}))) == [[f"w{i}"] for i in (4, 3, 2, 1, 0)]
+    assert names(make_plan(specs, make_config(TOPK))) == [["w4", "w3", "w2", "w1", "w0"]]
+
+
+def test_dense_tensors_and_other_communicators_have_buckets_of_their_own():
+    specs = [TensorSpec(n, (32, 32)) for n in ("a", "b", "c")] + [TensorSpec(f"{n}.bias", (32,)) for n in ("a", "b")]
+    config = make_config({**TOPK, "rules": [rule("fp16", match="b")]})
+    plan = make_plan(specs, config)
+    assert names(plan) == [["b.bias", "a.bias"], ["c", "a"], ["b"]]
+    assert len({bucket.name for bucket in plan.buckets}) == 3
+
+
+def test_devices_have_buckets_of_their_own():
+    specs = [TensorSpec("a", (64, 64), device="cpu"), TensorSpec("b", (64, 64), device="cuda:0")]
+    assert names(make_plan(specs, make_config(TOPK))) == [["b"], ["a"]]
+
+
+def test_a_plan_is_the_same_however_often_it_is_made():
+    """All ranks make it for themselves."""
+    specs = [TensorSpec(f"w{i}", (32, 32 + i)) for i in range(20)]
+    assert names(make_plan(specs, make_config(TOPK))) == names(make_plan(list(specs), make_config(TOPK)))
+
+
+def test_delegated_tensors_are_left_to_the_caller():
+    specs = [TensorSpec("w", (64, 64)), TensorSpec("w.bias", (64,))]
+    plan = make_plan(specs, make_config(TOPK), delegate=lambda part: part.dense)
+    assert names(plan) == [["w"]]
+    assert [part.spec.name for part in plan.delegated] == ["w.bias"]
+    assert {part.spec.name for part in plan.parts} == {"w", "w.bias"}
+
+
+def test_names_must_be_unique():
+    with pytest.raises(ConfigError, match="two tensors are called 'w'"):
+        make_plan([TensorSpec("w", (2,)), TensorSpec("w", (3,))], make_config(TOPK))
+
+
+def test_dtypes_that_are_no_gradients_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"'embedding'.*int64.*float32"):
+        TensorSpec("embedding", (3,), "int64")
+
+
+# --- report -----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_names_every_tensor_its_bytes_and_why_it_is_dense():
+    specs = [
+        TensorSpec("encoder.weight", (100, 100)),
+        TensorSpec("encoder.bias", (100,)),
+        TensorSpec("table", (100, 100)),
+        TensorSpec("loud", (100, 100)),
+        TensorSpec("scalar", ()),
+    ]
+    rules = [rule("powersgd", match="table"), rule("threshold", match="loud"), rule("qsgd", match="no such tensor")]
+    plan = make_plan(specs, make_config({**TOPK, "rules": rules}), delegate=lambda part: part.spec.name == "scalar")
+    report = plan.report()
+    lines = {line.split()[0]: line for line in report.splitlines()}
+    assert {spec.name for spec in specs} <= set(lines)
+    # 1 % of 10,000 elements at 8 bytes.
+    assert lines["encoder.weight"].split()[1:7] == ["100x100", "topk", "residual", "allgather", "40,000", "800"]
+    assert lines["encoder.bias"].split()[2:7] == ["none", "none", "allreduce", "400", "400"]
+    assert "fewer than 1,024" in lines["encoder.bias"]
+    # (100 + 100) * 4 values of 4 bytes, P included.
+    assert lines["table"].split()[6] == "3,200"
+    assert "rule 1" in lines["table"]
+    assert "by data" in lines["loud"]
+    assert lines["scalar"].split()[1] == "scalar"
+    total = sum(bucket.nbytes for bucket in plan.buckets) + 4
+    assert f"5 tensors in {len(plan.buckets)} buckets and 1 uncompressed: 120,404 bytes dense, {total:,}" in report
+    assert "plus what the data select" in report
+    assert "warning: rule 3 of the configuration (match no such tensor) fits no tensor" in report
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"compressor": "topk"}, None),
+        ({"compressor": "qsgd"}, None),
+        ({"compressor": "none", "memory": "residual"}, None),
+        ({"compressor": "onebit"}, None),
+        ({"compressor": "qsgd", "memory": "residual"}, "error can exceed"),
+        ({"compressor": "terngrad", "memory": "residual"}, "error can exceed"),
+        ({"compressor": "randomk", "scaled": True, "memory": "residual"}, "error can exceed"),
+        ({"compressor": "signsgd", "memory": "residual"}, "no mean"),
+    ],
+    ids=str,
+)
+def test_the_report_warns_of_error_feedback_that_need_not_converge(config, told):
+    report = make_plan([TensorSpec("w", (64, 64))], make_config(config)).report()
+    assert ("warning: memory 'residual'" in report) == (told is not None)
+    assert told is None or told in report
+
+
+def test_every_default_rule_has_a_reason():
+    assert all(r.reason.startswith("default rule: ") for r in default_rules())
