@@ -25,6 +25,17 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class Route:
+    """How a bucket goes through one step: its layout, the transport, the names of its collectives, the step."""
+
+    layout: Layout
+    transport: Transport
+    ops: ArrayOps
+    name: str
+    stamp: int
+
+
+@dataclass(frozen=True)
 class Communicator(ABC):
     """How the payloads of one bucket travel: summed on the way, or all brought to every rank."""
 
@@ -39,20 +50,11 @@ class Communicator(ABC):
         """Where the fields of a bucket lie on the wire."""
 
     @abstractmethod
-    def start(
-        self,
-        payloads: Sequence[Payload],
-        flags: Sequence[Array],
-        layout: Layout,
-        transport: Transport,
-        ops: ArrayOps,
-        name: str,
-        stamp: int,
-    ) -> Sent:
-        """Write the wire buffer of the step `stamp` and hand it to the transport; returns at once."""
+    def start(self, payloads: Sequence[Payload], flags: Sequence[Array], route: Route) -> Sent:
+        """Write the wire buffer and hand it to the transport; returns at once."""
 
     @abstractmethod
-    def finish(self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps, stamp: int) -> Received:
+    def finish(self, sent: Sent, route: Route) -> Received:
         """Wait; what arrived."""
 
 
@@ -75,26 +77,19 @@ class Allreduce(Communicator):
     ) -> SumLayout:
         return SumLayout(specs, fields, guarded)
 
-    def start(
-        self,
-        payloads: Sequence[Payload],
-        flags: Sequence[Array],
-        layout: Layout,
-        transport: Transport,
-        ops: ArrayOps,
-        name: str,
-        stamp: int,
-    ) -> Sent:
-        assert isinstance(layout, SumLayout)
-        buffers = layout.encode(ops, payloads, flags, stamp, transport.size)
+    def start(self, payloads: Sequence[Payload], flags: Sequence[Array], route: Route) -> Sent:
+        assert isinstance(route.layout, SumLayout)
+        buffers = route.layout.encode(route.ops, payloads, flags, route.stamp, route.transport.size)
         handles = {
-            dtype: transport.allreduce(buffer, op="sum", name=f"{name}.{dtype}") for dtype, buffer in buffers.items()
+            dtype: route.transport.allreduce(buffer, op="sum", name=f"{route.name}.{dtype}")
+            for dtype, buffer in buffers.items()
         }
-        return Sent(handles, layout.nbytes)
+        return Sent(handles, route.layout.nbytes)
 
-    def finish(self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps, stamp: int) -> Received:
-        assert isinstance(layout, SumLayout)
-        return layout.decode(ops, {dtype: h.wait() for dtype, h in sent.handles.items()}, transport.size)
+    def finish(self, sent: Sent, route: Route) -> Received:
+        assert isinstance(route.layout, SumLayout)
+        buffers = {dtype: handle.wait() for dtype, handle in sent.handles.items()}
+        return route.layout.decode(route.ops, buffers, route.transport.size)
 
 
 class _Gathering(Communicator):
@@ -105,11 +100,11 @@ class _Gathering(Communicator):
     ) -> GatherLayout:
         return GatherLayout(specs, fields, guarded)
 
-    def finish(self, sent: Sent, layout: Layout, transport: Transport, ops: ArrayOps, stamp: int) -> Received:
-        assert isinstance(layout, GatherLayout)
+    def finish(self, sent: Sent, route: Route) -> Received:
+        assert isinstance(route.layout, GatherLayout)
         buffers = [handle.wait() for handle in sent.handles.values()]
-        data = buffers[0] if len(buffers) == 1 else ops.concat(buffers)
-        return layout.decode(ops, data, transport.size, stamp)
+        data = buffers[0] if len(buffers) == 1 else route.ops.concat(buffers)
+        return route.layout.decode(route.ops, data, route.transport.size, route.stamp)
 
 
 @communicators.register("allgather")
@@ -120,19 +115,10 @@ class Allgather(_Gathering):
     def check(self, compressor: Compressor) -> None:
         return None
 
-    def start(
-        self,
-        payloads: Sequence[Payload],
-        flags: Sequence[Array],
-        layout: Layout,
-        transport: Transport,
-        ops: ArrayOps,
-        name: str,
-        stamp: int,
-    ) -> Sent:
-        assert isinstance(layout, GatherLayout)
-        buffer = layout.encode(ops, payloads, flags, stamp)
-        return Sent({"all": transport.allgather(buffer, name=name)}, ops.length(buffer))
+    def start(self, payloads: Sequence[Payload], flags: Sequence[Array], route: Route) -> Sent:
+        assert isinstance(route.layout, GatherLayout)
+        buffer = route.layout.encode(route.ops, payloads, flags, route.stamp)
+        return Sent({"all": route.transport.allgather(buffer, name=route.name)}, route.ops.length(buffer))
 
 
 @communicators.register("broadcast")
@@ -147,20 +133,11 @@ class Broadcast(_Gathering):
                 "Valid communicators: allgather."
             )
 
-    def start(
-        self,
-        payloads: Sequence[Payload],
-        flags: Sequence[Array],
-        layout: Layout,
-        transport: Transport,
-        ops: ArrayOps,
-        name: str,
-        stamp: int,
-    ) -> Sent:
-        assert isinstance(layout, GatherLayout)
-        buffer = layout.encode(ops, payloads, flags, stamp)
-        handles = {}
-        for root in range(transport.size):
-            data = buffer if root == transport.rank else ops.zeros(ops.length(buffer), "uint8")
-            handles[str(root)] = transport.broadcast(data, root=root, name=f"{name}.{root}")
-        return Sent(handles, ops.length(buffer))
+    def start(self, payloads: Sequence[Payload], flags: Sequence[Array], route: Route) -> Sent:
+        assert isinstance(route.layout, GatherLayout)
+        buffer = route.layout.encode(route.ops, payloads, flags, route.stamp)
+        length, handles = route.ops.length(buffer), {}
+        for root in range(route.transport.size):
+            data = buffer if root == route.transport.rank else route.ops.zeros(length, "uint8")
+            handles[str(root)] = route.transport.broadcast(data, root=root, name=f"{route.name}.{root}")
+        return Sent(handles, length)

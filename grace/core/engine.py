@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from grace.core.communicator import Sent
+from grace.core.communicator import Route, Sent
 from grace.core.errors import MismatchError, PayloadError, StateError, StepError
 from grace.core.ops.base import ArrayOps
 from grace.core.plan import Bucket, Part, Plan
@@ -45,7 +45,7 @@ class _Run:
     """One bucket on its way through a step."""
 
     entries: dict[str, _Entry] = field(default_factory=dict)
-    agreeing: dict[str, Handle] = field(default_factory=dict)
+    agreeing: dict[tuple[str, str], Handle] = field(default_factory=dict)
     sent: Sent | None = None
     nbytes: int = 0
 
@@ -152,7 +152,7 @@ class Engine:
 
     def _propose(self, bucket: Bucket, run: _Run) -> bool:
         """Start one collective for all proposals of one kind; False if the bucket has none."""
-        kinds: dict[tuple[str, str], list[Array]] = {}
+        kinds: dict[tuple[Literal["sum", "max", "leader"], str], list[Array]] = {}
         for part in bucket.parts:
             entry = run.entries[part.spec.name]
             if entry.proposal is not None:
@@ -165,9 +165,9 @@ class Engine:
             name = f"{bucket.name}/agree.{op}.{dtype}"
             if op == "leader":
                 root = self.step % self.transport.size
-                run.agreeing[op, dtype] = self.transport.broadcast(buffer, root=root, name=name)  # type: ignore[index]
+                run.agreeing[op, dtype] = self.transport.broadcast(buffer, root=root, name=name)
             else:
-                run.agreeing[op, dtype] = self.transport.allreduce(buffer, op=op, name=name)  # type: ignore
+                run.agreeing[op, dtype] = self.transport.allreduce(buffer, op=op, name=name)
         return bool(kinds)
 
     def _settle(self, bucket: Bucket, run: _Run) -> None:
@@ -209,18 +209,19 @@ class Engine:
                 for e, p in zip(entries, payloads, strict=True)
             ]
         flags = [e.bad for e in entries]
-        run.sent = bucket.communicator.start(
-            payloads, flags, bucket.layout, self.transport, ops, bucket.name, self.step
-        )
+        run.sent = bucket.communicator.start(payloads, flags, self._route(bucket))
         run.nbytes += run.sent.nbytes
         for e in entries:
             # While the payload travels; the buffer that was x becomes the new residual.
             e.memory_state = e.part.memory.update(e.x, e.payload, e.part.compressor, e.memory_state, e.site)
 
+    def _route(self, bucket: Bucket) -> Route:
+        ops = self._ops(bucket.parts[0].spec.device)
+        return Route(bucket.layout, self.transport, ops, bucket.name, self.step)
+
     def _merge(self, bucket: Bucket, run: _Run) -> dict[str, Array]:
         assert run.sent is not None
-        ops = self._ops(bucket.parts[0].spec.device)
-        received = bucket.communicator.finish(run.sent, bucket.layout, self.transport, ops, self.step)
+        received = bucket.communicator.finish(run.sent, self._route(bucket))
         if not all(received.in_step):
             raise MismatchError(
                 f"the ranks are not at the same step (this one, {self.transport.rank}, is at {self.step}): "

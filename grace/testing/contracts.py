@@ -53,7 +53,7 @@ class CompressorContract:
     @pytest.fixture
     def compressor(self) -> Compressor:
         """The compressor under test."""
-        raise NotImplementedError("override the fixture 'compressor' of CompressorContract")
+        raise pytest.UsageError("override the fixture 'compressor' of CompressorContract")
 
     @pytest.fixture(params=FRAMEWORKS)
     def ops(self, request: pytest.FixtureRequest) -> ArrayOps:

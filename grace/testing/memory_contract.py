@@ -34,7 +34,7 @@ class MemoryContract:
     @pytest.fixture
     def memory(self) -> Memory:
         """The memory under test."""
-        raise NotImplementedError("override the fixture 'memory' of MemoryContract")
+        raise pytest.UsageError("override the fixture 'memory' of MemoryContract")
 
     @pytest.fixture(params=FRAMEWORKS)
     def ops(self, request: pytest.FixtureRequest) -> ArrayOps:
