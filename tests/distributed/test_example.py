@@ -69,9 +69,9 @@ def test_share_of_the_dense_bytes_of_the_compressed_tensors(rows, name, most):
 
 def test_powersgd_sends_what_its_ranks_predict(rows):
     row = rows["powersgd"]
-    # Rank 2: (rows + columns) * 2 float32 for conv2 (64 x 288), hidden (128 x 1024) and output (10 x 128), and one
-    # float32 flag each.
-    predicted = 4 * 2 * ((64 + 288) + (128 + 1024) + (10 + 128)) + 4 * 3
+    # Rank 2: (rows + columns) * 2 float32 for conv2 (64 x 288), hidden (128 x 1024) and output (10 x 128), one float32
+    # flag each, and two for the stamp of their bucket.
+    predicted = 4 * 2 * ((64 + 288) + (128 + 1024) + (10 + 128)) + 4 * 3 + 4 * 2
     assert row["compressed_wire_bytes_per_step"] == predicted
 
 
