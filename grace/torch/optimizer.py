@@ -128,7 +128,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     except Exception as error:
         # The others must hear of it, or they would wait for this rank in the agreement below.
         failure = error
-    included = process_set.included() is not False
+    included = transport.rank >= 0
     if included:
         told = {"error": f"{type(failure).__name__}: {failure}"} if failure else description
         _agree(transport, told, failure, f"{prefix}/agree")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import horovod.torch as hvd
 import torch
 
+from grace.core.errors import ConfigError
 from grace.core.transport import Handle, Transport
 
 
@@ -58,10 +59,19 @@ class _BFloat16Sum(Handle):
 
 
 class HorovodTransport(Transport):
-    """Named asynchronous collectives of Horovod within one process set."""
+    """Named asynchronous collectives of Horovod within one process set; `rank` is -1 outside of it.
+
+    Raises ConfigError for a process set that Horovod does not know.
+    """
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
-        self.rank, self.size = process_set.rank(), process_set.size()
+        if process_set.process_set_id is None or process_set.ranks is None:
+            raise ConfigError(
+                f"{process_set} is unknown to Horovod; "
+                "pass it to hvd.init(process_sets=[...]) or hvd.add_process_set() first."
+            )
+        self.size = len(process_set.ranks)
+        self.rank = process_set.rank() if process_set.included() else -1
         self._process_set = process_set
 
     def allreduce(self, x: torch.Tensor, *, op: Literal["sum", "max"], name: str) -> Handle:

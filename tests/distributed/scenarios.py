@@ -688,6 +688,7 @@ def refusals() -> dict[str, str]:
         "unknown argument": attempt(backward_passes=2),
         "wrapped": attempt(optimizer=wrapped),
         "not an optimizer": attempt(optimizer=model),
+        "process set": attempt(process_set=hvd.ProcessSet([0])),
         "add_param_group": group,
     }
 
