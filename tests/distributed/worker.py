@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -27,10 +28,12 @@ def main() -> None:
     hvd.init(process_sets=scenarios.PROCESS_SETS)
     results = {}
     for name in names:
+        started = time.monotonic()
         try:
             results[name] = getattr(scenarios, name)()
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
         (out / f"rank-{hvd.rank()}.json").write_text(json.dumps(results))
     hvd.shutdown()
 
