@@ -16,7 +16,8 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from tests.distributed import scenarios
+from tests.distributed import numerics, usage
+from tests.distributed.model import PROCESS_SETS
 
 
 def main() -> None:
@@ -24,13 +25,13 @@ def main() -> None:
     world = int(os.environ.get("GRACE_TEST_RANKS", "1"))
     torch.set_num_threads(1)
     # Horovod wants process sets when it starts: even and odd ranks.
-    scenarios.PROCESS_SETS[:] = [hvd.ProcessSet(list(range(i, world, 2))) for i in range(2)] if world > 2 else []
-    hvd.init(process_sets=scenarios.PROCESS_SETS)
+    PROCESS_SETS[:] = [hvd.ProcessSet(list(range(i, world, 2))) for i in range(2)] if world > 2 else []
+    hvd.init(process_sets=PROCESS_SETS)
     results = {}
     for name in names:
         started = time.monotonic()
         try:
-            results[name] = getattr(scenarios, name)()
+            results[name] = (getattr(numerics, name, None) or getattr(usage, name))()
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)

@@ -99,25 +99,25 @@ class ArrayOps(ABC):
     def clip(self, x: Array, low: Array, high: Array) -> Array:
         """x limited to [low, high]."""
 
-    @abstractmethod
     def bit_and(self, a: Array, b: Array) -> Array:
         """Bitwise and of integers, or logical and of conditions."""
+        return a & b
 
-    @abstractmethod
     def bit_or(self, a: Array, b: Array) -> Array:
         """Bitwise or of integers, or logical or of conditions."""
+        return a | b
 
-    @abstractmethod
     def bit_xor(self, a: Array, b: Array) -> Array:
         """Bitwise exclusive or of integers."""
+        return a ^ b
 
-    @abstractmethod
     def shift_left(self, a: Array, bits: int) -> Array:
         """Integers shifted left."""
+        return a << bits
 
-    @abstractmethod
     def shift_right(self, a: Array, bits: int) -> Array:
         """Integers shifted right, keeping the sign."""
+        return a >> bits
 
     # --- reduce -------------------------------------------------------------------------------------------------
     # Sums run in float64 and are rounded once, so that frameworks with different orders of summation agree.
@@ -188,15 +188,19 @@ class ArrayOps(ABC):
     def transpose(self, a: Array) -> Array:
         """Matrix transpose."""
 
+    # The bodies of control and of bits suit frameworks that compute at once; one that traces graphs overrides them.
+
     # --- control ------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
         """a() if the 0-d condition holds, else b(); both return arrays, or dictionaries of arrays, alike in shape."""
+        return a() if condition else b()
 
-    @abstractmethod
     def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
         """Apply body to x while the 0-d condition holds."""
+        while condition(x):
+            x = body(x)
+        return x
 
     # --- random -------------------------------------------------------------------------------------------------
 

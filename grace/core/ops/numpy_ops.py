@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -78,21 +78,6 @@ class NumpyOps(ArrayOps):
     def clip(self, x: Array, low: Array, high: Array) -> Array:
         return np.clip(x, low, high)
 
-    def bit_and(self, a: Array, b: Array) -> Array:
-        return a & b
-
-    def bit_or(self, a: Array, b: Array) -> Array:
-        return a | b
-
-    def bit_xor(self, a: Array, b: Array) -> Array:
-        return a ^ b
-
-    def shift_left(self, a: Array, bits: int) -> Array:
-        return a << bits
-
-    def shift_right(self, a: Array, bits: int) -> Array:
-        return a >> bits
-
     def sum(self, x: Array, axis: int | None = None) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(np.sum(x, axis=axis, dtype=np.float64).astype(x.dtype))
@@ -159,14 +144,6 @@ class NumpyOps(ArrayOps):
 
     def transpose(self, a: Array) -> Array:
         return a.T
-
-    def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
-        return a() if condition else b()
-
-    def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
-        while condition(x):
-            x = body(x)
-        return x
 
     def pack(self, codes: Array, bits: int) -> Array:
         if bits == 1:

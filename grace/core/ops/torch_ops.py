@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -77,21 +77,6 @@ class TorchOps(ArrayOps):
     def clip(self, x: Array, low: Array, high: Array) -> Array:
         return x.clamp(low, high)
 
-    def bit_and(self, a: Array, b: Array) -> Array:
-        return a & b
-
-    def bit_or(self, a: Array, b: Array) -> Array:
-        return a | b
-
-    def bit_xor(self, a: Array, b: Array) -> Array:
-        return a ^ b
-
-    def shift_left(self, a: Array, bits: int) -> Array:
-        return a << bits
-
-    def shift_right(self, a: Array, bits: int) -> Array:
-        return a >> bits
-
     def sum(self, x: Array, axis: int | None = None) -> Array:
         return torch.sum(x, dim=axis, dtype=torch.float64).to(x.dtype)
 
@@ -151,11 +136,3 @@ class TorchOps(ArrayOps):
 
     def transpose(self, a: Array) -> Array:
         return a.t()
-
-    def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
-        return a() if condition else b()
-
-    def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
-        while condition(x):
-            x = body(x)
-        return x
