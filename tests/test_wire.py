@@ -61,7 +61,7 @@ def test_size_is_known_before_the_first_step():
     ops = get_ops("numpy")
     layout = GatherLayout(SPECS, FIXED, (True, False, True))
     # 4 + 13; 6 + 16 + 2; 16 + 3 + 2 bytes of fields, 4 of the stamp, 2 flags: 68, padded to 16.
-    assert layout.fixed_size
+    assert layout.counts == []
     assert layout.nbytes == 80
     buffer = layout.encode(ops, [payload(ops, f, {}, 0) for f in FIXED], [False] * 3, 0)
     assert (buffer.dtype, buffer.size) == (np.uint8, 80)
@@ -75,7 +75,7 @@ def test_a_rank_that_selects_nothing_sends_a_header_only():
     # One count, the stamp and one flag, padded; then 8 bytes per entry.
     assert [b.size for b in buffers] == [16, 32, 16 * -(-(16 + 800) // 16)]
     assert layout.nbytes == 16
-    assert not layout.fixed_size
+    assert layout.counts == [(0, "kept")]
 
 
 def test_format_of_a_fixed_buffer():

@@ -24,7 +24,6 @@ from grace.core.registry import compressors
 from grace.core.spec import ITEMSIZE, Array, Key, Payload, Proposal, Site, State
 from grace.core.state import STATE_VERSION, Slots
 from grace.core.transport import Handle, Transport
-from grace.core.wire import payload_bytes
 
 
 @dataclass
@@ -138,7 +137,7 @@ class Engine:
         )
         x = ops.cast(ops.reshape(gradient, (spec.numel,)), spec.work_dtype)
         x, memory_state = part.memory.compensate(x, states["memory"], site)
-        if part.memory.stateless and part.compressor.agreement(spec):
+        if part.memory.stateless and part.agreement:
             # x may be the caller's own buffer, and it is needed again after this call.
             x = ops.copy(x)
         bad = False
@@ -261,9 +260,8 @@ class Engine:
             finite = gradient
             gradient = ops.choose(bad, lambda: ops.full(spec.numel, float("nan"), spec.work_dtype), lambda: finite)
         self._slots.write(spec.name, states)
-        sizes = {f.name: ops.length(entry.payload[f.name]) * ITEMSIZE[f.dtype] for f in part.fields if f.wire}
-        settled = payload_bytes(part.compressor.agreement(spec)) or 0
-        self._wire_bytes[spec.name] = sum(sizes.values()) + settled
+        sent = sum(ops.length(entry.payload[f.name]) * ITEMSIZE[f.dtype] for f in part.fields if f.wire)
+        self._wire_bytes[spec.name] = sent + part.settled_bytes
         return ops.reshape(ops.cast(gradient, spec.dtype), spec.shape)
 
     # --- statistics ---------------------------------------------------------------------------------------------
@@ -365,7 +363,7 @@ def _divided(payload: Payload, size: int, ops: ArrayOps) -> Payload:
 
 
 def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:
-    announced = [(f.dtype, f.length) for f in part.compressor.agreement(part.spec)]
+    announced = [(f.dtype, f.length) for f in part.agreement]
     proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
     if announced != proposed:
         raise PayloadError(

@@ -44,12 +44,21 @@ class Part:
         """Fields of its payload."""
         return self.compressor.wire(self.spec)
 
+    @cached_property
+    def agreement(self) -> tuple[Field, ...]:
+        """What its ranks settle before they compress."""
+        return self.compressor.agreement(self.spec)
+
+    @cached_property
+    def settled_bytes(self) -> int:
+        """Bytes per step of what its ranks settle first."""
+        return payload_bytes(self.agreement) or 0
+
     @property
     def wire_bytes(self) -> int | None:
         """Bytes per step of its fields and of what it settles first; None if they depend on the data."""
         fields = payload_bytes(self.fields)
-        settled = payload_bytes(self.compressor.agreement(self.spec))
-        return None if fields is None or settled is None else fields + settled
+        return None if fields is None else fields + self.settled_bytes
 
     @cached_property
     def dense(self) -> bool:
@@ -79,8 +88,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes per step and rank, with header and padding, and with every run-time length taken as zero."""
-        settled = sum(payload_bytes(part.compressor.agreement(part.spec)) or 0 for part in self.parts)
-        return self.layout.nbytes + settled
+        return self.layout.nbytes + sum(part.settled_bytes for part in self.parts)
 
 
 @dataclass(frozen=True)

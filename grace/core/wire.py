@@ -102,11 +102,6 @@ class GatherLayout:
         self._variable = [_Slot(i, f, None) for _, i, f in variable]
 
     @property
-    def fixed_size(self) -> bool:
-        """Whether the buffer has the same length on every rank and step."""
-        return not self.counts
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the buffer of one rank, with every run-time length taken as zero."""
         return _align(_align(self._fixed_end, 8) if self.counts else self._fixed_end, ALIGNMENT)

@@ -131,7 +131,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     included = transport.rank >= 0
     if included:
         told = {"error": f"{type(failure).__name__}: {failure}"} if failure else description
-        _agree(transport, told, failure, f"{prefix}/agree")
+        # One name for all optimizers of the set, so that ranks with different numbers of them meet and are told.
+        _agree(transport, told, failure, f"grace/{process_set.process_set_id}/agree")
     if failure is not None:
         raise failure
     engine = Engine(
@@ -143,7 +144,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     )
     wrapped.grace = Exchange(plan, made, engine)
     _attach(wrapped, type(optimizer), sparse_as_dense)
-    if included and transport.size == 1 and hvd.size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1":
+    if included and hvd.size() == 1:
         # Horovod does without hooks when it is alone; the numerics of the compression are wanted all the same.
         wrapped._register_hooks()
     if included and transport.rank == 0:
