@@ -46,7 +46,6 @@ class _Run:
     entries: dict[str, _Entry] = field(default_factory=dict)
     agreeing: dict[tuple[str, str], Handle] = field(default_factory=dict)
     sent: Sent | None = None
-    nbytes: int = 0
 
 
 class Engine:
@@ -67,7 +66,6 @@ class Engine:
     ) -> None:
         self.plan = plan
         self.transport = transport
-        self.step = 0
         self.track_norms = False
         self._average = average
         self._ops = ops
@@ -76,10 +74,12 @@ class Engine:
         self._part_of = {part.spec.name: part for bucket in plan.buckets for part in bucket.parts}
         self._seeds = {name: Key.derive(seed, name) for name in self._part_of}
         self._runs: dict[str, _Run] = {}
-        self._wire_bytes: dict[str, int] = {}
-        self._bucket_bytes: dict[str, int] = {}
-        self._norms: dict[str, tuple[Array, Array]] = {}
         self.reset()
+
+    @property
+    def step(self) -> Any:
+        """The number of the step under way: an int, or a 0-d integer array in a traced graph."""
+        return self._slots.step
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -122,8 +122,12 @@ class Engine:
         merged: dict[str, Array] = {}
         for bucket in self.plan.buckets:
             merged.update(self._merge(bucket, self._runs.pop(bucket.name)))
-        self.step += 1
+        self._slots.go_to(self.step + 1)
         return merged
+
+    def drop(self) -> None:
+        """Forget the gradients of a step that is not going to be finished; states stay as they are."""
+        self._runs.clear()
 
     def _compensate(self, part: Part, gradient: Array) -> _Entry:
         spec, ops, states = part.spec, self._ops(part.spec.device), self._slots.read(part.spec.name)
@@ -144,7 +148,8 @@ class Engine:
         if part.guarded:
             # Codecs may count on finite input: a bad gradient is replaced here and announced by its flag.
             bad = ~ops.finite(x)
-            x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: x)
+            finite = x
+            x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: finite)
         proposal = part.compressor.agree(x, site)
         _check_proposal(part, proposal, ops)
         return _Entry(part, site, x, memory_state, bad, proposal)
@@ -160,13 +165,13 @@ class Engine:
         ops = self._ops(bucket.parts[0].spec.device)
         for (op, dtype), arrays in kinds.items():
             buffer = ops.concat(arrays)
-            run.nbytes += ops.length(buffer) * ITEMSIZE[dtype]
-            name = f"{bucket.name}/agree.{op}.{dtype}"
             if op == "leader":
-                root = self.step % self.transport.size
-                run.agreeing[op, dtype] = self.transport.broadcast(buffer, root=root, name=name)
-            else:
-                run.agreeing[op, dtype] = self.transport.allreduce(buffer, op=op, name=name)
+                # A sum with zeros, because a graph that serves every step cannot name the root of a broadcast.
+                leads = ops.full(1, self.step % self.transport.size, "int64")[0] == self.transport.rank
+                buffer = _either(ops, leads, buffer, ops.zeros(ops.length(buffer), dtype))
+            run.agreeing[op, dtype] = self.transport.allreduce(
+                buffer, op="max" if op == "max" else "sum", name=f"{bucket.name}/agree.{op}.{dtype}"
+            )
         return bool(kinds)
 
     def _settle(self, bucket: Bucket, run: _Run) -> None:
@@ -193,10 +198,12 @@ class Engine:
             for f in part.fields:
                 if f.dtype.startswith(("float", "bfloat")):
                     entry.bad = ops.bit_or(entry.bad, ~ops.finite(entry.payload[f.name]))
-        self._norms.pop(part.spec.name, None)
+        size = error = None
         if self.track_norms:
-            error = entry.x - part.compressor.decompress(entry.payload, entry.site)
-            self._norms[part.spec.name] = (ops.norm(entry.x), ops.norm(error))
+            size = ops.norm(entry.x)
+            error = ops.norm(entry.x - part.compressor.decompress(entry.payload, entry.site))
+        self._slots.note("size", part.spec.name, size)
+        self._slots.note("error", part.spec.name, error)
 
     def _send(self, bucket: Bucket, run: _Run) -> None:
         entries = [run.entries[part.spec.name] for part in bucket.parts]
@@ -209,7 +216,7 @@ class Engine:
             ]
         flags = [e.bad for e in entries]
         run.sent = bucket.communicator.start(payloads, flags, self._route(bucket))
-        run.nbytes += run.sent.nbytes
+        self._slots.note("bucket", bucket.name, run.sent.nbytes + sum(part.settled_bytes for part in bucket.parts))
         for e in entries:
             # While the payload travels; the buffer that was x becomes the new residual.
             e.memory_state = e.part.memory.update(e.x, e.payload, e.part.compressor, e.memory_state, e.site)
@@ -221,13 +228,15 @@ class Engine:
     def _merge(self, bucket: Bucket, run: _Run) -> dict[str, Array]:
         assert run.sent is not None
         received = bucket.communicator.finish(run.sent, self._route(bucket))
-        if not all(received.in_step):
-            raise MismatchError(
-                f"the ranks are not at the same step (this one, {self.transport.rank}, is at {self.step}): "
-                "a checkpoint was loaded on some of them only, or checkpoints of different steps. "
-                "Let every rank load its own file of one moment, or all of them the same file."
+        for in_step in received.in_step:
+            self._ops(bucket.parts[0].spec.device).require(
+                in_step,
+                MismatchError(
+                    f"the ranks are not at the same step (seen by rank {self.transport.rank}): "
+                    "a checkpoint was loaded on some of them only, or checkpoints of different steps. "
+                    "Let every rank load its own file of one moment, or all of them the same file."
+                ),
             )
-        self._bucket_bytes[bucket.name] = run.nbytes
         merged = {}
         for part, payloads, bad_flags in zip(bucket.parts, received.payloads, received.flags, strict=True):
             entry = run.entries[part.spec.name]
@@ -252,16 +261,15 @@ class Engine:
             for flag in flags[1:]:
                 bad = ops.bit_or(bad, flag > 0)
             old = self._slots.read(spec.name)
-            kept = states
             states = {
-                kind: ops.choose(bad, lambda k=kind: old[k], lambda k=kind: kept[k])  # type: ignore[misc]
-                for kind in ("memory", "compressor")
+                kind: {key: _either(ops, bad, old[kind][key], value) for key, value in state.items()}
+                for kind, state in states.items()
             }
             finite = gradient
             gradient = ops.choose(bad, lambda: ops.full(spec.numel, float("nan"), spec.work_dtype), lambda: finite)
         self._slots.write(spec.name, states)
         sent = sum(ops.length(entry.payload[f.name]) * ITEMSIZE[f.dtype] for f in part.fields if f.wire)
-        self._wire_bytes[spec.name] = sent + part.settled_bytes
+        self._slots.note("tensor", spec.name, sent + part.settled_bytes)
         return ops.reshape(ops.cast(gradient, spec.dtype), spec.shape)
 
     # --- statistics ---------------------------------------------------------------------------------------------
@@ -281,27 +289,30 @@ class Engine:
             tensors[name] = {
                 "compressor": compressors.name_of(part.compressor),
                 "dense_bytes": part.spec.nbytes,
-                "wire_bytes": part.spec.nbytes if delegated else self._wire_bytes.get(name, 0),
+                "wire_bytes": part.spec.nbytes if delegated else self._noted("tensor", name),
                 "relative_error": self._relative_error(name),
                 "residual_norm": None if delegated else self._residual_norm(part),
             }
         delegated_bytes = sum(part.spec.nbytes for part in self.plan.delegated)
         return {
-            "step": self.step,
-            "wire_bytes": sum(self._bucket_bytes.values()) + delegated_bytes,
+            "step": int(self.step),
+            "wire_bytes": sum(self._noted("bucket", b.name) for b in self.plan.buckets) + delegated_bytes,
             "dense_bytes": sum(part.spec.nbytes for part in self.plan.parts),
             "compressed_dense_bytes": sum(p.spec.nbytes for p in self.plan.parts if not p.dense),
             "compressed_wire_bytes": sum(
-                self._bucket_bytes.get(b.name, 0) for b in self.plan.buckets if not b.parts[0].dense
+                self._noted("bucket", b.name) for b in self.plan.buckets if not b.parts[0].dense
             ),
             "tensors": tensors,
         }
 
+    def _noted(self, kind: str, name: str) -> int:
+        return int(self._slots.noted(kind, name) or 0)
+
     def _relative_error(self, name: str) -> float | None:
-        if name not in self._norms:
+        size, error = self._slots.noted("size", name), self._slots.noted("error", name)
+        if size is None or error is None:
             return None
-        x, error = (float(n) for n in self._norms[name])
-        return error / x if x > 0 else 0.0
+        return float(error) / float(size) if size > 0 else 0.0
 
     def _residual_norm(self, part: Part) -> float | None:
         residual = self._slots.read(part.spec.name)["memory"].get("residual")
@@ -315,7 +326,7 @@ class Engine:
         """Step and states of this rank; arrays are the live ones and are never changed in place."""
         return {
             "version": STATE_VERSION,
-            "step": self.step,
+            "step": int(self.step),
             "rank": self.transport.rank,
             "size": self.transport.size,
             "tensors": self._slots.save(self._part_of),
@@ -338,13 +349,13 @@ class Engine:
             )
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
         self._slots.load(self._part_of, state["tensors"], convert, self._initial if not mine else None)
-        self.step = int(state["step"])
+        self._slots.go_to(int(state["step"]))
         self._runs.clear()
         return bool(mine)
 
     def reset(self) -> None:
         """Start over: step 0, every state as at the beginning."""
-        self.step = 0
+        self._slots.go_to(0)
         self._runs.clear()
         for name, part in self._part_of.items():
             self._slots.write(name, self._initial(part))
@@ -355,6 +366,11 @@ class Engine:
             "memory": part.memory.init(part.spec, ops),
             "compressor": part.compressor.init(part.spec, ops, self._seeds[part.spec.name]),
         }
+
+
+def _either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:
+    """a if the 0-d condition holds, else b."""
+    return ops.choose(condition, lambda: a, lambda: b)
 
 
 def _divided(payload: Payload, size: int, ops: ArrayOps) -> Payload:

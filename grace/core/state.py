@@ -14,11 +14,25 @@ STATE_VERSION = 1
 
 
 class Slots:
-    """States at rest, owned by the adapter and part of its checkpoint: per tensor one of the memory, one of the
-    compressor."""
+    """What lives across steps, owned by the adapter and part of its checkpoint: the number of the step, and per tensor
+    the states of its memory and its compressor. Notes about the last step are kept beside it, in no checkpoint.
+
+    An adapter whose steps are traced into graphs overrides the accessors with ones on variables.
+    """
 
     def __init__(self) -> None:
+        self._step = 0
         self._states: dict[str, dict[str, State]] = {}
+        self._notes: dict[tuple[str, str], Any] = {}
+
+    @property
+    def step(self) -> Any:
+        """The number of the step: an int, or a 0-d integer array in a traced graph."""
+        return self._step
+
+    def go_to(self, step: Any) -> None:
+        """Set the number of the step."""
+        self._step = step
 
     def read(self, name: str) -> dict[str, State]:
         """The states of a tensor: {"memory": ..., "compressor": ...}."""
@@ -27,6 +41,14 @@ class Slots:
     def write(self, name: str, states: dict[str, State]) -> None:
         """Commit new states of a tensor."""
         self._states[name] = states
+
+    def note(self, kind: str, name: str, value: Any) -> None:
+        """Remember a number, or a 0-d array, about the last step; None forgets it."""
+        self._notes[kind, name] = value
+
+    def noted(self, kind: str, name: str) -> Any:
+        """What was noted; None if nothing was."""
+        return self._notes.get((kind, name))
 
     def save(self, parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
         """Per tensor its states and the names of the parts they belong to."""

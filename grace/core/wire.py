@@ -117,30 +117,35 @@ class GatherLayout:
         pieces: list[Array] = []
         position = 0
 
-        def put(piece: Array, offset: int) -> None:
+        def pad(offset: int) -> None:
             nonlocal position
-            if offset > position:
-                pieces.append(ops.zeros(offset - position, "uint8"))
+            pieces.append(ops.zeros(offset - position, "uint8"))
+            position = offset
+
+        def put(piece: Array) -> None:
+            nonlocal position
             pieces.append(piece)
-            position = offset + ops.length(piece)
+            position = position + ops.length(piece)
+
+        def put_fixed(slots: Sequence[_Slot]) -> None:
+            for slot in slots:
+                pad(slot.offset or 0)
+                put(ops.to_bytes(ops.reshape(payloads[slot.tensor][slot.field.name], (int(slot.field.length),))))
 
         split = sum(ITEMSIZE[s.field.dtype] >= 4 for s in self._fixed)
-        for slot in self._fixed[:split]:
-            put(ops.to_bytes(payloads[slot.tensor][slot.field.name]), slot.offset or 0)
+        put_fixed(self._fixed[:split])
+        pad(self._counts_offset)
         header = [ops.full(1, number, "int32") for number in (*(lengths[key] for key in self.counts), stamp & _INT32)]
-        put(ops.to_bytes(ops.concat(header)), self._counts_offset)
-        for slot in self._fixed[split:]:
-            put(ops.to_bytes(payloads[slot.tensor][slot.field.name]), slot.offset or 0)
+        put(ops.to_bytes(ops.concat(header)))
+        put_fixed(self._fixed[split:])
         guarded = [ops.full(1, flag, "uint8") for flag, guard in zip(flags, self.guarded, strict=True) if guard]
         if guarded:
-            put(ops.concat(guarded), self._flags_offset)
+            put(ops.concat(guarded))
         if self.counts:
-            start = _align(position, 8)
+            pad(_align(position, 8))
             for slot in self._variable:
-                piece = ops.to_bytes(payloads[slot.tensor][slot.field.name])
-                put(piece, start)
-                start = start + ops.length(piece)
-        put(ops.zeros(0, "uint8"), _align(position, ALIGNMENT))
+                put(ops.to_bytes(payloads[slot.tensor][slot.field.name]))
+        pad(_align(position, ALIGNMENT))
         return ops.concat(pieces)
 
     def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
@@ -159,7 +164,9 @@ class GatherLayout:
 
         for slot in self._fixed:
             length = int(slot.field.length)
-            mine[slot.tensor][slot.field.name] = take(base + (slot.offset or 0), slot.field.dtype, length)
+            value = take(base + (slot.offset or 0), slot.field.dtype, length)
+            # Where the length of the whole is known only at run time, that of the field is not lost.
+            mine[slot.tensor][slot.field.name] = ops.reshape(value, (length,))
         flag = base + self._flags_offset
         for i, guard in enumerate(self.guarded):
             if guard:
@@ -216,8 +223,8 @@ class SumLayout:
             if dtype == "float32":
                 pieces += [ops.full(1, flag, "float32") for flag, g in zip(flags, self.guarded, strict=True) if g]
                 if any(self.guarded):
-                    digest = _digest(stamp, size)
-                    pieces += [ops.full(1, number, "float32") for number in (digest, digest * digest)]
+                    digest = ops.cast(_digest(ops, stamp, size), "float32")
+                    pieces += [digest, digest * digest]
             buffers[dtype] = ops.concat(pieces)
         return buffers
 
@@ -246,9 +253,10 @@ class SumLayout:
 Layout = GatherLayout | SumLayout
 
 
-def _digest(stamp: int, size: int) -> int:
+def _digest(ops: ArrayOps, stamp: int, size: int) -> Array:
     """A small number that tells steps apart, and whose square summed over all ranks is exact in float32."""
-    return (stamp * 0x9E3779B1 >> 16) & (255 if size <= 256 else 15)
+    mixed = ops.shift_right(ops.full(1, stamp & _INT32, "int64") * 0x9E3779B1, 16)
+    return ops.bit_and(mixed, 255 if size <= 256 else 15)
 
 
 def _check_payload(
@@ -269,7 +277,9 @@ def _check_payload(
         array = payload[f.name]
         length, dtype = ops.length(array), ops.dtype(array)
         expected = lengths.setdefault((index, f.length), length) if isinstance(f.length, str) else f.length
-        if dtype != f.dtype or length != expected or len(array.shape) != 1:
+        # Lengths that a traced graph knows only when it runs cannot be compared here.
+        differ = isinstance(length, int) and isinstance(expected, int) and length != expected
+        if dtype != f.dtype or differ or len(array.shape) != 1:
             raise PayloadError(
                 f"tensor '{spec.name}', field '{f.name}': expected a flat {f.dtype} array of {expected} elements as "
                 f"announced by wire, received {dtype} of shape {tuple(array.shape)}."

@@ -193,7 +193,7 @@ class ArrayOps(ABC):
     # --- control ------------------------------------------------------------------------------------------------
 
     def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
-        """a() if the 0-d condition holds, else b(); both return arrays, or dictionaries of arrays, alike in shape."""
+        """a() if the 0-d condition holds, else b(); both return arrays alike in shape."""
         return a() if condition else b()
 
     def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
@@ -201,6 +201,11 @@ class ArrayOps(ABC):
         while condition(x):
             x = body(x)
         return x
+
+    def require(self, condition: Array, error: Exception) -> None:
+        """Raise the error unless the 0-d condition holds."""
+        if not condition:
+            raise error
 
     # --- random -------------------------------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class ArrayOps(ABC):
         x and scale have equal shape or broadcast; where scale is 0 the level is 0.
         """
         n = self.length(self.reshape(x, (-1,)))
-        u = self.reshape(self.uniform(n, key), tuple(x.shape))
+        u = self.cast(self.reshape(self.uniform(n, key), tuple(x.shape)), self.dtype(x))
         safe = self.where(scale > 0, scale, 1.0)
         magnitude = self.clip(self.floor(self.abs(x) / safe * levels + u), 0, levels)
         magnitude = self.where(scale > 0, magnitude, 0.0)

@@ -1,0 +1,168 @@
+"""Array operations on TensorFlow tensors, eager and traced; the only file of the core that imports TensorFlow.
+
+Tensors cannot be changed, so consuming operations return new ones. Lengths are ints where the shape is static, and 0-d
+tensors where it is known only when the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import ITEMSIZE, Array
+
+_DTYPES: dict[str, Any] = {name: tf.dtypes.as_dtype(name) for name in ITEMSIZE}
+
+
+class TensorflowOps(ArrayOps):
+    """TensorFlow tensors; the runtime places them on devices."""
+
+    name: ClassVar[str] = "tensorflow"
+
+    def zeros(self, n: int, dtype: str) -> Array:
+        return tf.zeros([n], _DTYPES[dtype])
+
+    def full(self, n: int, value: Array, dtype: str) -> Array:
+        return tf.fill([n], self.cast(value, dtype))
+
+    def arange(self, n: int, dtype: str) -> Array:
+        return tf.cast(tf.range(n), _DTYPES[dtype])
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        # TensorFlow by itself would round a Python number to float32 on the way to float64.
+        return tf.cast(x if isinstance(x, tf.Tensor) else np.asarray(x), _DTYPES[dtype])
+
+    def copy(self, x: Array) -> Array:
+        return tf.identity(x)
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype.name)
+
+    def to_bytes(self, x: Array) -> Array:
+        return tf.reshape(tf.bitcast(tf.reshape(x, [-1]), tf.uint8), [-1])
+
+    def from_bytes(self, data: Array, dtype: str) -> Array:
+        width = ITEMSIZE[dtype]
+        return tf.bitcast(tf.reshape(data, [-1, width]) if width > 1 else data, _DTYPES[dtype])
+
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return tf.reshape(x, shape)
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        return tf.concat([tf.reshape(a, [-1]) for a in arrays], axis=0)
+
+    def stack(self, arrays: Sequence[Array], axis: int) -> Array:
+        return tf.stack(arrays, axis=axis)
+
+    def length(self, x: Array) -> Any:
+        static = x.shape.num_elements()
+        return tf.size(x) if static is None else static
+
+    def size(self, x: Array) -> Any:
+        return x
+
+    def min_size(self, a: Any, b: Any) -> Any:
+        return min(a, b) if isinstance(a, int) and isinstance(b, int) else tf.minimum(a, b)
+
+    def abs(self, x: Array) -> Array:
+        return tf.abs(x)
+
+    def floor(self, x: Array) -> Array:
+        return tf.floor(x)
+
+    def where(self, condition: Array, a: Array, b: Array) -> Array:
+        dtype = next(self.dtype(v) for v in (a, b) if isinstance(v, tf.Tensor))
+        return tf.where(condition, self.cast(a, dtype), self.cast(b, dtype))
+
+    def clip(self, x: Array, low: Array, high: Array) -> Array:
+        return tf.clip_by_value(x, self.cast(low, self.dtype(x)), self.cast(high, self.dtype(x)))
+
+    def bit_and(self, a: Array, b: Array) -> Array:
+        return tf.logical_and(a, b) if _logical(a, b) else tf.bitwise.bitwise_and(*_same(a, b))
+
+    def bit_or(self, a: Array, b: Array) -> Array:
+        return tf.logical_or(a, b) if _logical(a, b) else tf.bitwise.bitwise_or(*_same(a, b))
+
+    def bit_xor(self, a: Array, b: Array) -> Array:
+        return tf.bitwise.bitwise_xor(*_same(a, b))
+
+    def shift_left(self, a: Array, bits: int) -> Array:
+        return tf.bitwise.left_shift(*_same(a, bits))
+
+    def shift_right(self, a: Array, bits: int) -> Array:
+        return tf.bitwise.right_shift(*_same(a, bits))
+
+    def sum(self, x: Array, axis: int | None = None) -> Array:
+        return tf.cast(tf.reduce_sum(tf.cast(x, tf.float64), axis=axis), x.dtype)
+
+    def max(self, x: Array, axis: int | None = None) -> Array:
+        if x.shape.num_elements() == 0:
+            return tf.zeros([] if axis is None else [s for i, s in enumerate(x.shape) if i != axis], x.dtype)
+        return tf.reduce_max(x, axis=axis)
+
+    def norm(self, x: Array, axis: int | None = None) -> Array:
+        return tf.cast(tf.sqrt(tf.reduce_sum(tf.square(tf.cast(x, tf.float64)), axis=axis)), x.dtype)
+
+    def finite(self, x: Array) -> Array:
+        return tf.reduce_all(tf.math.is_finite(x))
+
+    def any(self, condition: Array) -> Array:
+        return tf.reduce_any(condition)
+
+    def nonzero(self, condition: Array) -> Array:
+        return tf.cast(tf.reshape(tf.where(condition), [-1]), tf.int32)
+
+    def top_indices(self, x: Array, k: int) -> Array:
+        # top_k promises that among equal elements the lower index comes first.
+        return tf.sort(tf.math.top_k(tf.abs(x), self.min_size(k, self.length(x)), sorted=True).indices)
+
+    def gather(self, x: Array, indices: Array) -> Array:
+        return tf.gather(x, indices)
+
+    def put_(self, x: Array, indices: Array, value: float) -> Array:
+        values = tf.fill(tf.shape(indices), self.cast(value, self.dtype(x)))
+        return tf.tensor_scatter_nd_update(x, indices[:, tf.newaxis], values)
+
+    def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
+        return tf.tensor_scatter_nd_add(x, indices[:, tf.newaxis], values)
+
+    def add_(self, x: Array, y: Array) -> Array:
+        return x + y
+
+    def sub_(self, x: Array, y: Array) -> Array:
+        return x - y
+
+    def scale_(self, x: Array, factor: float) -> Array:
+        return x * factor
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        return tf.matmul(a, b)
+
+    def transpose(self, a: Array) -> Array:
+        return tf.transpose(a)
+
+    def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
+        return tf.cond(condition, a, b)
+
+    def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
+        return tf.while_loop(condition, lambda v: (body(v),), (x,))[0]
+
+    def require(self, condition: Array, error: Exception) -> None:
+        if tf.executing_eagerly():
+            super().require(condition, error)
+        else:
+            tf.debugging.Assert(condition, [f"{type(error).__name__}: {error}"])
+
+
+def _logical(a: Any, b: Any) -> bool:
+    return all(isinstance(v, bool) or v.dtype == tf.bool for v in (a, b))
+
+
+def _same(a: Any, b: Any) -> tuple[Any, Any]:
+    """Both as tensors of the dtype of the one that has one."""
+    dtype = next(v.dtype for v in (a, b) if isinstance(v, tf.Tensor))
+    return tf.cast(a, dtype), tf.cast(b, dtype)
