@@ -44,10 +44,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parts serve the tensors that fit: by name pattern, size, number of dimensions and dtype.
+    """Which parts serve the tensors that fit: by name pattern, size, number of dimensions, dtype and kind of gradient.
 
     `match` holds shell patterns, of which one must fit the name; `min_numel <= elements <= max_numel`,
-    `min_ndim <= dimensions <= max_ndim`. `reason` is what the start-up report says.
+    `min_ndim <= dimensions <= max_ndim`; `sparse` tells gradients that come as rows (embeddings) from others.
+    `reason` is what the start-up report says.
     """
 
     parts: Parts
@@ -57,6 +58,7 @@ class Rule:
     min_ndim: int = 0
     max_ndim: int | None = None
     dtype: str | None = None
+    sparse: bool | None = None
     reason: str = field(default="a rule of the configuration", compare=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Rule:
             and self.min_ndim <= spec.ndim
             and (self.max_ndim is None or spec.ndim <= self.max_ndim)
             and self.dtype in (None, spec.dtype)
+            and self.sparse in (None, spec.sparse)
         )
 
 
@@ -91,16 +94,18 @@ def dense_parts() -> Parts:
 
 
 def default_rules() -> tuple[Rule, ...]:
-    """The rules behind the user's: biases, norms and tensors under 1,024 elements go dense."""
+    """The rules behind the user's: biases, norms, tensors under 1,024 elements and embeddings stay uncompressed."""
     dense = dense_parts()
     small = "default rule: fewer than 1,024 elements"
     named = "default rule: a bias or norm by its name"
     vector = "default rule: a vector under 65,536 elements, as biases and norms are"
+    rows = "default rule: an embedding, whose gradient is sparse as it is"
     names = ("*bias*", "*norm*", "*bn*", "*gamma*", "*beta*")
     return (
         Rule(dense, max_numel=1023, reason=small),
         Rule(dense, match=names, max_ndim=1, reason=named),
         Rule(dense, max_ndim=1, max_numel=65535, reason=vector),
+        Rule(dense, sparse=True, reason=rows),
     )
 
 
@@ -108,9 +113,9 @@ def default_rules() -> tuple[Rule, ...]:
 class Config:
     """A whole run. The first rule that fits a tensor names its parts; where none fits, `parts` serve it.
 
-    `default_rules=False` drops the rules that keep biases, norms and small tensors dense. `seed` feeds the
-    counter-based random numbers. `bucket_bytes` is how many bytes of gradients share one wire buffer and collective
-    (0: every tensor has its own).
+    `default_rules=False` drops the rules that keep biases, norms, small tensors and embeddings uncompressed. `seed`
+    feeds the counter-based random numbers. `bucket_bytes` is how many bytes of gradients share one wire buffer and
+    collective (0: every tensor has its own).
     """
 
     parts: Parts

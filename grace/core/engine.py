@@ -72,9 +72,10 @@ class Engine:
         self._slots = slots or Slots()
         self._bucket_of = {part.spec.name: bucket for bucket in plan.buckets for part in bucket.parts}
         self._part_of = {part.spec.name: part for bucket in plan.buckets for part in bucket.parts}
+        self._seed = seed
         self._seeds = {name: Key.derive(seed, name) for name in self._part_of}
         self._runs: dict[str, _Run] = {}
-        self.reset()
+        prepare(self._slots, plan, ops, seed)
 
     @property
     def step(self) -> Any:
@@ -361,11 +362,22 @@ class Engine:
             self._slots.write(name, self._initial(part))
 
     def _initial(self, part: Part) -> dict[str, State]:
-        ops = self._ops(part.spec.device)
-        return {
-            "memory": part.memory.init(part.spec, ops),
-            "compressor": part.compressor.init(part.spec, ops, self._seeds[part.spec.name]),
-        }
+        return _initial(part, self._ops(part.spec.device), self._seed)
+
+
+def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int) -> None:
+    """Write the states with which a run begins, where there are none yet; needs no transport."""
+    for bucket in plan.buckets:
+        for part in bucket.parts:
+            if part.spec.name not in slots:
+                slots.write(part.spec.name, _initial(part, ops(part.spec.device), seed))
+
+
+def _initial(part: Part, ops: ArrayOps, seed: int) -> dict[str, State]:
+    return {
+        "memory": part.memory.init(part.spec, ops),
+        "compressor": part.compressor.init(part.spec, ops, Key.derive(seed, part.spec.name)),
+    }
 
 
 def _either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:

@@ -34,15 +34,17 @@ HALF_DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a gradient before the first step; comes from the variable, never from the gradient.
+    """What is known of a gradient before the first step.
 
-    `dtype` is one of float16, bfloat16, float32, float64. Raises ConfigError for any other.
+    `dtype` is one of float16, bfloat16, float32, float64. `sparse` tells that the gradient comes as some rows and their
+    indices, as that of an embedding. Raises ConfigError for any other dtype.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     device: str = "cpu"
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in GRADIENT_DTYPES:

@@ -34,6 +34,10 @@ class Slots:
         """Set the number of the step."""
         self._step = step
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor has states."""
+        return name in self._states
+
     def read(self, name: str) -> dict[str, State]:
         """The states of a tensor: {"memory": ..., "compressor": ...}."""
         return self._states[name]

@@ -151,12 +151,12 @@ class GatherLayout:
     def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
         """What `size` buffers in a row hold."""
         received = Received([[] for _ in self.specs], [[] for _ in self.specs], [])
-        base = 0
+        base, mine = 0, ops.full(1, stamp & _INT32, "int32")
         for _ in range(size):
-            base = self._decode_rank(ops, data, base, received, stamp & _INT32)
+            base = self._decode_rank(ops, data, base, received, mine)
         return received
 
-    def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: int) -> int:
+    def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: Array) -> int:
         mine: list[Payload] = [{} for _ in self.specs]
 
         def take(offset: int, dtype: str, length: int) -> Array:
@@ -174,7 +174,7 @@ class GatherLayout:
                 flag += 1
         end = base + self._fixed_end
         values = take(base + self._counts_offset, "int32", len(self.counts) + 1)
-        received.in_step.append(values[len(self.counts)] == stamp)
+        received.in_step.append(values[len(self.counts)] == stamp[0])
         if self.counts:
             counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
             end = base + _align(self._fixed_end, 8)

@@ -18,9 +18,10 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from grace.core.agreement import agree
 from grace.core.config import Config, make_config
 from grace.core.engine import Engine
-from grace.core.errors import ConfigError, GraceError, MismatchError, StateError, StepError
+from grace.core.errors import ConfigError, GraceError, StateError, StepError
 from grace.core.ops import get_ops
 from grace.core.plan import Part, Plan, make_plan
 from grace.core.spec import TensorSpec
@@ -129,12 +130,14 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # The others must hear of it, or they would wait for this rank in the agreement below.
         failure = error
     included = transport.rank >= 0
-    if included:
-        told = {"error": f"{type(failure).__name__}: {failure}"} if failure else description
-        # One name for all optimizers of the set, so that ranks with different numbers of them meet and are told.
-        _agree(transport, told, failure, f"grace/{process_set.process_set_id}/agree")
-    if failure is not None:
-        raise failure
+    # One name for all optimizers of the set, so that ranks with different numbers of them meet and are told.
+    name = f"grace/{process_set.process_set_id}/agree"
+    agree(
+        description,
+        failure,
+        lambda mine: transport.gather_objects(mine, name) if included else [mine],
+        "grace.torch.DistributedOptimizer",
+    )
     engine = Engine(
         plan,
         lambda device: get_ops("torch", device),
@@ -200,39 +203,6 @@ def _specs(wrapped: Any) -> list[TensorSpec]:
 def _delegated(part: Part) -> bool:
     """Dense tensors take Horovod's own path; but Horovod cannot add bfloat16."""
     return part.dense and part.spec.dtype != "bfloat16"
-
-
-def _agree(transport: HorovodTransport, description: dict[str, Any], own: Exception | None, name: str) -> None:
-    """Raise MismatchError on every rank unless all ranks describe the same run."""
-    if transport.size == 1:
-        return
-    everyone = transport.gather_objects(description, name)
-    failed = [f"rank {rank}: {d['error']}" for rank, d in enumerate(everyone) if "error" in d]
-    if failed and own is None:
-        raise MismatchError(f"grace.torch.DistributedOptimizer could not be built on {'; '.join(failed)}")
-    if failed:
-        return
-    for rank, other in enumerate(everyone):
-        difference = _difference(everyone[0], other, "")
-        if difference:
-            raise MismatchError(
-                f"rank {rank} and rank 0 were started differently: {difference}. "
-                "Every rank must pass the same configuration, arguments and parameters in the same order."
-            )
-
-
-def _difference(a: Any, b: Any, path: str) -> str:
-    """The first place where two descriptions differ, in words; empty if they are equal."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in [*a, *(k for k in b if k not in a)]:
-            here = f"{path}, {key}" if path else str(key)
-            if key not in a or key not in b:
-                return f"{here} exists only on {'the former' if key in b else 'rank 0'}"
-            difference = _difference(a[key], b[key], here)
-            if difference:
-                return difference
-        return "" if list(a) == list(b) else f"the order of {path} differs"
-    return "" if a == b else f"{path} is {b!r} and {a!r}"
 
 
 def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:

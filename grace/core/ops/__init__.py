@@ -17,7 +17,7 @@ _BACKENDS = {
 
 @cache
 def get_ops(framework: str, device: str = "cpu") -> ArrayOps:
-    """The array operations of a framework ("numpy", "torch", "tensorflow") on a device. Raises ConfigError for another name."""
+    """The array operations of "numpy", "torch" or "tensorflow" on a device. Raises ConfigError for another name."""
     if framework not in _BACKENDS:
         raise ConfigError(f"no array operations for framework '{framework}'.{nearest(framework, _BACKENDS)}")
     module, name = _BACKENDS[framework]

@@ -1,0 +1,51 @@
+"""Before the first step: do all ranks mean the same run?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grace.core.errors import MismatchError
+
+
+def agree(
+    description: dict[str, Any], failure: Exception | None, gather: Callable[[Any], list[Any]], where: str
+) -> list[dict[str, Any]]:
+    """The descriptions of all ranks, in their order, once they are found to be equal.
+
+    `description` is JSON-able, the same on every rank but for the key "of this rank"; `failure` is what prevents this
+    rank from taking part, so that the others hear of it and do not wait. `gather` exchanges one object per rank.
+    Raises the failure, or MismatchError on every rank if descriptions differ or another rank failed.
+    """
+    everyone = gather({"error": f"{type(failure).__name__}: {failure}"} if failure else description)
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {d['error']}" for rank, d in enumerate(everyone) if "error" in d]
+    if failed:
+        raise MismatchError(f"{where} could not be built on {'; '.join(failed)}")
+    for rank, other in enumerate(everyone):
+        difference = _difference(_shared(everyone[0]), _shared(other), "")
+        if difference:
+            raise MismatchError(
+                f"rank {rank} and rank 0 were started differently: {difference}. "
+                "Every rank must pass the same configuration, arguments and parameters in the same order."
+            )
+    return everyone
+
+
+def _shared(description: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in description.items() if key != "of this rank"}
+
+
+def _difference(a: Any, b: Any, path: str) -> str:
+    """The first place where two descriptions differ, in words; empty if they are equal."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            here = f"{path}, {key}" if path else str(key)
+            if key not in a or key not in b:
+                return f"{here} exists only on {'the former' if key in b else 'rank 0'}"
+            difference = _difference(a[key], b[key], here)
+            if difference:
+                return difference
+        return "" if list(a) == list(b) else f"the order of {path} differs"
+    return "" if a == b else f"{path} is {b!r} and {a!r}"

@@ -1,0 +1,19 @@
+"""TensorFlow adapter: optimizers of Keras 3 and gradient tapes that compress what travels over Horovod."""
+
+from __future__ import annotations
+
+from grace.tensorflow.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StatisticsCallback
+from grace.tensorflow.exchange import Exchange
+from grace.tensorflow.optimizer import DistributedOptimizer
+from grace.tensorflow.tape import DistributedGradientTape
+from grace.tensorflow.transport import HorovodTransport
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "Exchange",
+    "HorovodTransport",
+    "MetricAverageCallback",
+    "StatisticsCallback",
+]

@@ -1,0 +1,351 @@
+"""`Exchange`: the plan, the state and the traced step that optimizers and tapes of TensorFlow share."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from grace.core.agreement import agree
+from grace.core.config import Config, make_config
+from grace.core.engine import Engine, prepare
+from grace.core.errors import ConfigError, MismatchError, StepError
+from grace.core.ops import get_ops
+from grace.core.ops.base import ArrayOps
+from grace.core.plan import Part, Plan, make_plan
+from grace.core.spec import TensorSpec
+from grace.tensorflow.slots import VariableSlots
+from grace.tensorflow.transport import HorovodTransport
+
+logger = logging.getLogger("grace")
+
+Gradient = tf.Tensor | tf.IndexedSlices
+# Collectives of different exchanges of one process set must not share names; its ranks meet in the same order.
+_meetings: collections.Counter[int] = collections.Counter()
+
+
+class Exchange(tf.Module):
+    """Exchanges the gradients of one list of variables, compressed; holds what must live across steps.
+
+    An optimizer has its own as the attribute `grace`. For tapes, make one and pass it to every tape; as a `tf.Module`
+    it can be part of a `tf.train.Checkpoint`. `config` and `options` are those of `grace.make_config`, the other
+    arguments those of Horovod. Raises ConfigError for a configuration or arguments that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        op: int = hvd.Average,
+        gradient_predivide_factor: float = 1.0,
+        sparse_as_dense: bool = False,
+        process_set: Any = hvd.global_process_set,
+        **options: Any,
+    ) -> None:
+        super().__init__(name="grace")
+        if op not in (hvd.Average, hvd.Sum):
+            raise ConfigError("the argument 'op' must be hvd.Average or hvd.Sum; other reductions are not linear.")
+        self.config = make_config(config, **options)
+        self.op = op
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self.plan: Plan | None = None
+        self.engine: Engine | None = None
+        self.traces = 0
+        # Makes a variable of a name and an initial value; an optimizer sets its own.
+        self.make_variable: Callable[[str, tf.Tensor], tf.Variable] = self._make_variable
+        self._variables: list[tf.Variable] = []
+        self._track_norms = False
+
+    # --- what the user sees -------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes, relative errors and residual norms of the last step; see `grace.core.engine.Engine.stats`.
+
+        Raises StepError before the first step.
+        """
+        if self.engine is None:
+            raise StepError("no step has been made yet; statistics are those of the last step.")
+        return self.engine.stats()
+
+    def report(self) -> str:
+        """The start-up report: per tensor the method, memory, collective and bytes, and why one stays dense."""
+        return self._built().report()
+
+    @property
+    def track_norms(self) -> bool:
+        """Whether each step measures errors and norms for stats(); costs a decompression per tensor and step.
+
+        It is traced into the step: setting it after the first one raises StepError.
+        """
+        return self._track_norms
+
+    @track_norms.setter
+    def track_norms(self, value: bool) -> None:
+        if self.engine is not None:
+            raise StepError("track_norms is part of the traced step; set it before the first one.")
+        self._track_norms = value
+
+    # --- before the first step ----------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[Any], gradients: Sequence[Gradient | None] | None = None) -> None:
+        """Plan for these variables and make the state; touches no other rank, so a model can be loaded anywhere."""
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            raise ConfigError(
+                "grace exchanges between processes, one replica each; "
+                "a tf.distribute strategy with several replicas in a process cannot be combined with it."
+            )
+        names = _names(variables)
+        sparse = (
+            [_is_embedding(name) for name in names]
+            if gradients is None
+            else [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+        )
+        specs = [
+            TensorSpec(name, tuple(v.shape), tf.as_dtype(v.dtype).name, sparse=rows)
+            for name, v, rows in zip(names, variables, sparse, strict=True)
+        ]
+        with tf.init_scope():
+            self._specs = tuple(specs)
+            self.plan = make_plan(specs, self.config, prefix="bucket", delegate=_delegated)
+            self._slots = VariableSlots(self.make_variable)
+            prepare(self._slots, self.plan, _ops, self.config.seed)
+
+    def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
+        variable = tf.Variable(value, trainable=False, name=name.replace("/", "_"))
+        # In the list, a checkpoint finds it, and one that was restored before fills it.
+        self._variables.append(variable)
+        return variable
+
+    def _built(self) -> Plan:
+        if self.plan is None:
+            raise StepError("the variables are not known yet; build the optimizer or take a first step.")
+        return self.plan
+
+    @property
+    def of_this_rank(self) -> list[tf.Variable]:
+        """The variables that differ between ranks, which a broadcast must leave alone."""
+        self._built()
+        return [self._slots.origin, *self._slots.variables("memory")]
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {
+            "configuration": self.config.to_dict(),
+            "op": self.op,
+            "gradient_predivide_factor": self.gradient_predivide_factor,
+            "sparse_as_dense": self.sparse_as_dense,
+        }
+
+    def _start(self, gradients: Sequence[Gradient | None]) -> None:
+        """Meet the other ranks; raises MismatchError on all of them if they differ."""
+        if not hvd.is_initialized():
+            raise ConfigError("grace.tensorflow: Horovod is not initialized; call hvd.init() first.")
+        if self.process_set is None:
+            raise ConfigError(
+                "the optimizer was saved with a process set, which is not saved; set it before the first step: "
+                "model.optimizer.grace.process_set = hvd.add_process_set(...)."
+            )
+        plan, set_id = self._built(), self.process_set.process_set_id
+        number = _meetings[set_id]
+        _meetings[set_id] += 1
+        transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}")
+        if transport.rank < 0:
+            raise ConfigError(f"this process is not in {self.process_set}, so it cannot take a step there.")
+        named = [(spec.name, gradient) for spec, gradient in zip(self._specs, gradients, strict=True)]
+        description = {
+            **self.describe(),
+            "exchange number": number,
+            "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in self._specs},
+            "sparse gradients": [name for name, gradient in named if isinstance(gradient, tf.IndexedSlices)],
+            "of this rank": {"without gradient": [name for name, gradient in named if gradient is None]},
+        }
+        everyone = agree(description, None, gather(self.process_set, "first step"), "the first step")
+        # Keras leaves a variable alone that has no gradient; so it must have none on any rank.
+        unused = set.intersection(*(set(other["of this rank"]["without gradient"]) for other in everyone))
+        self._unused = frozenset(unused)
+        self.engine = Engine(
+            plan, _ops, transport, seed=self.config.seed, average=self.op == hvd.Average, slots=self._slots
+        )
+        self.engine.track_norms = self._track_norms
+        self._traced = _Traced(self)
+        if transport.rank == 0:
+            for text in plan.warnings:
+                logger.warning("%s", text)
+            logger.info("grace exchanges over %d ranks with %s\n%s", transport.size, self.config.parts, plan.report())
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def filled(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
+        """The gradients with zeros for None, where another rank has a gradient; meets the other ranks the first time.
+
+        Raises StepError for a wrong number of gradients, ConfigError inside `jit_compile=True`, MismatchError on every
+        rank if ranks differ.
+        """
+        self._built()
+        if len(gradients) != len(self._specs):
+            raise StepError(f"expected {len(self._specs)} gradients, one per variable, received {len(gradients)}.")
+        if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise ConfigError(
+                "the step is being compiled by XLA, which has no kernels for Horovod's collectives; "
+                "pass jit_compile=False to model.compile() or tf.function()."
+            )
+        if self.engine is None:
+            with tf.init_scope():
+                self._start(gradients)
+        for spec, gradient in zip(self._specs, gradients, strict=True):
+            if spec.name in self._unused and gradient is not None:
+                raise StepError(
+                    f"tensor '{spec.name}' had no gradient on any rank in the first step, and has one now; "
+                    "use one optimizer or tape per set of variables that are trained together."
+                )
+        return [
+            None if spec.name in self._unused else self._shaped(spec, gradient)
+            for spec, gradient in zip(self._specs, gradients, strict=True)
+        ]
+
+    def __call__(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
+        """Exchange one gradient per variable, in the order of `build`; what is None on every rank stays None.
+
+        The step is traced once per pattern of dense and sparse gradients, whether it is called eagerly or inside a
+        `tf.function`. Raises what `filled` does.
+        """
+        given = [
+            tf.zeros(spec.shape, spec.dtype) if gradient is None else gradient
+            for spec, gradient in zip(self._specs, self.filled(gradients), strict=True)
+        ]
+        try:
+            merged = self._traced(given)
+        except tf.errors.InvalidArgumentError as error:
+            if MismatchError.__name__ not in str(error.message):
+                raise
+            raise MismatchError(str(error.message)) from None
+        return [None if spec.name in self._unused else m for spec, m in zip(self._specs, merged, strict=True)]
+
+    def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
+        """Whether the condition holds on all ranks; to be asked by all of them, after `filled`."""
+        assert self.engine is not None
+        fails = tf.cast(tf.reshape(tf.logical_not(condition), [1]), tf.int32)
+        return self.engine.transport.allreduce(fails, op="max", name="everywhere").wait()[0] == 0
+
+    def _shaped(self, spec: TensorSpec, gradient: Gradient | None) -> Gradient:
+        if gradient is None:
+            return tf.zeros(spec.shape, spec.dtype)
+        if gradient.dtype != spec.dtype:
+            gradient = tf.cast(gradient, spec.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(spec.shape))
+            if self.sparse_as_dense or not self._stays_sparse(spec):
+                gradient = tf.convert_to_tensor(gradient)
+        return gradient if isinstance(gradient, tf.IndexedSlices) else tf.ensure_shape(gradient, spec.shape)
+
+    def _stays_sparse(self, spec: TensorSpec) -> bool:
+        return any(part.spec.name == spec.name for part in self._built().delegated)
+
+    def _exchange(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """The body of the traced step."""
+        engine, plan = self.engine, self._built()
+        assert engine is not None
+        assert isinstance(engine.transport, HorovodTransport)
+        self.traces += 1
+        mine = {spec.name: gradient for spec, gradient in zip(self._specs, gradients, strict=True)}
+        merged: dict[str, Gradient] = {}
+        for part in plan.delegated:
+            merged[part.spec.name] = engine.transport.average(
+                mine[part.spec.name],
+                op=self.op,
+                predivide=self.gradient_predivide_factor,
+                name=f"dense.{[spec.name for spec in self._specs].index(part.spec.name)}",
+            )
+        # An earlier trace may have ended with an error half-way.
+        engine.drop()
+        self._slots.belong_to(engine.transport.rank, engine.transport.size)
+        for bucket in plan.buckets:
+            for part in bucket.parts:
+                engine.ready(part.spec.name, mine[part.spec.name])
+        merged.update(engine.finish())
+        return [merged[spec.name] for spec in self._specs]
+
+
+class _Traced:
+    """The step as a graph, made once for every pattern of dense and sparse gradients, for any number of rows."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._functions: dict[tuple[bool, ...], Any] = {}
+
+    def __call__(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        sparse = tuple(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        flat = _flat(gradients)
+        if sparse not in self._functions:
+            self._functions[sparse] = self._make(sparse, gradients)
+        return self._nested(self._functions[sparse](*flat), sparse)
+
+    def _make(self, sparse: tuple[bool, ...], gradients: Sequence[Gradient]) -> Any:
+        signature: list[tf.TensorSpec] = []
+        for gradient in gradients:
+            if isinstance(gradient, tf.IndexedSlices):
+                rows = [None, *gradient.values.shape[1:]]
+                signature += [tf.TensorSpec(rows, gradient.dtype), tf.TensorSpec([None], gradient.indices.dtype)]
+            else:
+                signature.append(tf.TensorSpec(gradient.shape, gradient.dtype))
+
+        def step(*flat: tf.Tensor) -> list[tf.Tensor]:
+            return _flat(self._exchange._exchange(self._nested(flat, sparse)))
+
+        return tf.function(step, input_signature=signature, autograph=False)
+
+    def _nested(self, flat: Sequence[tf.Tensor], sparse: tuple[bool, ...]) -> list[Gradient]:
+        tensors, shapes = iter(flat), [spec.shape for spec in self._exchange._specs]
+        return [
+            tf.IndexedSlices(next(tensors), next(tensors), tf.constant(shape)) if rows else next(tensors)
+            for rows, shape in zip(sparse, shapes, strict=True)
+        ]
+
+
+def _flat(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+    return [
+        tensor
+        for gradient in gradients
+        for tensor in ([gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient])
+    ]
+
+
+def gather(process_set: Any, purpose: str) -> Callable[[Any], list[Any]]:
+    """A function that gives the objects of all ranks of the set; blocks."""
+    name = f"grace.{process_set.process_set_id}.{purpose}".replace(" ", ".")
+    return lambda mine: hvd.allgather_object(mine, name=name, process_set=process_set)
+
+
+def _ops(device: str) -> ArrayOps:
+    return get_ops("tensorflow", device)
+
+
+def _delegated(part: Part) -> bool:
+    """Dense tensors take Horovod's own path; but Horovod cannot add bfloat16."""
+    return part.dense and part.spec.dtype != "bfloat16"
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+    """The paths of Keras' variables, the names of TensorFlow's; numbered where two are alike."""
+    names: list[str] = []
+    for variable in variables:
+        name = plain = getattr(variable, "path", None) or variable.name.partition(":")[0]
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{plain}.{number}"
+        names.append(name)
+    return names
+
+
+def _is_embedding(name: str) -> bool:
+    """Whether Keras' Embedding layer has made the variable: its gradient comes as the rows that were looked up."""
+    return name.rpartition("/")[2] == "embeddings"

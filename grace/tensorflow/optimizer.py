@@ -1,0 +1,331 @@
+"""`DistributedOptimizer`: a Keras 3 optimizer whose gradients are exchanged before it clips and applies them.
+
+Horovod's own Keras optimizer hooks methods that Keras 3 does not call, so its replicas drift apart without an error.
+Here the optimizer keeps being what it was: its class becomes a subclass of itself, which exchanges where Keras clips.
+That is after unscaling and after accumulation, so that clipping, weight decay and averages see the global gradient,
+and an accumulated gradient travels once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from grace.core.agreement import agree
+from grace.core.config import Config
+from grace.core.errors import ConfigError, StepError
+from grace.tensorflow.exchange import Exchange, Gradient, gather
+
+_WHERE = "grace.tensorflow.DistributedOptimizer"
+# Arguments of Horovod that do not apply, and why.
+_REFUSED = {
+    "compression": "is Horovod's own; name a compressor in the configuration instead, for instance "
+    "config={'compressor': 'fp16'}",
+    "groups": "would bypass the compression; leave it out, grace groups tensors by 'bucket_bytes'",
+    "num_groups": "would bypass the compression; leave it out, grace groups tensors by 'bucket_bytes'",
+    "use_locking": "belongs to optimizers of TensorFlow 1; leave it out",
+    "device_dense": "would move tensors between devices; leave it out, gradients are exchanged where they are",
+    "device_sparse": "would move tensors between devices; leave it out, gradients are exchanged where they are",
+    "scale_local_gradients": "concerns variables that are not exchanged, which the optimizer does not support; "
+    "use grace.tensorflow.DistributedGradientTape and its register_local_source",
+    "name": "is given to the optimizer itself: keras.optimizers.SGD(name=...)",
+}
+
+
+def DistributedOptimizer(  # noqa: N802 - the field's name
+    optimizer: keras.optimizers.Optimizer,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    op: int = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    sparse_as_dense: bool = False,
+    process_set: Any = hvd.global_process_set,
+    **options: Any,
+) -> Any:
+    """Make a Keras optimizer exchange its gradients compressed, over Horovod; returns the same optimizer.
+
+    It then works in `model.compile` and `fit`, in `apply` and `apply_gradients`, eagerly and inside `tf.function`.
+    `config` is a mapping, a `Config` or the path of a TOML file; `options` are further keys of it (see
+    `grace.make_config`); without either, GRACE_CONFIG counts. The other arguments are those of Horovod;
+    `backward_passes_per_step` is Keras' `gradient_accumulation_steps`, and adds the passes up unless
+    `average_aggregated_gradients`. `gradient_predivide_factor` concerns only tensors that stay dense.
+
+    The optimizer has the attribute `grace` (an `Exchange`). Its state is part of the optimizer's variables, and of
+    what Keras and `tf.train.Checkpoint` save. Dynamic loss scaling decides from the exchanged gradients, so that all
+    ranks skip the same steps. All ranks of the process set must call this.
+
+    Raises ConfigError for arguments that cannot be honoured, TypeError for another optimizer than one of Keras 3,
+    MismatchError on every rank if ranks differ: in their configuration here, in their variables at the first step.
+    """
+    if not hvd.is_initialized():
+        raise ConfigError(f"{_WHERE}: Horovod is not initialized; call hvd.init() first.")
+    failure: Exception | None = None
+    description: dict[str, Any] = {}
+    try:
+        refuse(options, _WHERE)
+        _check(optimizer)
+        exchange = Exchange(
+            config,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            **options,
+        )
+        _check_passes(_innermost(optimizer), backward_passes_per_step)
+        description = {
+            **exchange.describe(),
+            "backward_passes_per_step": backward_passes_per_step,
+            "average_aggregated_gradients": average_aggregated_gradients,
+        }
+    except Exception as error:
+        # The others must hear of it, or they would wait for this rank.
+        failure = error
+    included = process_set.process_set_id is not None and process_set.included()
+    meet = gather(process_set, "optimizer") if included else lambda mine: [mine]
+    agree(description, failure, meet, _WHERE)
+    inner = _innermost(optimizer)
+    if backward_passes_per_step > 1:
+        inner.gradient_accumulation_steps = backward_passes_per_step
+    _distribute(inner, exchange, 1 if average_aggregated_gradients else backward_passes_per_step)
+    return optimizer
+
+
+def refuse(options: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for what cannot be honoured, naming the argument."""
+    for name, why in _REFUSED.items():
+        if name in options:
+            raise ConfigError(f"{where}: the argument '{name}' {why}.")
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ConfigError(
+            f"{where}: elastic Horovod changes the number of ranks in mid-run, which residuals do not survive yet; "
+            "launch without elastic options."
+        )
+
+
+def _check(optimizer: Any) -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise ConfigError(
+            f"{_WHERE}: Keras runs on the backend '{keras.backend.backend()}', and Horovod's collectives need "
+            "'tensorflow'; set KERAS_BACKEND=tensorflow, or wrap a torch optimizer with grace.torch."
+        )
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise TypeError(
+            f"{_WHERE}: {type(optimizer).__qualname__} is an optimizer of TensorFlow 1; use one of keras.optimizers, "
+            "or take the gradients from grace.tensorflow.DistributedGradientTape and give them to its apply_gradients."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"{_WHERE}: expected an optimizer of Keras 3 (keras.optimizers), received {type(optimizer).__qualname__} "
+            f"of module {type(optimizer).__module__}."
+        )
+    if isinstance(_innermost(optimizer), Distributed):
+        raise ConfigError(f"{_WHERE}: the optimizer is already wrapped; its exchange is the attribute 'grace'.")
+
+
+def _check_passes(optimizer: Any, passes: int) -> None:
+    if passes < 1:
+        raise ConfigError(f"{_WHERE}: backward_passes_per_step must be at least 1, received {passes!r}.")
+    if passes > 1 and (optimizer.gradient_accumulation_steps or optimizer.built):
+        raise ConfigError(
+            f"{_WHERE}: backward_passes_per_step={passes} sets Keras' gradient_accumulation_steps, which is "
+            f"{optimizer.gradient_accumulation_steps} already, or whose buffers were not made when the optimizer was "
+            "built; use only one of the two, and wrap the optimizer before it is built."
+        )
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer that applies gradients, inside those that scale the loss."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def exchange_of(optimizer: Any) -> Exchange | None:
+    """The exchange of an optimizer, also inside one that scales the loss; None if it has none."""
+    return getattr(_innermost(optimizer), "grace", None)
+
+
+class Distributed:
+    """What is mixed into the class of an optimizer."""
+
+    grace: Exchange
+    # While the gradients that come in have been exchanged already.
+    _exchanged = False
+    # Passes that are added up, where Keras takes their mean.
+    _summed_passes = 1
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if not self.built:
+            super().build(variables)
+            self._build_exchange(variables)
+
+    def _build_exchange(self, variables: Sequence[Any]) -> None:
+        overwritten = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
+        if overwritten:
+            raise ConfigError(
+                f"{_WHERE}: {', '.join(overwritten[:3])} are overwritten by their gradients (float8 training), "
+                "for which no reduction over ranks is defined; train without float8."
+            )
+        self.grace.build(variables)
+
+    def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
+        """A variable among the optimizer's own, which Keras and TensorFlow save."""
+        return self.add_variable(
+            shape=tuple(value.shape),
+            dtype=value.dtype.name,
+            initializer=lambda shape, dtype: tf.cast(value, dtype),
+            name=f"grace_{name}".replace("/", "_"),
+        ).value
+
+    def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
+        grads = list(grads)
+        if grads and not self._exchanged:
+            # Keras leaves out what has no gradient here, although another rank may have one.
+            grads = self._filled(grads, trainable_variables)
+        super().apply(grads, trainable_variables)
+
+    def _filled(self, grads: Sequence[Gradient | None], variables: Sequence[Any] | None) -> list[Gradient | None]:
+        variables = self._known(variables)
+        if len(grads) != len(variables) or len(variables) != len(self._trainable_variables):
+            raise StepError(
+                f"the optimizer was built with {len(self._trainable_variables)} variables, and received {len(grads)} "
+                f"gradients for {len(variables)}; pass all of them in every step, with None where there is no "
+                "gradient, or use one optimizer per set of variables that are trained together."
+            )
+        places = [self._get_variable_index(v) for v in variables]
+        filled = self.grace.filled(_placed(grads, places, len(places)))
+        return [filled[place] for place in places]
+
+    def _known(self, variables: Sequence[Any] | None) -> list[Any]:
+        """The variables of a call, with which the optimizer is built if it was not."""
+        if variables is None:
+            return self._trainable_variables
+        variables = list(variables)
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(variables)
+        self._check_variables_are_known(variables)
+        return variables
+
+    def _backend_apply_gradients(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any]) -> None:
+        # _clip_gradients is not told what the gradients are of.
+        self._places = [self._get_variable_index(v) for v in trainable_variables]
+        super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: Sequence[Gradient]) -> list[Gradient]:
+        if not self._exchanged:
+            grads = self.exchanged(grads, self._places)
+        return super()._clip_gradients(grads)
+
+    def exchanged(self, grads: Sequence[Gradient | None], places: Sequence[int]) -> list[Gradient | None]:
+        """What the optimizer applies, of gradients of the variables at these places of its list."""
+        merged = self.grace(_placed(grads, places, len(self._trainable_variables)))
+        if self._summed_passes > 1:
+            merged = [m if m is None else keras.ops.multiply(m, self._summed_passes) for m in merged]
+        return [merged[place] for place in places]
+
+    def get_config(self) -> dict[str, Any]:
+        plain = type(self).__mro__[2].from_config(super().get_config())
+        exchange = self.grace
+        is_global = exchange.process_set is hvd.global_process_set
+        return {
+            "optimizer": keras.optimizers.serialize(plain),
+            "grace": {
+                "config": exchange.config.to_dict(),
+                "op": exchange.op,
+                "gradient_predivide_factor": exchange.gradient_predivide_factor,
+                "sparse_as_dense": exchange.sparse_as_dense,
+            },
+            "process_set": None if is_global else list(exchange.process_set.ranks),
+            "summed_passes": self._summed_passes,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
+        # No other rank takes part: it may be one process that loads a model.
+        optimizer = keras.optimizers.deserialize(config["optimizer"], custom_objects)
+        exchange = Exchange(**config["grace"])
+        if config["process_set"] is not None:
+            exchange.process_set = None
+        return _distribute(optimizer, exchange, config["summed_passes"])
+
+
+keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(Distributed)
+
+
+@cache
+def _class(plain: type) -> type:
+    """The class of optimizers of a class that exchange."""
+    made = type(f"Distributed{plain.__name__}", (Distributed, plain), {"__module__": __name__})
+    # All go by one name in saved models, since `from_config` makes the class anew.
+    return keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(made)
+
+
+def _distribute(optimizer: Any, exchange: Exchange, summed_passes: int) -> Any:
+    optimizer.__class__ = _class(type(optimizer))
+    optimizer.grace = exchange
+    exchange.make_variable = optimizer._make_variable
+    optimizer._summed_passes = summed_passes
+    if optimizer.built:
+        optimizer._build_exchange(optimizer._trainable_variables)
+    return optimizer
+
+
+def _placed(grads: Sequence[Gradient | None], places: Sequence[int], count: int) -> list[Gradient | None]:
+    """The gradients in the order in which the optimizer was built; None where there is none."""
+    ordered: list[Gradient | None] = [None] * count
+    for place, gradient in zip(places, grads, strict=True):
+        ordered[place] = gradient
+    return ordered
+
+
+def _scale_alike(keras_apply: Any) -> Any:
+    """`LossScaleOptimizer.apply` with one decision for all ranks where its optimizer exchanges gradients.
+
+    Keras skips the inner optimizer where it finds NaN or infinity, and so on some ranks only, while the others wait for
+    them in a collective. Here gradients are exchanged before Keras looks at them: a bad gradient of any rank arrives as
+    NaN on all, and no residual has taken it in. Micro-steps of an accumulation are not exchanged, so there only the
+    finding is. (`model.compile` makes the LossScaleOptimizer itself and tells nobody, hence the change of the class.)
+    """
+
+    @wraps(keras_apply)
+    def apply(self: Any, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed):
+            keras_apply(self, grads, trainable_variables)
+            return
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(list(trainable_variables))
+        grads = inner._filled(list(grads), trainable_variables)
+        if inner.gradient_accumulation_steps:
+            factor = tf.where(inner.grace.everywhere(self.check_finite(grads)), 1.0, float("nan"))
+            keras_apply(self, _times(grads, factor), trainable_variables)
+            return
+        scale = self.dynamic_scale.value
+        places = [inner._get_variable_index(v) for v in inner._known(trainable_variables)]
+        # Residuals must not depend on the scale of the day. Both steps are exact: the scale is a power of two.
+        merged = _times(inner.exchanged(_times(grads, 1.0 / scale), places), scale)
+        inner._exchanged = True
+        try:
+            keras_apply(self, merged, trainable_variables)
+        finally:
+            inner._exchanged = False
+
+    return apply
+
+
+def _times(grads: Sequence[Gradient | None], factor: tf.Tensor) -> list[Gradient | None]:
+    return [g if g is None else keras.ops.multiply(g, factor) for g in grads]
+
+
+keras.optimizers.LossScaleOptimizer.apply = _scale_alike(keras.optimizers.LossScaleOptimizer.apply)

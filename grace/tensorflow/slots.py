@@ -1,0 +1,87 @@
+"""Slots in variables, for steps that are traced into graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from grace.core.spec import Array, State
+from grace.core.state import Slots
+
+
+class VariableSlots(Slots):
+    """Step and states in variables made by `make(name, initial value)`, once, when they are first written.
+
+    Numbers noted about a step that are known only when the graph runs live in variables too, beside any checkpoint.
+    """
+
+    def __init__(self, make: Callable[[str, tf.Tensor], tf.Variable]) -> None:
+        super().__init__()
+        self._make = make
+        self._counter = make("step", tf.zeros([], tf.int64))
+        # The rank whose memories these are, and how many ranks there were; at first those of nobody.
+        self.origin = make("origin", tf.constant([-1, 0], tf.int32))
+        self._variables: dict[str, dict[str, dict[str, tf.Variable]]] = {}
+
+    @property
+    def step(self) -> Array:
+        return self._counter.read_value()
+
+    def go_to(self, step: Any) -> None:
+        self._counter.assign(tf.cast(step, tf.int64))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._variables
+
+    def read(self, name: str) -> dict[str, State]:
+        return {
+            kind: {key: variable.read_value() for key, variable in state.items()}
+            for kind, state in self._variables[name].items()
+        }
+
+    def write(self, name: str, states: dict[str, State]) -> None:
+        if name not in self._variables:
+            self._variables[name] = {
+                kind: {key: self._make(f"{name}/{kind}/{key}", value) for key, value in state.items()}
+                for kind, state in states.items()
+            }
+            return
+        for kind, state in states.items():
+            for key, value in state.items():
+                self._variables[name][kind][key].assign(value)
+
+    def variables(self, kind: str) -> list[tf.Variable]:
+        """The variables of one kind, "memory" or "compressor"."""
+        return [variable for states in self._variables.values() for variable in states[kind].values()]
+
+    def belong_to(self, rank: int, size: int) -> None:
+        """Start the memories from zero if a checkpoint of another rank, or another number of ranks, brought them in."""
+        here, origin = tf.constant([rank, size], tf.int32), self.origin.read_value()
+
+        def forget() -> tf.Tensor:
+            tf.print(
+                "grace: the checkpoint is of rank", origin[0], "of", origin[1], "and this is rank", rank, "of", size,
+                ": residuals start from zero. Save and load one file per rank for an exact continuation.",
+                output_stream=sys.stderr,
+            )  # fmt: skip
+            for variable in self.variables("memory"):
+                variable.assign(tf.zeros_like(variable))
+            return tf.constant(True)
+
+        foreign = tf.logical_and(origin[0] >= 0, tf.reduce_any(origin != here))
+        if self.variables("memory"):
+            tf.cond(foreign, forget, lambda: tf.constant(False))
+        self.origin.assign(here)
+
+    def note(self, kind: str, name: str, value: Any) -> None:
+        if tf.is_tensor(value) and not tf.executing_eagerly():
+            variable = self.noted(kind, name)
+            if not isinstance(variable, tf.Variable):
+                with tf.init_scope():
+                    variable = tf.Variable(tf.zeros([], value.dtype), trainable=False)
+            variable.assign(value)
+            value = variable
+        super().note(kind, name, value)

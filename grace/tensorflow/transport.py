@@ -1,0 +1,96 @@
+"""Transport over Horovod's TensorFlow collectives, which are operations of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from grace.core.errors import ConfigError
+from grace.core.transport import Handle, Transport
+
+
+@dataclass(frozen=True)
+class _Tensor(Handle):
+    """A result that the graph waits for by itself: whatever reads the tensor runs after the collective."""
+
+    result: tf.Tensor
+
+    def wait(self) -> tf.Tensor:
+        return self.result
+
+
+class HorovodTransport(Transport):
+    """Named collectives of Horovod within one process set, to be traced into a graph; `rank` is -1 outside of the set.
+
+    `prefix` keeps the names of several exchanges apart. Raises ConfigError for a process set unknown to Horovod.
+    """
+
+    def __init__(self, process_set: Any, prefix: str) -> None:
+        if process_set.process_set_id is None or process_set.ranks is None:
+            raise ConfigError(
+                f"{process_set} is unknown to Horovod; "
+                "pass it to hvd.init(process_sets=[...]) or hvd.add_process_set() first."
+            )
+        self.size = len(process_set.ranks)
+        self.rank = process_set.rank() if process_set.included() else -1
+        self._process_set = process_set
+        self._prefix = prefix
+
+    def _named(self, name: str) -> dict[str, Any]:
+        # Horovod matches collectives by the name of the operation. Name scopes depend on where it was traced; what
+        # follows the last slash does not.
+        return {
+            "name": f"{self._prefix}.{name}".replace("/", "."),
+            "ignore_name_scope": True,
+            "process_set": self._process_set,
+        }
+
+    def allreduce(self, x: tf.Tensor, *, op: Literal["sum", "max"], name: str) -> Handle:
+        if x.shape.num_elements() == 0 or self.size == 1:
+            return _Tensor(x)
+        if x.dtype == tf.bfloat16 and op == "sum":
+            return _Tensor(self._bfloat16_sum(x, name))
+        return _Tensor(hvd.allreduce(x, op={"sum": hvd.Sum, "max": hvd.Max}[op], **self._named(name)))
+
+    def _bfloat16_sum(self, x: tf.Tensor, name: str) -> tf.Tensor:
+        """Horovod cannot add bfloat16: exchange slices, add them in float32, gather the sums.
+
+        The bytes per rank are those of a ring allreduce.
+        """
+        n = x.shape.num_elements()
+        width = -(-n // self.size)
+        padded = tf.pad(x, [[0, width * self.size - n]])
+        data = tf.reshape(tf.bitcast(padded, tf.uint8), [-1])
+        splits = tf.fill([self.size], 2 * width)
+        slices, _ = hvd.alltoall(data, splits=splits, **self._named(f"{name}.slices"))
+        rows = tf.reshape(tf.bitcast(tf.reshape(slices, [-1, 2]), tf.bfloat16), [self.size, width])
+        total = tf.cast(tf.reduce_sum(tf.cast(rows, tf.float32), axis=0), tf.bfloat16)
+        sums = hvd.allgather(tf.reshape(tf.bitcast(total, tf.uint8), [-1]), **self._named(f"{name}.sums"))
+        return tf.reshape(tf.bitcast(tf.reshape(sums, [-1, 2]), tf.bfloat16)[:n], [n])
+
+    def allgather(self, x: tf.Tensor, *, name: str) -> Handle:
+        return _Tensor(x if self.size == 1 else hvd.allgather(x, **self._named(name)))
+
+    def broadcast(self, x: tf.Tensor, *, root: int, name: str) -> Handle:
+        if x.shape.num_elements() == 0 or self.size == 1:
+            return _Tensor(x)
+        # Horovod counts roots in global ranks, also within a process set.
+        return _Tensor(hvd.broadcast(x, self._process_set.ranks[root], **self._named(name)))
+
+    def average(
+        self, x: tf.Tensor | tf.IndexedSlices, *, op: int, predivide: float, name: str
+    ) -> tf.Tensor | tf.IndexedSlices:
+        """An uncompressed gradient as Horovod reduces it: dense ones are added, the rows of sparse ones gathered."""
+        if self.size == 1:
+            return x
+        if isinstance(x, tf.IndexedSlices):
+            values = hvd.allgather(x.values, **self._named(f"{name}.values"))
+            indices = hvd.allgather(x.indices, **self._named(f"{name}.indices"))
+            if op == hvd.Average:
+                values = values / tf.cast(self.size, values.dtype)
+            return tf.IndexedSlices(values, indices, x.dense_shape)
+        scale = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide} if op == hvd.Average else {}
+        return hvd.allreduce(x, op=op, **scale, **self._named(name))
