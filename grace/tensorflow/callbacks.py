@@ -60,10 +60,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class StatisticsCallback(keras.callbacks.Callback):
     """Add what grace measured to the logs of an epoch, and so to `History`, TensorBoard and CSV files.
 
-    `grace_wire_bytes` and `grace_dense_bytes` are bytes per step of this rank, as the mean over the steps at whose end
-    Keras calls back (every `steps_per_execution`-th), `grace_ratio` is their quotient. With
+    `grace_wire_bytes` and `grace_dense_bytes` are bytes per step of this rank, as the mean over the steps after which
+    Keras calls back (every `steps_per_execution`-th); `grace_ratio` is their quotient. With
     `optimizer.grace.track_norms` there are also `grace_relative_error` and `grace_residual_norm`, means over the
-    compressed tensors in the last step. Put it before TensorBoard in the list of callbacks. Raises ConfigError if the optimizer is not one of grace.
+    compressed tensors in the last step. Put it before TensorBoard in the list of callbacks. Raises ConfigError if the
+    optimizer is not one of grace.
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
