@@ -262,12 +262,19 @@ class Engine:
             for flag in flags[1:]:
                 bad = ops.bit_or(bad, flag > 0)
             old = self._slots.read(spec.name)
-            states = {
-                kind: {key: _either(ops, bad, old[kind][key], value) for key, value in state.items()}
-                for kind, state in states.items()
-            }
-            finite = gradient
-            gradient = ops.choose(bad, lambda: ops.full(spec.numel, float("nan"), spec.work_dtype), lambda: finite)
+            places = [(kind, key) for kind, state in states.items() for key in state]
+            kept, finite = [states[kind][key] for kind, key in places], gradient
+            *chosen, gradient = ops.choose(
+                bad,
+                lambda: [
+                    *(old[kind][key] for kind, key in places),
+                    ops.full(spec.numel, float("nan"), spec.work_dtype),
+                ],
+                lambda: [*kept, finite],
+            )
+            states = {"memory": {}, "compressor": {}}
+            for (kind, key), value in zip(places, chosen, strict=True):
+                states[kind][key] = value
         self._slots.write(spec.name, states)
         sent = sum(ops.length(entry.payload[f.name]) * ITEMSIZE[f.dtype] for f in part.fields if f.wire)
         self._slots.note("tensor", spec.name, sent + part.settled_bytes)

@@ -186,6 +186,8 @@ class Distributed:
             name=f"grace_{name}".replace("/", "_"),
         ).value
 
+    # Converting what it calls would take longer than tracing it, for nothing: no branch depends on a tensor.
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         grads = list(grads)
         if grads and not self._exchanged:
@@ -297,6 +299,7 @@ def _scale_alike(keras_apply: Any) -> Any:
     finding is. (`model.compile` makes the LossScaleOptimizer itself and tells nobody, hence the change of the class.)
     """
 
+    @tf.autograph.experimental.do_not_convert
     @wraps(keras_apply)
     def apply(self: Any, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         inner = self.inner_optimizer

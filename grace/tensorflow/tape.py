@@ -55,6 +55,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         tape, process_set=given.process_set, scale_local_gradients=scale_local_gradients
     )
 
+    @tf.autograph.experimental.do_not_convert
     def reduce(gradients: Sequence[Gradient | None], sources: Sequence[Any], *_: Any) -> list[Gradient | None]:
         if not isinstance(config, Exchange):
             wrapped.grace = _found(given, sources)

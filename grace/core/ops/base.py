@@ -193,7 +193,7 @@ class ArrayOps(ABC):
     # --- control ------------------------------------------------------------------------------------------------
 
     def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
-        """a() if the 0-d condition holds, else b(); both return arrays alike in shape."""
+        """a() if the 0-d condition holds, else b(); both return an array, or a list of arrays, alike in shape."""
         return a() if condition else b()
 
     def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
