@@ -211,10 +211,11 @@ class Exchange(tf.Module):
             for spec, gradient in zip(self._specs, gradients, strict=True)
         ]
 
-    def __call__(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
+    def __call__(self, gradients: Sequence[Gradient | None], *, whole: bool = False) -> list[Gradient | None]:
         """Exchange one gradient per variable, in the order of `build`; what is None on every rank stays None.
 
-        The step is traced once per pattern of dense and sparse gradients, whether it is called eagerly or inside a
+        With `whole`, one tensor with NaN or infinity rolls back the memories of all: the caller will drop the step. The
+        step is traced once per pattern of dense and sparse gradients, whether it is called eagerly or inside a
         `tf.function`. Raises what `filled` does.
         """
         given = [
@@ -222,7 +223,7 @@ class Exchange(tf.Module):
             for spec, gradient in zip(self._specs, self.filled(gradients), strict=True)
         ]
         try:
-            merged = self._traced(given)
+            merged = self._traced(given, whole)
         except tf.errors.InvalidArgumentError as error:
             if MismatchError.__name__ not in str(error.message):
                 raise
@@ -249,7 +250,7 @@ class Exchange(tf.Module):
     def _stays_sparse(self, spec: TensorSpec) -> bool:
         return any(part.spec.name == spec.name for part in self._built().delegated)
 
-    def _exchange(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def _exchange(self, gradients: Sequence[Gradient], whole: bool) -> list[Gradient]:
         """The body of the traced step."""
         engine, plan = self.engine, self._built()
         assert engine is not None
@@ -267,10 +268,15 @@ class Exchange(tf.Module):
         # An earlier trace may have ended with an error half-way.
         engine.drop()
         self._slots.belong_to(engine.transport.rank, engine.transport.size)
+        before = self._slots.snapshot() if whole else {}
         for bucket in plan.buckets:
             for part in bucket.parts:
                 engine.ready(part.spec.name, mine[part.spec.name])
         merged.update(engine.finish())
+        if whole:
+            values = [m.values if isinstance(m, tf.IndexedSlices) else m for m in merged.values()]
+            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+            tf.cond(finite, lambda: tf.constant(True), lambda: self._slots.restore(before))
         return [merged[spec.name] for spec in self._specs]
 
 
@@ -279,16 +285,15 @@ class _Traced:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._functions: dict[tuple[bool, ...], Any] = {}
+        self._functions: dict[Any, Any] = {}
 
-    def __call__(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def __call__(self, gradients: Sequence[Gradient], whole: bool) -> list[Gradient]:
         sparse = tuple(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
-        flat = _flat(gradients)
-        if sparse not in self._functions:
-            self._functions[sparse] = self._make(sparse, gradients)
-        return self._nested(self._functions[sparse](*flat), sparse)
+        if (sparse, whole) not in self._functions:
+            self._functions[sparse, whole] = self._make(sparse, whole, gradients)
+        return self._nested(self._functions[sparse, whole](*_flat(gradients)), sparse)
 
-    def _make(self, sparse: tuple[bool, ...], gradients: Sequence[Gradient]) -> Any:
+    def _make(self, sparse: tuple[bool, ...], whole: bool, gradients: Sequence[Gradient]) -> Any:
         signature: list[tf.TensorSpec] = []
         for gradient in gradients:
             if isinstance(gradient, tf.IndexedSlices):
@@ -298,7 +303,7 @@ class _Traced:
                 signature.append(tf.TensorSpec(gradient.shape, gradient.dtype))
 
         def step(*flat: tf.Tensor) -> list[tf.Tensor]:
-            return _flat(self._exchange._exchange(self._nested(flat, sparse)))
+            return _flat(self._exchange._exchange(self._nested(flat, sparse), whole))
 
         return tf.function(step, input_signature=signature, autograph=False)
 

@@ -228,9 +228,11 @@ class Distributed:
             grads = self.exchanged(grads, self._places)
         return super()._clip_gradients(grads)
 
-    def exchanged(self, grads: Sequence[Gradient | None], places: Sequence[int]) -> list[Gradient | None]:
+    def exchanged(
+        self, grads: Sequence[Gradient | None], places: Sequence[int], *, whole: bool = False
+    ) -> list[Gradient | None]:
         """What the optimizer applies, of gradients of the variables at these places of its list."""
-        merged = self.grace(_placed(grads, places, len(self._trainable_variables)))
+        merged = self.grace(_placed(grads, places, len(self._trainable_variables)), whole=whole)
         if self._summed_passes > 1:
             merged = [m if m is None else keras.ops.multiply(m, self._summed_passes) for m in merged]
         return [merged[place] for place in places]
@@ -295,8 +297,9 @@ def _scale_alike(keras_apply: Any) -> Any:
 
     Keras skips the inner optimizer where it finds NaN or infinity, and so on some ranks only, while the others wait for
     them in a collective. Here gradients are exchanged before Keras looks at them: a bad gradient of any rank arrives as
-    NaN on all, and no residual has taken it in. Micro-steps of an accumulation are not exchanged, so there only the
-    finding is. (`model.compile` makes the LossScaleOptimizer itself and tells nobody, hence the change of the class.)
+    NaN on all, and no residual has taken in anything of that step. Micro-steps of an accumulation are not exchanged,
+    so there only the finding is. (`model.compile` makes the LossScaleOptimizer itself and tells nobody, hence the
+    change of the class.)
     """
 
     @tf.autograph.experimental.do_not_convert
@@ -316,8 +319,8 @@ def _scale_alike(keras_apply: Any) -> Any:
             return
         scale = self.dynamic_scale.value
         places = [inner._get_variable_index(v) for v in inner._known(trainable_variables)]
-        # Residuals must not depend on the scale of the day. Both steps are exact: the scale is a power of two.
-        merged = _times(inner.exchanged(_times(grads, 1.0 / scale), places), scale)
+        # Residuals must not depend on the scale of the day. It is a power of two, so that both products are exact.
+        merged = _times(inner.exchanged(_times(grads, 1.0 / scale), places, whole=True), scale)
         inner._exchanged = True
         try:
             keras_apply(self, merged, trainable_variables)

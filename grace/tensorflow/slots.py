@@ -57,6 +57,16 @@ class VariableSlots(Slots):
         """The variables of one kind, "memory" or "compressor"."""
         return [variable for states in self._variables.values() for variable in states[kind].values()]
 
+    def snapshot(self) -> dict[str, dict[str, State]]:
+        """The states of all tensors as they are now."""
+        return {name: self.read(name) for name in self._variables}
+
+    def restore(self, snapshot: dict[str, dict[str, State]]) -> tf.Tensor:
+        """Write the states of a snapshot back; False, as the branch of a graph returns something."""
+        for name, states in snapshot.items():
+            self.write(name, states)
+        return tf.constant(False)
+
     def belong_to(self, rank: int, size: int) -> None:
         """Start the memories from zero if a checkpoint of another rank, or another number of ranks, brought them in."""
         here, origin = tf.constant([rank, size], tf.int32), self.origin.read_value()
