@@ -1,10 +1,11 @@
-"""grace: gradient compression for distributed training.
+"""grace: gradient compression for distributed training over Horovod.
 
-`grace.torch.DistributedOptimizer` wraps Horovod's; importing grace itself imports no framework.
+`DistributedOptimizer` wraps an optimizer of PyTorch or Keras; importing grace itself imports no framework.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from grace.core.communicator import Communicator
@@ -48,16 +49,17 @@ __all__ = [
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802 - the field's name
-    """Wrap an optimizer in the adapter of its framework; arguments as of `grace.torch.DistributedOptimizer`.
+    """Wrap an optimizer in the adapter of its framework, `grace.torch` or `grace.tensorflow`, with its arguments.
 
     Raises TypeError if no adapter knows the optimizer's type.
     """
     frameworks = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
-    if "torch" in frameworks:
-        from grace import torch as adapter
-
-        return adapter.DistributedOptimizer(optimizer, *args, **kwargs)
-    raise TypeError(
-        f"grace.DistributedOptimizer: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__} "
-        f"of module {type(optimizer).__module__}."
-    )
+    # Keras first: on its backend "torch" or "tensorflow" its classes derive from theirs.
+    name = next((name for name in ("keras", "tensorflow", "torch") if name in frameworks), None)
+    if name is None:
+        raise TypeError(
+            "grace.DistributedOptimizer: expected a torch.optim.Optimizer or a keras.optimizers.Optimizer, "
+            f"received {type(optimizer).__qualname__} of module {type(optimizer).__module__}."
+        )
+    adapter = importlib.import_module("grace.torch" if name == "torch" else "grace.tensorflow")
+    return adapter.DistributedOptimizer(optimizer, *args, **kwargs)
