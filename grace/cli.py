@@ -167,12 +167,15 @@ def _markdown_row(cells: list[str]) -> str:
 # --- grace doctor ---------------------------------------------------------------------------------------------------
 
 ALLREDUCE = """
-import horovod.torch as hvd, torch
+import horovod.{0} as hvd, numpy, {0} as framework
 hvd.init()
-total = hvd.allreduce(torch.full((1000,), hvd.rank() + 1.0), op=hvd.Sum)
-assert hvd.size() == 2, f"expected 2 ranks, found {hvd.size()}"
-assert bool((total == 3).all()), f"expected the sum 1 + 2 = 3, received {total[0].item()}"
+mine = numpy.full(1000, hvd.rank() + 1.0, numpy.float32)
+convert = framework.tensor if hasattr(framework, "tensor") else framework.constant
+total = hvd.allreduce(convert(mine), op=hvd.Sum).numpy()
+assert hvd.size() == 2, "expected 2 ranks, found %d" % hvd.size()
+assert (total == 3).all(), "expected the sum 1 + 2 = 3, received %r" % total[0]
 """
+FRAMEWORKS = ("torch", "tensorflow")
 BUILD = "import horovod.{0} as hvd; print('MPI' * hvd.mpi_built(), 'Gloo' * hvd.gloo_built())"
 OPEN_MPI_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
@@ -216,14 +219,17 @@ class Doctor:
         self._say("grace", __version__)
         needed = {
             "numpy": "numpy is missing: install it",
-            "torch": "torch is missing: install PyTorch; grace has no other adapter yet",
+            "torch": "",
             "tensorflow": "",
-            "horovod": "horovod is missing: run scripts/setup.sh, or build it for PyTorch with MPI or Gloo",
+            "keras": "",
+            "horovod": "horovod is missing: run scripts/setup.sh, or build it for your framework with MPI or Gloo",
             "mpi4py": "",
         }
         for package, problem in needed.items():
             version = _version(package)
             self._say(package, version or "not installed", "" if version else problem)
+        if not any(map(_version, FRAMEWORKS)):
+            self._problems.append("torch and tensorflow are missing: install PyTorch or TensorFlow")
 
     def _mpi_version(self) -> str:
         mpirun = shutil.which("mpirun", path=self._path)
@@ -232,23 +238,19 @@ class Doctor:
         self._say("MPI", version or "not found (only horovodrun --gloo can start ranks)")
         return version
 
-    def _horovod(self) -> list[str]:
-        """The controllers that Horovod was built with for PyTorch, of "MPI" and "Gloo"."""
+    def _horovod(self) -> dict[str, list[str]]:
+        """Per installed framework the controllers that Horovod was built with for it, of "MPI" and "Gloo"."""
+        built: dict[str, list[str]] = {}
         if not _version("horovod"):
-            return []
-        built: list[str] = []
-        for framework, package in (("torch", "torch"), ("tensorflow", "tensorflow")):
-            if not _version(package):
-                continue
+            return built
+        for framework in filter(_version, FRAMEWORKS):
             topic = f"horovod.{framework}"
             status, output = self._run([sys.executable, "-c", BUILD.format(framework)])
             if status == 0:
-                found = output.strip().splitlines()[-1].split()
-                self._say(topic, f"built with {' and '.join(found)}" if found else "built without MPI and Gloo")
-                built = found if framework == "torch" else built
+                built[framework] = output.strip().splitlines()[-1].split()
+                self._say(topic, f"built with {' and '.join(built[framework]) or 'neither MPI nor Gloo'}")
             else:
-                advice = f"horovod.{framework} cannot be imported: rebuild Horovod for it (scripts/setup.sh)"
-                self._say(topic, "does not load", advice if framework == "torch" else "")
+                self._say(topic, "does not load", f"{topic} cannot be imported: rebuild Horovod (scripts/setup.sh)")
                 print(_indented(output))
         return built
 
@@ -265,29 +267,34 @@ class Doctor:
             self._say(name, f"{path}{note}")
         return found
 
-    def _launch(self, launchers: dict[str, str], built: list[str], mpi: str) -> None:
-        program = [sys.executable, "-c", ALLREDUCE]
-        commands: dict[str, list[str]] = {}
-        if "horovodrun" in launchers and "Gloo" in built:
-            commands["horovodrun --gloo"] = [launchers["horovodrun"], "-np", "2", "--gloo", *program]
-        if "mpirun" in launchers and "MPI" in built:
-            flags = OPEN_MPI_FLAGS if "Open MPI" in mpi or "OpenRTE" in mpi else []
-            commands["mpirun"] = [launchers["mpirun"], *flags, "-np", "2", *program]
-        for name, command in commands.items():
-            status, output = self._run(command)
-            topic = f"2-rank allreduce, {name}: "
-            if status == 0:
-                print(f"{topic}works")
-                continue
-            end = f"no answer in {self._timeout:g} s" if status is None else f"exit status {status}"
-            print(f"{topic}FAILED, {end}\n{_indented(output)}")
-            self._problems.append(f"two ranks started by {name} cannot add their gradients: its output is above")
-        if not commands:
-            self._say(
-                "2-rank allreduce",
-                "not possible",
-                f"no launcher fits Horovod's build ({' and '.join(built)}): horovodrun needs Gloo, mpirun needs MPI",
-            )
+    def _launch(self, launchers: dict[str, str], built: dict[str, list[str]], mpi: str) -> None:
+        flags = OPEN_MPI_FLAGS if "Open MPI" in mpi or "OpenRTE" in mpi else []
+        for framework, controllers in built.items():
+            program = [sys.executable, "-c", ALLREDUCE.format(framework)]
+            commands: dict[str, list[str]] = {}
+            if "horovodrun" in launchers and "Gloo" in controllers:
+                commands["horovodrun --gloo"] = [launchers["horovodrun"], "-np", "2", "--gloo", *program]
+            if "mpirun" in launchers and "MPI" in controllers:
+                commands["mpirun"] = [launchers["mpirun"], *flags, "-np", "2", *program]
+            for name, command in commands.items():
+                self._try(f"{framework}, {name}", command)
+            if not commands:
+                self._say(
+                    f"2-rank allreduce, {framework}: ",
+                    "not possible",
+                    f"no launcher fits Horovod's build for {framework} ({' and '.join(controllers) or 'neither'}): "
+                    "horovodrun needs Gloo, mpirun needs MPI",
+                )
+
+    def _try(self, what: str, command: list[str]) -> None:
+        status, output = self._run(command)
+        topic = f"2-rank allreduce, {what}: "
+        if status == 0:
+            print(f"{topic}works", flush=True)
+            return
+        end = f"no answer in {self._timeout:g} s" if status is None else f"exit status {status}"
+        print(f"{topic}FAILED, {end}\n{_indented(output)}")
+        self._problems.append(f"two ranks cannot add their gradients ({what}): the output is above")
 
     def _run(self, command: list[str]) -> tuple[int | None, str]:
         """Exit status, None if it was stopped by the time-out, and output of a process and all that it starts."""

@@ -96,6 +96,7 @@ def test_doctor_without_launch_finds_this_environment_complete():
     found = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line)
     assert found["grace"] == grace.__version__
     assert "Gloo" in found["horovod.torch"]
+    assert "Gloo" in found["horovod.tensorflow"]
     assert found["kernels"] == "not built: reference bodies are used"
     assert found["2-rank"] == "allreduce    not checked (--no-launch)"
 
@@ -105,7 +106,7 @@ def test_doctor_names_what_is_missing(monkeypatch, capsys):
     assert cli.main(["doctor", "--no-launch"]) == 1
     output = capsys.readouterr().out
     assert "2 problem(s):" in output
-    assert "torch is missing" in output
+    assert "torch and tensorflow are missing" in output
     assert "horovod is missing" in output
 
 
@@ -129,7 +130,7 @@ def only_mpirun(monkeypatch, tmp_path):
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(cli, "_version", lambda package: "9.9")
-    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: ["MPI"])
+    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"tensorflow": ["MPI"]})
     return install
 
 
@@ -137,7 +138,7 @@ def test_doctor_shows_the_output_of_a_failed_launch(only_mpirun, capsys):
     only_mpirun('case "$1" in --version) echo "mpirun (Open MPI) 5.0" ;; *) echo "no slots for $*"; exit 3 ;; esac')
     assert cli.main(["doctor"]) == 1
     output = capsys.readouterr().out
-    assert "2-rank allreduce, mpirun: FAILED, exit status 3" in output
+    assert "2-rank allreduce, tensorflow, mpirun: FAILED, exit status 3" in output
     assert "| no slots for --allow-run-as-root --oversubscribe --bind-to none -np 2" in output
 
 
@@ -145,21 +146,22 @@ def test_doctor_stops_a_launch_that_hangs(only_mpirun, capsys):
     only_mpirun('case "$1" in --version) echo "HYDRA" ;; *) echo "waiting for $1"; sleep 60 ;; esac')
     assert cli.main(["doctor", "--timeout", "1"]) == 1
     output = capsys.readouterr().out
-    assert "2-rank allreduce, mpirun: FAILED, no answer in 1 s" in output
+    assert "2-rank allreduce, tensorflow, mpirun: FAILED, no answer in 1 s" in output
     assert "| waiting for -np" in output  # Open MPI's flags are only for Open MPI
 
 
 def test_doctor_says_when_no_launcher_fits(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cli, "_version", lambda package: "9.9")
-    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: ["Gloo"])
+    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"torch": ["Gloo"]})
     monkeypatch.setattr(cli.shutil, "which", lambda name, path=None: None)
     assert cli.main(["doctor"]) == 1
-    assert "no launcher fits Horovod's build (Gloo)" in capsys.readouterr().out
+    assert "no launcher fits Horovod's build for torch (Gloo)" in capsys.readouterr().out
 
 
 @pytest.mark.distributed
 def test_doctor_starts_two_ranks():
     result = run("doctor")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "2-rank allreduce, horovodrun --gloo: works" in result.stdout
-    assert "2-rank allreduce, mpirun: works" in result.stdout
+    for framework in ("torch", "tensorflow"):
+        assert f"2-rank allreduce, {framework}, horovodrun --gloo: works" in result.stdout
+        assert f"2-rank allreduce, {framework}, mpirun: works" in result.stdout
