@@ -162,6 +162,8 @@ class Distributed:
     _exchanged = False
     # Passes that are added up, where Keras takes their mean.
     _summed_passes = 1
+    # The ranks of the process set with which a loaded optimizer was saved.
+    _saved_ranks: list[int] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
         if not self.built:
@@ -238,18 +240,20 @@ class Distributed:
         return [merged[place] for place in places]
 
     def get_config(self) -> dict[str, Any]:
-        plain = type(self).__mro__[2].from_config(super().get_config())
+        plain_class = type(self).__mro__[2]
         exchange = self.grace
-        is_global = exchange.process_set is hvd.global_process_set
+        ranks = self._saved_ranks
+        if exchange.process_set is not None:
+            ranks = None if exchange.process_set is hvd.global_process_set else list(exchange.process_set.ranks)
         return {
-            "optimizer": keras.optimizers.serialize(plain),
+            "optimizer": keras.optimizers.serialize(plain_class.from_config(super().get_config())),
             "grace": {
                 "config": exchange.config.to_dict(),
                 "op": exchange.op,
                 "gradient_predivide_factor": exchange.gradient_predivide_factor,
                 "sparse_as_dense": exchange.sparse_as_dense,
             },
-            "process_set": None if is_global else list(exchange.process_set.ranks),
+            "ranks": ranks,
             "summed_passes": self._summed_passes,
         }
 
@@ -258,9 +262,10 @@ class Distributed:
         # No other rank takes part: it may be one process that loads a model.
         optimizer = keras.optimizers.deserialize(config["optimizer"], custom_objects)
         exchange = Exchange(**config["grace"])
-        if config["process_set"] is not None:
-            exchange.process_set = None
-        return _distribute(optimizer, exchange, config["summed_passes"])
+        distributed = _distribute(optimizer, exchange, config["summed_passes"])
+        if config["ranks"] is not None:
+            exchange.process_set, distributed._saved_ranks = None, config["ranks"]
+        return distributed
 
 
 keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(Distributed)

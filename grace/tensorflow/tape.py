@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 from grace.core.config import Config
@@ -57,6 +58,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
 
     @tf.autograph.experimental.do_not_convert
     def reduce(gradients: Sequence[Gradient | None], sources: Sequence[Any], *_: Any) -> list[Gradient | None]:
+        sources = [of_keras.get(source.ref(), source) for source in sources]
         if not isinstance(config, Exchange):
             wrapped.grace = _found(given, sources)
         exchange = wrapped.grace
@@ -64,6 +66,15 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
             exchange.build(sources, gradients)
         return exchange(gradients)
 
+    @tf.autograph.experimental.do_not_convert
+    def gradient(target: Any, sources: Sequence[Any], *args: Any, **keywords: Any) -> list[Gradient | None]:
+        # Horovod keeps sources apart by Variable.ref(), which Keras' variables lack; the ones inside them have it.
+        of_keras.update({s.value.ref(): s for s in sources if isinstance(s, keras.Variable)})
+        plain = [s.value if isinstance(s, keras.Variable) else s for s in sources]
+        return type(wrapped).gradient(wrapped, target, plain, *args, **keywords)
+
+    of_keras: dict[Any, keras.Variable] = {}
+    wrapped.gradient = gradient
     wrapped.grace = given
     # Horovod's own seam, on the instance: gradient() hands every gradient but those of local sources to it.
     wrapped._allreduce_grads = reduce
