@@ -19,6 +19,7 @@ from grace.core.errors import ConfigError, MismatchError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.base import ArrayOps
 from grace.core.plan import Part, Plan, make_plan
+from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
 from grace.tensorflow.slots import VariableSlots
 from grace.tensorflow.transport import HorovodTransport
@@ -106,7 +107,10 @@ class Exchange(tf.Module):
         sparse = (
             [_is_embedding(name) for name in names]
             if gradients is None
-            else [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+            else [
+                _is_embedding(name) if gradient is None else isinstance(gradient, tf.IndexedSlices)
+                for name, gradient in zip(names, gradients, strict=True)
+            ]
         )
         specs = [
             TensorSpec(name, tuple(v.shape), tf.as_dtype(v.dtype).name, sparse=rows)
@@ -144,8 +148,8 @@ class Exchange(tf.Module):
             "sparse_as_dense": self.sparse_as_dense,
         }
 
-    def _start(self, gradients: Sequence[Gradient | None]) -> None:
-        """Meet the other ranks; raises MismatchError on all of them if they differ."""
+    def _start(self, gradients: Sequence[Gradient | None], failure: Exception | None) -> None:
+        """Meet the other ranks; raises the failure of this one, MismatchError if another failed or they differ."""
         if not hvd.is_initialized():
             raise ConfigError("grace.tensorflow: Horovod is not initialized; call hvd.init() first.")
         if self.process_set is None:
@@ -159,18 +163,15 @@ class Exchange(tf.Module):
         transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}")
         if transport.rank < 0:
             raise ConfigError(f"this process is not in {self.process_set}, so it cannot take a step there.")
-        named = [(spec.name, gradient) for spec, gradient in zip(self._specs, gradients, strict=True)]
         description = {
             **self.describe(),
             "exchange number": number,
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in self._specs},
-            "sparse gradients": [name for name, gradient in named if isinstance(gradient, tf.IndexedSlices)],
-            "of this rank": {"without gradient": [name for name, gradient in named if gradient is None]},
+            "methods": {part.spec.name: compressors.name_of(part.compressor) for part in plan.parts},
+            "of this rank": {spec.name: self._kind(spec, g) for spec, g in zip(self._specs, gradients, strict=False)},
         }
-        everyone = agree(description, None, gather(self.process_set, "first step"), "the first step")
-        # Keras leaves a variable alone that has no gradient; so it must have none on any rank.
-        unused = set.intersection(*(set(other["of this rank"]["without gradient"]) for other in everyone))
-        self._unused = frozenset(unused)
+        everyone = agree(description, failure, gather(self.process_set, "first step"), "the first step")
+        self._kinds = _common([other["of this rank"] for other in everyone])
         self.engine = Engine(
             plan, _ops, transport, seed=self.config.seed, average=self.op == hvd.Average, slots=self._slots
         )
@@ -190,26 +191,33 @@ class Exchange(tf.Module):
         rank if ranks differ.
         """
         self._built()
-        if len(gradients) != len(self._specs):
-            raise StepError(f"expected {len(self._specs)} gradients, one per variable, received {len(gradients)}.")
-        if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            raise ConfigError(
-                "the step is being compiled by XLA, which has no kernels for Horovod's collectives; "
-                "pass jit_compile=False to model.compile() or tf.function()."
-            )
+        failure = self._objection(gradients)
         if self.engine is None:
             with tf.init_scope():
-                self._start(gradients)
+                self._start(gradients, failure)
+        if failure is not None:
+            raise failure
         for spec, gradient in zip(self._specs, gradients, strict=True):
-            if spec.name in self._unused and gradient is not None:
+            if self._kinds[spec.name] is None and gradient is not None:
                 raise StepError(
                     f"tensor '{spec.name}' had no gradient on any rank in the first step, and has one now; "
                     "use one optimizer or tape per set of variables that are trained together."
                 )
         return [
-            None if spec.name in self._unused else self._shaped(spec, gradient)
+            None if self._kinds[spec.name] is None else self._shaped(spec, gradient)
             for spec, gradient in zip(self._specs, gradients, strict=True)
         ]
+
+    def _objection(self, gradients: Sequence[Gradient | None]) -> Exception | None:
+        """Why this rank cannot take part in the step."""
+        if len(gradients) != len(self._specs):
+            return StepError(f"expected {len(self._specs)} gradients, one per variable, received {len(gradients)}.")
+        if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            return ConfigError(
+                "the step is being compiled by XLA, which has no kernels for Horovod's collectives; "
+                "pass jit_compile=False to model.compile() or tf.function()."
+            )
+        return None
 
     def __call__(self, gradients: Sequence[Gradient | None], *, whole: bool = False) -> list[Gradient | None]:
         """Exchange one gradient per variable, in the order of `build`; what is None on every rank stays None.
@@ -228,7 +236,7 @@ class Exchange(tf.Module):
             if MismatchError.__name__ not in str(error.message):
                 raise
             raise MismatchError(str(error.message)) from None
-        return [None if spec.name in self._unused else m for spec, m in zip(self._specs, merged, strict=True)]
+        return [None if self._kinds[spec.name] is None else m for spec, m in zip(self._specs, merged, strict=True)]
 
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
         """Whether the condition holds on all ranks; to be asked by all of them, after `filled`."""
@@ -238,17 +246,24 @@ class Exchange(tf.Module):
 
     def _shaped(self, spec: TensorSpec, gradient: Gradient | None) -> Gradient:
         if gradient is None:
-            return tf.zeros(spec.shape, spec.dtype)
+            gradient = _nothing(spec, self._kinds[spec.name])
         if gradient.dtype != spec.dtype:
             gradient = tf.cast(gradient, spec.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(spec.shape))
-            if self.sparse_as_dense or not self._stays_sparse(spec):
+            if not self._stays_sparse(spec):
                 gradient = tf.convert_to_tensor(gradient)
         return gradient if isinstance(gradient, tf.IndexedSlices) else tf.ensure_shape(gradient, spec.shape)
 
     def _stays_sparse(self, spec: TensorSpec) -> bool:
-        return any(part.spec.name == spec.name for part in self._built().delegated)
+        return not self.sparse_as_dense and any(part.spec.name == spec.name for part in self._built().delegated)
+
+    def _kind(self, spec: TensorSpec, gradient: Gradient | None) -> str | None:
+        """How a gradient travels: "dense", as rows under indices of a dtype, or not at all."""
+        if gradient is None:
+            return None
+        rows = isinstance(gradient, tf.IndexedSlices) and self._stays_sparse(spec)
+        return f"rows of {gradient.indices.dtype.name}" if rows else "dense"
 
     def _exchange(self, gradients: Sequence[Gradient], whole: bool) -> list[Gradient]:
         """The body of the traced step."""
@@ -313,6 +328,28 @@ class _Traced:
             tf.IndexedSlices(next(tensors), next(tensors), tf.constant(shape)) if rows else next(tensors)
             for rows, shape in zip(sparse, shapes, strict=True)
         ]
+
+
+def _common(ranks: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
+    """The kinds of gradients that ranks have; None where no rank has one. Raises MismatchError if they differ."""
+    common: dict[str, str | None] = {}
+    for name in ranks[0]:
+        kinds = sorted({kinds[name] for kinds in ranks} - {None})
+        if len(kinds) > 1:
+            raise MismatchError(
+                f"the gradient of '{name}' is {kinds[0]} on some ranks and {kinds[1]} on others; "
+                "compute it in the same way on all of them, or pass sparse_as_dense=True."
+            )
+        common[name] = kinds[0] if kinds else None
+    return common
+
+
+def _nothing(spec: TensorSpec, kind: str | None) -> Gradient:
+    """The gradient of a rank that has none, of the kind that the others have."""
+    if kind == "dense":
+        return tf.zeros(spec.shape, spec.dtype)
+    indices = tf.zeros([0], str(kind).removeprefix("rows of "))
+    return tf.IndexedSlices(tf.zeros([0, *spec.shape[1:]], spec.dtype), indices, tf.constant(spec.shape))
 
 
 def _flat(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
