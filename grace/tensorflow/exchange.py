@@ -21,12 +21,12 @@ from grace.core.ops.base import ArrayOps
 from grace.core.plan import Part, Plan, make_plan
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
+from grace.tensorflow.gradients import Gradient, common_kinds, flat, is_embedding, names_of, nothing
 from grace.tensorflow.slots import VariableSlots
 from grace.tensorflow.transport import HorovodTransport
 
 logger = logging.getLogger("grace")
 
-Gradient = tf.Tensor | tf.IndexedSlices
 # Collectives of different exchanges of one process set must not share names; its ranks meet in the same order.
 _meetings: collections.Counter[int] = collections.Counter()
 
@@ -57,6 +57,8 @@ class Exchange(tf.Module):
         self.gradient_predivide_factor = gradient_predivide_factor
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
+        # Of the variables, once they are known; those of a saved optimizer are known before.
+        self.names: tuple[str, ...] = ()
         self.plan: Plan | None = None
         self.engine: Engine | None = None
         self.traces = 0
@@ -103,12 +105,12 @@ class Exchange(tf.Module):
                 "grace exchanges between processes, one replica each; "
                 "a tf.distribute strategy with several replicas in a process cannot be combined with it."
             )
-        names = _names(variables)
+        names = self.names = names_of(variables, self.names)
         sparse = (
-            [_is_embedding(name) for name in names]
+            [is_embedding(name) for name in names]
             if gradients is None
             else [
-                _is_embedding(name) if gradient is None else isinstance(gradient, tf.IndexedSlices)
+                is_embedding(name) if gradient is None else isinstance(gradient, tf.IndexedSlices)
                 for name, gradient in zip(names, gradients, strict=True)
             ]
         )
@@ -171,7 +173,7 @@ class Exchange(tf.Module):
             "of this rank": {spec.name: self._kind(spec, g) for spec, g in zip(self._specs, gradients, strict=False)},
         }
         everyone = agree(description, failure, gather(self.process_set, "first step"), "the first step")
-        self._kinds = _common([other["of this rank"] for other in everyone])
+        self._kinds = common_kinds([other["of this rank"] for other in everyone])
         self.engine = Engine(
             plan, _ops, transport, seed=self.config.seed, average=self.op == hvd.Average, slots=self._slots
         )
@@ -246,7 +248,7 @@ class Exchange(tf.Module):
 
     def _shaped(self, spec: TensorSpec, gradient: Gradient | None) -> Gradient:
         if gradient is None:
-            gradient = _nothing(spec, self._kinds[spec.name])
+            gradient = nothing(spec, self._kinds[spec.name])
         if gradient.dtype != spec.dtype:
             gradient = tf.cast(gradient, spec.dtype)
         if isinstance(gradient, tf.IndexedSlices):
@@ -306,7 +308,7 @@ class _Traced:
         sparse = tuple(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
         if (sparse, whole) not in self._functions:
             self._functions[sparse, whole] = self._make(sparse, whole, gradients)
-        return self._nested(self._functions[sparse, whole](*_flat(gradients)), sparse)
+        return self._nested(self._functions[sparse, whole](*flat(gradients)), sparse)
 
     def _make(self, sparse: tuple[bool, ...], whole: bool, gradients: Sequence[Gradient]) -> Any:
         signature: list[tf.TensorSpec] = []
@@ -317,8 +319,8 @@ class _Traced:
             else:
                 signature.append(tf.TensorSpec(gradient.shape, gradient.dtype))
 
-        def step(*flat: tf.Tensor) -> list[tf.Tensor]:
-            return _flat(self._exchange._exchange(self._nested(flat, sparse), whole))
+        def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            return flat(self._exchange._exchange(self._nested(tensors, sparse), whole))
 
         return tf.function(step, input_signature=signature, autograph=False)
 
@@ -328,36 +330,6 @@ class _Traced:
             tf.IndexedSlices(next(tensors), next(tensors), tf.constant(shape)) if rows else next(tensors)
             for rows, shape in zip(sparse, shapes, strict=True)
         ]
-
-
-def _common(ranks: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
-    """The kinds of gradients that ranks have; None where no rank has one. Raises MismatchError if they differ."""
-    common: dict[str, str | None] = {}
-    for name in ranks[0]:
-        kinds = sorted({kinds[name] for kinds in ranks} - {None})
-        if len(kinds) > 1:
-            raise MismatchError(
-                f"the gradient of '{name}' is {kinds[0]} on some ranks and {kinds[1]} on others; "
-                "compute it in the same way on all of them, or pass sparse_as_dense=True."
-            )
-        common[name] = kinds[0] if kinds else None
-    return common
-
-
-def _nothing(spec: TensorSpec, kind: str | None) -> Gradient:
-    """The gradient of a rank that has none, of the kind that the others have."""
-    if kind == "dense":
-        return tf.zeros(spec.shape, spec.dtype)
-    indices = tf.zeros([0], str(kind).removeprefix("rows of "))
-    return tf.IndexedSlices(tf.zeros([0, *spec.shape[1:]], spec.dtype), indices, tf.constant(spec.shape))
-
-
-def _flat(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-    return [
-        tensor
-        for gradient in gradients
-        for tensor in ([gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient])
-    ]
 
 
 def gather(process_set: Any, purpose: str) -> Callable[[Any], list[Any]]:
@@ -373,21 +345,3 @@ def _ops(device: str) -> ArrayOps:
 def _delegated(part: Part) -> bool:
     """Dense tensors take Horovod's own path; but Horovod cannot add bfloat16."""
     return part.dense and part.spec.dtype != "bfloat16"
-
-
-def _names(variables: Sequence[Any]) -> list[str]:
-    """The paths of Keras' variables, the names of TensorFlow's; numbered where two are alike."""
-    names: list[str] = []
-    for variable in variables:
-        name = plain = getattr(variable, "path", None) or variable.name.partition(":")[0]
-        number = 1
-        while name in names:
-            number += 1
-            name = f"{plain}.{number}"
-        names.append(name)
-    return names
-
-
-def _is_embedding(name: str) -> bool:
-    """Whether Keras' Embedding layer has made the variable: its gradient comes as the rows that were looked up."""
-    return name.rpartition("/")[2] == "embeddings"

@@ -20,7 +20,8 @@ import tensorflow as tf
 from grace.core.agreement import agree
 from grace.core.config import Config
 from grace.core.errors import ConfigError, StepError
-from grace.tensorflow.exchange import Exchange, Gradient, gather
+from grace.tensorflow.exchange import Exchange, gather
+from grace.tensorflow.gradients import Gradient
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
 # Arguments of Horovod that do not apply, and why.
@@ -192,10 +193,21 @@ class Distributed:
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         grads = list(grads)
-        if grads and not self._exchanged:
-            # Keras leaves out what has no gradient here, although another rank may have one.
-            grads = self._filled(grads, trainable_variables)
+        if not grads or self._exchanged:
+            super().apply(grads, trainable_variables)
+            return
+        # Keras leaves out what has no gradient here, although another rank may have one.
+        grads = self._filled(grads, trainable_variables)
+        self._asked = False
+        if isinstance(self, keras.optimizers.MultiOptimizer):
+            # It never clips; the optimizers inside do, which are plain ones.
+            grads = self.exchanged(grads, [self._get_variable_index(v) for v in self._known(trainable_variables)])
         super().apply(grads, trainable_variables)
+        if not (self._asked or self.gradient_accumulation_steps):
+            raise StepError(
+                f"{type(self).__mro__[2].__qualname__}.apply() went around Keras' _clip_gradients(), where gradients "
+                "are exchanged; let it end in super().apply(), or use grace.tensorflow.DistributedGradientTape."
+            )
 
     def _filled(self, grads: Sequence[Gradient | None], variables: Sequence[Any] | None) -> list[Gradient | None]:
         variables = self._known(variables)
@@ -234,6 +246,7 @@ class Distributed:
         self, grads: Sequence[Gradient | None], places: Sequence[int], *, whole: bool = False
     ) -> list[Gradient | None]:
         """What the optimizer applies, of gradients of the variables at these places of its list."""
+        self._asked = True
         merged = self.grace(_placed(grads, places, len(self._trainable_variables)), whole=whole)
         if self._summed_passes > 1:
             merged = [m if m is None else keras.ops.multiply(m, self._summed_passes) for m in merged]
@@ -253,6 +266,7 @@ class Distributed:
                 "gradient_predivide_factor": exchange.gradient_predivide_factor,
                 "sparse_as_dense": exchange.sparse_as_dense,
             },
+            "names": list(exchange.names),
             "ranks": ranks,
             "summed_passes": self._summed_passes,
         }
@@ -262,6 +276,7 @@ class Distributed:
         # No other rank takes part: it may be one process that loads a model.
         optimizer = keras.optimizers.deserialize(config["optimizer"], custom_objects)
         exchange = Exchange(**config["grace"])
+        exchange.names = tuple(config["names"])
         distributed = _distribute(optimizer, exchange, config["summed_passes"])
         if config["ranks"] is not None:
             exchange.process_set, distributed._saved_ranks = None, config["ranks"]

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from grace.core.config import Config
 from grace.core.errors import ConfigError
-from grace.tensorflow.exchange import Exchange, Gradient
+from grace.tensorflow.exchange import Exchange
+from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.optimizer import refuse
 
 _WHERE = "grace.tensorflow.DistributedGradientTape"
