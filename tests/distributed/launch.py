@@ -32,13 +32,14 @@ def command(launcher: str, ranks: int) -> list[str]:
     }[launcher]
 
 
-def run(launcher: str, ranks: int, scenarios: list[str]) -> list[dict[str, Any]]:
+def run(launcher: str, ranks: int, scenarios: list[str], worker: str = "worker") -> list[dict[str, Any]]:
     """Per rank the results of the scenarios. Fails with the output if a rank did not get to its end."""
     words = command(launcher, ranks)
     assert not words or shutil.which(words[0]), f"{words[0]} is not on the PATH; run the tests by scripts/test.sh"
     with tempfile.TemporaryDirectory() as out:
-        full = [*words, sys.executable, "-m", "tests.distributed.worker", out, *scenarios]
+        full = [*words, sys.executable, "-m", f"tests.distributed.{worker}", out, *scenarios]
         environment = {**os.environ, "GRACE_TEST_RANKS": str(ranks), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment["TF_CPP_MIN_LOG_LEVEL"] = "2"
         environment.pop("GRACE_CONFIG", None)
         try:
             done = subprocess.run(

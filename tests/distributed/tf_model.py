@@ -1,0 +1,154 @@
+"""The model, the data and the helpers of TensorFlow's scenarios."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import grace.tensorflow
+from grace.core.config import make_config
+from grace.core.errors import IncompatibleError
+from grace.core.registry import communicators, compressors
+
+PROCESS_SETS: list[Any] = []
+
+# Fits tensors of every shape in the model, so that nothing is dense unless a method cannot take it.
+EVERYTHING = {"default_rules": False}
+BATCH = 8
+
+
+@keras.saving.register_keras_serializable("tests")
+class Scale(keras.layers.Layer):
+    """Multiply by one trainable scalar."""
+
+    def build(self, shape: Any) -> None:
+        self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x * self.factor
+
+
+def make_model(seed: int = 0) -> keras.Model:
+    """A convolution, two matrices, vectors and a scalar; the same weights and names on every rank."""
+    rng = np.random.default_rng(seed)
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(4, 3, activation="relu", name="conv"),
+            keras.layers.Flatten(name="flat"),
+            keras.layers.Dense(24, activation="relu", name="hidden"),
+            Scale(name="scale"),
+            keras.layers.Dense(10, name="head"),
+        ],
+        name="net",
+    )
+    for variable in model.trainable_variables:
+        if len(variable.shape) > 1:
+            variable.assign(rng.normal(0.0, 0.1, variable.shape))
+    return model
+
+
+def data(steps: int, rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Batches that differ between ranks and are the same in every scenario, one after another."""
+    rng = np.random.default_rng([seed, rank])
+    x = rng.normal(size=(steps * BATCH, 8, 8, 1)).astype(np.float32)
+    return x, rng.integers(0, 10, steps * BATCH)
+
+
+def loss_function() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def sgd(**options: Any) -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(**{"learning_rate": 0.05, "momentum": 0.5, **options})
+
+
+def wrap(config: dict[str, Any], optimizer: Any = None, **arguments: Any) -> Any:
+    return grace.tensorflow.DistributedOptimizer(optimizer or sgd(), config, **arguments)
+
+
+def compiled(config: dict[str, Any], model: keras.Model | None = None, **arguments: Any) -> keras.Model:
+    """A model ready for fit, with a wrapped optimizer."""
+    model = model or make_model()
+    model.compile(wrap(config, **arguments), loss_function(), jit_compile=False)
+    return model
+
+
+def fit(model: keras.Model, steps: int, *, start: int = 0, seed: int = 0, rank: int | None = None) -> float:
+    """Train on the batches `start` to `start + steps` of this rank by model.fit, unshuffled; the mean loss."""
+    x, y = data(start + steps, hvd.rank() if rank is None else rank, seed)
+    first = start * BATCH
+    return model.fit(x[first:], y[first:], batch_size=BATCH, shuffle=False, verbose=0).history["loss"][0]
+
+
+def digest(tensors: Any) -> str:
+    """Hash of the exact bits of several tensors or variables."""
+    sha = hashlib.sha256()
+    for t in tensors:
+        sha.update(np.asarray(tf.cast(tf.convert_to_tensor(t), tf.float64)).tobytes())
+    return sha.hexdigest()
+
+
+def joined(variables: Any) -> np.ndarray:
+    """All elements of several variables in one float64 vector."""
+    return np.concatenate([np.asarray(tf.cast(tf.convert_to_tensor(v), tf.float64)).reshape(-1) for v in variables])
+
+
+def valid_configs(every_communicator: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every registered compressor with every communicator that can carry it, or only with its own."""
+    for name, communicator in itertools.product(compressors, communicators):
+        config = {"compressor": name, "communicator": communicator, **EVERYTHING}
+        if name in ("topk", "randomk", "dgc"):
+            config["compress_ratio"] = 0.05
+        try:
+            make_config(config)
+        except IncompatibleError:
+            continue
+        default = make_config({"compressor": name}).parts.communicator
+        if every_communicator or type(default) is communicators.get(communicator):
+            yield f"{name}/{communicator}", config
+
+
+def state_of(exchange: grace.tensorflow.Exchange, tensor: str) -> str:
+    """Hash of a tensor's memory and compressor state on this rank."""
+    states = exchange._slots.read(tensor)
+    return digest(states[kind][key] for kind in ("memory", "compressor") for key in sorted(states[kind]))
+
+
+@contextmanager
+def spy() -> Iterator[Callable[[], dict[str, int]]]:
+    """Count, in what is traced meanwhile, the bytes that this rank hands to each of Horovod's collectives.
+
+    Gives a function: the bytes of the last step, by the name of the collective. A graph knows some only when it runs.
+    """
+    # Made beforehand, because a graph can make no variables.
+    free = [tf.Variable(0, trainable=False) for _ in range(64)]
+    counters: dict[str, tf.Variable] = {}
+    originals = {kind: getattr(hvd, kind) for kind in ("allreduce", "allgather", "broadcast", "alltoall")}
+
+    def watch(kind: str) -> Callable[..., Any]:
+        def call(x: tf.Tensor, *positional: Any, **arguments: Any) -> Any:
+            if kind != "broadcast" or [*positional, arguments.get("root_rank")][0] == hvd.rank():
+                name = arguments["name"]
+                if name not in counters:
+                    counters[name] = free.pop()
+                counters[name].assign(tf.size(x) * x.dtype.size)
+            return originals[kind](x, *positional, **arguments)
+
+        return call
+
+    for kind in originals:
+        setattr(hvd, kind, watch(kind))
+    try:
+        yield lambda: {name: int(counter) for name, counter in counters.items()}
+    finally:
+        for kind, original in originals.items():
+            setattr(hvd, kind, original)
