@@ -52,6 +52,9 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         "sparse_as_dense": sparse_as_dense,
         "process_set": process_set,
     }
+    ignored = options or list(arguments.values()) != [hvd.Average, 1.0, False, hvd.global_process_set]
+    if isinstance(config, Exchange) and ignored:
+        raise ConfigError(f"{_WHERE}: an Exchange has arguments of its own; give op and the like to it.")
     given = config if isinstance(config, Exchange) else Exchange(config, **arguments, **options)
     wrapped = hvd.DistributedGradientTape(
         tape, process_set=given.process_set, scale_local_gradients=scale_local_gradients
@@ -68,18 +71,27 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         return exchange(gradients)
 
     @tf.autograph.experimental.do_not_convert
-    def gradient(target: Any, sources: Sequence[Any], *args: Any, **keywords: Any) -> list[Gradient | None]:
-        # Horovod keeps sources apart by Variable.ref(), which Keras' variables lack; the ones inside them have it.
-        of_keras.update({s.value.ref(): s for s in sources if isinstance(s, keras.Variable)})
-        plain = [s.value if isinstance(s, keras.Variable) else s for s in sources]
-        return type(wrapped).gradient(wrapped, target, plain, *args, **keywords)
+    def gradient(target: Any, sources: Any, *args: Any, **keywords: Any) -> Any:
+        flat = tf.nest.flatten(sources)
+        of_keras.update({s.value.ref(): s for s in flat if isinstance(s, keras.Variable)})
+        gradients = type(wrapped).gradient(wrapped, target, [_plain(s) for s in flat], *args, **keywords)
+        return tf.nest.pack_sequence_as(sources, gradients)
+
+    @tf.autograph.experimental.do_not_convert
+    def register_local_source(source: Any) -> None:
+        type(wrapped).register_local_source(wrapped, _plain(source))
 
     of_keras: dict[Any, keras.Variable] = {}
-    wrapped.gradient = gradient
+    wrapped.gradient, wrapped.register_local_source = gradient, register_local_source
     wrapped.grace = given
     # Horovod's own seam, on the instance: gradient() hands every gradient but those of local sources to it.
     wrapped._allreduce_grads = reduce
     return wrapped
+
+
+def _plain(source: Any) -> Any:
+    """The variable of TensorFlow inside one of Keras: Horovod tells sources by Variable.ref(), which Keras' lack."""
+    return source.value if isinstance(source, keras.Variable) else source
 
 
 def _found(exchange: Exchange, variables: Sequence[Any]) -> Exchange:
