@@ -178,6 +178,7 @@ class Exchange(tf.Module):
             plan, _ops, transport, seed=self.config.seed, average=self.op == hvd.Average, slots=self._slots
         )
         self.engine.track_norms = self._track_norms
+        self._slots.expect_notes(plan, self._track_norms)
         self._traced = _Traced(self)
         if transport.rank == 0:
             for text in plan.warnings:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from grace.core.plan import Plan
 from grace.core.spec import Array, State
 from grace.core.state import Slots
 
@@ -25,6 +26,7 @@ class VariableSlots(Slots):
         # The rank whose memories these are, and how many ranks there were; at first those of nobody.
         self.origin = make("origin", tf.constant([-1, 0], tf.int32))
         self._variables: dict[str, dict[str, dict[str, tf.Variable]]] = {}
+        self._counts: dict[tuple[str, str], tf.Variable] = {}
 
     @property
     def step(self) -> Array:
@@ -86,12 +88,23 @@ class VariableSlots(Slots):
             tf.cond(foreign, forget, lambda: tf.constant(False))
         self.origin.assign(here)
 
+    def expect_notes(self, plan: Plan, norms: bool) -> None:
+        """Make the variables for what is known only when the graph runs.
+
+        While it is traced would be too late: TensorFlow traces a function twice that makes variables.
+        """
+        for bucket in plan.buckets:
+            by_data = [part for part in bucket.parts if part.wire_bytes is None]
+            places = [("bucket", bucket.name)] * bool(by_data) + [("tensor", part.spec.name) for part in by_data]
+            if norms:
+                places += [(kind, part.spec.name) for kind in ("size", "error") for part in bucket.parts]
+            for place in places:
+                dtype = tf.float64 if place[0] in ("size", "error") else tf.int64
+                self._counts[place] = tf.Variable(tf.zeros([], dtype), trainable=False)
+
     def note(self, kind: str, name: str, value: Any) -> None:
-        if tf.is_tensor(value) and not tf.executing_eagerly():
-            variable = self.noted(kind, name)
-            if not isinstance(variable, tf.Variable):
-                with tf.init_scope():
-                    variable = tf.Variable(tf.zeros([], value.dtype), trainable=False)
-            variable.assign(value)
+        if (kind, name) in self._counts and value is not None:
+            variable = self._counts[kind, name]
+            variable.assign(tf.cast(value, variable.dtype))
             value = variable
         super().note(kind, name, value)
