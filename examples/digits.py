@@ -88,8 +88,7 @@ class Outcome:
 
     accuracy: float
     fingerprint: str
-    seconds_per_step: float
-    bytes_per_step: Mapping[str, float]
+    per_step: Mapping[str, float]
 
 
 def load_data() -> Data:
@@ -126,11 +125,12 @@ def fingerprint(weights: Mapping[str, np.ndarray]) -> str:
 
 
 class Progress:
-    """A clock on every rank and a bar on rank 0."""
+    """Clock and byte counter of every rank, and the bar of rank 0."""
 
     def __init__(self, label: str, steps: int, rank: int) -> None:
         self._bar = tqdm(total=steps, desc=f"{label:>10}", unit="step", ncols=100, disable=rank != 0)
         self._times = [time.perf_counter()]
+        self._sent = dict.fromkeys(BYTES, 0)
 
     def __enter__(self) -> Progress:
         return self
@@ -138,17 +138,23 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def step(self) -> None:
+    def step(self, stats: Mapping[str, Any]) -> None:
+        """A step is done; `stats` is what grace says about it."""
+        self._sent = {key: total + stats[key] for key, total in self._sent.items()}
         self._times.append(time.perf_counter())
         self._bar.update()
 
     def epoch(self, loss: float) -> None:
         self._bar.set_postfix(loss=f"{loss:.3f}")
 
-    def seconds_per_step(self) -> float:
-        """The mean without the first step, if there are more: it is the one that builds graphs and buffers."""
+    def per_step(self) -> dict[str, float]:
+        """Means over the steps; that of the time without the first step, which builds graphs and buffers."""
         times = self._times[1:] if len(self._times) > 2 else self._times
-        return (times[-1] - times[0]) / (len(times) - 1)
+        steps = len(self._times) - 1
+        return {
+            "seconds_per_step": (times[-1] - times[0]) / (len(times) - 1),
+            **{f"{key}_per_step": total / steps for key, total in self._sent.items()},
+        }
 
 
 def compressed_part(row: dict[str, Any]) -> str:
@@ -253,14 +259,14 @@ def main(framework: str, description: str, hvd: Any, train: Callable[[Run, Data,
     rows = []
     for run in runs:
         outcomes = hvd.allgather_object(train(run, data, args))
+        keys = outcomes[0].per_step
         rows.append(
             {
                 "framework": framework,
                 "compressor": run.label,
                 "accuracy": outcomes[0].accuracy,
-                "seconds_per_step": sum(o.seconds_per_step for o in outcomes) / len(outcomes),
-                **{f"{key}_per_step": sum(o.bytes_per_step[key] for o in outcomes) / len(outcomes) for key in BYTES},
-                "replicas_identical": len({o.fingerprint for o in outcomes}) == 1,
+                **{key: sum(outcome.per_step[key] for outcome in outcomes) / len(outcomes) for key in keys},
+                "replicas_identical": len({outcome.fingerprint for outcome in outcomes}) == 1,
                 "ranks": hvd.size(),
                 "epochs": args.epochs,
             }

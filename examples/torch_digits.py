@@ -69,7 +69,6 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     steps = args.epochs * len(loader)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 
-    sent = dict.fromkeys(digits.BYTES, 0)
     with digits.Progress(run.label, steps, hvd.rank()) as progress:
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)
@@ -79,16 +78,12 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-
-                stats = optimizer.grace.stats()
-                sent = {key: total + stats[key] for key, total in sent.items()}
-                progress.step()
+                progress.step(optimizer.grace.stats())
             progress.epoch(loss.item())
     return digits.Outcome(
         accuracy=evaluate(model, tensors(data.test)),
         fingerprint=digits.fingerprint({name: value.numpy() for name, value in model.state_dict().items()}),
-        seconds_per_step=progress.seconds_per_step(),
-        bytes_per_step={key: total / steps for key, total in sent.items()},
+        per_step=progress.per_step(),
     )
 
 

@@ -1,0 +1,99 @@
+"""Train a small convolutional network on handwritten digits, with compressed gradients: a TensorFlow loop.
+
+    horovodrun -np 2 --gloo python examples/tensorflow_digits.py --compressor none topk qsgd efsignsgd powersgd
+    mpirun -np 2 python examples/tensorflow_digits.py --config examples/grace.toml
+    python examples/tensorflow_digits.py --compressor topk --set compress_ratio=0.001
+
+The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded. Several compressors
+are trained one after the other. Rank 0 ends with a table, and with a JSON file if asked. The exit status is 1 if the
+ranks hold different weights at the end of a run.
+
+What concerns grace is in `train`, between lines marked GRACE. Settings, data and table are in digits.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow reads it when it is imported
+
+import digits
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import grace.tensorflow as grace
+
+
+def network() -> keras.Model:
+    """Two convolutions and one hidden layer: 151,306 parameters."""
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(32, 3, padding="same", activation="relu", name="conv1"),
+            keras.layers.Conv2D(64, 3, padding="same", activation="relu", name="conv2"),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="relu", name="hidden"),
+            keras.layers.Dense(10, name="output"),
+        ],
+        name="network",  # else the names of the weights would count the runs
+    )
+
+
+def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digits.Outcome:
+    """Train one network."""
+    keras.utils.set_random_seed(args.seed)
+    model = network()
+    hvd.broadcast_variables([weight.value for weight in model.weights], root_rank=0)
+    images, labels = data.train.images[..., np.newaxis], data.train.labels
+    chosen = digits.batches(len(labels), args, hvd.rank(), hvd.size())
+    steps = args.epochs * chosen.shape[1]
+    schedule = keras.optimizers.schedules.CosineDecay(run.lr, steps)
+    optimizer = keras.optimizers.SGD(schedule, momentum=run.momentum)
+    optimizer.build(model.trainable_variables)
+
+    # GRACE: what lives between the steps ----------------------------------------------------------------------------
+    exchange = grace.Exchange(
+        config=run.config,  # or a dictionary such as {"compressor": "topk", "compress_ratio": 0.01}, or a TOML file
+    )
+    # GRACE: end -----------------------------------------------------------------------------------------------------
+
+    @tf.function
+    def step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            scores = model(images, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores))
+        # GRACE: the tape's gradients become the mean over all ranks -------------------------------------------------
+        tape = grace.DistributedGradientTape(tape, exchange)
+        # GRACE: end -------------------------------------------------------------------------------------------------
+        optimizer.apply(tape.gradient(loss, model.trainable_variables))
+        return loss
+
+    with digits.Progress(run.label, steps, hvd.rank()) as progress:
+        for epoch in chosen:
+            for rows in epoch:
+                loss = step(images[rows], labels[rows])
+                progress.step(exchange.stats())
+            progress.epoch(float(loss))
+    return digits.Outcome(
+        accuracy=evaluate(model, data.test),
+        fingerprint=digits.fingerprint({weight.path: weight.numpy() for weight in model.weights}),
+        per_step=progress.per_step(),
+    )
+
+
+def evaluate(model: keras.Model, data: digits.Images) -> float:
+    """Share of the images that the model names rightly."""
+    scores = model(data.images[..., np.newaxis], training=False).numpy()
+    return float(np.mean(scores.argmax(axis=1) == data.labels))
+
+
+if __name__ == "__main__":
+    # The ranks share the cores of one machine. A collective that waits for another rank holds none of these threads.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    sys.exit(digits.main("tensorflow", __doc__, hvd, train))
