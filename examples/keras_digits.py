@@ -76,8 +76,8 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     callbacks = [grace.BroadcastGlobalVariablesCallback(0), grace.MetricAverageCallback()]
     # GRACE: end -----------------------------------------------------------------------------------------------------
 
-    # XLA, which "auto" means where there is a GPU, cannot compile Horovod's collectives.
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # XLA, which "auto" means where there is a GPU, cannot compile Horovod's collectives.
     model.compile(optimizer, loss, jit_compile=False)
     dataset = tf.data.Dataset.from_tensor_slices(chosen.reshape(steps, -1))
     dataset = dataset.map(lambda rows: (tf.gather(images, rows), tf.gather(labels, rows))).prefetch(2)
