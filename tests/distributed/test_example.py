@@ -27,8 +27,8 @@ KEYS = {
 # The weights of at least 1,024 elements, as PowerSGD sees them: conv2, hidden and output.
 MATRICES = {
     "torch": [(64, 288), (128, 1024), (10, 128)],
-    "keras": [(3, 6144), (1024, 128), (128, 10)],
-    "tensorflow": [(3, 6144), (1024, 128), (128, 10)],
+    "keras": [(288, 64), (1024, 128), (128, 10)],
+    "tensorflow": [(288, 64), (1024, 128), (128, 10)],
 }
 
 

@@ -120,8 +120,15 @@ def test_tensors_that_would_not_shrink_stay_dense():
     assert "matrix" in compressor.unfit(TensorSpec("bias", (64,)))
     assert "no smaller" in compressor.unfit(TensorSpec("w", (4, 4)))
     assert compressor.unfit(TensorSpec("w", (64, 64))) is None
-    # A convolution is a matrix of its first dimension.
-    assert compressor.wire(TensorSpec("conv", (64, 32, 3, 3)))[0].length == 32 * 9 * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns"),
+    [((64, 32, 3, 3), 32 * 9), ((64, 3, 7, 7), 3 * 49), ((3, 3, 32, 64), 64), ((7, 7, 3, 64), 64), ((128, 1, 3, 3), 9)],
+    ids=["PyTorch", "PyTorch's first layer", "Keras", "Keras' first layer", "depthwise"],
+)
+def test_a_kernel_is_split_where_its_factors_are_smallest(shape, columns):
+    assert make("powersgd", compress_rank=4).wire(TensorSpec("kernel", shape))[0].length == columns * 4
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e25])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,9 @@ from grace.core.spec import Array, Field, Key, Payload, Proposal, Site, State, T
 class PowerSGD(Compressor):
     """P = orth(sum_i M_i Q), Q = M_i^T P; C(M_i) = P Q^T, an orthogonal projection of M_i to rank r.
 
-    M is the gradient as a matrix of shape[0] rows. Two allreduces per bucket: P is agreed on, Q travels as the
-    payload; (rows + columns) * r values in all. The summed Q is the next step's start (warm start); a column that
+    M is the gradient as a matrix: its axes split where rows + columns are fewest, which is after the first one for
+    PyTorch's convolutions and before the last one for Keras'. Two allreduces per bucket: P is agreed on, Q travels as
+    the payload; (rows + columns) * r values in all. The summed Q is the next step's start (warm start); a column that
     vanished is drawn anew from the shared key. r = compress_rank. Vectors and matrices that would not shrink stay
     dense. Vogels et al., "PowerSGD: practical low-rank gradient compression for distributed optimization", NeurIPS
     2019, Algorithm 1.
@@ -45,7 +47,8 @@ class PowerSGD(Compressor):
         return None
 
     def _matrix(self, spec: TensorSpec) -> tuple[int, int]:
-        return spec.shape[0], spec.numel // max(1, spec.shape[0])
+        splits = ((math.prod(spec.shape[:i]), math.prod(spec.shape[i:])) for i in range(1, spec.ndim))
+        return min(splits, key=sum)
 
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
         return {"q": self._random(spec, ops, Key(key_seed, 0))}
