@@ -22,6 +22,7 @@ from grace.core.config import Config
 from grace.core.errors import ConfigError, StepError
 from grace.tensorflow.exchange import Exchange, gather
 from grace.tensorflow.gradients import Gradient
+from grace.tensorflow.transport import HorovodTransport
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
 # Arguments of Horovod that do not apply, and why.
@@ -73,6 +74,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     try:
         refuse(options, _WHERE)
         _check(optimizer)
+        # Raises for a process set that Horovod does not know.
+        HorovodTransport(process_set, "")
         exchange = Exchange(
             config,
             op=op,
