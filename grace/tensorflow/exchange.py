@@ -21,7 +21,7 @@ from grace.core.ops.base import ArrayOps
 from grace.core.plan import Part, Plan, make_plan
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
-from grace.tensorflow.gradients import Gradient, common_kinds, flat, is_embedding, names_of, nothing
+from grace.tensorflow.gradients import Gradient, common_kinds, flat, is_embedding, names_of, nbytes, nothing
 from grace.tensorflow.slots import VariableSlots
 from grace.tensorflow.transport import HorovodTransport
 
@@ -76,7 +76,13 @@ class Exchange(tf.Module):
         """
         if self.engine is None:
             raise StepError("no step has been made yet; statistics are those of the last step.")
-        return self.engine.stats()
+        stats = self.engine.stats()
+        for name, tensor in stats["tensors"].items():
+            rows = self._slots.noted("rows", name)
+            if rows is not None:
+                stats["wire_bytes"] += int(rows) - tensor["wire_bytes"]
+                tensor["wire_bytes"] = int(rows)
+        return stats
 
     def report(self) -> str:
         """The start-up report: per tensor the method, memory, collective and bytes, and why one stays dense."""
@@ -178,7 +184,8 @@ class Exchange(tf.Module):
             plan, _ops, transport, seed=self.config.seed, average=self.op == hvd.Average, slots=self._slots
         )
         self.engine.track_norms = self._track_norms
-        self._slots.expect_notes(plan, self._track_norms)
+        rows = [name for name, kind in self._kinds.items() if kind not in (None, "dense")]
+        self._slots.expect_notes(plan, self._track_norms, rows)
         self._traced = _Traced(self)
         if transport.rank == 0:
             for text in plan.warnings:
@@ -277,6 +284,8 @@ class Exchange(tf.Module):
         mine = {spec.name: gradient for spec, gradient in zip(self._specs, gradients, strict=True)}
         merged: dict[str, Gradient] = {}
         for part in plan.delegated:
+            if isinstance(mine[part.spec.name], tf.IndexedSlices):
+                self._slots.note("rows", part.spec.name, nbytes(mine[part.spec.name]))
             merged[part.spec.name] = engine.transport.average(
                 mine[part.spec.name],
                 op=self.op,

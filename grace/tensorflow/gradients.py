@@ -35,6 +35,11 @@ def nothing(spec: TensorSpec, kind: str | None) -> Gradient:
     return tf.IndexedSlices(tf.zeros([0, *spec.shape[1:]], spec.dtype), indices, tf.constant(spec.shape))
 
 
+def nbytes(gradient: tf.IndexedSlices) -> tf.Tensor:
+    """Bytes of the rows and their indices."""
+    return sum(tf.size(x, tf.int64) * x.dtype.size for x in (gradient.values, gradient.indices))
+
+
 def flat(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
     return [
         tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -88,8 +88,8 @@ class VariableSlots(Slots):
             tf.cond(foreign, forget, lambda: tf.constant(False))
         self.origin.assign(here)
 
-    def expect_notes(self, plan: Plan, norms: bool) -> None:
-        """Make the variables for what is known only when the graph runs.
+    def expect_notes(self, plan: Plan, norms: bool, rows: Sequence[str]) -> None:
+        """Make the variables for what is known only when the graph runs; `rows` names tensors that travel as such.
 
         While it is traced would be too late: TensorFlow traces a function twice that makes variables.
         """
@@ -101,6 +101,8 @@ class VariableSlots(Slots):
             for place in places:
                 dtype = tf.float64 if place[0] in ("size", "error") else tf.int64
                 self._counts[place] = tf.Variable(tf.zeros([], dtype), trainable=False)
+        for name in rows:
+            self._counts["rows", name] = tf.Variable(tf.zeros([], tf.int64), trainable=False)
 
     def note(self, kind: str, name: str, value: Any) -> None:
         if (kind, name) in self._counts and value is not None:
