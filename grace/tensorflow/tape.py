@@ -64,7 +64,9 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
     def reduce(gradients: Sequence[Gradient | None], sources: Sequence[Any], *_: Any) -> list[Gradient | None]:
         sources = [of_keras.get(source.ref(), source) for source in sources]
         if not isinstance(config, Exchange):
-            wrapped.grace = _found(given, sources)
+            # A persistent tape may be asked for the gradients of several lists of variables.
+            fresh = given if given.plan is None else Exchange(config, **arguments, **options)
+            wrapped.grace = _found(fresh, sources)
         exchange = wrapped.grace
         if exchange.plan is None:
             exchange.build(sources, gradients)
