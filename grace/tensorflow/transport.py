@@ -38,6 +38,7 @@ class HorovodTransport(Transport):
         self.rank = process_set.rank() if process_set.included() else -1
         self._process_set = process_set
         self._prefix = prefix
+        self._true = tf.Variable(True, trainable=False)
 
     def _named(self, name: str) -> dict[str, Any]:
         # Horovod matches collectives by the name of the operation. Name scopes depend on where it was traced; what
@@ -48,9 +49,22 @@ class HorovodTransport(Transport):
             "process_set": self._process_set,
         }
 
+    def _at_run_time(self, x: tf.Tensor) -> tf.Tensor:
+        """x as something that is known only when the graph runs, and like nothing else; no copy.
+
+        TensorFlow takes Horovod's collectives for pure functions. It would run those of constants while it optimizes,
+        where other ranks do not wait for them, and merge those of equal inputs into one. It does not know the value of
+        a variable, and leaves placeholders alone.
+        """
+        if tf.executing_eagerly():
+            return x
+        either = tf.raw_ops.Select(condition=self._true, x=x, y=x)
+        return tf.raw_ops.PlaceholderWithDefault(input=either, shape=x.shape)
+
     def allreduce(self, x: tf.Tensor, *, op: Literal["sum", "max"], name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:
             return _Tensor(x)
+        x = self._at_run_time(x)
         if x.dtype == tf.bfloat16 and op == "sum":
             return _Tensor(self._bfloat16_sum(x, name))
         return _Tensor(hvd.allreduce(x, op={"sum": hvd.Sum, "max": hvd.Max}[op], **self._named(name)))
@@ -72,13 +86,13 @@ class HorovodTransport(Transport):
         return tf.reshape(tf.bitcast(tf.reshape(sums, [-1, 2]), tf.bfloat16)[:n], [n])
 
     def allgather(self, x: tf.Tensor, *, name: str) -> Handle:
-        return _Tensor(x if self.size == 1 else hvd.allgather(x, **self._named(name)))
+        return _Tensor(x if self.size == 1 else hvd.allgather(self._at_run_time(x), **self._named(name)))
 
     def broadcast(self, x: tf.Tensor, *, root: int, name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:
             return _Tensor(x)
         # Horovod counts roots in global ranks, also within a process set.
-        return _Tensor(hvd.broadcast(x, self._process_set.ranks[root], **self._named(name)))
+        return _Tensor(hvd.broadcast(self._at_run_time(x), self._process_set.ranks[root], **self._named(name)))
 
     def average(
         self, x: tf.Tensor | tf.IndexedSlices, *, op: int, predivide: float, name: str
@@ -87,10 +101,10 @@ class HorovodTransport(Transport):
         if self.size == 1:
             return x
         if isinstance(x, tf.IndexedSlices):
-            values = hvd.allgather(x.values, **self._named(f"{name}.values"))
-            indices = hvd.allgather(x.indices, **self._named(f"{name}.indices"))
+            values = hvd.allgather(self._at_run_time(x.values), **self._named(f"{name}.values"))
+            indices = hvd.allgather(self._at_run_time(x.indices), **self._named(f"{name}.indices"))
             if op == hvd.Average:
                 values = values / tf.cast(self.size, values.dtype)
             return tf.IndexedSlices(values, indices, x.dense_shape)
         scale = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide} if op == hvd.Average else {}
-        return hvd.allreduce(x, op=op, **scale, **self._named(name))
+        return hvd.allreduce(self._at_run_time(x), op=op, **scale, **self._named(name))
