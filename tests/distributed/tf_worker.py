@@ -17,7 +17,11 @@ import tensorflow as tf
 
 from tests.distributed.tf_model import PROCESS_SETS
 
-_MODULES = [f"tests.distributed.{name}" for name in ("tf_numerics", "tf_usage")]
+_PARTS = ("callbacks", "refusals", "saving", "scaling", "sparse", "tape")
+_MODULES = [
+    f"tests.distributed.{name}"
+    for name in ("tf_numerics", "tf_resume", "tf_usage", *(f"tf_usage_{part}" for part in _PARTS))
+]
 
 
 def main() -> None:
