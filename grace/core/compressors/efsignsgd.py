@@ -30,7 +30,8 @@ class EFSignSGD(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
-        scale = ops.sum(ops.abs(x)) / max(1, at.spec.numel)
+        # Not by a Python number: the optimizer of a graph would multiply by its rounded reciprocal.
+        scale = ops.sum(ops.abs(x)) / ops.cast(max(1, at.spec.numel), at.spec.work_dtype)
         return {"scale": ops.reshape(scale, (1,)), "signs": pack_signs(ops, x)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:

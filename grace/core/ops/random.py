@@ -54,7 +54,8 @@ def words(ops: ArrayOps, n: int, key: Key, stream: int = 0) -> Array:
         ops.full(blocks, stream, "int64"),
         ops.full(blocks, key.rank, "int64"),
     )
-    lanes = philox(ops, counter, (key.seed & MASK, key.seed >> 32))
+    low, high = ops.bit_and(key.seed, MASK), ops.bit_and(ops.shift_right(key.seed, 32), MASK)
+    lanes = philox(ops, counter, (low, high))
     return ops.reshape(ops.stack(lanes, axis=1), (4 * blocks,))[:n]
 
 

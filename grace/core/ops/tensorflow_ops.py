@@ -7,21 +7,46 @@ tensors where it is known only when the graph runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
 from grace.core.ops.base import ArrayOps
-from grace.core.spec import ITEMSIZE, Array
+from grace.core.spec import ITEMSIZE, Array, Key
 
 _DTYPES: dict[str, Any] = {name: tf.dtypes.as_dtype(name) for name in ITEMSIZE}
+
+
+def _as_graph(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a composite a graph of its own, once per signature.
+
+    Its hundreds of small operations are slow one by one when eager, and slow to trace again for every tensor and rank.
+    """
+
+    @wraps(method)
+    def call(self: TensorflowOps, *args: Any, **options: Any) -> Any:
+        values = {i: _tensors(a) for i, a in enumerate(args) if isinstance(a, (tf.Tensor, Key))}
+        forms = {i: (v.shape, v.dtype) if isinstance(v, tf.Tensor) else Key for i, v in values.items()}
+        static = {**dict(enumerate(args)), **forms}
+        signature = (method.__name__, *static.values(), *sorted(options.items()))
+        if signature not in self._graphs:
+            self._graphs[signature] = tf.function(
+                lambda values: method(self, *({**static, **values}).values(), **options), autograph=False
+            )
+        return self._graphs[signature](values)
+
+    return call
 
 
 class TensorflowOps(ArrayOps):
     """TensorFlow tensors; the runtime places them on devices."""
 
     name: ClassVar[str] = "tensorflow"
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, Callable[..., Any]] = {}
 
     def zeros(self, n: int, dtype: str) -> Array:
         return tf.zeros([n], _DTYPES[dtype])
@@ -33,8 +58,10 @@ class TensorflowOps(ArrayOps):
         return tf.cast(tf.range(n), _DTYPES[dtype])
 
     def cast(self, x: Array, dtype: str) -> Array:
+        if isinstance(x, tf.Tensor):
+            return tf.cast(x, _DTYPES[dtype])
         # TensorFlow by itself would round a Python number to float32 on the way to float64.
-        return tf.cast(x if isinstance(x, tf.Tensor) else np.asarray(x), _DTYPES[dtype])
+        return _opaque(tf.cast(np.asarray(x), _DTYPES[dtype]))
 
     def copy(self, x: Array) -> Array:
         return tf.identity(x)
@@ -43,7 +70,7 @@ class TensorflowOps(ArrayOps):
         return str(x.dtype.name)
 
     def to_bytes(self, x: Array) -> Array:
-        return tf.reshape(tf.bitcast(tf.reshape(x, [-1]), tf.uint8), [-1])
+        return _flat(tf.bitcast(_flat(x), tf.uint8))
 
     def from_bytes(self, data: Array, dtype: str) -> Array:
         width = ITEMSIZE[dtype]
@@ -53,7 +80,7 @@ class TensorflowOps(ArrayOps):
         return tf.reshape(x, shape)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
-        return tf.concat([tf.reshape(a, [-1]) for a in arrays], axis=0)
+        return tf.concat([_flat(a) for a in arrays], axis=0)
 
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:
         return tf.stack(arrays, axis=axis)
@@ -82,6 +109,8 @@ class TensorflowOps(ArrayOps):
         return tf.clip_by_value(x, self.cast(low, self.dtype(x)), self.cast(high, self.dtype(x)))
 
     def bit_and(self, a: Array, b: Array) -> Array:
+        if isinstance(a, int) and isinstance(b, int):
+            return a & b
         return tf.logical_and(a, b) if _logical(a, b) else tf.bitwise.bitwise_and(*_same(a, b))
 
     def bit_or(self, a: Array, b: Array) -> Array:
@@ -94,7 +123,7 @@ class TensorflowOps(ArrayOps):
         return tf.bitwise.left_shift(*_same(a, bits))
 
     def shift_right(self, a: Array, bits: int) -> Array:
-        return tf.bitwise.right_shift(*_same(a, bits))
+        return a >> bits if isinstance(a, int) else tf.bitwise.right_shift(*_same(a, bits))
 
     def sum(self, x: Array, axis: int | None = None) -> Array:
         return tf.cast(tf.reduce_sum(tf.cast(x, tf.float64), axis=axis), x.dtype)
@@ -137,7 +166,7 @@ class TensorflowOps(ArrayOps):
         return x - y
 
     def scale_(self, x: Array, factor: float) -> Array:
-        return x * factor
+        return _opaque(x * factor)
 
     def matmul(self, a: Array, b: Array) -> Array:
         return tf.matmul(a, b)
@@ -156,6 +185,55 @@ class TensorflowOps(ArrayOps):
             super().require(condition, error)
         else:
             tf.debugging.Assert(condition, [f"{type(error).__name__}: {error}"])
+
+    @_as_graph
+    def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
+        return super().uniform(n, key, stream)
+
+    @_as_graph
+    def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
+        return super().sample(n, k, key, stream)
+
+    @_as_graph
+    def quantize(self, x: Array, scale: Array, levels: Any, key: Key) -> Array:
+        return super().quantize(x, scale, self.cast(levels, self.dtype(x)), key)
+
+    @_as_graph
+    def dequantize(self, codes: Array, scale: Array, levels: Any, dtype: str) -> Array:
+        return super().dequantize(codes, scale, self.cast(levels, dtype), dtype)
+
+    @_as_graph
+    def pack(self, codes: Array, bits: int) -> Array:
+        return super().pack(codes, bits)
+
+    @_as_graph
+    def unpack(self, data: Array, bits: int, n: int) -> Array:
+        return super().unpack(data, bits, n)
+
+    @_as_graph
+    def orthogonalize(self, a: Array) -> Array:
+        return super().orthogonalize(a)
+
+
+def _opaque(x: Array) -> Array:
+    """x as the optimizer of graphs cannot look into it.
+
+    It would turn a division by a constant into a multiplication by its rounded reciprocal, and multiply constants with
+    each other first; then traced bits would differ from eager ones. It leaves placeholders alone.
+    """
+    return x if tf.executing_eagerly() else tf.raw_ops.PlaceholderWithDefault(input=x, shape=x.shape)
+
+
+def _flat(x: Array) -> Array:
+    return x if x.shape.rank == 1 else tf.reshape(x, [-1])
+
+
+def _tensors(value: Any) -> Any:
+    """A key as tensors, its seed as the int64 of the same bits; a tensor as it is."""
+    if not isinstance(value, Key) or isinstance(value.seed, tf.Tensor):
+        return value
+    seed = np.asarray(value.seed, np.uint64).astype(np.int64)
+    return Key(tf.constant(seed), tf.cast(value.step, tf.int64), tf.constant(value.rank, tf.int64))
 
 
 def _logical(a: Any, b: Any) -> bool:
