@@ -12,6 +12,9 @@ from grace.core.config import Parts
 from grace.core.errors import IncompatibleError
 from grace.core.memory import Memory
 from grace.core.registry import communicators, compressors, memories
+from grace.testing.harness import FRAMEWORKS
+
+every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 
 EXTRA_COMPRESSORS = [
     {"name": "dgc", "compress_ratio": 0.1, "min_samples": 16, "sample_ratio": 0.05},
@@ -50,9 +53,14 @@ def default_compressors() -> list[Compressor]:
     return [compressors.make(name) for name in compressors]
 
 
+def extra_compressors() -> list[Compressor]:
+    """The extra configurations."""
+    return [compressors.make(extra) for extra in EXTRA_COMPRESSORS]
+
+
 def all_compressors() -> list[Compressor]:
     """The default of every registered name, and the extra configurations."""
-    return default_compressors() + [compressors.make(extra) for extra in EXTRA_COMPRESSORS]
+    return default_compressors() + extra_compressors()
 
 
 def all_memories() -> list[Memory]:

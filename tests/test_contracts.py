@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from grace.core.ops import get_ops
 from grace.core.registry import compressors, memories
-from grace.testing import CompressorContract, MemoryContract, OpsContract
+from grace.testing import CompressorContract, MemoryContract, OpsContract, Traced, traced, traced_ops
 from tests import parts
 
 # Payloads that need not be the same bytes in every framework, and why: for all gradients, and for those of float64.
@@ -38,6 +41,43 @@ class TestMemories(MemoryContract):
 
 class TestOps(OpsContract):
     pass
+
+
+class TestTracedCompressors(Traced, TestCompressors):
+    @pytest.fixture(params=parts.params([traced(c) for c in parts.default_compressors()]))
+    def compressor(self, request):
+        return request.param
+
+
+# Of extra configurations, what they may do otherwise in a graph.
+@pytest.mark.parametrize("compressor", parts.params(parts.extra_compressors()))
+@pytest.mark.parametrize(
+    "promise",
+    [
+        TestTracedCompressors.test_bytes_are_equal_in_every_framework,
+        TestTracedCompressors.test_kept_plus_residual_is_the_gradient,
+    ],
+)
+def test_extra_configurations_keep_promises_in_graphs(promise, compressor):
+    pytest.importorskip("tensorflow")
+    more = {"ops": get_ops("tensorflow")} if "ops" in inspect.signature(promise).parameters else {}
+    promise(TestTracedCompressors(), traced(compressor), **more)
+
+
+class TestTracedMemories(Traced, TestMemories):
+    @pytest.fixture(params=parts.params([traced(m) for m in parts.all_memories()]))
+    def memory(self, request):
+        return request.param
+
+
+class TestTracedOps(OpsContract):
+    # What comes out of a graph is never the object that went in.
+    test_cast_to_its_own_dtype_is_no_copy = None
+
+    @pytest.fixture
+    def ops(self):
+        pytest.importorskip("tensorflow")
+        return traced_ops()
 
 
 def test_every_registered_part_is_under_test():

@@ -14,5 +14,6 @@ from grace.testing.contracts import CompressorContract
 from grace.testing.memory_contract import MemoryContract
 from grace.testing.ops_contract import OpsContract
 from grace.testing.poison import PoisonOps
+from grace.testing.traced import Traced, traced, traced_ops
 
-__all__ = ["CompressorContract", "MemoryContract", "OpsContract", "PoisonOps"]
+__all__ = ["CompressorContract", "MemoryContract", "OpsContract", "PoisonOps", "Traced", "traced", "traced_ops"]

@@ -6,35 +6,49 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from grace.core.compressor import Compressor
-from grace.core.ops import get_ops
 from grace.core.ops.base import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 from grace.core.wire import GatherLayout
 
-FRAMEWORKS = tuple(name for name in ("numpy", "torch") if importlib.util.find_spec(name) is not None)
+FRAMEWORKS = tuple(name for name in ("numpy", "torch", "tensorflow") if importlib.util.find_spec(name) is not None)
 _HOST = NumpyOps()
 # Of half-precision gradients, which are decoded in float32, only the inputs are half.
 LARGEST = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30, "float64": 1e30}
 SMALLEST = {"float16": 6e-8, "bfloat16": 1e-40, "float32": 1.4e-45, "float64": 5e-324}
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+_NORMAL = {"float32": 2.0**-126, "float64": 2.0**-1022}
 
 
 def host(ops: ArrayOps, x: Array) -> np.ndarray[Any, Any]:
     """A NumPy copy of an array of any framework, dtype and shape."""
     data = ops.to_bytes(x)
-    data = np.asarray(data.cpu() if hasattr(data, "cpu") else data).copy()
+    # TensorFlow fetches by itself, and calls its own `cpu` deprecated.
+    data = np.asarray(data if ops.device == "cpu" else data.cpu()).copy()
     return np.reshape(_HOST.from_bytes(data, ops.dtype(x)), tuple(x.shape))
 
 
 def array(ops: ArrayOps, values: Any, dtype: str) -> Array:
     """A new array of a framework from numbers."""
-    return ops.cast(np.array(values, np.float64), dtype)
+    # As bytes, because a cast by the framework may lose denormals.
+    data = _HOST.to_bytes(_HOST.cast(np.array(values, np.float64), dtype))
+    return ops.reshape(ops.from_bytes(ops.cast(data, "uint8"), dtype), np.shape(values))
+
+
+@cache
+def flushed_below(ops: ArrayOps, dtype: str) -> float:
+    """The magnitude below which the framework computes with 0: where denormals are kept, nothing is below it.
+
+    TensorFlow computes with flushed denormals, eagerly and in graphs; what only moves or selects elements keeps them.
+    """
+    smallest = array(ops, [SMALLEST[dtype]], dtype)
+    return 0.0 if host(ops, smallest + smallest).any() else _NORMAL[dtype]
 
 
 def wide(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -143,9 +157,8 @@ def overflowed(ops: ArrayOps, payload: Payload, fields: Sequence[Field]) -> bool
     return not all(np.isfinite(wide(host(ops, payload[name]))).all() for name in floats)
 
 
-def wire_bytes(compressor: Compressor, framework: str, spec: TensorSpec, x: np.ndarray[Any, Any]) -> bytes:
+def wire_bytes(compressor: Compressor, ops: ArrayOps, spec: TensorSpec, x: np.ndarray[Any, Any]) -> bytes:
     """The bytes that one rank hands to an allgather of this tensor alone."""
-    ops = get_ops(framework)
     layout = GatherLayout([spec], [compressor.wire(spec)], [True])
     ex = exchange(compressor, ops, spec, [x])
     return bytes(host(ops, layout.encode(ops, ex.payloads, [False], 0)))

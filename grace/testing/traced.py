@@ -1,0 +1,172 @@
+"""Parts and array operations that run inside graphs of TensorFlow, as they do in a traced training step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+import pytest
+
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
+from grace.core.ops import get_ops
+from grace.core.ops.base import ArrayOps
+from grace.core.spec import Array, Key, Site, State, TensorSpec
+from grace.testing.contracts import CompressorContract
+
+P = TypeVar("P", Compressor, Memory)
+
+_COMPRESSOR = ("agree", "compress", "decompress", "merge", "learn", "residual_", "erase_")
+_MEMORY = ("compensate", "update", "finish")
+# They say something about an array to Python, and compute nothing.
+_ABOUT_ARRAYS = ("dtype", "length", "size", "min_size", "require")
+
+
+class Traced:
+    """Mixin before a contract: run it on TensorFlow for a part of `traced`, on fewer tensors, as tracing takes time.
+
+    class TestMineTraced(grace.testing.Traced, grace.testing.CompressorContract):
+        @pytest.fixture
+        def compressor(self):
+            return grace.testing.traced(my_package.Mine())
+    """
+
+    frameworks: ClassVar[tuple[str, ...]] = ("numpy", "tensorflow")
+    shapes: ClassVar[tuple[tuple[int, ...], ...]] = CompressorContract.few_shapes
+
+    @pytest.fixture
+    def ops(self) -> ArrayOps:
+        """The array operations under test."""
+        pytest.importorskip("tensorflow")
+        return get_ops("tensorflow")
+
+
+def traced(part: P) -> P:
+    """The same part, whose array methods run as graphs on arrays of TensorFlow.
+
+    Arrays, states and the number of the step enter a graph as values; tensor, seed, rank and size are fixed in it.
+    Payload fields of run-time length have no length in it. On arrays of other frameworks the methods are as they were.
+    """
+    result = copy.copy(part)
+    for name in _COMPRESSOR if isinstance(part, Compressor) else _MEMORY:
+        # In the instance, because the registry knows a part by its class.
+        object.__setattr__(result, name, TracedMethod(part, name))
+    return result
+
+
+def traced_ops() -> ArrayOps:
+    """The operations of TensorFlow, each in a graph of its own."""
+    ops = type(get_ops("tensorflow"))()
+    for name in dir(ArrayOps):
+        if not name.startswith("_") and name not in _ABOUT_ARRAYS and callable(getattr(ops, name)):
+            setattr(ops, name, _Graphs(getattr(ops, name)))
+    return ops
+
+
+class _Opened(NamedTuple):
+    """A site as TensorFlow's nested structures take it: a tuple of static facts and tensors."""
+
+    ops: ArrayOps
+    spec: TensorSpec
+    key: Key
+    rank: int
+    size: int
+    state: State
+    agreed: Array | None
+
+
+def _opened(arg: Any) -> Any:
+    import tensorflow as tf
+
+    if isinstance(arg, Site):
+        return _Opened(arg.ops, arg.spec, _opened(arg.key), arg.rank, arg.size, arg.state, arg.agreed)
+    if isinstance(arg, Key):
+        return arg._replace(step=tf.constant(arg.step, tf.int64))
+    return tf.constant(arg) if isinstance(arg, np.ndarray) else arg
+
+
+class _Graphs:
+    """A function that runs as a graph: one per combination of static arguments, shapes and dtypes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        # How often Python ran, per graph.
+        self.traces: dict[Any, int] = {}
+        self._graphs: dict[Any, Callable[..., Any]] = {}
+        self._results: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, open_ended: tuple[Array, ...] = (), **options: Any) -> Any:
+        import tensorflow as tf
+
+        if not tf.executing_eagerly():
+            return self.function(*args, **options)
+        opened = [_opened(arg) for arg in args]
+        flat = tf.nest.flatten(opened)
+        unknown = {id(array) for array in open_ended}
+        forms = [
+            tf.TensorSpec([None] if id(v) in unknown else v.shape, v.dtype) if tf.is_tensor(v) else v for v in flat
+        ]
+        structure = tf.nest.map_structure(lambda _: 0, opened)
+        signature = (repr(structure), *forms, *options.items())
+        if signature not in self._graphs:
+            self.traces[signature] = 0
+            self._graphs[signature] = self._graph(signature, structure, forms, options)
+        values = self._graphs[signature](*(v for v in flat if tf.is_tensor(v)))
+        return _filled(*self._results[signature], values)
+
+    def _graph(
+        self, signature: Any, structure: Any, forms: list[Any], options: dict[str, Any]
+    ) -> Callable[..., list[Array]]:
+        import tensorflow as tf
+
+        def body(*values: Array) -> list[Array]:
+            self.traces[signature] += 1
+            args = _filled(structure, forms, values)
+            args = [Site(**a._asdict()) if isinstance(a, _Opened) else a for a in args]
+            results = self.function(*args, **options)
+            flat = tf.nest.flatten(results)
+            static = [tf.TensorSpec(v.shape, v.dtype) if tf.is_tensor(v) else v for v in flat]
+            self._results[signature] = tf.nest.map_structure(lambda _: 0, results), static
+            return [v for v in flat if tf.is_tensor(v)]
+
+        specs = [form for form in forms if isinstance(form, tf.TensorSpec)]
+        return tf.function(body, input_signature=specs, autograph=False)
+
+
+def _filled(structure: Any, forms: list[Any], values: Any) -> Any:
+    """The structure with the static values of `forms`, and with arrays in place of their forms."""
+    import tensorflow as tf
+
+    arrays: Iterator[Array] = iter(values)
+    leaves = [next(arrays) if isinstance(form, tf.TensorSpec) else form for form in forms]
+    return tf.nest.pack_sequence_as(structure, leaves)
+
+
+class TracedMethod:
+    """A method of a compressor or memory that runs as graphs on arrays of TensorFlow."""
+
+    def __init__(self, part: Compressor | Memory, name: str) -> None:
+        self._part = part
+        self._graphs = _Graphs(getattr(part, name))
+
+    @property
+    def traces(self) -> dict[Any, int]:
+        """How often Python ran, per graph."""
+        return self._graphs.traces
+
+    def __call__(self, *args: Any) -> Any:
+        site = args[-1]
+        if site.ops.name != "tensorflow":
+            return self._graphs.function(*args)
+        compressor = next((a for a in args if isinstance(a, Compressor)), self._part)
+        open_ended: list[Array] = []
+        if isinstance(compressor, Compressor):
+            fields = compressor.wire(site.spec)
+            names = [f.name for f in fields if isinstance(f.length, str)]
+            for arg in args:
+                for payload in arg if isinstance(arg, list) else [arg]:
+                    if isinstance(payload, dict) and set(payload) == {f.name for f in fields}:
+                        open_ended += [payload[name] for name in names]
+        return self._graphs(*args, open_ended=tuple(open_ended))
