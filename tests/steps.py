@@ -7,9 +7,9 @@ import pytest
 
 import grace
 from grace.core.config import Config, Parts
-from grace.core.registry import compressors
+from grace.core.registry import compressors, memories
 from grace.core.spec import TensorSpec
-from grace.testing.harness import EPS, array, draw, host, same
+from grace.testing.harness import EPS, FRAMEWORKS, array, draw, host, same
 from tests import parts
 
 RANKS = 3
@@ -25,7 +25,23 @@ SPECS = [
 DEFAULTS = [parts.default_parts(c) for c in parts.all_compressors()]
 every_default = pytest.mark.parametrize("chosen", [pytest.param(p, id=parts.name(p.compressor)) for p in DEFAULTS])
 every_combination = pytest.mark.parametrize("chosen", parts.params(parts.valid_parts()))
-every_framework = pytest.mark.parametrize("framework", ["numpy", "torch"])
+
+
+def _in_frameworks(everything, few):
+    # Steps of eager TensorFlow take ten times as long as those of the others: there, what differs in kind.
+    frameworks = [(f, few if f == "tensorflow" else everything) for f in FRAMEWORKS]
+    cases = [pytest.param(chosen, f, id=f"{name}-{f}") for f, listed in frameworks for name, chosen in listed.items()]
+    return pytest.mark.parametrize(("chosen", "framework"), cases)
+
+
+every_default_and_framework = _in_frameworks(
+    {parts.name(p.compressor): p for p in DEFAULTS},
+    {parts.name(c): parts.default_parts(c) for c in parts.default_compressors()},
+)
+every_combination_and_framework = _in_frameworks(
+    {parts.name(p): p for p in parts.valid_parts()},
+    {parts.name(p): p for p in parts.valid_parts() if memories.name_of(p.memory) == p.compressor.default_memory},
+)
 
 
 def config(chosen: Parts, **options) -> Config:

@@ -11,16 +11,18 @@ import grace
 from grace.core.config import Parts, make_config
 from grace.core.registry import communicators, compressors, memories
 from grace.testing import PoisonOps
-from grace.testing.harness import EPS, draw, host, same
+from grace.testing.harness import EPS, FRAMEWORKS, draw, host, same
 from tests import parts
+from tests.parts import every_framework
 from tests.steps import (
     RANKS,
     SPECS,
     assert_same,
     config,
     every_combination,
+    every_combination_and_framework,
     every_default,
-    every_framework,
+    every_default_and_framework,
     gradient,
     gradients,
     on_host,
@@ -34,8 +36,7 @@ from tests.test_contracts import reordered
 # --- agreement between ranks, and with the formula --------------------------------------------------------------
 
 
-@every_framework
-@every_combination
+@every_combination_and_framework
 def test_all_ranks_get_the_same_bits(chosen, framework):
     sim = simulate(chosen, framework)
     for number in range(3):
@@ -49,15 +50,17 @@ def test_all_ranks_get_the_same_bits(chosen, framework):
 @every_default
 def test_frameworks_agree(chosen):
     """Bit for bit wherever the payloads are the same bytes, which the contract of the compressor settles."""
-    a, b = simulate(chosen, "numpy"), simulate(chosen, "torch")
+    reference, *others = (simulate(chosen, framework) for framework in FRAMEWORKS)
     for number in range(3):
-        x, y = step(a, number)[0], step(b, number)[0]
-        for spec in SPECS:
-            one, two = x[spec.name].astype(np.float64), y[spec.name].astype(np.float64)
-            exact = reordered(chosen.compressor, spec.dtype) is None
-            # Where sums run in another order, the difference is fed back over the steps.
-            bound = 0.0 if exact else 1e3 * EPS[spec.dtype] * np.abs(one).max(initial=0.0)
-            assert np.abs(one - two).max(initial=0.0) <= bound, spec
+        x = step(reference, number)[0]
+        for other in others:
+            y = step(other, number)[0]
+            for spec in SPECS:
+                one, two = x[spec.name].astype(np.float64), y[spec.name].astype(np.float64)
+                exact = reordered(chosen.compressor, spec.dtype) is None
+                # Where sums run in another order, the difference is fed back over the steps.
+                bound = 0.0 if exact else 1e3 * EPS[spec.dtype] * np.abs(one).max(initial=0.0)
+                assert np.abs(one - two).max(initial=0.0) <= bound, (spec, other.engines[0]._ops("cpu").name)
 
 
 @every_default
@@ -197,8 +200,7 @@ def test_random_numbers_follow_from_the_seed_the_name_and_the_step(chosen):
 # --- state ------------------------------------------------------------------------------------------------------
 
 
-@every_framework
-@every_default
+@every_default_and_framework
 def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
     sim, fresh = simulate(chosen, framework), simulate(chosen, framework)
     for number in range(2):
@@ -247,8 +249,7 @@ def test_nothing_is_used_after_it_was_consumed(chosen, monkeypatch):
     assert_same(expected[1], states(poisoned))
 
 
-@every_framework
-@every_default
+@every_default_and_framework
 def test_gradients_are_only_read(chosen, framework):
     """They are the framework's, and its backward pass may still need them."""
     sim = simulate(chosen, framework)

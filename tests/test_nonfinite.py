@@ -13,17 +13,15 @@ from tests import parts
 from tests.steps import (
     SPECS,
     assert_same,
-    every_default,
-    every_framework,
+    every_default_and_framework,
     simulate,
     states,
     step,
 )
 
 
-@every_framework
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@every_default
+@every_default_and_framework
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
     clean, hit = simulate(chosen, framework), simulate(chosen, framework)
     step(clean, 0)

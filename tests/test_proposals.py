@@ -16,6 +16,7 @@ from grace.core.memories.residual import Residual
 from grace.core.simulate import Simulation
 from grace.core.spec import Field, Proposal, TensorSpec
 from grace.testing.harness import array, host
+from tests.parts import every_framework
 
 K = 4
 SPECS = [TensorSpec("a", (30,)), TensorSpec("b", (5, 8))]
@@ -83,7 +84,7 @@ def gradients(sim, step):
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@every_framework
 def test_the_leader_rotates_and_all_ranks_follow_it(framework, bucket_bytes):
     sim = simulate(LeaderTopK(), NoMemory(), framework, bucket_bytes=bucket_bytes)
     ops = sim.engines[0]._ops("cpu")
@@ -99,7 +100,7 @@ def test_the_leader_rotates_and_all_ranks_follow_it(framework, bucket_bytes):
                 assert np.allclose(host(ops, mine[spec.name]).reshape(-1), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@every_framework
 def test_a_maximum_is_that_of_all_ranks(framework):
     sim = simulate(SharedScale(), Residual(), framework)
     ops = sim.engines[0]._ops("cpu")

@@ -10,9 +10,8 @@ import pytest
 from grace.core.ops import get_ops
 from grace.core.ops.random import philox, words
 from grace.core.spec import Key
-from grace.testing.harness import array, host
-
-every_framework = pytest.mark.parametrize("framework", ["numpy", "torch"])
+from grace.testing.harness import FRAMEWORKS, array, host, same
+from tests.parts import every_framework
 
 # Random123, file tests/kat_vectors, "philox4x32 10": counter, key, result.
 KNOWN_ANSWERS = [
@@ -54,11 +53,13 @@ def test_words_follow_the_documented_counter():
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 1000])
 def test_frameworks_draw_the_same_bits(n):
     key = Key(2**64 - 1, 11, 2)
-    one, two = (host(ops, ops.uniform(n, key)) for ops in (get_ops("numpy"), get_ops("torch")))
-    assert (str(one.dtype), one.tobytes()) == (str(two.dtype), two.tobytes())
+    backends = [get_ops(framework) for framework in FRAMEWORKS]
+    one, *others = (host(ops, ops.uniform(n, key)) for ops in backends)
+    assert all(same(one, other) for other in others)
     for k in {0, min(1, n), n // 2, n}:
-        drawn = [host(ops, ops.sample(n, k, key)) for ops in (get_ops("numpy"), get_ops("torch"))]
-        assert (str(drawn[0].dtype), drawn[0].tolist()) == ("int32", drawn[1].tolist())
+        drawn = [host(ops, ops.sample(n, k, key)) for ops in backends]
+        assert str(drawn[0].dtype) == "int32"
+        assert all(same(drawn[0], other) for other in drawn[1:])
         assert len(set(drawn[0].tolist())) == k
         assert all(0 <= i < n for i in drawn[0].tolist())
 

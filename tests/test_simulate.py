@@ -11,8 +11,7 @@ from grace.core.ops import get_ops
 from grace.core.simulate import SimulatedTransport
 from grace.core.spec import TensorSpec
 from grace.testing.harness import array, host
-
-every_framework = pytest.mark.parametrize("framework", ["numpy", "torch"])
+from tests.parts import every_framework
 
 
 @pytest.fixture

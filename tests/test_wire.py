@@ -10,8 +10,8 @@ from grace.core.ops import get_ops
 from grace.core.spec import ITEMSIZE, Field, TensorSpec
 from grace.core.wire import GatherLayout, SumLayout, payload_bytes
 from grace.testing.harness import array, host, same
+from tests.parts import every_framework
 
-every_framework = pytest.mark.parametrize("framework", ["numpy", "torch"])
 SPECS = [TensorSpec(name, (10,)) for name in ("a", "b", "c")]
 FIXED = (
     (Field("scale", "float32", 1), Field("codes", "uint8", 13), Field("home", "int32", 5, wire=False)),

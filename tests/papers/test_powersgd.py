@@ -8,6 +8,7 @@ import pytest
 from grace.core.ops import get_ops
 from grace.core.spec import TensorSpec
 from tests.papers.common import make, normal, simulate, spec, state, step
+from tests.parts import every_framework
 
 ROWS, COLUMNS = 30, 20
 
@@ -67,7 +68,7 @@ def test_algorithm_1_and_2_with_plain_numpy():
             assert relative_error(state(sim, rank).reshape(ROWS, COLUMNS), e[rank]) < 1e-4
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@every_framework
 def test_p_is_orthonormal(framework):
     from grace.testing.harness import exchange, host
 
