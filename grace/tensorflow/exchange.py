@@ -52,6 +52,11 @@ class Exchange(tf.Module):
         super().__init__(name="grace")
         if op not in (hvd.Average, hvd.Sum):
             raise ConfigError("the argument 'op' must be hvd.Average or hvd.Sum; other reductions are not linear.")
+        if gradient_predivide_factor != 1.0 and (op == hvd.Sum or gradient_predivide_factor <= 0.0):
+            raise ConfigError(
+                "the argument 'gradient_predivide_factor' splits the division of an average in two; "
+                f"give a positive number and op=hvd.Average, not {gradient_predivide_factor!r} and op={op}."
+            )
         self.config = make_config(config, **options)
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
