@@ -109,6 +109,13 @@ def test_saved_models_go_on_exactly():
     assert ranks[0]["mixed precision"]["types"][0] == "LossScaleOptimizer"
 
 
+def test_checkpoints_of_tensorflow_go_on_exactly():
+    ranks = scenario("checkpoints")
+    assert same(ranks)
+    for label, (whole, resumed) in ranks[0].items():
+        assert whole == resumed, label
+
+
 @two_and_four
 def test_one_file_for_all_ranks_starts_foreign_memories_from_zero(launch):
     ranks = scenario("one_file", launch)

@@ -21,6 +21,8 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name():
         assert f"the argument '{name}'" in result[name]
     for name, words in {
         "op": "'op' must be hvd.Average or hvd.Sum",
+        "predivided sum": "give a positive number and op=hvd.Average",
+        "no factor": "give a positive number and op=hvd.Average",
         "typo": "Did you mean 'compress_ratio'?",
         "unknown argument": "'backward_passes'",
         "no passes": "must be at least 1, received 0",

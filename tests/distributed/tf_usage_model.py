@@ -69,11 +69,13 @@ def applying(optimizer: Any, model: keras.Model, *, pairs: bool = False, graph: 
     return tf.function(apply) if graph else apply
 
 
-def by_hand(model: keras.Model, apply: Callable[[Sequence[Any]], Any], steps: int, *, alone: bool = False) -> None:
+def by_hand(
+    model: keras.Model, apply: Callable[[Sequence[Any]], Any], steps: int, *, start: int = 0, alone: bool = False
+) -> None:
     """Train with own gradients, which `apply` takes, on the data of `fit`."""
-    x, y = everybody(steps) if alone else samples(steps, hvd.rank())
+    x, y = everybody(start + steps) if alone else samples(start + steps, hvd.rank())
     size = BATCH * (hvd.size() if alone else 1)
-    for i in range(0, steps * size, size):
+    for i in range(start * size, (start + steps) * size, size):
         apply(gradients(model, tf.constant(x[i : i + size]), tf.constant(y[i : i + size])))
 
 

@@ -45,6 +45,8 @@ def refused_arguments() -> dict[str, str]:
     return {
         **{name: attempt(**{name: 1}) for name in UNKNOWN},
         "op": attempt(op=hvd.Adasum),
+        "predivided sum": attempt(op=hvd.Sum, gradient_predivide_factor=2.0),
+        "no factor": attempt(gradient_predivide_factor=0.0),
         "typo": attempt(config={"compressor": "topk", "compres_ratio": 0.1}),
         "unknown argument": attempt(backward_passes=2),
         "no passes": attempt(backward_passes_per_step=0),

@@ -35,6 +35,7 @@ SCENARIOS = {
         "all_optimizers",
         "scale_of_the_day",
         "saved_models",
+        "checkpoints",
         "round_trip",
         "learning_rates",
         "statistics",

@@ -17,7 +17,7 @@ import tensorflow as tf
 from grace.tensorflow import BroadcastGlobalVariablesCallback
 from tests.distributed.launch import ROOT
 from tests.distributed.tf_model import digest, sgd, wrap
-from tests.distributed.tf_usage_model import POWERSGD, TOPK, fit, net, samples
+from tests.distributed.tf_usage_model import POWERSGD, TOPK, applying, by_hand, fit, net, samples
 from tests.distributed.tf_usage_scaling import mixed_float16, scaled, states
 
 METHODS = {
@@ -82,6 +82,26 @@ def saved_models() -> dict[str, Any]:
             "weights": [digest(model.weights), digest(loaded.weights)],
             "types": [type(model.optimizer).__name__, type(loaded.optimizer).__name__],
         }
+    return results
+
+
+def checkpoints() -> dict[str, Any]:
+    """tf.train.Checkpoint, read before the optimizer has variables and afterwards: 3 steps and 2 more, against 5."""
+    results = {}
+    for label, make in {"before": lambda: wrap(TOPK, scaled(sgd())), "afterwards": lambda: wrap(TOPK)}.items():
+        whole, first, second = net(), net(), net(seed=1)
+        by_hand(whole, applying(make(), whole), 5)
+        optimizer = make()
+        by_hand(first, applying(optimizer, first), 3)
+        with tempfile.TemporaryDirectory() as folder:
+            path = tf.train.Checkpoint(model=first, optimizer=optimizer).save(f"{folder}/own")
+            optimizer = make()
+            if label == "afterwards":
+                optimizer.build(second.trainable_variables)
+            status = tf.train.Checkpoint(model=second, optimizer=optimizer).restore(path)
+            by_hand(second, applying(optimizer, second), 2, start=3)
+            status.assert_consumed()
+        results[label] = [digest(model.weights) for model in (whole, second)]
     return results
 
 
