@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grace.tensorflow import loss_scale as _loss_scale  # noqa: F401 - changes Keras' LossScaleOptimizer
 from grace.tensorflow.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback, StatisticsCallback
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.optimizer import DistributedOptimizer

@@ -6,16 +6,17 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import tensorflow as tf
 
 from grace.core.errors import ConfigError, MismatchError
 from grace.tensorflow.exchange import gather
-from grace.tensorflow.optimizer import exchange_of
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Give every rank the root's weights and optimizer state before the first batch.
 
-    Residuals stay as they are: they belong to their rank. Random seeds of layers and metrics are left alone too.
+    After the first one where the model is built by it (a Sequential without Input, a subclassed Model). Residuals stay
+    as they are: they belong to their rank. Random seeds of layers and metrics are left alone too.
     """
 
     def __init__(self, root_rank: int = 0, process_set: Any = hvd.global_process_set) -> None:
@@ -24,12 +25,28 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.process_set = process_set
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        optimizer, exchange = self.model.optimizer, exchange_of(self.model.optimizer)
+        self._done = all(layer.built for layer in self.model._flatten_layers())
+        if self._done:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self._done:
+            self._done = True
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizer, exchange = self.model.optimizer, getattr(self.model.optimizer, "grace", None)
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         mine = {id(variable) for variable in exchange.of_this_rank} if exchange else set()
         variables = [v.value for v in (*self.model.weights, *optimizer.variables) if id(v.value) not in mine]
-        hvd.broadcast_variables(variables, root_rank=self.root_rank, process_set=self.process_set)
+        # Horovod knows no bfloat16, whose bits float32 holds.
+        wide = {id(v): tf.Variable(tf.cast(v, tf.float32)) for v in variables if v.dtype == tf.bfloat16}
+        sent = [wide.get(id(v), v) for v in variables]
+        hvd.broadcast_variables(sent, root_rank=self.root_rank, process_set=self.process_set)
+        for variable in variables:
+            if id(variable) in wide:
+                variable.assign(tf.cast(wide[id(variable)], tf.bfloat16))
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -68,7 +85,7 @@ class StatisticsCallback(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        exchange = exchange_of(self.model.optimizer)
+        exchange = getattr(self.model.optimizer, "grace", None)
         if exchange is None:
             raise ConfigError(
                 "StatisticsCallback: the model's optimizer has no statistics; "

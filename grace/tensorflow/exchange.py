@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,19 @@ from grace.core.ops.base import ArrayOps
 from grace.core.plan import Part, Plan, make_plan
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
-from grace.tensorflow.gradients import Gradient, common_kinds, flat, is_embedding, names_of, nbytes, nothing
+from grace.tensorflow.gradients import (
+    Gradient,
+    as_rows,
+    common_kinds,
+    flat,
+    inside,
+    is_embedding,
+    names_of,
+    nbytes,
+    nothing,
+)
 from grace.tensorflow.slots import VariableSlots
+from grace.tensorflow.traced import Traced
 from grace.tensorflow.transport import HorovodTransport
 
 logger = logging.getLogger("grace")
@@ -67,6 +79,8 @@ class Exchange(tf.Module):
         self.plan: Plan | None = None
         self.engine: Engine | None = None
         self.traces = 0
+        # How many steps the optimizer has taken; its accumulation of gradients depends on it.
+        self.iterations: Callable[[], int] = lambda: 0
         # Makes a variable of a name and an initial value; an optimizer sets its own.
         self.make_variable: Callable[[str, tf.Tensor], tf.Variable] = self._make_variable
         self._variables: list[tf.Variable] = []
@@ -111,6 +125,8 @@ class Exchange(tf.Module):
 
     def build(self, variables: Sequence[Any], gradients: Sequence[Gradient | None] | None = None) -> None:
         """Plan for these variables and make the state; touches no other rank, so a model can be loaded anywhere."""
+        if self.plan is not None:
+            raise StepError("an exchange is built once, for one list of variables; make another one for others.")
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             raise ConfigError(
                 "grace exchanges between processes, one replica each; "
@@ -131,9 +147,27 @@ class Exchange(tf.Module):
         ]
         with tf.init_scope():
             self._specs = tuple(specs)
+            self._watched = tuple(weakref.ref(inside(v)) for v in variables)
             self.plan = make_plan(specs, self.config, prefix="bucket", delegate=_delegated)
+            self._sparse = frozenset(() if self.sparse_as_dense else (part.spec.name for part in self.plan.delegated))
             self._slots = VariableSlots(self.make_variable)
             prepare(self._slots, self.plan, _ops, self.config.seed)
+
+    def serves(self, variables: Sequence[Any]) -> bool:
+        """Whether it was built for exactly these variables, in any order."""
+        return len(variables) == len(self._watched) and {id(inside(v)) for v in variables} == {
+            id(watched()) for watched in self._watched
+        }
+
+    def places(self, variables: Sequence[Any]) -> list[int]:
+        """Where the variables stand in the list of `build`. Raises StepError for others."""
+        if not self.serves(variables):
+            raise StepError(
+                f"the exchange was built for the variables {', '.join(self.names)}, and received gradients of "
+                f"{', '.join(names_of(variables, ()))}; use one exchange per list of variables."
+            )
+        order = {id(watched()): place for place, watched in enumerate(self._watched)}
+        return [order[id(inside(v))] for v in variables]
 
     def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         variable = tf.Variable(value, trainable=False, name=name.replace("/", "_"))
@@ -171,27 +205,31 @@ class Exchange(tf.Module):
                 "model.optimizer.grace.process_set = hvd.add_process_set(...)."
             )
         plan, set_id = self._built(), self.process_set.process_set_id
-        number = _meetings[set_id]
-        _meetings[set_id] += 1
-        transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}")
-        if transport.rank < 0:
+        if not self.process_set.included():
             raise ConfigError(f"this process is not in {self.process_set}, so it cannot take a step there.")
         description = {
             **self.describe(),
-            "exchange number": number,
+            "iterations": self.iterations(),
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in self._specs},
             "methods": {part.spec.name: compressors.name_of(part.compressor) for part in plan.parts},
-            "of this rank": {spec.name: self._kind(spec, g) for spec, g in zip(self._specs, gradients, strict=False)},
+            "of this rank": {
+                "meetings": _meetings[set_id],
+                "kinds": {spec.name: self._kind(spec, g) for spec, g in zip(self._specs, gradients, strict=False)},
+            },
         }
         everyone = agree(description, failure, gather(self.process_set, "first step"), "the first step")
-        self._kinds = common_kinds([other["of this rank"] for other in everyone])
+        # An identifier may have been that of another set before, which not all of these ranks were in.
+        number = max(other["of this rank"]["meetings"] for other in everyone)
+        _meetings[set_id] = number + 1
+        transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}")
+        self._kinds = common_kinds([other["of this rank"]["kinds"] for other in everyone])
         self.engine = Engine(
             plan, _ops, transport, seed=self.config.seed, average=self.op == hvd.Average, slots=self._slots
         )
         self.engine.track_norms = self._track_norms
         rows = [name for name, kind in self._kinds.items() if kind not in (None, "dense")]
         self._slots.expect_notes(plan, self._track_norms, rows)
-        self._traced = _Traced(self)
+        self._traced = Traced(self._exchange, [spec.shape for spec in self._specs])
         if transport.rank == 0:
             for text in plan.warnings:
                 logger.warning("%s", text)
@@ -199,6 +237,7 @@ class Exchange(tf.Module):
 
     # --- one step -----------------------------------------------------------------------------------------------
 
+    @tf.autograph.experimental.do_not_convert
     def filled(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
         """The gradients with zeros for None, where another rank has a gradient; meets the other ranks the first time.
 
@@ -234,19 +273,28 @@ class Exchange(tf.Module):
             )
         return None
 
-    def __call__(self, gradients: Sequence[Gradient | None], *, whole: bool = False) -> list[Gradient | None]:
+    @tf.autograph.experimental.do_not_convert
+    def __call__(
+        self,
+        gradients: Sequence[Gradient | None],
+        *,
+        absent: frozenset[int] = frozenset(),
+        loss_scale: tf.Tensor | None = None,
+    ) -> list[Gradient | None]:
         """Exchange one gradient per variable, in the order of `build`; what is None on every rank stays None.
 
-        With `whole`, one tensor with NaN or infinity rolls back the memories of all: the caller will drop the step. The
-        step is traced once per pattern of dense and sparse gradients, whether it is called eagerly or inside a
-        `tf.function`. Raises what `filled` does.
+        The variables at the places `absent` are not trained now: their memories stay as they are. With `loss_scale`,
+        one tensor that is not finite when multiplied by it rolls back the memories of all: the caller will drop the
+        step. The step is traced once per pattern of dense and sparse gradients, whether it is called eagerly or inside
+        a `tf.function`; inside one, errors of the first step reach the caller as TensorFlow wraps them. Raises what
+        `filled` does.
         """
         given = [
             tf.zeros(spec.shape, spec.dtype) if gradient is None else gradient
             for spec, gradient in zip(self._specs, self.filled(gradients), strict=True)
         ]
         try:
-            merged = self._traced(given, whole)
+            merged = self._traced(given, absent, loss_scale)
         except tf.errors.InvalidArgumentError as error:
             if MismatchError.__name__ not in str(error.message):
                 raise
@@ -257,30 +305,35 @@ class Exchange(tf.Module):
         """Whether the condition holds on all ranks; to be asked by all of them, after `filled`."""
         assert self.engine is not None
         fails = tf.cast(tf.reshape(tf.logical_not(condition), [1]), tf.int32)
-        return self.engine.transport.allreduce(fails, op="max", name="everywhere").wait()[0] == 0
+        transport = self.engine.transport
+        assert isinstance(transport, HorovodTransport)
+        failing = transport.allreduce(fails, op="max", name="everywhere").wait()
+        transport.end_turn([failing])
+        return failing[0] == 0
 
     def _shaped(self, spec: TensorSpec, gradient: Gradient | None) -> Gradient:
+        """The gradient in the form that all ranks agreed on: dense, or rows."""
+        kind = self._kinds[spec.name]
         if gradient is None:
-            gradient = nothing(spec, self._kinds[spec.name])
+            gradient = nothing(spec, kind)
         if gradient.dtype != spec.dtype:
             gradient = tf.cast(gradient, spec.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(spec.shape))
-            if not self._stays_sparse(spec):
-                gradient = tf.convert_to_tensor(gradient)
-        return gradient if isinstance(gradient, tf.IndexedSlices) else tf.ensure_shape(gradient, spec.shape)
-
-    def _stays_sparse(self, spec: TensorSpec) -> bool:
-        return not self.sparse_as_dense and any(part.spec.name == spec.name for part in self._built().delegated)
+        if kind == "dense":
+            return tf.ensure_shape(tf.convert_to_tensor(gradient), spec.shape)
+        return as_rows(gradient, str(kind))
 
     def _kind(self, spec: TensorSpec, gradient: Gradient | None) -> str | None:
         """How a gradient travels: "dense", as rows under indices of a dtype, or not at all."""
         if gradient is None:
             return None
-        rows = isinstance(gradient, tf.IndexedSlices) and self._stays_sparse(spec)
+        rows = isinstance(gradient, tf.IndexedSlices) and spec.name in self._sparse
         return f"rows of {gradient.indices.dtype.name}" if rows else "dense"
 
-    def _exchange(self, gradients: Sequence[Gradient], whole: bool) -> list[Gradient]:
+    def _exchange(
+        self, gradients: Sequence[Gradient], absent: frozenset[int], loss_scale: tf.Tensor | None
+    ) -> list[Gradient]:
         """The body of the traced step."""
         engine, plan = self.engine, self._built()
         assert engine is not None
@@ -295,56 +348,25 @@ class Exchange(tf.Module):
                 mine[part.spec.name],
                 op=self.op,
                 predivide=self.gradient_predivide_factor,
-                name=f"dense.{[spec.name for spec in self._specs].index(part.spec.name)}",
+                name=f"dense.{self.names.index(part.spec.name)}",
             )
         # An earlier trace may have ended with an error half-way.
         engine.drop()
         self._slots.belong_to(engine.transport.rank, engine.transport.size)
-        before = self._slots.snapshot() if whole else {}
+        before = self._slots.snapshot() if absent or loss_scale is not None else {}
         for bucket in plan.buckets:
             for part in bucket.parts:
                 engine.ready(part.spec.name, mine[part.spec.name])
         merged.update(engine.finish())
-        if whole:
-            values = [m.values if isinstance(m, tf.IndexedSlices) else m for m in merged.values()]
-            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+        results = flat(list(merged.values()))
+        if loss_scale is not None:
+            scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]
+            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in scaled])
             tf.cond(finite, lambda: tf.constant(True), lambda: self._slots.restore(before))
+        names = {self._specs[place].name for place in absent}
+        self._slots.restore({name: states for name, states in before.items() if name in names})
+        engine.transport.end_turn(results)
         return [merged[spec.name] for spec in self._specs]
-
-
-class _Traced:
-    """The step as a graph, made once for every pattern of dense and sparse gradients, for any number of rows."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._functions: dict[Any, Any] = {}
-
-    def __call__(self, gradients: Sequence[Gradient], whole: bool) -> list[Gradient]:
-        sparse = tuple(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
-        if (sparse, whole) not in self._functions:
-            self._functions[sparse, whole] = self._make(sparse, whole, gradients)
-        return self._nested(self._functions[sparse, whole](*flat(gradients)), sparse)
-
-    def _make(self, sparse: tuple[bool, ...], whole: bool, gradients: Sequence[Gradient]) -> Any:
-        signature: list[tf.TensorSpec] = []
-        for gradient in gradients:
-            if isinstance(gradient, tf.IndexedSlices):
-                rows = [None, *gradient.values.shape[1:]]
-                signature += [tf.TensorSpec(rows, gradient.dtype), tf.TensorSpec([None], gradient.indices.dtype)]
-            else:
-                signature.append(tf.TensorSpec(gradient.shape, gradient.dtype))
-
-        def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            return flat(self._exchange._exchange(self._nested(tensors, sparse), whole))
-
-        return tf.function(step, input_signature=signature, autograph=False)
-
-    def _nested(self, flat: Sequence[tf.Tensor], sparse: tuple[bool, ...]) -> list[Gradient]:
-        tensors, shapes = iter(flat), [spec.shape for spec in self._exchange._specs]
-        return [
-            tf.IndexedSlices(next(tensors), next(tensors), tf.constant(shape)) if rows else next(tensors)
-            for rows, shape in zip(sparse, shapes, strict=True)
-        ]
 
 
 def gather(process_set: Any, purpose: str) -> Callable[[Any], list[Any]]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from grace.core.errors import MismatchError
 from grace.core.spec import TensorSpec
 
 Gradient = tf.Tensor | tf.IndexedSlices
+
+
+def inside(variable: Any) -> tf.Variable:
+    """The variable of TensorFlow inside one of Keras, or itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def common_kinds(ranks: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
@@ -33,6 +39,14 @@ def nothing(spec: TensorSpec, kind: str | None) -> Gradient:
         return tf.zeros(spec.shape, spec.dtype)
     indices = tf.zeros([0], str(kind).removeprefix("rows of "))
     return tf.IndexedSlices(tf.zeros([0, *spec.shape[1:]], spec.dtype), indices, tf.constant(spec.shape))
+
+
+def as_rows(gradient: Gradient, kind: str) -> tf.IndexedSlices:
+    """A gradient as rows under indices of the dtype that the kind names."""
+    dtype = tf.as_dtype(kind.removeprefix("rows of "))
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, dtype), gradient.dense_shape)
+    return tf.IndexedSlices(gradient, tf.range(gradient.shape[0], dtype=dtype), tf.constant(gradient.shape))
 
 
 def nbytes(gradient: tf.IndexedSlices) -> tf.Tensor:

@@ -8,9 +8,11 @@ and an accumulated gradient travels once.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache, wraps
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -23,6 +25,8 @@ from grace.core.errors import ConfigError, StepError
 from grace.tensorflow.exchange import Exchange, gather
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.transport import HorovodTransport
+
+logger = logging.getLogger("grace")
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
 # Arguments of Horovod that do not apply, and why.
@@ -67,9 +71,9 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
 
     Raises ConfigError for arguments that cannot be honoured, TypeError for another optimizer than one of Keras 3,
     MismatchError on every rank if ranks differ: in their configuration here, in their variables at the first step.
+    Wrap an optimizer before `model.compile`.
     """
-    if not hvd.is_initialized():
-        raise ConfigError(f"{_WHERE}: Horovod is not initialized; call hvd.init() first.")
+    check_process(_WHERE, process_set)
     failure: Exception | None = None
     description: dict[str, Any] = {}
     try:
@@ -100,8 +104,27 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     inner = _innermost(optimizer)
     if backward_passes_per_step > 1:
         inner.gradient_accumulation_steps = backward_passes_per_step
+    if inner.built and int(inner.iterations) > 0:
+        logger.warning(
+            "%s: the optimizer has taken steps already; call model.compile() again, or a train function that was "
+            "traced before goes on without any exchange.",
+            _WHERE,
+        )
     _distribute(inner, exchange, 1 if average_aggregated_gradients else backward_passes_per_step)
     return optimizer
+
+
+def check_process(where: str, process_set: Any) -> None:
+    """Raise ConfigError where no collective can run."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise ConfigError(f"{where}: TensorFlow runs in the graph mode of version 1; do not disable eager execution.")
+    if not hvd.is_initialized():
+        raise ConfigError(f"{where}: Horovod is not initialized; call hvd.init() first.")
+    if not isinstance(process_set, hvd.ProcessSet):
+        raise ConfigError(
+            f"{where}: the argument 'process_set' must be an hvd.ProcessSet, received {process_set!r}; "
+            "leave it out for all ranks."
+        )
 
 
 def refuse(options: Mapping[str, Any], where: str) -> None:
@@ -132,13 +155,18 @@ def _check(optimizer: Any) -> None:
             f"{_WHERE}: expected an optimizer of Keras 3 (keras.optimizers), received {type(optimizer).__qualname__} "
             f"of module {type(optimizer).__module__}."
         )
-    if isinstance(_innermost(optimizer), Distributed):
+    inner = _innermost(optimizer)
+    if any(isinstance(_innermost(o), Distributed) for o in (inner, *getattr(inner, "optimizers", ()))):
         raise ConfigError(f"{_WHERE}: the optimizer is already wrapped; its exchange is the attribute 'grace'.")
 
 
 def _check_passes(optimizer: Any, passes: int) -> None:
     if passes < 1:
         raise ConfigError(f"{_WHERE}: backward_passes_per_step must be at least 1, received {passes!r}.")
+    if passes > 1 and isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ConfigError(
+            f"{_WHERE}: a MultiOptimizer does not accumulate; set gradient_accumulation_steps of the optimizers in it."
+        )
     if passes > 1 and (optimizer.gradient_accumulation_steps or optimizer.built):
         raise ConfigError(
             f"{_WHERE}: backward_passes_per_step={passes} sets Keras' gradient_accumulation_steps, which is "
@@ -154,15 +182,22 @@ def _innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def exchange_of(optimizer: Any) -> Exchange | None:
-    """The exchange of an optimizer, also inside one that scales the loss; None if it has none."""
-    return getattr(_innermost(optimizer), "grace", None)
+@dataclass
+class _Call:
+    """What one call of `apply` tells the methods that Keras calls on the way: where its gradients belong."""
+
+    places: list[int]
+    absent: frozenset[int]
+    asked: bool = False
 
 
 class Distributed:
     """What is mixed into the class of an optimizer."""
 
     grace: Exchange
+    # The class without the mixture.
+    _plain: type
+    _call: _Call
     # While the gradients that come in have been exchanged already.
     _exchanged = False
     # Passes that are added up, where Keras takes their mean.
@@ -173,7 +208,9 @@ class Distributed:
     def build(self, variables: Sequence[Any]) -> None:
         if not self.built:
             super().build(variables)
+            self.built = False
             self._build_exchange(variables)
+            self.built = True
 
     def _build_exchange(self, variables: Sequence[Any]) -> None:
         overwritten = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
@@ -197,32 +234,29 @@ class Distributed:
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         grads = list(grads)
-        if not grads or self._exchanged:
+        if not grads or self._exchanged or (trainable_variables is None and not self.built):
             super().apply(grads, trainable_variables)
             return
         # Keras leaves out what has no gradient here, although another rank may have one.
         grads = self._filled(grads, trainable_variables)
-        self._asked = False
         if isinstance(self, keras.optimizers.MultiOptimizer):
             # It never clips; the optimizers inside do, which are plain ones.
-            grads = self.exchanged(grads, [self._get_variable_index(v) for v in self._known(trainable_variables)])
+            grads = self.exchanged(grads, self._call.places)
         super().apply(grads, trainable_variables)
-        if not (self._asked or self.gradient_accumulation_steps):
+        if not (self._call.asked or self.gradient_accumulation_steps):
             raise StepError(
-                f"{type(self).__mro__[2].__qualname__}.apply() went around Keras' _clip_gradients(), where gradients "
-                "are exchanged; let it end in super().apply(), or use grace.tensorflow.DistributedGradientTape."
+                f"{self._plain.__qualname__}.apply() went around Keras' _clip_gradients(), where gradients are "
+                "exchanged, and has applied this rank's own; let it end in super().apply(), or use "
+                "grace.tensorflow.DistributedGradientTape."
             )
 
     def _filled(self, grads: Sequence[Gradient | None], variables: Sequence[Any] | None) -> list[Gradient | None]:
-        variables = self._known(variables)
-        if len(grads) != len(variables) or len(variables) != len(self._trainable_variables):
-            raise StepError(
-                f"the optimizer was built with {len(self._trainable_variables)} variables, and received {len(grads)} "
-                f"gradients for {len(variables)}; pass all of them in every step, with None where there is no "
-                "gradient, or use one optimizer per set of variables that are trained together."
-            )
+        variables, count = self._known(variables), len(self._trainable_variables)
+        if len(grads) != len(variables):
+            raise StepError(f"expected one gradient per variable, received {len(grads)} for {len(variables)}.")
         places = [self._get_variable_index(v) for v in variables]
-        filled = self.grace.filled(_placed(grads, places, len(places)))
+        self._call = _Call(places, frozenset(range(count)) - set(places))
+        filled = self.grace.filled(_placed(grads, places, count))
         return [filled[place] for place in places]
 
     def _known(self, variables: Sequence[Any] | None) -> list[Any]:
@@ -238,32 +272,35 @@ class Distributed:
 
     def _backend_apply_gradients(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any]) -> None:
         # _clip_gradients is not told what the gradients are of.
-        self._places = [self._get_variable_index(v) for v in trainable_variables]
+        self._call.places = [self._get_variable_index(v) for v in trainable_variables]
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Sequence[Gradient]) -> list[Gradient]:
         if not self._exchanged:
-            grads = self.exchanged(grads, self._places)
+            grads = self.exchanged(grads, self._call.places)
         return super()._clip_gradients(grads)
 
     def exchanged(
-        self, grads: Sequence[Gradient | None], places: Sequence[int], *, whole: bool = False
+        self, grads: Sequence[Gradient | None], places: Sequence[int], loss_scale: tf.Tensor | None = None
     ) -> list[Gradient | None]:
         """What the optimizer applies, of gradients of the variables at these places of its list."""
-        self._asked = True
-        merged = self.grace(_placed(grads, places, len(self._trainable_variables)), whole=whole)
+        self._call.asked = True
+        given = _placed(grads, places, len(self._trainable_variables))
+        merged = self.grace(given, absent=self._call.absent, loss_scale=loss_scale)
         if self._summed_passes > 1:
             merged = [m if m is None else keras.ops.multiply(m, self._summed_passes) for m in merged]
         return [merged[place] for place in places]
 
     def get_config(self) -> dict[str, Any]:
-        plain_class = type(self).__mro__[2]
+        # A shell of the plain class: to make an optimizer of it could fail where only saving it does not.
+        plain, config = object.__new__(self._plain), super().get_config()
+        plain.__dict__["get_config"] = lambda: config
         exchange = self.grace
         ranks = self._saved_ranks
         if exchange.process_set is not None:
             ranks = None if exchange.process_set is hvd.global_process_set else list(exchange.process_set.ranks)
         return {
-            "optimizer": keras.optimizers.serialize(plain_class.from_config(super().get_config())),
+            "optimizer": keras.optimizers.serialize(plain),
             "grace": {
                 "config": exchange.config.to_dict(),
                 "op": exchange.op,
@@ -293,14 +330,16 @@ keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(Distri
 @cache
 def _class(plain: type) -> type:
     """The class of optimizers of a class that exchange."""
-    made = type(f"Distributed{plain.__name__}", (Distributed, plain), {"__module__": __name__})
-    # All go by one name in saved models, since `from_config` makes the class anew.
+    made = type(f"Distributed{plain.__name__}", (Distributed, plain), {"__module__": __name__, "_plain": plain})
+    # All go by one name in saved models, which stands for the latest: `from_config`, which makes the class anew, is all
+    # that is asked of it.
     return keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(made)
 
 
 def _distribute(optimizer: Any, exchange: Exchange, summed_passes: int) -> Any:
     optimizer.__class__ = _class(type(optimizer))
     optimizer.grace = exchange
+    exchange.iterations = lambda: int(optimizer._iterations)
     exchange.make_variable = optimizer._make_variable
     optimizer._summed_passes = summed_passes
     if optimizer.built:
@@ -314,48 +353,3 @@ def _placed(grads: Sequence[Gradient | None], places: Sequence[int], count: int)
     for place, gradient in zip(places, grads, strict=True):
         ordered[place] = gradient
     return ordered
-
-
-def _scale_alike(keras_apply: Any) -> Any:
-    """`LossScaleOptimizer.apply` with one decision for all ranks where its optimizer exchanges gradients.
-
-    Keras skips the inner optimizer where it finds NaN or infinity, and so on some ranks only, while the others wait for
-    them in a collective. Here gradients are exchanged before Keras looks at them: a bad gradient of any rank arrives as
-    NaN on all, and no residual has taken in anything of that step. Micro-steps of an accumulation are not exchanged,
-    so there only the finding is. (`model.compile` makes the LossScaleOptimizer itself and tells nobody, hence the
-    change of the class.)
-    """
-
-    @tf.autograph.experimental.do_not_convert
-    @wraps(keras_apply)
-    def apply(self: Any, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
-        inner = self.inner_optimizer
-        if not isinstance(inner, Distributed):
-            keras_apply(self, grads, trainable_variables)
-            return
-        if not self.built:
-            with keras.name_scope(self.name):
-                self.build(list(trainable_variables))
-        grads = inner._filled(list(grads), trainable_variables)
-        if inner.gradient_accumulation_steps:
-            factor = tf.where(inner.grace.everywhere(self.check_finite(grads)), 1.0, float("nan"))
-            keras_apply(self, _times(grads, factor), trainable_variables)
-            return
-        scale = self.dynamic_scale.value
-        places = [inner._get_variable_index(v) for v in inner._known(trainable_variables)]
-        # Residuals must not depend on the scale of the day. It is a power of two, so that both products are exact.
-        merged = _times(inner.exchanged(_times(grads, 1.0 / scale), places, whole=True), scale)
-        inner._exchanged = True
-        try:
-            keras_apply(self, merged, trainable_variables)
-        finally:
-            inner._exchanged = False
-
-    return apply
-
-
-def _times(grads: Sequence[Gradient | None], factor: tf.Tensor) -> list[Gradient | None]:
-    return [g if g is None else keras.ops.multiply(g, factor) for g in grads]
-
-
-keras.optimizers.LossScaleOptimizer.apply = _scale_alike(keras.optimizers.LossScaleOptimizer.apply)

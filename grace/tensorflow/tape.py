@@ -14,14 +14,15 @@ import tensorflow as tf
 from grace.core.config import Config
 from grace.core.errors import ConfigError
 from grace.tensorflow.exchange import Exchange
-from grace.tensorflow.gradients import Gradient
-from grace.tensorflow.optimizer import refuse
+from grace.tensorflow.gradients import Gradient, inside
+from grace.tensorflow.optimizer import check_process, refuse
 
 _WHERE = "grace.tensorflow.DistributedGradientTape"
 # A tape lives for one step; what it must find again is kept as long as the first of its variables.
 _exchanges: dict[tuple[Any, ...], Exchange] = {}
 
 
+@tf.autograph.experimental.do_not_convert
 def DistributedGradientTape(  # noqa: N802 - the field's name
     tape: tf.GradientTape,
     config: Exchange | Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -43,8 +44,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
     Raises ConfigError for arguments that cannot be honoured; MismatchError on every rank, at the first step, if ranks
     differ in configuration or variables.
     """
-    if not hvd.is_initialized():
-        raise ConfigError(f"{_WHERE}: Horovod is not initialized; call hvd.init() first.")
+    check_process(_WHERE, process_set)
     refuse(options, _WHERE)
     arguments = {
         "op": op,
@@ -60,29 +60,36 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         tape, process_set=given.process_set, scale_local_gradients=scale_local_gradients
     )
 
+    # The tape must go with its last user, and all that it recorded; what it holds must not hold it.
+    this = weakref.ref(wrapped)
+
     @tf.autograph.experimental.do_not_convert
     def reduce(gradients: Sequence[Gradient | None], sources: Sequence[Any], *_: Any) -> list[Gradient | None]:
-        sources = [of_keras.get(source.ref(), source) for source in sources]
+        if not sources:
+            return list(gradients)
+        exchange, sources = this().grace, [of_keras.get(source.ref(), source) for source in sources]
         if not isinstance(config, Exchange):
             # A persistent tape may be asked for the gradients of several lists of variables.
             fresh = given if given.plan is None else Exchange(config, **arguments, **options)
-            wrapped.grace = _found(fresh, sources)
-        exchange = wrapped.grace
+            exchange = this().grace = _found(fresh, sources)
         if exchange.plan is None:
             exchange.build(sources, gradients)
-        return exchange(gradients)
+        places = exchange.places(sources)
+        merged = exchange([gradients[places.index(place)] for place in range(len(places))])
+        return [merged[place] for place in places]
 
     @tf.autograph.experimental.do_not_convert
     def gradient(target: Any, sources: Any, *args: Any, **keywords: Any) -> Any:
-        flat = tf.nest.flatten(sources)
+        tape, flat = this(), tf.nest.flatten(sources)
         of_keras.update({s.value.ref(): s for s in flat if isinstance(s, keras.Variable)})
-        gradients = type(wrapped).gradient(wrapped, target, [_plain(s) for s in flat], *args, **keywords)
+        gradients = type(tape).gradient(tape, target, [inside(s) for s in flat], *args, **keywords)
         return tf.nest.pack_sequence_as(sources, gradients)
 
-    @tf.autograph.experimental.do_not_convert
     def register_local_source(source: Any) -> None:
-        type(wrapped).register_local_source(wrapped, _plain(source))
+        tape = this()
+        type(tape).register_local_source(tape, inside(source))
 
+    # Horovod tells sources by Variable.ref(), which Keras' variables lack; the ones inside them have it.
     of_keras: dict[Any, keras.Variable] = {}
     wrapped.gradient, wrapped.register_local_source = gradient, register_local_source
     wrapped.grace = given
@@ -91,15 +98,11 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
     return wrapped
 
 
-def _plain(source: Any) -> Any:
-    """The variable of TensorFlow inside one of Keras: Horovod tells sources by Variable.ref(), which Keras' lack."""
-    return source.value if isinstance(source, keras.Variable) else source
-
-
 def _found(exchange: Exchange, variables: Sequence[Any]) -> Exchange:
     """The exchange of an earlier tape with the same configuration and variables, or else this one."""
     key = (repr(exchange.describe()), exchange.process_set.process_set_id, *(id(v) for v in variables))
-    if key not in _exchanges:
+    # The identity of a variable that is gone may be that of a new one.
+    if key not in _exchanges or not _exchanges[key].serves(variables):
         _exchanges[key] = exchange
         weakref.finalize(variables[0], _exchanges.pop, key, None)
     return _exchanges[key]

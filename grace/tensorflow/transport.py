@@ -38,7 +38,7 @@ class HorovodTransport(Transport):
         self.rank = process_set.rank() if process_set.included() else -1
         self._process_set = process_set
         self._prefix = prefix
-        self._true = tf.Variable(True, trainable=False)
+        self._turn = tf.Variable(True, trainable=False)
 
     def _named(self, name: str) -> dict[str, Any]:
         # Horovod matches collectives by the name of the operation. Name scopes depend on where it was traced; what
@@ -58,8 +58,17 @@ class HorovodTransport(Transport):
         """
         if tf.executing_eagerly():
             return x
-        either = tf.raw_ops.Select(condition=self._true, x=x, y=x)
+        either = tf.raw_ops.Select(condition=self._turn, x=x, y=x)
         return tf.raw_ops.PlaceholderWithDefault(input=either, shape=x.shape)
+
+    def end_turn(self, results: list[tf.Tensor]) -> None:
+        """Let the collectives that a graph starts later wait for these results.
+
+        Two steps in one graph use the same names, and Horovod would match one rank's first with another's second. What
+        is sent has read the variable that is written here, and the order of reads and writes is kept.
+        """
+        with tf.control_dependencies(results):
+            self._turn.assign(True)
 
     def allreduce(self, x: tf.Tensor, *, op: Literal["sum", "max"], name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:

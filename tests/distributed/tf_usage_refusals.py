@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import grace
 from grace.tensorflow import DistributedGradientTape, Exchange
-from grace.tensorflow.optimizer import exchange_of
 from tests.distributed.tf_model import sgd, wrap
 from tests.distributed.tf_usage_model import NONE, TOPK, error_of, fit, gradients, net, samples
 from tests.distributed.tf_usage_saving import Own
@@ -162,7 +161,7 @@ def dispatch() -> dict[str, Any]:
     }
     return {
         **{
-            label: [type(o).__name__, exchange_of(o).config.to_dict()["compressor"]["name"]]
+            label: [type(o).__name__, o.grace.config.to_dict()["compressor"]["name"]]
             for label, o in wrapped.items()
         },
         "version 1": error_of(lambda: grace.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))),

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from grace.tensorflow import DistributedGradientTape
-from grace.tensorflow.optimizer import exchange_of
 from tests.distributed.tf_model import digest, sgd, spy, wrap
 from tests.distributed.tf_usage_model import NONE, distance
 from tests.distributed.tf_usage_scaling import scaled
@@ -65,7 +64,7 @@ def embeddings() -> dict[str, Any]:
             "distance": distance(model, trained(make(), alone=True)),
             # Names are "grace.<process set>.<exchange>.<what>".
             "sent": {name.split(".", 3)[3]: nbytes for name, nbytes in sent().items()},
-            "reported": exchange_of(optimizer).stats()["wire_bytes"],
+            "reported": optimizer.grace.stats()["wire_bytes"],
         }
     return results
 

@@ -1,0 +1,65 @@
+"""Dynamic loss scaling with one decision for all ranks: what Keras' LossScaleOptimizer lacks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from grace.tensorflow.exchange import Exchange
+from grace.tensorflow.gradients import Gradient
+from grace.tensorflow.optimizer import Distributed
+
+
+def _scale_alike(keras_apply: Any) -> Any:
+    """`LossScaleOptimizer.apply` with one decision for all ranks where its optimizer exchanges gradients.
+
+    Keras skips the inner optimizer where it finds NaN or infinity, and so on some ranks only, while the others wait for
+    them in a collective. Here gradients are exchanged before Keras looks at them: a bad gradient of any rank arrives as
+    NaN on all, and no residual has taken in anything of that step. Micro-steps of an accumulation are not exchanged,
+    so there only the finding is. (`model.compile` makes the LossScaleOptimizer itself and tells nobody, hence the
+    change of the class.)
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    @wraps(keras_apply)
+    def apply(self: Any, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed) or (trainable_variables is None and not self.built):
+            keras_apply(self, grads, trainable_variables)
+            return
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(list(trainable_variables))
+        grads = inner._filled(list(grads), trainable_variables)
+        if inner.gradient_accumulation_steps:
+            factor = tf.where(inner.grace.everywhere(self.check_finite(grads)), 1.0, float("nan"))
+            keras_apply(self, _times(grads, factor), trainable_variables)
+            return
+        scale = self.dynamic_scale.value
+        # Residuals must not depend on the scale of the day. Both products are exact while it is a power of two.
+        merged = _times(inner.exchanged(_times(grads, 1.0 / scale), inner._call.places, scale.read_value()), scale)
+        inner._exchanged = True
+        try:
+            keras_apply(self, merged, trainable_variables)
+        finally:
+            inner._exchanged = False
+
+    return apply
+
+
+def _times(grads: Sequence[Gradient | None], factor: tf.Tensor) -> list[Gradient | None]:
+    return [g if g is None else keras.ops.multiply(g, factor) for g in grads]
+
+
+def _inner_exchange(scaling: keras.optimizers.LossScaleOptimizer) -> Exchange:
+    """The exchange of the optimizer inside one that scales the loss."""
+    return scaling.inner_optimizer.grace
+
+
+if not hasattr(keras.optimizers.LossScaleOptimizer, "grace"):
+    keras.optimizers.LossScaleOptimizer.apply = _scale_alike(keras.optimizers.LossScaleOptimizer.apply)
+    keras.optimizers.LossScaleOptimizer.grace = property(_inner_exchange)
