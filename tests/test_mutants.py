@@ -19,7 +19,7 @@ CONTRACTS = [
     (OpsContract, mutants_ops.OPS),
 ]
 # A broken part may also trip the machinery that a test runs it in: that rejects it as well.
-REJECTED = (AssertionError, PayloadError, np.exceptions.AxisError)
+REJECTED = (AssertionError, pytest.fail.Exception, PayloadError, np.exceptions.AxisError)
 
 
 def params(pairs):
@@ -63,6 +63,20 @@ def test_memory_contract_rejects(test, part, registered):
 def test_ops_contract_rejects(test, part):
     with pytest.raises(REJECTED):
         run(OpsContract, test, {"ops": part})
+
+
+def test_ops_contract_rejects_operations_of_tensorflow():
+    pytest.importorskip("tensorflow")
+    from tests.mutants_tensorflow import OPS
+
+    survived = []
+    for test, mutant in OPS.items():
+        try:
+            run(OpsContract, test, {"ops": mutant()})
+        except REJECTED:
+            continue
+        survived.append(mutant)
+    assert not survived
 
 
 @pytest.mark.parametrize(("contract", "pairs"), CONTRACTS, ids=lambda value: getattr(value, "__name__", ""))

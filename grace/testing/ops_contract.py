@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grace.core.errors import StepError
 from grace.core.ops import get_ops
 from grace.core.ops.base import ArrayOps, packed_size
 from grace.core.spec import GRADIENT_DTYPES, ITEMSIZE, Key
@@ -39,6 +40,11 @@ class OpsContract:
             assert host(ops, ops.arange(4, dtype)).tolist() == [0, 1, 2, 3]
             assert ops.length(ops.zeros(0, dtype)) == 0
         assert host(ops, ops.full(2, ops.sum(ops.arange(3, "float32")), "float32")).tolist() == [3, 3]
+
+    def test_numbers_keep_the_precision_of_their_dtype(self, ops: ArrayOps) -> None:
+        x = array(ops, [-1.0, 1.0], "float64")
+        made = (ops.full(1, 0.1, "float64"), ops.where(x > 0, 0.1, x), ops.clip(x, -0.2, 0.1), ops.scale_(x, 0.1))
+        assert [float(m[-1]) for m in made] == [0.1] * 4
 
     def test_cast_truncates_and_rounds_to_nearest_even(self, ops: ArrayOps) -> None:
         x = array(ops, [-1.7, -0.5, 0.5, 1.7], "float32")
@@ -192,6 +198,12 @@ class OpsContract:
         assert host(ops, ops.choose(ops.any(x > 5), lambda: x + 1, lambda: x)).tolist() == [0, 1, 2]
         looped = ops.while_loop(lambda i: ops.any(i < 4), lambda i: i + 1, x)
         assert host(ops, looped).tolist() == [4, 5, 6]
+
+    def test_a_requirement_that_fails_raises_its_error(self, ops: ArrayOps) -> None:
+        x = ops.arange(3, "int64")
+        ops.require(ops.any(x > 1), StepError("not this one"))
+        with pytest.raises(StepError, match="this one"):
+            ops.require(ops.any(x > 5), StepError("this one"))
 
     def test_packing_is_tight_and_reversible(self, ops: ArrayOps) -> None:
         for bits in range(1, 17):
