@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,22 +37,31 @@ class Scale(keras.layers.Layer):
 
 
 def make_model(seed: int = 0) -> keras.Model:
-    """A convolution, two matrices, vectors and a scalar; the same weights and names on every rank."""
+    """A convolution, two matrices, a vector and a scalar; the same weights and names on every rank."""
     rng = np.random.default_rng(seed)
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(4, 3, activation="relu", name="conv"),
+            keras.layers.Conv2D(4, 3, activation="relu", use_bias=False, name="conv"),
             keras.layers.Flatten(name="flat"),
             keras.layers.Dense(24, activation="relu", name="hidden"),
             Scale(name="scale"),
-            keras.layers.Dense(10, name="head"),
+            keras.layers.Dense(10, use_bias=False, name="head"),
         ],
         name="net",
     )
     for variable in model.trainable_variables:
         if len(variable.shape) > 1:
             variable.assign(rng.normal(0.0, 0.1, variable.shape))
+    return model
+
+
+def make_small(seed: int = 0) -> keras.Model:
+    """A matrix and a vector, where tracing a larger model many times would only take time."""
+    layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, name="only")]
+    model = keras.Sequential(layers, name="small")
+    kernel = model.trainable_variables[0]
+    kernel.assign(np.random.default_rng(seed).normal(0.0, 0.1, kernel.shape))
     return model
 
 
@@ -115,6 +124,15 @@ def valid_configs(every_communicator: bool = True) -> Iterator[tuple[str, dict[s
         default = make_config({"compressor": name}).parts.communicator
         if every_communicator or type(default) is communicators.get(communicator):
             yield f"{name}/{communicator}", config
+
+
+def through_tape(
+    exchange: grace.tensorflow.Exchange, variables: Sequence[tf.Variable], gradients: Sequence[Any]
+) -> list[Any]:
+    """What a distributed tape gives for losses that have exactly these gradients; None for variables not used."""
+    with tf.GradientTape() as tape:
+        losses = [tf.reduce_sum(v * g) for v, g in zip(variables, gradients, strict=True) if g is not None]
+    return grace.tensorflow.DistributedGradientTape(tape, exchange).gradient(losses, list(variables))
 
 
 def state_of(exchange: grace.tensorflow.Exchange, tensor: str) -> str:
