@@ -60,18 +60,22 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         tape, process_set=given.process_set, scale_local_gradients=scale_local_gradients
     )
 
-    # The tape must go with its last user, and all that it recorded; what it holds must not hold it.
-    this = weakref.ref(wrapped)
+    # Horovod makes a class for every tape, and what is set there, unlike on the instance, does not keep it alive with
+    # all that it has recorded.
+    cls, of_keras = type(wrapped), {}
+    horovod_gradient, horovod_register = cls.gradient, cls.register_local_source
 
     @tf.autograph.experimental.do_not_convert
-    def reduce(gradients: Sequence[Gradient | None], sources: Sequence[Any], *_: Any) -> list[Gradient | None]:
+    def reduce(
+        self: Any, gradients: Sequence[Gradient | None], sources: Sequence[Any], *_: Any
+    ) -> list[Gradient | None]:
         if not sources:
             return list(gradients)
-        exchange, sources = this().grace, [of_keras.get(source.ref(), source) for source in sources]
+        exchange, sources = self.grace, [of_keras.get(source.ref(), source) for source in sources]
         if not isinstance(config, Exchange):
             # A persistent tape may be asked for the gradients of several lists of variables.
             fresh = given if given.plan is None else Exchange(config, **arguments, **options)
-            exchange = this().grace = _found(fresh, sources)
+            exchange = self.grace = _found(fresh, sources)
         if exchange.plan is None:
             exchange.build(sources, gradients)
         places = exchange.places(sources)
@@ -79,22 +83,21 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         return [merged[place] for place in places]
 
     @tf.autograph.experimental.do_not_convert
-    def gradient(target: Any, sources: Any, *args: Any, **keywords: Any) -> Any:
-        tape, flat = this(), tf.nest.flatten(sources)
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **keywords: Any) -> Any:
+        # Horovod tells sources by Variable.ref(), which Keras' variables lack; the ones inside them have it.
+        flat = tf.nest.flatten(sources)
         of_keras.update({s.value.ref(): s for s in flat if isinstance(s, keras.Variable)})
-        gradients = type(tape).gradient(tape, target, [inside(s) for s in flat], *args, **keywords)
+        gradients = horovod_gradient(self, target, [inside(s) for s in flat], *args, **keywords)
         return tf.nest.pack_sequence_as(sources, gradients)
 
-    def register_local_source(source: Any) -> None:
-        tape = this()
-        type(tape).register_local_source(tape, inside(source))
+    def register_local_source(self: Any, source: Any) -> None:
+        horovod_register(self, inside(source))
 
-    # Horovod tells sources by Variable.ref(), which Keras' variables lack; the ones inside them have it.
-    of_keras: dict[Any, keras.Variable] = {}
-    wrapped.gradient, wrapped.register_local_source = gradient, register_local_source
+    cls.gradient, cls.register_local_source = gradient, register_local_source
+    # Horovod's own seam: gradient() hands every gradient but those of local sources to it.
+    del wrapped._allreduce_grads
+    cls._allreduce_grads = reduce
     wrapped.grace = given
-    # Horovod's own seam, on the instance: gradient() hands every gradient but those of local sources to it.
-    wrapped._allreduce_grads = reduce
     return wrapped
 
 
