@@ -25,6 +25,9 @@ EVERYWHERE = [
     "shapes_of_sources",
     "compiled_by_xla",
     "different_ranks",
+    "two_steps_in_one_graph",
+    "frozen_layer",
+    "changing_kinds",
 ]
 SCENARIOS = {
     ALONE: ["fresh_process"],
@@ -45,6 +48,11 @@ SCENARIOS = {
         "refused_arguments",
         "refused_steps",
         "dispatch",
+        "lists_of_variables",
+        "lazy_model",
+        "half_precision_weights",
+        "different_iterations",
+        "odds_and_ends",
     ],
     FOUR: [*EVERYWHERE, "apart"],
 }

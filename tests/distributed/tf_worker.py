@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tests.distributed.tf_model import PROCESS_SETS
 
-_PARTS = ("callbacks", "refusals", "saving", "scaling", "sparse", "tape")
+_PARTS = ("callbacks", "corners", "refusals", "saving", "scaling", "sparse", "tape")
 _MODULES = [
     f"tests.distributed.{name}"
     for name in ("tf_numerics", "tf_resume", "tf_usage", *(f"tf_usage_{part}" for part in _PARTS))
