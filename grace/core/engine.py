@@ -22,7 +22,7 @@ from grace.core.ops.base import ArrayOps
 from grace.core.plan import Bucket, Part, Plan
 from grace.core.registry import compressors
 from grace.core.spec import ITEMSIZE, Array, Key, Payload, Proposal, Site, State
-from grace.core.state import STATE_VERSION, Slots
+from grace.core.state import STATE_VERSION, Slots, initial, prepare
 from grace.core.transport import Handle, Transport
 
 
@@ -369,22 +369,7 @@ class Engine:
             self._slots.write(name, self._initial(part))
 
     def _initial(self, part: Part) -> dict[str, State]:
-        return _initial(part, self._ops(part.spec.device), self._seed)
-
-
-def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int) -> None:
-    """Write the states with which a run begins, where there are none yet; needs no transport."""
-    for bucket in plan.buckets:
-        for part in bucket.parts:
-            if part.spec.name not in slots:
-                slots.write(part.spec.name, _initial(part, ops(part.spec.device), seed))
-
-
-def _initial(part: Part, ops: ArrayOps, seed: int) -> dict[str, State]:
-    return {
-        "memory": part.memory.init(part.spec, ops),
-        "compressor": part.compressor.init(part.spec, ops, Key.derive(seed, part.spec.name)),
-    }
+        return initial(part, self._ops(part.spec.device), self._seed)
 
 
 def _either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:

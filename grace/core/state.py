@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grace.core.errors import StateError
-from grace.core.plan import Part
+from grace.core.ops.base import ArrayOps
+from grace.core.plan import Part, Plan
 from grace.core.registry import compressors, memories
-from grace.core.spec import Array, State
+from grace.core.spec import Array, Key, State
 
 STATE_VERSION = 1
 
@@ -87,6 +88,22 @@ class Slots:
             if initial is not None:
                 new[name]["memory"] = initial(part)["memory"]
         self._states.update(new)
+
+
+def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int) -> None:
+    """Write the states with which a run begins, where there are none yet; needs no transport."""
+    for bucket in plan.buckets:
+        for part in bucket.parts:
+            if part.spec.name not in slots:
+                slots.write(part.spec.name, initial(part, ops(part.spec.device), seed))
+
+
+def initial(part: Part, ops: ArrayOps, seed: int) -> dict[str, State]:
+    """The states of a tensor with which a run begins."""
+    return {
+        "memory": part.memory.init(part.spec, ops),
+        "compressor": part.compressor.init(part.spec, ops, Key.derive(seed, part.spec.name)),
+    }
 
 
 def _names(part: Part) -> dict[str, str]:

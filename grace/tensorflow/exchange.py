@@ -15,13 +15,14 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from grace.core.agreement import agree
 from grace.core.config import Config, make_config
-from grace.core.engine import Engine, prepare
+from grace.core.engine import Engine
 from grace.core.errors import ConfigError, MismatchError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.base import ArrayOps
 from grace.core.plan import Part, Plan, make_plan
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
+from grace.core.state import prepare
 from grace.tensorflow.gradients import (
     Gradient,
     as_rows,
