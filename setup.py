@@ -35,8 +35,8 @@ setup(
     install_requires=["ml_dtypes>=0.4", "numpy>=1.26", 'tomli>=2.0; python_version < "3.11"'],
     extras_require={
         "torch": ["torch>=2.0", "horovod>=0.28.1"],
-        "tensorflow": ["tensorflow>=2.16", "horovod>=0.28.1"],
-        "test": ["mypy", "pytest>=9", "ruff", "scikit-learn", "tqdm"],
+        "tensorflow": ["tensorflow>=2.16", "keras>=3", "horovod>=0.28.1"],
+        "test": ["mypy", "pytest>=9", "ruff", "scikit-learn", "tensorboard", "tqdm"],
     },
     entry_points={"console_scripts": ["grace = grace.cli:main"]},
     classifiers=[
