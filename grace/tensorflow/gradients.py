@@ -46,7 +46,7 @@ def as_rows(gradient: Gradient, kind: str) -> tf.IndexedSlices:
     dtype = tf.as_dtype(kind.removeprefix("rows of "))
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, dtype), gradient.dense_shape)
-    return tf.IndexedSlices(gradient, tf.range(gradient.shape[0], dtype=dtype), tf.constant(gradient.shape))
+    return tf.IndexedSlices(gradient, tf.range(gradient.shape[0], dtype=dtype), tf.constant(tuple(gradient.shape)))
 
 
 def nbytes(gradient: tf.IndexedSlices) -> tf.Tensor:

@@ -254,6 +254,9 @@ class Distributed:
         variables, count = self._known(variables), len(self._trainable_variables)
         if len(grads) != len(variables):
             raise StepError(f"expected one gradient per variable, received {len(grads)} for {len(variables)}.")
+        if self.gradient_accumulation_steps:
+            # Keras adds rows up in a dense array, which is what travels.
+            grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         places = [self._get_variable_index(v) for v in variables]
         self._call = _Call(places, frozenset(range(count)) - set(places))
         filled = self.grace.filled(_placed(grads, places, count))
