@@ -23,7 +23,7 @@ def test_two_steps_in_one_graph_do_not_mix(launch):
 def test_an_exchange_knows_its_variables():
     ranks = scenario("lists_of_variables")
     assert same(ranks)
-    # Half of 8 elements travels in each of 4 steps: 4, 8, 8 and 8 with its own residual, whatever the order of the list.
+    # Half of 8 elements travels in each of 4 steps: 4, 8, 8 and 8 with its own residual, in any order.
     assert ranks[0]["sums"] == [28.0, 2800.0]
     assert "built for the variables a, b, and received gradients of a, other" in ranks[0]["other"]
 

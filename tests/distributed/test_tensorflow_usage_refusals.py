@@ -46,7 +46,7 @@ def test_steps_that_cannot_be_taken_are_refused():
     ranks = scenario("refused_steps")
     assert same(ranks)
     for name, words in {
-        "subset": "built with 4 variables, and received 2 gradients",
+        "fewer gradients": "expected one gradient per variable, received 2 for 4",
         "float8": "overwritten by their gradients",
         "late": "had no gradient on any rank in the first step",
         "around": "Around.apply() went around",
