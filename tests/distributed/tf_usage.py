@@ -80,14 +80,15 @@ OPTIMIZERS = {
 
 
 def options_of_optimizers() -> dict[str, Any]:
-    """Every option with `none` against one process on the joined batches, and with topk."""
+    """Every option with `none` against one process on the joined batches, and some with topk."""
     results = {}
     for label, make in OPTIMIZERS.items():
         model, away, moved = against_one_process(make)
-        compressed, optimizer = net(), wrap(TOPK, make())
-        by_hand(compressed, applying(optimizer, compressed), 4)
-        weights = [digest(model.weights), digest(compressed.weights)]
-        results[label] = {"distance": away, "moved": moved, "weights": weights}
+        results[label] = {"distance": away, "moved": moved, "weights": digest(model.weights)}
+        if label in ("global_clipnorm", "use_ema", "accumulation", "adam", "several"):
+            compressed = net()
+            by_hand(compressed, applying(wrap(TOPK, make()), compressed), 4)
+            results[label]["compressed"] = digest(compressed.weights)
     return results
 
 
