@@ -13,9 +13,10 @@ from tests.distributed.launch import run
 pytestmark = pytest.mark.distributed
 
 ALONE = ("python", 1)
-# Starting, tracing and four ranks on few cores cost minutes: two launches run all, the others what depends on them.
+# Starting, tracing and four ranks on few cores cost minutes: one launch runs all that two ranks can show, another what
+# four may show otherwise, and the rest what depends on how they were started.
 SCENARIOS: dict[tuple[str, int], list[str]] = {
-    ALONE: ["every_compressor", "none_and_one_process", "resume_some"],
+    ALONE: ["every_compressor", "none_and_one_process"],
     ("horovodrun-gloo", 2): [
         "every_method",
         "none_and_one_process",
@@ -34,18 +35,14 @@ SCENARIOS: dict[tuple[str, int], list[str]] = {
         "partly_loaded",
     ],
     ("mpirun", 2): ["none_and_one_process", "none_and_horovod", "constant_gradients", "hazard"],
-    ("horovodrun-gloo", 4): ["none_and_one_process", "constant_gradients", "process_sets"],
+    ("horovodrun-gloo", 4): ["none_and_one_process", "process_sets"],
     ("mpirun", 4): [
         "every_compressor",
         "none_and_one_process",
         "none_and_horovod",
         "simulation",
         "constant_gradients",
-        "reductions",
-        "two_optimizers",
-        "different_numbers_of_models",
         "hazard",
-        "shapes",
         "resume_some",
         "resume_tape",
         "foreign_checkpoint",
@@ -112,7 +109,7 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(name, launch):
 def test_none_equals_one_process_on_the_joined_batch(name, launch):
     for rank in scenario(name, launch):
         for label, result in rank.items():
-            assert result["moved"] > 0.01, label
+            assert result["moved"] > 0.005, label
             assert result["distance"] < 1e-6, label
 
 

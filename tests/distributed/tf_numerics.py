@@ -33,7 +33,7 @@ from tests.distributed.tf_model import (
     wrap,
 )
 
-SHAPES = {"matrix": (24, 20), "kernel": (3, 3, 2, 8), "vector": (40,), "scalar": ()}
+SHAPES = {"matrix": (24, 20), "kernel": (3, 3, 2, 8), "scalar": ()}
 
 
 def every_method() -> dict[str, Any]:
