@@ -22,7 +22,7 @@ def agree(
         raise failure
     failed = [f"rank {rank}: {d['error']}" for rank, d in enumerate(everyone) if "error" in d]
     if failed:
-        raise MismatchError(f"{where} could not be built on {'; '.join(failed)}")
+        raise MismatchError(f"{where} failed on {'; '.join(failed)}")
     for rank, other in enumerate(everyone):
         difference = _difference(_shared(everyone[0]), _shared(other), "")
         if difference:
