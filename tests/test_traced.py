@@ -18,12 +18,12 @@ from grace.core.registry import compressors
 from grace.core.simulate import SimulatedTransport
 from grace.core.spec import TensorSpec
 from grace.testing import traced
-from grace.testing.harness import EPS, draw, exchange, host, payload_on_host, same
+from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload_on_host, same
 from tests import parts, test_contracts
 from tests.steps import SPECS, config, gradients, on_host, simulate, states, step
 from tests.test_contracts import reordered
 
-tf = pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
 
 # --- one method in a graph --------------------------------------------------------------------------------------
 
@@ -107,6 +107,8 @@ class Graph:
     """A simulation whose steps are one graph, with states, numbers of steps and notes in variables."""
 
     def __init__(self, chosen, size, **options):
+        import tensorflow as tf
+
         from grace.tensorflow.slots import VariableSlots
 
         self.sim = grace.Simulation(size, SPECS, config(chosen, **options), framework="tensorflow")
@@ -169,6 +171,8 @@ def test_steps_in_a_graph_are_those_of_numpy(compressor):
 
 
 def test_ranks_at_different_steps_are_told_by_the_graph():
+    import tensorflow as tf
+
     graph = Graph(parts.default_parts(compressors.make("topk")), 2)
     graph.engines[1]._slots.go_to(7)
     with pytest.raises(tf.errors.InvalidArgumentError, match="MismatchError: the ranks are not at the same step"):

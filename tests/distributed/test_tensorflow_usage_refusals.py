@@ -63,7 +63,7 @@ def test_xla_is_refused_on_all_ranks(launch):
         told = (
             "ConfigError"
             if number == len(ranks) - 1
-            else f"MismatchError: the first step could not be built on rank {len(ranks) - 1}"
+            else f"MismatchError: the first step failed on rank {len(ranks) - 1}"
         )
         assert rank["on one rank"].startswith(told)
         assert "jit_compile=False" in rank["on one rank"]
