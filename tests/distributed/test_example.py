@@ -30,6 +30,12 @@ MATRICES = {
     "keras": [(288, 64), (1024, 128), (128, 10)],
     "tensorflow": [(288, 64), (1024, 128), (128, 10)],
 }
+# What the tape adds to what Keras' optimizer has in common with it does not depend on the method.
+METHODS = {
+    "torch": list(compressors),
+    "keras": list(compressors),
+    "tensorflow": ["none", "fp16", "bf16", "topk", "signsgd", "efsignsgd", "powersgd"],
+}
 
 
 @pytest.fixture(scope="module", params=MATRICES)
@@ -39,13 +45,13 @@ def framework(request):
 
 @pytest.fixture(scope="module")
 def rows(framework, tmp_path_factory):
-    """The final table of one launch that trains with every method in turn, with the settings that it ships."""
+    """The final table of one launch that trains with its methods in turn, with the settings that it ships."""
     file = tmp_path_factory.mktemp("example") / "table.json"
     words = [*command("horovodrun-gloo", 2), sys.executable, f"examples/{framework}_digits.py", "--json", str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("GRACE_CONFIG", None)
     done = subprocess.run(
-        [*words, "--compressor", *compressors],
+        [*words, "--compressor", *METHODS[framework]],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -58,7 +64,7 @@ def rows(framework, tmp_path_factory):
 
 
 def test_every_method_is_trained_and_described(framework, rows):
-    assert set(rows) == set(compressors)
+    assert set(rows) == set(METHODS[framework])
     for row in rows.values():
         assert set(row) >= KEYS
         assert row["framework"] == framework
