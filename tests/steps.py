@@ -27,18 +27,20 @@ every_default = pytest.mark.parametrize("chosen", [pytest.param(p, id=parts.name
 every_combination = pytest.mark.parametrize("chosen", parts.params(parts.valid_parts()))
 
 
-def _in_frameworks(everything, few):
-    # Steps of eager TensorFlow take ten times as long as those of the others: there, what differs in kind.
-    frameworks = [(f, few if f == "tensorflow" else everything) for f in FRAMEWORKS]
-    cases = [pytest.param(chosen, f, id=f"{name}-{f}") for f, listed in frameworks for name, chosen in listed.items()]
+def in_frameworks(everything, few, frameworks=FRAMEWORKS):
+    """Parameters `chosen` and `framework`; steps of eager TensorFlow take ten times as long, so only `few` there."""
+    listed = [(f, few if f == "tensorflow" else everything) for f in frameworks]
+    cases = [pytest.param(chosen, f, id=f"{name}-{f}") for f, named in listed for name, chosen in named.items()]
     return pytest.mark.parametrize(("chosen", "framework"), cases)
 
 
-every_default_and_framework = _in_frameworks(
-    {parts.name(p.compressor): p for p in DEFAULTS},
-    {parts.name(c): parts.default_parts(c) for c in parts.default_compressors()},
-)
-every_combination_and_framework = _in_frameworks(
+_EVERY = {parts.name(p.compressor): p for p in DEFAULTS}
+_FEW = {parts.name(c): _EVERY[parts.name(c)] for c in parts.default_compressors()}
+every_default_and_framework = in_frameworks(_EVERY, _FEW)
+every_default_and_other_framework = in_frameworks(_EVERY, _FEW, FRAMEWORKS[1:])
+# Tensors of TensorFlow cannot be changed.
+every_default_and_mutable_framework = in_frameworks(_EVERY, {}, [f for f in FRAMEWORKS if f != "tensorflow"])
+every_combination_and_framework = in_frameworks(
     {parts.name(p): p for p in parts.valid_parts()},
     {parts.name(p): p for p in parts.valid_parts() if memories.name_of(p.memory) == p.compressor.default_memory},
 )

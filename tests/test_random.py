@@ -50,7 +50,7 @@ def test_words_follow_the_documented_counter():
         assert drawn[4 * block : 4 * block + 4] == expected[: len(drawn) - 4 * block]
 
 
-@pytest.mark.parametrize("n", [0, 1, 3, 4, 5, 1000])
+@pytest.mark.parametrize("n", [0, 1, 4, 5, 1000])
 def test_frameworks_draw_the_same_bits(n):
     key = Key(2**64 - 1, 11, 2)
     backends = [get_ops(framework) for framework in FRAMEWORKS]

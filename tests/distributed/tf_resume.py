@@ -72,36 +72,25 @@ WAYS = {
 
 
 def resume() -> dict[str, Any]:
-    """Some methods resumed in fresh models; all of them, without the time for a trace, in the optimizer that saved."""
-    results = resume_some()
+    """Steps in one go; and a checkpoint half-way, from which the same steps are taken.
+
+    Some methods by fresh models; all of them, without the time for another trace, by the one that wrote the checkpoint.
+    """
+    results = {}
     for name in compressors:
-        model = compiled({"compressor": name, **EVERYTHING}, make_small())
+        config = {"compressor": name, **EVERYTHING}
+        model = compiled(config, make_small())
         fit(model, 3)
         with _folder() as folder:
+            resumed = {way: load(model, config, folder) for way, load in WAYS.get(name, {}).items()}
             path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(folder / "rewound"))
             fit(model, 3, start=3)
             whole = joined(model.trainable_variables)
             tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path).assert_consumed()
-        fit(model, 3, start=3)
-        results[f"{name}/rewound"] = _compared(whole, joined(model.trainable_variables))
-    return results
-
-
-def resume_some() -> dict[str, Any]:
-    """Steps in one go; and a checkpoint half-way, from which fresh models take the same steps."""
-    results = {}
-    for name, ways in WAYS.items():
-        config = {"compressor": name, **EVERYTHING}
-        whole = compiled(config, make_small())
-        fit(whole, 3)
-        with _folder() as folder:
-            resumed = {way: load(whole, config, folder) for way, load in ways.items()}
-            fit(whole, 3, start=3)
-            for way, model in resumed.items():
-                # The first step reads what was restored before there were variables for it.
-                fit(model, 3, start=3)
-                ends = [joined(m.trainable_variables) for m in (whole, model)]
-                results[f"{name}/{way}"] = _compared(*ends)
+            # The first step reads what was restored before there were variables for it.
+            for way, other in {**resumed, "rewound": model}.items():
+                fit(other, 3, start=3)
+                results[f"{name}/{way}"] = _compared(whole, joined(other.trainable_variables))
     return results
 
 
