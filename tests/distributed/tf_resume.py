@@ -163,42 +163,48 @@ def _apply(optimizer: Any, model: keras.Model, step: int) -> None:
     optimizer.apply([tf.cast(rng.normal(size=v.shape), v.dtype) for v in model.trainable_variables])
 
 
+def _foreign(written: list[str]) -> list[str]:
+    return [line for line in written[0].splitlines() if "grace:" in line]
+
+
 def foreign_checkpoint() -> dict[str, Any]:
-    """Every rank restores the checkpoint of rank 0, as scripts do that save on one rank only, and takes a step."""
-    results = {}
+    """Every rank restores the checkpoint of rank 0, as scripts do that save on one rank only, and takes two steps."""
     config = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
 
-    def fresh() -> tuple[keras.Model, Any]:
-        model = make_small()
-        optimizer = wrap(config)
+    def fresh(past: range) -> tuple[keras.Model, Any]:
+        model, optimizer = make_small(), wrap(config)
         optimizer.build(model.trainable_variables)
+        for step in past:
+            _apply(optimizer, model, step)
         return model, optimizer
 
+    # topk depends on the gradients alone, not on the number of the step.
+    _, with_past = fresh(range(4))
+    _, without_past = fresh(range(2, 4))
+    model, mine = fresh(range(2))
     with _folder() as folder:
-        model, optimizer = fresh()
-        for step in range(2):
-            _apply(optimizer, model, step)
-        path = hvd.broadcast_object(tf.train.Checkpoint(optimizer=optimizer).save(str(folder / "foreign")), root_rank=0)
-        new_model, new = fresh()
-        tf.train.Checkpoint(optimizer=new).restore(path).assert_consumed()
+        path = tf.train.Checkpoint(optimizer=mine).save(str(folder / "foreign"))
+        tf.train.Checkpoint(optimizer=mine).restore(hvd.broadcast_object(path, root_rank=0)).assert_consumed()
+        whole = compiled(config, make_small())
+        fit(whole, 1)
+        whole.save(folder / "foreign.keras")
+        loaded = keras.saving.load_model(hvd.broadcast_object(folder / "foreign.keras", root_rank=0))
         # No rank removes its folder before all have read.
         hvd.allgather_object(None)
-    with _stderr() as written:
+    with _stderr() as restored:
         for step in (2, 3):
-            _apply(new, new_model, step)
-    without_past_model, without_past = fresh()
-    # Without a past, the step has another number and the same gradient; topk depends on the gradient alone.
-    _apply(without_past, without_past_model, 2)
-    _apply(without_past, without_past_model, 3)
-    tensor = "only/kernel"
-    names = [part.spec.name for part in new.grace.plan.parts if part.spec.name.endswith(tensor)]
-    results["messages"] = [line for line in written[0].splitlines() if "grace:" in line]
-    results["step"] = int(new.grace._slots.step)
-    results["as without a past"] = state_of(new.grace, names[0]) == state_of(without_past.grace, names[0])
-    for step in (2, 3):
-        _apply(optimizer, model, step)
-    results["as with it"] = state_of(new.grace, names[0]) == state_of(optimizer.grace, names[0])
-    return results
+            _apply(mine, model, step)
+    with _stderr() as fitted:
+        fit(loaded, 2, start=1)
+    (tensor,) = (part.spec.name for part in mine.grace.plan.parts if part.spec.name.endswith("only/kernel"))
+    states = [state_of(optimizer.grace, tensor) for optimizer in (mine, with_past, without_past)]
+    return {
+        "messages": [_foreign(restored), _foreign(fitted)],
+        "step": int(mine.grace._slots.step),
+        "as with it": states[0] == states[1],
+        "as without a past": states[0] == states[2],
+        "weights": digest(loaded.trainable_variables),
+    }
 
 
 def partly_loaded() -> dict[str, Any]:
