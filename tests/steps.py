@@ -22,6 +22,8 @@ SPECS = [
     TensorSpec("brain", (9, 16), "bfloat16"),
     TensorSpec("double", (16, 9), "float64"),
 ]
+# Where steps are slow, those that differ most.
+FEW_SPECS = {"tensorflow": [spec for spec in SPECS if spec.name in ("matrix", "empty", "double")]}
 DEFAULTS = [parts.default_parts(c) for c in parts.all_compressors()]
 every_default = pytest.mark.parametrize("chosen", [pytest.param(p, id=parts.name(p.compressor)) for p in DEFAULTS])
 every_combination = pytest.mark.parametrize("chosen", parts.params(parts.valid_parts()))
