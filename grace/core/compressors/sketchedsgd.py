@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from grace.core.compressor import Sparsifier, keep_count
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError
+from grace.core.ops.random import hash_words
 from grace.core.registry import compressors
-from grace.core.sketch import hash_words
 from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from grace.core.compressor import Compressor, keep_count
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.random import hash_words
 from grace.core.registry import compressors
-from grace.core.sketch import decode_keys, encode_keys, hash_words
+from grace.core.sketch import decode_keys, encode_keys
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 

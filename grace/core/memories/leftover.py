@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
