@@ -160,7 +160,7 @@ class SketchML(Compressor):
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         values, indices = self._decode(payload, at)
-        return at.ops.scatter_add_(x, indices, -values)
+        return at.ops.sparse_sum([-values], [indices], at.spec.numel, onto=x)
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         count = at.ops.size(payload["count"][0])

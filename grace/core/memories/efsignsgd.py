@@ -35,7 +35,7 @@ class EFSignMemory(Memory):
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.add_(grad * self.lr, state["residual"]), {}
+        return at.ops.weighted_sum(state["residual"], 1, grad, self.lr), {}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": compressor.residual_(x_, payload, at)}

@@ -34,7 +34,7 @@ class Momentum(Memory):
         return {"momentum": ops.zeros(spec.numel, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.add_(state["momentum"] * self.momentum, grad * (1 - self.momentum)), {}
+        return at.ops.weighted_sum(state["momentum"], self.momentum, grad, 1 - self.momentum), {}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"momentum": x_}

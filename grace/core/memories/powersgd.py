@@ -24,7 +24,7 @@ class PowerSGDMemory(Memory):
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return state["residual"] + grad, {}
+        return at.ops.weighted_sum(state["residual"], 1, grad, 1), {}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": x_}
