@@ -6,7 +6,7 @@ import importlib
 from functools import cache
 
 from grace.core.errors import ConfigError, nearest
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 
 _BACKENDS = {
     "numpy": ("grace.core.ops.numpy_ops", "NumpyOps"),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array
 
 _DTYPES: dict[str, np.dtype[Any]] = {

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
