@@ -17,7 +17,7 @@ int bits_at(const Call& call, int i, int most) {
 int64_t width_at(const Call& call, int i) {
     const int64_t width = call.integer(i);
     if (width < 1) call.fail(Error::Kind::value, "expected a bucket of at least 1 element, received " + std::to_string(width));
-    return width;
+    return std::min(width, kMost);
 }
 
 // codes(begin, end, low, high) fills in the low and, above 8 bits, the high bytes of the codes of a piece.

@@ -29,15 +29,35 @@ class NativeNumpyOps(Native, NumpyOps):
         lengths: Sequence[Any] = (),
         consumes: bool = False,
     ) -> list[Array]:
-        # DLPack of NumPy has no bfloat16: it travels as the integers of the same bits.
-        given = tuple(np.ascontiguousarray(x.view(np.uint16) if x.dtype == _BFLOAT16 else x) for x in inputs)
+        given = tuple(map(_given, inputs))
         if consumes and given[0] is not inputs[0]:
-            raise ValueError(f"kernel {kernel}: the array to be changed in place is not contiguous")
-        threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
+            raise ValueError(
+                f"kernel {kernel}, array 0: expected an aligned contiguous array to change in place, received one of "
+                f"strides {inputs[0].strides}; pass a copy"
+            )
         try:
-            results = module.run(kernel, given, integers, numbers, consumes, threads, True)
+            results = module.run(kernel, given, integers, numbers, consumes, _threads(), True)
         except module.CorruptPayload as error:
             raise corrupt(error) from None
         if consumes:
             return [inputs[0]]
         return [x.view(_BFLOAT16) if dtype == "bfloat16" else x for x, dtype in zip(results, outputs, strict=True)]
+
+
+def _given(x: Array) -> Array:
+    """x as kernels take it: aligned and contiguous, without a copy where it is."""
+    if not isinstance(x, np.ndarray):
+        if not isinstance(x, np.generic):
+            raise TypeError(f"expected NumPy arrays, received {type(x)}")
+        x = np.asarray(x)
+    # DLPack of NumPy has no bfloat16: it travels as the integers of the same bits.
+    if x.dtype == _BFLOAT16:
+        x = x.view(np.uint16)
+    flags = x.flags
+    return x if flags.c_contiguous and flags.aligned else x.copy()
+
+
+def _threads() -> int:
+    """The first number of OMP_NUM_THREADS, which may list one per level of nesting; else 1."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 1

@@ -26,11 +26,20 @@ class NativeTorchOps(Native, TorchOps):
         lengths: Sequence[Any] = (),
         consumes: bool = False,
     ) -> list[Array]:
-        given = tuple(x.contiguous() for x in inputs)
+        given = tuple(map(_given, inputs))
         if consumes and given[0] is not inputs[0]:
-            raise ValueError(f"kernel {kernel}: the tensor to be changed in place is not contiguous")
+            raise ValueError(
+                f"kernel {kernel}, array 0: expected a contiguous tensor to change in place, received one of strides "
+                f"{inputs[0].stride()}; pass a copy"
+            )
         try:
             results = module.run(kernel, given, integers, numbers, consumes, torch.get_num_threads(), False)
         except module.CorruptPayload as error:
             raise corrupt(error) from None
         return [inputs[0]] if consumes else list(results)
+
+
+def _given(x: Array) -> Array:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"expected PyTorch tensors, received {type(x)}")
+    return x.contiguous()
