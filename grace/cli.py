@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grace import __version__, listing
+from grace.bench.command import add_codec
+from grace.core.errors import GraceError
 from grace.machine import FRAMEWORKS, installed
 
 
@@ -34,9 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="per check (default: 120)")
     doctor.set_defaults(run=lambda args: Doctor(args.timeout).examine(launch=not args.no_launch))
 
+    bench = commands.add_parser("bench", help="measure what compression costs here")
+    add_codec(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
+
     args = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = args.run
-    return run(args)
+    try:
+        return run(args)
+    except GraceError as error:
+        print(f"grace: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _print(text: str) -> int:

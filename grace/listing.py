@@ -37,7 +37,7 @@ def _rows(*, page: bool) -> list[list[str]]:
     # Every method is written in array operations alone.
     runs_on = ", ".join(["numpy", *(name for name in FRAMEWORKS if page or installed(name))])
     for name in compressors:
-        if _required(compressors.get(name)):
+        if required(compressors.get(name)):
             rows.append([name, *["by options"] * (len(HEAD) - 1)])
             continue
         c = compressors.make(name)
@@ -85,7 +85,7 @@ def _measured(name: str) -> float:
     return 8 * sent / STEPS / MEASURED.numel
 
 
-def _required(cls: type) -> list[str]:
+def required(cls: type) -> list[str]:
     """Options without a default; only parts from outside have any."""
     missing = dataclasses.MISSING
     return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
@@ -93,8 +93,8 @@ def _required(cls: type) -> list[str]:
 
 def _options(cls: type) -> list[str]:
     """The fields as they are written in a configuration: `name = default`."""
-    if required := _required(cls):
-        return [f"{name} (required)" if name in required else name for name in fields_of(cls)]
+    if needed := required(cls):
+        return [f"{name} (required)" if name in needed else name for name in fields_of(cls)]
     return [f"{f.name} = {json.dumps(f.default)}" for f in dataclasses.fields(cls) if f.init]
 
 
