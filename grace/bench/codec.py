@@ -89,6 +89,7 @@ class LocalStep:
         self.part, self.ops, self.ranks = part, ops, ranks
         self._states = [initial(part, ops, SEED) for _ in range(ranks)]
         self._others: list[_Other] = []
+        self._seed = Key.derive(SEED, part.spec.name)
 
     def receive(self, gradients: Sequence[Array], step: int) -> Arrived:
         """What arrives at rank 0 in a step with these gradients, one per rank."""
@@ -151,14 +152,15 @@ class LocalStep:
         site = Site(
             ops=ops,
             spec=part.spec,
-            key=Key(Key.derive(SEED, part.spec.name), step),
+            key=Key(self._seed, step),
             rank=rank,
             size=self.ranks,
             state=states["compressor"],
             lr=ops.full(1, LR, "float64")[0] if part.memory.needs_lr else None,
         )
         x, memory = part.memory.compensate(gradient, states["memory"], site)
-        site = dataclasses.replace(site, memory=memory)
+        if memory:
+            site = dataclasses.replace(site, memory=memory)
         return Begun(site, x, memory, part.compressor.agree(x, site))
 
     def whole(
@@ -167,7 +169,8 @@ class LocalStep:
         """The step of rank 0 from its states, and its new states."""
         part, c = self.part, self.part.compressor
         site, x, memory, proposal = self.begin(gradient, states, 0, step)
-        site = dataclasses.replace(site, agreed=arrived.agreed)
+        if proposal is not None:
+            site = dataclasses.replace(site, agreed=arrived.agreed)
         payload = c.compress(x, site)
         memory = part.memory.update(x, payload, c, memory, site)
         home = {f.name: payload[f.name] for f in part.fields if not f.wire}

@@ -56,15 +56,15 @@ def run_codec(args: argparse.Namespace) -> int:
     sizes = _sizes(args.numel) if args.numel else FIGURE if args.plot else (NUMEL,)
     for path in filter(None, (args.json, args.plot)):
         _check_writable(path)
-    if args.plot:
-        _check_plot(args.plot)
-
-    # Only now, because the number of threads must be known before NumPy is imported.
+    # Imports wait until the number of threads is known: NumPy reads it when it is imported.
     from grace.bench.codec import make_part
     from grace.bench.frameworks import set_up
-    from grace.bench.measure import Setting
 
     framework = set_up(args.framework, args.device, args.threads, not args.no_native)
+    from grace.bench.measure import Setting
+
+    if args.plot:
+        _check_plot(args.plot)
     setting = Setting(framework, args.ranks, args.threads, args.repetitions)
     parts = [(name, make_part(name, numel, args.device)) for numel in sizes for name in names]
     for _, part in parts:
@@ -95,7 +95,10 @@ def _names(given: Sequence[str] | None) -> list[str]:
 
 
 def _sizes(given: Sequence[str]) -> list[int]:
-    return list(dict.fromkeys(_size(part) for text in given for part in text.split(",") if part))
+    sizes = list(dict.fromkeys(_size(part) for text in given for part in text.split(",") if part))
+    if not sizes:
+        raise ConfigError(f"--numel: expected numbers of elements, received {given!r}.")
+    return sizes
 
 
 def _size(text: str) -> int:

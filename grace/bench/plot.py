@@ -29,7 +29,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     figure = Figure(figsize=(columns * max(4.0, 1.5 + 0.3 * most), 3.6 * rows), layout="constrained")
     figure.suptitle(Table([]).title(results[0].setting), fontsize="medium")
     panels = figure.subplots(rows, columns, squeeze=False).flat
-    for panel, numel in zip(panels, sizes, strict=False):
+    for numel, panel in zip(sizes, panels, strict=False):
         of_size = [result for result in results if result.numel == numel]
         # Densities are estimated on the axis that is drawn.
         logs = [[math.log10(seconds) for seconds in result.times] for result in of_size]
@@ -42,7 +42,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         panel.yaxis.set_major_locator(MultipleLocator(1))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda power, _: f"$10^{{{power:.0f}}}$"))
         panel.grid(axis="y", alpha=0.3)
-    for panel in list(panels):
+    for panel in panels:
         panel.set_axis_off()
     figure.savefig(path, dpi=120)
 

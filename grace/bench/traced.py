@@ -22,6 +22,8 @@ class Tensorflow(Framework):
         tf.config.set_visible_devices([], "GPU")
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
+        # It would warn of the many shapes for which the untimed part of a step is traced.
+        tf.get_logger().setLevel("ERROR")
         super().__init__(device)
 
     def gradient(self, loaded: Array) -> Array:
