@@ -217,8 +217,8 @@ def test_without_kernels(tmp_path):
     path = tmp_path / "results.json"
     arguments = ["--compressors", "topk", "--numel", "100", "--repetitions", "1", "--no-native", "--json", str(path)]
     # In a process of its own, because here the array operations have been chosen.
-    code = f"import os; from grace import cli; cli.main(['bench', 'codec', *{arguments}]); print(os.environ['GRACE_NATIVE'])"
-    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    code = "import os, sys; from grace import cli; cli.main(sys.argv[1:]); print(os.environ['GRACE_NATIVE'])"
+    output = subprocess.check_output([sys.executable, "-c", code, "bench", "codec", *arguments], text=True)
     assert json.loads(path.read_text())[0]["native"] is False
     assert "reference bodies, no kernels" in output
     assert output.endswith("\n0\n")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from grace.bench.measure import Result, Setting, machine
 
 HEAD = ("numel", "median", "p10", "p90", "copy", "x copy", "GB/s", "bits/elem.", "pays below", "reps")
-WIDTHS = (11, 7, 7, 7, 7, 7, 8, 10, 10, 4)
+WIDTHS = (11, 7, 7, 7, 7, 7, 8, 10, 11, 4)
 
 
 class Table:
