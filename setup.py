@@ -1,9 +1,15 @@
 """Packaging of grace. Tool settings are in pyproject.toml."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 HERE = Path(__file__).parent
 
@@ -21,6 +27,33 @@ def version() -> str:
     return found.group(1)
 
 
+class BuildKernels(build_ext):
+    """Builds the extensions with kernels/CMakeLists.txt; all of them are optional, as the package works without."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        # Kept between builds, so that only what changed is compiled.
+        folder = HERE / "build" / f"kernels-{sys.implementation.cache_tag}"
+        options = {"GRACE_PYTHON": sys.executable, "GRACE_SUFFIX": "".join(target.suffixes)}
+        define = [f"-D{name}={value}" for name, value in options.items()]
+        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        name = ext.name.rpartition(".")[2]
+        try:
+            subprocess.run(["cmake", "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
+            subprocess.run(["cmake", "--build", folder, "--target", name, "--parallel"], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CompileError(f"the kernels were not built ({error}): the reference bodies will be used") from error
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(folder / "modules" / target.name, target)
+
+
+def extensions() -> list[Extension]:
+    """The module of kernels; none where GRACE_BUILD_KERNELS is 0."""
+    if os.environ.get("GRACE_BUILD_KERNELS") == "0":
+        return []
+    return [Extension("grace._native", sources=[], optional=True)]
+
+
 setup(
     name="grace",
     version=version(),
@@ -31,13 +64,25 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["grace", "grace.*"]),
     package_data={"grace": ["py.typed"]},
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildKernels},
     python_requires=">=3.10",
     install_requires=["ml_dtypes>=0.4", "numpy>=1.26", 'tomli>=2.0; python_version < "3.11"'],
     extras_require={
         "torch": ["torch>=2.0", "horovod>=0.28.1"],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", "horovod>=0.28.1"],
         "mpi": ["mpi4py>=4"],
-        "test": ["matplotlib", "mypy", "pytest>=9", "pytest-xdist>=3.8", "ruff", "scikit-learn", "tensorboard", "tqdm"],
+        "test": [
+            "hypothesis",
+            "matplotlib",
+            "mypy",
+            "pytest>=9",
+            "pytest-xdist>=3.8",
+            "ruff",
+            "scikit-learn",
+            "tensorboard",
+            "tqdm",
+        ],
     },
     entry_points={"console_scripts": ["grace = grace.cli:main"]},
     classifiers=[

@@ -97,8 +97,8 @@ pick_mpi() {
 
 # Everything that must make this script run again when it changes. $1: what the environment was made for.
 fingerprint() {
-    { printf '%s\n' "$1"; cat scripts/setup.sh scripts/build_horovod.py scripts/requirements.txt setup.py; } |
-        sha256sum | cut -d' ' -f1
+    { printf '%s\n' "$1"; cat scripts/setup.sh scripts/build_horovod.py scripts/requirements.txt setup.py
+      find kernels -type f | LC_ALL=C sort | xargs cat; } | sha256sum | cut -d' ' -f1
 }
 
 make_venv() {
@@ -199,7 +199,7 @@ main() {
         step "building Horovod (3-6 min, once for these versions; kept in $cache)" install_horovod
         step "$checking" check_horovod
     fi
-    step "installing grace itself, editable (3 s)" \
+    step "building the kernels and installing grace itself, editable (1-2 min)" \
         "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
     printf '%s\n' "$wanted" >"$stamp"
     say "done: .venv is ready (Python $python_version, $mpi Open MPI)"

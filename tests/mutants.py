@@ -24,7 +24,7 @@ from grace.core.memories.dgc import DGCMemory
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
 from grace.core.memory import Memory
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Field
 
 COMPRESSORS: list[tuple[str, Compressor]] = []

@@ -7,7 +7,7 @@ import pytest
 
 from grace.core.errors import ConfigError
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Key
 from grace.testing.harness import EPS, FRAMEWORKS, array, flushed_below, host, same
 

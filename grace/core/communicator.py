@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from grace.core.compressor import Compressor
 from grace.core.errors import IncompatibleError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import communicators
 from grace.core.spec import ITEMSIZE, Array, Field, Payload, TensorSpec
 from grace.core.transport import Handle, Transport

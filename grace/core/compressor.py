@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec
 
 
@@ -160,12 +160,8 @@ class Sparsifier(Compressor):
         return at.ops.desparsify(payload["values"], payload["indices"], at.spec.numel)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        # Indices are distinct within one payload only: one scatter per payload keeps the order of addition, and
-        # with it the sum, the same on every rank and device.
-        total = at.ops.zeros(at.spec.numel, at.spec.work_dtype)
-        for payload in payloads:
-            total = at.ops.scatter_add_(total, payload["indices"], payload["values"])
-        return total
+        values, indices = ([payload[name] for payload in payloads] for name in ("values", "indices"))
+        return at.ops.sparse_sum(values, indices, at.spec.numel)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return self.erase_(x, payload, at)

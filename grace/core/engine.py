@@ -18,7 +18,7 @@ from typing import Any, Literal
 from grace.core.communicator import Route
 from grace.core.entry import Entry, Run, check_proposal, divided, either, retune
 from grace.core.errors import MismatchError, StepError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Bucket, Part, Plan
 from grace.core.registry import memories
 from grace.core.spec import Array, Key, Payload, Site, State

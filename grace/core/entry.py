@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from grace.core.communicator import Sent
 from grace.core.compressor import Compressor
 from grace.core.errors import PayloadError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Part
 from grace.core.spec import Array, Payload, Proposal, Site, State
 from grace.core.state import Slots

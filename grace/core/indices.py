@@ -11,7 +11,7 @@ A word of the header names the coding and the width, so that a receiver needs no
 
 from __future__ import annotations
 
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array
 
 CODINGS = ("int32", "delta", "bitmap", "smallest")

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor, Sparsifier
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 _PREFIX = "values/"
@@ -99,7 +99,7 @@ class QuantizedSparsifier(Compressor):
         return self.parts[0].merge([self._dequantized(payload, at) for payload in payloads], at)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        return at.ops.scatter_add_(x, payload["indices"], -self.values(payload, at))
+        return at.ops.sparse_sum([-self.values(payload, at)], [payload["indices"]], at.spec.numel, onto=x)
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         return self.parts[0].erase_(x, payload, at)

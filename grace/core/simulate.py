@@ -10,7 +10,7 @@ from grace.core.config import Config, make_config
 from grace.core.engine import Engine
 from grace.core.errors import ConfigError, StepError
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Plan, change_plan, make_plans
 from grace.core.spec import Array, TensorSpec
 from grace.core.transport import Handle, Transport

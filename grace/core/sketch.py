@@ -1,25 +1,9 @@
-"""What sketches need: hash functions, and sets of keys in few bytes."""
+"""Sets of keys in few bytes, for sketches."""
 
 from __future__ import annotations
 
-from grace.core.ops.base import ArrayOps
-from grace.core.spec import Array, Key
-
-_MASK = 0xFFFFFFFF
-
-
-def hash_words(ops: ArrayOps, items: Array, count: int, key: Key) -> list[Array]:
-    """Per hash function one 32-bit word for every int64 item: the upper half of a * item + b modulo 2^64.
-
-    a and b are drawn from the key, so that words of two different items below 2^32 are independent (multiply-shift;
-    Dietzfelbinger, "Universal hashing and k-wise independent random variables", STACS 1996).
-    """
-    parts = ops.reshape(ops.cast(ops.uniform(6 * count, key) * 2.0**24, "int64"), (2 * count, 3))
-    high, middle = ops.shift_left(parts[:, 0], 40), ops.shift_left(parts[:, 1], 16)
-    drawn = ops.bit_xor(ops.bit_xor(high, middle), ops.shift_right(parts[:, 2], 8))
-    # Products wrap around, as they should.
-    words = (items * drawn[2 * i] + drawn[2 * i + 1] for i in range(count))
-    return [ops.bit_and(ops.shift_right(word, 32), _MASK) for word in words]
+from grace.core.ops.composites import ArrayOps
+from grace.core.spec import Array
 
 
 def encode_keys(ops: ArrayOps, keys: Array) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from grace.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from grace.core.ops.base import ArrayOps
+    from grace.core.ops.composites import ArrayOps
 
 # An array of whichever framework is in use; only `grace.core.ops` knows more about it.
 Array: TypeAlias = Any

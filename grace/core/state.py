@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grace.core.errors import StateError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Part, Plan
 from grace.core.registry import compressors, memories
 from grace.core.spec import Array, Key, State

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from grace.core import indices
 from grace.core.errors import PayloadError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array, Field, Payload, TensorSpec
 
 ALIGNMENT = 16

@@ -12,7 +12,7 @@ import tensorflow as tf
 from grace.core.config import Config
 from grace.core.engine import Engine
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Part, Plan, make_plans, next_plan
 from grace.core.spec import TensorSpec
 from grace.core.state import carried, initial, prepare

@@ -12,7 +12,7 @@ import pytest
 
 from grace.core.compressor import Compressor
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec

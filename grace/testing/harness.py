@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.compressor import Compressor
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 from grace.core.wire import GatherLayout

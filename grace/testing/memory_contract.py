@@ -13,7 +13,7 @@ from grace.core.compressor import Compressor
 from grace.core.errors import IncompatibleError
 from grace.core.memory import Memory
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.registry import compressors, memories
 from grace.core.spec import Array, State, TensorSpec

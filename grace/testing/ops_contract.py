@@ -9,7 +9,8 @@ import pytest
 
 from grace.core.errors import StepError
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps, packed_size
+from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import GRADIENT_DTYPES, ITEMSIZE, Key
 from grace.testing.harness import FRAMEWORKS, array, host
 

@@ -12,7 +12,7 @@ import pytest
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Key, Site, State, TensorSpec
 
 P = TypeVar("P", Compressor, Memory)

@@ -9,7 +9,7 @@ import numpy as np
 
 from grace.core.compressor import Compressor
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import TensorSpec
 from grace.core.wire import GatherLayout
 from grace.testing.harness import Exchange, exchange, host

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grace.core.errors import ConfigError
-from grace.core.sketch import hash_words
+from grace.core.ops.random import hash_words
 from grace.core.spec import Key, TensorSpec
 from grace.core.wire import payload_bytes
 from grace.testing.harness import exchange, wide

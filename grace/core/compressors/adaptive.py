@@ -51,46 +51,28 @@ class Adaptive(Compressor):
         )
 
     def compress(self, x: Array, at: Site) -> Payload:
-        positive, high = self._largest(x, x > 0, at)
-        negative, low = self._largest(x, x < 0, at)
-        return {"means": at.ops.stack([high, low], axis=0), "positive": positive, "negative": negative}
-
-    def _largest(self, x: Array, side: Array, at: Site) -> tuple[Array, Array]:
-        """Indices of the largest magnitudes of one side, and their mean."""
-        ops = at.ops
-        indices = ops.nonzero(side)
-        count = ops.sum(ops.cast(side, "float64"))
-        kept = ops.floor(count * self.compress_ratio)
-        kept = ops.where(kept < 1, 1.0, kept)
-        best = ops.top_indices(ops.gather(x, indices), _size(ops.where(kept < count, kept, count), at))
-        indices = ops.gather(indices, best)
-        # In float64, because a sum of large float32 numbers overflows where their mean does not.
-        mean = ops.sum(ops.cast(ops.gather(x, indices), "float64")) / kept
-        return indices, ops.cast(mean, at.spec.work_dtype)
+        means, positive, negative = at.ops.top_of_sides(x, self.compress_ratio)
+        return {"means": means, "positive": positive, "negative": negative}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        total = at.ops.zeros(at.spec.numel, at.spec.work_dtype)
-        for payload in payloads:
-            total = _scatter_(total, payload, payload["means"], at)
-        return total
+        parts = [part for payload in payloads for part in _parts(payload, payload["means"], at)]
+        values, indices = zip(*parts, strict=True)
+        return at.ops.sparse_sum(values, indices, at.spec.numel)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        return _scatter_(x, payload, -payload["means"], at)
+        values, indices = zip(*_parts(payload, -payload["means"], at), strict=True)
+        return at.ops.sparse_sum(values, indices, at.spec.numel, onto=x)
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         return at.ops.put_(at.ops.put_(x, payload["positive"], 0.0), payload["negative"], 0.0)
 
 
-def _size(count: Array, at: Site) -> int:
-    return at.ops.size(at.ops.cast(count, "int32"))
-
-
-def _scatter_(x: Array, payload: Payload, means: Array, at: Site) -> Array:
-    """x with the means added at their lists; consumes x."""
-    for name, mean in (("positive", means[0]), ("negative", means[1])):
-        values = at.ops.full(at.ops.length(payload[name]), mean, at.spec.work_dtype)
-        x = at.ops.scatter_add_(x, payload[name], values)
-    return x
+def _parts(payload: Payload, means: Array, at: Site) -> list[tuple[Array, Array]]:
+    """Values and indices of either list."""
+    return [
+        (at.ops.full(at.ops.length(payload[name]), mean, at.spec.work_dtype), payload[name])
+        for name, mean in (("positive", means[0]), ("negative", means[1]))
+    ]

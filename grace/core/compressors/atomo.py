@@ -10,7 +10,7 @@ from grace.core.compressor import Compressor, beyond_int32
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError
 from grace.core.lowrank import matrix_shape, unfit_matrix
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 

@@ -55,23 +55,21 @@ class DGC(Sparsifier):
         if n == 0:
             return {"values": x, "indices": ops.zeros(0, "int32")}
         k = keep_count(self.compress_ratio, n)
-        magnitude = ops.abs(x)
         count = min(n, max(self.min_samples, math.ceil(self.sample_ratio * n)))
-        drawn = magnitude if count == n else ops.gather(magnitude, ops.sample(n, count, at.private_key))
-        top = ops.gather(drawn, ops.top_indices(drawn, keep_count(self.compress_ratio, count)))
-        bound = -ops.max(-top)
-        passed = ops.nonzero(ops.bit_and(magnitude >= bound, magnitude > 0))
-        number = ops.full(1, ops.length(passed), "float64")[0]
-        indices = ops.choose(
+        drawn = x if count == n else ops.gather(x, ops.sample(n, count, at.private_key))
+        top, _ = ops.sparsify(drawn, keep_count(self.compress_ratio, count))
+        passed = ops.select(x, -ops.max(-ops.abs(top)), strict=False, nonzero=True)
+        number = ops.full(1, ops.length(passed[1]), "float64")[0]
+        values, indices = ops.choose(
             ops.bit_or(number * self.overshoot < k, number > self.overshoot * k),
-            lambda: self._largest(magnitude, passed, number, k, at),
-            lambda: passed,
+            lambda: self._largest(x, passed, number, k, at),
+            lambda: list(passed),
         )
-        return {"values": ops.gather(x, indices), "indices": indices}
+        return {"values": values, "indices": indices}
 
-    def _largest(self, magnitude: Array, passed: Array, number: Array, k: int, at: Site) -> Array:
-        """Indices of the k largest, which are among those that passed unless these are fewer; zeros left out."""
+    def _largest(self, x: Array, passed: tuple[Array, Array], number: Array, k: int, at: Site) -> list[Array]:
+        """The k largest, which are among those that passed unless these are fewer; zeros left out."""
         ops = at.ops
-        among = ops.choose(number < k, lambda: ops.nonzero(magnitude > 0), lambda: passed)
-        best = ops.top_indices(ops.gather(magnitude, among), ops.min_size(ops.length(among), k))
-        return ops.gather(among, best)
+        values, among = ops.choose(number < k, lambda: list(ops.select(x, 0, strict=True)), lambda: list(passed))
+        values, best = ops.sparsify(values, ops.min_size(ops.length(among), k))
+        return [values, ops.gather(among, best)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
-from grace.core.compressors.signsgd import pack_signs, unpack_signs
 from grace.core.ops.base import packed_size
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
@@ -32,10 +32,19 @@ class EFSignSGD(Compressor):
         return Field("scale", spec.work_dtype, 1), Field("signs", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
+        ops, dtype = at.ops, at.spec.work_dtype
+        signs, sums = ops.binarize_sums(x, 0)
         # Not by a Python number: the optimizer of a graph would multiply by its rounded reciprocal.
-        scale = ops.sum(ops.abs(x)) / ops.cast(max(1, at.spec.numel), at.spec.work_dtype)
-        return {"scale": ops.reshape(scale, (1,)), "signs": pack_signs(ops, x)}
+        scale = ops.cast(sums[1] - sums[2], dtype) / ops.cast(max(1, at.spec.numel), dtype)
+        return {"scale": ops.reshape(scale, (1,)), "signs": signs}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return unpack_signs(at.ops, payload["signs"], at.spec.numel, at.spec.work_dtype) * payload["scale"]
+        return self.merge([payload], at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        levels = [at.ops.concat([-payload["scale"], payload["scale"]]) for payload in payloads]
+        return at.ops.binary_sum([payload["signs"] for payload in payloads], levels, at.spec.numel)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        levels = at.ops.concat([payload["scale"], -payload["scale"]])
+        return at.ops.binary_sum([payload["signs"]], [levels], at.spec.numel, onto=x)

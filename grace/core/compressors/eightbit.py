@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressor import Compressor
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
@@ -55,15 +56,16 @@ class EightBit(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
-        table = self._table(ops, at.spec.work_dtype)
-        scale = ops.max(ops.abs(x))
-        share = ops.abs(x) / ops.where(scale > 0, scale, 1.0)
-        index = ops.search_sorted((table[:-1] + table[1:]) * 0.5, share)
-        codes = index + ops.cast(x < 0, "int32") * 128
-        return {"scale": ops.reshape(scale, (1,)), "codes": ops.cast(codes, "uint8")}
+        scale = ops.reshape(ops.max_abs(x), (1,))
+        return {"scale": scale, "codes": ops.table_encode(x, scale, self._table(ops, at.spec.work_dtype))}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops = at.ops
-        codes = ops.cast(payload["codes"], "int32")
-        magnitude = ops.gather(self._table(ops, at.spec.work_dtype), ops.bit_and(codes, 127)) * payload["scale"]
-        return ops.where(codes > 127, -magnitude, magnitude)
+        return self.merge([payload], at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        codes, scales = ([payload[name] for payload in payloads] for name in ("codes", "scale"))
+        return at.ops.table_sum(codes, scales, self._table(at.ops, at.spec.work_dtype))
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        table = self._table(at.ops, at.spec.work_dtype)
+        return at.ops.table_sum([payload["codes"]], [-payload["scale"]], table, onto=x)

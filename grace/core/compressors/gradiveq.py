@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.errors import ConfigError
 from grace.core.lowrank import TwoFactors, matrix_shape
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Payload, Proposal, Site
 

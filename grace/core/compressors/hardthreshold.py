@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grace.core.compressor import Sparsifier
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 
@@ -71,8 +71,8 @@ class HardThreshold(Sparsifier):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, dtype = at.ops, at.spec.work_dtype
         bound = at.state["threshold"] if self._tunes else ops.full(1, self.first(at.spec), dtype)
-        indices = ops.nonzero(ops.abs(x) >= ops.cast(bound, dtype))
-        return {"values": ops.gather(x, indices), "indices": indices}
+        values, indices = ops.select(x, ops.cast(bound, dtype), strict=False)
+        return {"values": values, "indices": indices}
 
     def tally(self, payloads: Sequence[Payload], at: Site) -> tuple[Array, Array] | None:
         """Elements that were sent, and those that there are, on all ranks."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
 from grace.core.ops.base import packed_size
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+_FIELDS = ("full", "words", "bytes", "tags")
 
 
 @compressors.register("inceptionn")
@@ -58,30 +62,17 @@ class Inceptionn(Compressor):
         )
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
-        m, h = self._ends
-        # Not by `cast`: PyTorch makes a float32 of a Python number first.
-        size, bound = ops.abs(x), ops.full(1, self.error_bound, at.spec.work_dtype)
-        tags = 1 + ops.cast(size >= 2.0**-m, "int32") + ops.cast(size >= 2.0**-h, "int32")
-        tags = ops.where(size < bound, 0, tags)
-        byte, word, full = (ops.gather(x, ops.nonzero(tags == tag)) for tag in (1, 2, 3))
-        return {
-            "full": full,
-            "words": ops.cast(word * 2.0 ** (h + 15), "int16"),
-            "bytes": ops.cast(byte * 2.0 ** (m + 7), "int8"),
-            "tags": ops.pack(tags, 2),
-        }
+        return dict(zip(_FIELDS, at.ops.precision_encode(x, self.error_bound, *self._ends), strict=True))
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops, dtype = at.ops, at.spec.work_dtype
-        m, h = self._ends
-        tags = ops.unpack(payload["tags"], 2, at.spec.numel)
-        values = (
-            ops.cast(payload["bytes"], dtype) * 2.0 ** -(m + 7),
-            ops.cast(payload["words"], dtype) * 2.0 ** -(h + 15),
-            payload["full"],
-        )
-        x = ops.zeros(at.spec.numel, dtype)
-        for tag, value in enumerate(values, 1):
-            x = ops.scatter_add_(x, ops.nonzero(tags == tag), value)
-        return x
+        return self.merge([payload], at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        return self._sum(payloads, at)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self._sum([payload], at, onto=x, negate=True)
+
+    def _sum(self, payloads: Sequence[Payload], at: Site, **options: Any) -> Array:
+        arrays = [tuple(payload[name] for name in _FIELDS) for payload in payloads]
+        return at.ops.precision_sum(arrays, *self._ends, at.spec.numel, at.spec.work_dtype, **options)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps, packed_size
+from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grace.core.compressor import Compressor
-from grace.core.ops.base import ArrayOps, packed_size
+from grace.core.ops.base import packed_size
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
-
-# Bits of the exponent and of the mantissa, and the integer as wide.
-_FORMAT = {"float32": (8, 23, "int32"), "float64": (11, 52, "int64")}
-# Random numbers are multiples of 2^-24.
-_RANDOM_BITS = 24
-_CLIPPED = 127
 
 
 @compressors.register("natural")
@@ -42,52 +38,26 @@ class Natural(Compressor):
     def contraction(self, spec: TensorSpec) -> float | None:
         return 7 / 8
 
-    def _bits(self, spec: TensorSpec) -> int:
-        return 8 if self.clipped else 1 + _FORMAT[spec.work_dtype][0]
-
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        codes = Field("codes", "uint8", packed_size(spec.numel, self._bits(spec)))
+        bits = 8 if self.clipped else {"float32": 9, "float64": 12}[spec.work_dtype]
+        codes = Field("codes", "uint8", packed_size(spec.numel, bits))
         return (Field("base", "int32", 1), codes) if self.clipped else (codes,)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, bits = at.ops, self._bits(at.spec)
-        exponent, mantissa, integer = _FORMAT[at.spec.work_dtype]
-        word = ops.from_bytes(ops.to_bytes(x), integer)
-        negative = word < 0
-        word = ops.bit_and(word, (1 << exponent + mantissa) - 1)
-        u = ops.uniform(at.spec.numel, at.private_key)
-        code = self._rounded(ops, word, u, at.spec)
-        payload = {}
-        if self.clipped:
-            # The code 1 stands for the field base + 1, the value `low`.
-            base = ops.max(code) - _CLIPPED
-            base = ops.where(base > 0, base, 0)
-            inverse = ops.shift_left((1 << exponent) - 3 - base, mantissa)
-            share = ops.abs(x) * ops.from_bytes(ops.to_bytes(ops.reshape(inverse, (1,))), at.spec.work_dtype)
-            # The sum is rounded to the nearest step of u, so a share of 2^-30 is not always drawn where u is 0.
-            up = ops.cast(u, at.spec.work_dtype) + share >= 1
-            code = ops.where(ops.shift_right(word, mantissa) > base, code - base, ops.cast(up, integer))
-            payload["base"] = ops.reshape(ops.cast(base, "int32"), (1,))
-        sign = ops.shift_left(ops.cast(negative, "int64"), bits - 1)
-        return {**payload, "codes": ops.pack(ops.cast(code, "int64") + sign, bits)}
-
-    def _rounded(self, ops: ArrayOps, word: Array, u: Array, spec: TensorSpec) -> Array:
-        """The exponents after rounding, as they stand in the bits of a float, from magnitudes' bits."""
-        exponent, mantissa, integer = _FORMAT[spec.work_dtype]
-        if mantissa < _RANDOM_BITS:
-            noise = ops.cast(u * 2.0**mantissa, integer)
-        else:
-            # In the middle of its step, for a probability rounded to the nearest.
-            shift = mantissa - _RANDOM_BITS
-            noise = ops.shift_left(ops.cast(u * 2.0**_RANDOM_BITS, integer), shift) + (1 << shift - 1)
-        return ops.clip(ops.shift_right(word + noise, mantissa), 0, (1 << exponent) - 2)
+        codes, base = at.ops.natural_encode(x, at.private_key, self.clipped)
+        return {"base": base, "codes": codes} if self.clipped else {"codes": codes}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops, bits = at.ops, self._bits(at.spec)
-        _, mantissa, integer = _FORMAT[at.spec.work_dtype]
-        word = ops.unpack(payload["codes"], bits, at.spec.numel)
-        code = ops.bit_and(word, (1 << bits - 1) - 1)
-        if self.clipped:
-            code = ops.where(code > 0, code + ops.cast(payload["base"], "int64"), code)
-        magnitude = ops.from_bytes(ops.to_bytes(ops.shift_left(ops.cast(code, integer), mantissa)), at.spec.work_dtype)
-        return ops.where(ops.shift_right(word, bits - 1) > 0, -magnitude, magnitude)
+        return self.merge([payload], at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        return self._sum(payloads, at)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self._sum([payload], at, onto=x, negate=True)
+
+    def _sum(self, payloads: Sequence[Payload], at: Site, **options: Any) -> Array:
+        ops, spec = at.ops, at.spec
+        bases = [payload["base"] if self.clipped else ops.zeros(1, "int32") for payload in payloads]
+        codes = [payload["codes"] for payload in payloads]
+        return ops.natural_sum(codes, bases, spec.numel, spec.work_dtype, self.clipped, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
@@ -35,20 +36,20 @@ class OneBit(Compressor):
         return Field("means", spec.work_dtype, 2), Field("bits", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
-        high = x >= self.threshold
-        count = ops.sum(ops.cast(high, "float64"))
-        high_sum = ops.cast(ops.sum(ops.where(high, x, 0.0)), "float64")
-        low_sum = ops.cast(ops.sum(ops.where(high, 0.0, x)), "float64")
-        rest = at.spec.numel - count
+        ops, dtype = at.ops, at.spec.work_dtype
+        bits, sums = ops.binarize_sums(x, self.threshold)
+        count, rest = sums[0], at.spec.numel - sums[0]
+        high, low = (ops.cast(ops.cast(side, dtype), "float64") for side in (sums[1], sums[2]))
         # An empty side is never decoded; its mean is 0 rather than 0/0.
-        means = [low_sum / ops.where(rest > 0, rest, 1.0), high_sum / ops.where(count > 0, count, 1.0)]
-        return {
-            "means": ops.stack([ops.cast(mean, at.spec.work_dtype) for mean in means], axis=0),
-            "bits": ops.pack(ops.cast(high, "uint8"), 1),
-        }
+        means = [low / ops.where(rest > 0, rest, 1.0), high / ops.where(count > 0, count, 1.0)]
+        return {"means": ops.cast(ops.stack(means, axis=0), dtype), "bits": bits}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops = at.ops
-        means = payload["means"]
-        return ops.where(ops.unpack(payload["bits"], 1, at.spec.numel) > 0, means[1], means[0])
+        return self.merge([payload], at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        bits, means = ([payload[name] for payload in payloads] for name in ("bits", "means"))
+        return at.ops.binary_sum(bits, means, at.spec.numel)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return at.ops.binary_sum([payload["bits"]], [-payload["means"]], at.spec.numel, onto=x)

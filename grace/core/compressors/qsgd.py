@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps, packed_size
+from grace.core.ops.base import packed_size
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
@@ -45,31 +46,32 @@ class QSGD(Compressor):
         """Bits per code: ceil(log2(2s + 1))."""
         return (2 * self.quantum_num).bit_length()
 
-    def _shape(self, n: int) -> tuple[int, int]:
-        width = self.bucket_size or max(1, n)
-        return -(-n // width), width
+    def _width(self, n: int) -> int:
+        """Elements of a bucket."""
+        return self.bucket_size or max(1, n)
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        buckets, _ = self._shape(spec.numel)
+        buckets = -(-spec.numel // self._width(spec.numel))
         return Field("norms", spec.work_dtype, buckets), Field("codes", "uint8", packed_size(spec.numel, self.bits))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, n = at.ops, at.spec.numel
-        rows = _rows(ops, x, self._shape(n))
-        norms = ops.norm(rows, axis=1) if self.norm == "l2" else ops.max(ops.abs(rows), axis=1)
-        scale = ops.reshape(norms, (-1, 1))
-        codes = ops.reshape(ops.quantize(rows, scale, self.quantum_num, at.private_key), (-1,))[:n]
-        return {"norms": norms, "codes": ops.pack(codes + self.quantum_num, self.bits)}
+        ops, width = at.ops, self._width(at.spec.numel)
+        norms = ops.bucket_norms(x, width, self.norm)
+        return {
+            "norms": norms,
+            "codes": ops.quantize_packed(x, norms, width, self.quantum_num, self.bits, at.private_key),
+        }
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops, n = at.ops, at.spec.numel
-        codes = ops.unpack(payload["codes"], self.bits, n) - self.quantum_num
-        rows = _rows(ops, codes, self._shape(n))
-        scale = ops.reshape(payload["norms"], (-1, 1))
-        return ops.reshape(ops.dequantize(rows, scale, self.quantum_num, at.spec.work_dtype), (-1,))[:n]
+        return self.merge([payload], at)
 
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        codes, norms = ([payload[name] for payload in payloads] for name in ("codes", "norms"))
+        return self._sum(codes, norms, at)
 
-def _rows(ops: ArrayOps, x: Array, shape: tuple[int, int]) -> Array:
-    """x as a matrix, zeros after its end."""
-    missing = shape[0] * shape[1] - ops.length(x)
-    return ops.reshape(ops.concat([x, ops.zeros(missing, ops.dtype(x))]) if missing else x, shape)
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self._sum([payload["codes"]], [-payload["norms"]], at, onto=x)
+
+    def _sum(self, codes: list[Array], norms: list[Array], at: Site, onto: Array | None = None) -> Array:
+        n = at.spec.numel
+        return at.ops.dequantize_sum(codes, norms, self._width(n), self.quantum_num, self.bits, n, onto=onto)

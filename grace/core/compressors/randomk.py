@@ -60,7 +60,7 @@ class RandomK(Sparsifier):
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         if self.scaled:
-            return at.ops.scatter_add_(x, payload["indices"], -payload["values"])
+            return at.ops.sparse_sum([-payload["values"]], [payload["indices"]], at.spec.numel, onto=x)
         return self.erase_(x, payload, at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:

@@ -6,19 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
-from grace.core.ops.base import ArrayOps, packed_size
+from grace.core.ops.base import packed_size
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
-
-
-def pack_signs(ops: ArrayOps, x: Array) -> Array:
-    """One bit per element: 1 where x >= 0."""
-    return ops.pack(ops.cast(x >= 0, "uint8"), 1)
-
-
-def unpack_signs(ops: ArrayOps, data: Array, n: int, dtype: str) -> Array:
-    """-1 or +1 per bit."""
-    return ops.cast(ops.unpack(data, 1, n), dtype) * 2 - 1
 
 
 @compressors.register("signsgd")
@@ -40,11 +30,10 @@ class SignSGD(Compressor):
         return (Field("signs", "uint8", packed_size(spec.numel, 1)),)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        return {"signs": pack_signs(at.ops, x)}
+        return {"signs": at.ops.binarize(x, 0)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return unpack_signs(at.ops, payload["signs"], at.spec.numel, at.spec.work_dtype)
+        return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        votes = super().merge(payloads, at)
-        return at.ops.clip(votes, -1, 1)
+        return at.ops.majority([payload["signs"] for payload in payloads], at.spec.numel, at.spec.work_dtype)

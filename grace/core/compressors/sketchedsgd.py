@@ -9,7 +9,6 @@ from grace.core.compressor import Sparsifier, keep_count
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError
 from grace.core.registry import compressors
-from grace.core.sketch import hash_words
 from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
 
@@ -65,26 +64,11 @@ class SketchedSGD(Sparsifier):
         return (Field("sketch", spec.work_dtype, self.rows * self._columns(spec)),)
 
     def agree(self, x: Array, at: Site) -> Proposal | None:
-        ops, columns = at.ops, self._columns(at.spec)
-        tables = [ops.segment_sum(ops.where(odd, -x, x), bucket, columns) for bucket, odd in self._hashes(at)]
-        return Proposal(ops.concat(tables), "sum")
-
-    def _hashes(self, at: Site) -> list[tuple[Array, Array]]:
-        """Per row the bucket of every element, and whether its sign is negative."""
-        ops, columns = at.ops, self._columns(at.spec)
-        words = hash_words(ops, ops.arange(at.spec.numel, "int64"), 2 * self.rows, at.key)
-        buckets = [ops.cast(ops.shift_right(word * columns, 32), "int32") for word in words[: self.rows]]
-        return list(zip(buckets, (word >= 2**31 for word in words[self.rows :]), strict=True))
+        return Proposal(at.ops.count_sketch(x, self.rows, self._columns(at.spec), at.key), "sum")
 
     def estimate(self, at: Site) -> Array:
         """What the agreed sketch says of every element of the sum."""
-        ops, columns, sketch = at.ops, self._columns(at.spec), at.agreed
-        assert sketch is not None
-        rows = []
-        for j, (bucket, odd) in enumerate(self._hashes(at)):
-            found = ops.gather(sketch[j * columns : (j + 1) * columns], bucket)
-            rows.append(ops.where(odd, -found, found))
-        return ops.sort(ops.stack(rows, axis=1))[:, self.rows // 2]
+        return at.ops.sketch_estimate(at.agreed, at.spec.numel, self.rows, self._columns(at.spec), at.key)
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from grace.core.compressor import Compressor, keep_count
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.random import hash_words
 from grace.core.registry import compressors
-from grace.core.sketch import decode_keys, encode_keys, hash_words
+from grace.core.sketch import decode_keys, encode_keys
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
@@ -159,7 +160,7 @@ class SketchML(Compressor):
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         values, indices = self._decode(payload, at)
-        return at.ops.scatter_add_(x, indices, -values)
+        return at.ops.sparse_sum([-values], [indices], at.spec.numel, onto=x)
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         count = at.ops.size(payload["count"][0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError, IncompatibleError
-from grace.core.ops.base import ArrayOps, packed_size
+from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
@@ -67,33 +69,47 @@ class TernGrad(Compressor):
         return (Field("scale", spec.work_dtype, 1),) if self.shared_scale else ()
 
     def agree(self, x: Array, at: Site) -> Proposal | None:
-        if not self.shared_scale:
-            return None
-        scale = at.ops.max(at.ops.abs(self._clipped(x, at)))
-        return Proposal(at.ops.reshape(scale, (1,)), "max")
+        return Proposal(self._scale(x, self._limit(x, at), at), "max") if self.shared_scale else None
 
-    def _clipped(self, x: Array, at: Site) -> Array:
+    def _limit(self, x: Array, at: Site) -> Array | None:
+        """To which magnitude elements are clipped; None if not at all."""
         if self.clip_factor is None or not at.spec.numel:
-            return x
-        bound = at.ops.norm(x) * (self.clip_factor / math.sqrt(at.spec.numel))
-        return at.ops.clip(x, -bound, bound)
+            return None
+        return at.ops.norm(x) * (self.clip_factor / math.sqrt(at.spec.numel))
+
+    def _scale(self, x: Array, limit: Array | None, at: Site) -> Array:
+        """The largest magnitude after clipping, of shape (1,)."""
+        ops, largest = at.ops, at.ops.max_abs(x)
+        return ops.reshape(largest if limit is None else ops.where(limit < largest, limit, largest), (1,))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
-        x = self._clipped(x, at)
+        ops, limit, width = at.ops, self._limit(x, at), max(1, at.spec.numel)
         if self.shared_scale:
+            x = x if limit is None else ops.clip(x, -limit, limit)
             return {"words": _to_words(ops, ops.quantize(x, at.agreed, 1, at.private_key))}
-        scale = ops.max(ops.abs(x))
-        codes = ops.quantize(x, scale, 1, at.private_key)
-        return {"scale": ops.reshape(scale, (1,)), "codes": ops.pack(codes + 1, 2)}
+        scale = self._scale(x, limit, at)
+        return {"scale": scale, "codes": ops.quantize_packed(x, scale, width, 1, 2, at.private_key, limit=limit)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops = at.ops
+        if not self.shared_scale:
+            return self.merge([payload], at)
+        codes = _from_words(at.ops, payload["words"], at.spec.numel)
+        return at.ops.dequantize(codes, at.agreed, 1, at.spec.work_dtype)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         if self.shared_scale:
-            codes = _from_words(ops, payload["words"], at.spec.numel)
-            return ops.dequantize(codes, at.agreed, 1, at.spec.work_dtype)
-        codes = ops.unpack(payload["codes"], 2, at.spec.numel) - 1
-        return ops.dequantize(codes, payload["scale"], 1, at.spec.work_dtype)
+            return super().merge(payloads, at)
+        codes, scales = ([payload[name] for payload in payloads] for name in ("codes", "scale"))
+        return self._sum(codes, scales, at)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        if self.shared_scale:
+            return super().residual_(x, payload, at)
+        return self._sum([payload["codes"]], [-payload["scale"]], at, onto=x)
+
+    def _sum(self, codes: list[Array], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
+        n = at.spec.numel
+        return at.ops.dequantize_sum(codes, scales, max(1, n), 1, 2, n, onto=onto)
 
 
 def _to_words(ops: ArrayOps, codes: Array) -> Array:

@@ -40,10 +40,9 @@ class Threshold(Sparsifier):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
-        indices = ops.nonzero(ops.abs(x) > self.threshold)
-        values = ops.gather(x, indices)
+        values, indices = ops.select(x, self.threshold, strict=True)
         if self.capacity is not None:
             most = max(1, int(self.capacity * at.spec.numel))
-            best = ops.top_indices(values, ops.min_size(ops.length(values), most))
-            values, indices = ops.gather(values, best), ops.gather(indices, best)
+            values, best = ops.sparsify(values, ops.min_size(ops.length(values), most))
+            indices = ops.gather(indices, best)
         return {"values": values, "indices": indices}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import ITEMSIZE, Array, Field, Payload, Site, TensorSpec
 
@@ -76,14 +76,12 @@ class Variance(Compressor):
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        total = at.ops.zeros(at.spec.numel, at.spec.work_dtype)
-        for payload in payloads:
-            total = at.ops.scatter_add_(total, *_read(payload, at))
-        return total
+        indices, values = zip(*(_read(payload, at) for payload in payloads), strict=True)
+        return at.ops.sparse_sum(values, indices, at.spec.numel)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         indices, values = _read(payload, at)
-        return at.ops.scatter_add_(x, indices, -values)
+        return at.ops.sparse_sum([-values], [indices], at.spec.numel, onto=x)
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         indices, _ = _read(payload, at)

@@ -107,10 +107,9 @@ class Wangni(Compressor):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         ops = at.ops
-        total = ops.zeros(at.spec.numel, at.spec.work_dtype)
+        values, indices = [], []
         for payload in payloads:
             signed, scale = payload["signed"], payload["scale"]
-            indices = ops.where(signed < 0, -1 - signed, signed)
-            total = ops.scatter_add_(total, payload["indices"], payload["values"])
-            total = ops.scatter_add_(total, indices, ops.where(signed < 0, -scale, scale))
-        return total
+            values += [payload["values"], ops.where(signed < 0, -scale, scale)]
+            indices += [payload["indices"], ops.where(signed < 0, -1 - signed, signed)]
+        return ops.sparse_sum(values, indices, at.spec.numel)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory, check_clipping, clipped
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
@@ -50,9 +50,7 @@ class Residual(Memory):
             factor = ops.where(known, state["lr"] / ops.where(known, lr, 1.0), 1.0)
             residual = residual * ops.cast(factor, dtype)
             rest = {"lr": ops.where(lr > 0, lr, state["lr"])}
-        if self.beta == 1 and self.gamma == 1:
-            return residual + grad, rest
-        return ops.add_(residual * self.beta, grad if self.gamma == 1 else grad * self.gamma), rest
+        return ops.weighted_sum(residual, self.beta, grad, self.gamma), rest
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {**state, "residual": compressor.residual_(x_, payload, at)}

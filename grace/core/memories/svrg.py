@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.memory import Memory
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
@@ -49,14 +49,15 @@ class SVRG(Memory):
         return {"snapshot": ops.zeros(spec.numel, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return grad - state["snapshot"], {"snapshot": state["snapshot"]}
+        return at.ops.weighted_sum(grad, 1, state["snapshot"], -1), {"snapshot": state["snapshot"]}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return state
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         ops = at.ops
-        total, snapshot = merged + state["snapshot"], state["snapshot"]
+        snapshot = state["snapshot"]
+        total = ops.weighted_sum(merged, 1, snapshot, 1)
         due = ops.full(1, at.key.step % self.period, "int64")[0] == 0
         # A copy, because the optimizer may change the gradient that it is given.
         return total, {"snapshot": ops.choose(due, lambda: ops.copy(total), lambda: snapshot)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.memory import Memory
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
@@ -48,7 +48,7 @@ class VarianceMemory(Memory):
         ops, largest = at.ops, LARGEST[at.spec.work_dtype]
         bounded = ops.clip(grad, -largest, largest)
         variance = ops.clip(ops.add_(bounded * bounded, state["variance"]), 0.0, 2 * largest * largest)
-        return state["residual"] + grad, {"variance": variance}
+        return ops.weighted_sum(state["residual"], 1, grad, 1), {"variance": variance}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         variance = at.ops.scale_(compressor.erase_(state["variance"], payload, at), self.decay)

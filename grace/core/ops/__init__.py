@@ -6,20 +6,37 @@ import importlib
 from functools import cache
 
 from grace.core.errors import ConfigError, nearest
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 
+# Module and class of the reference bodies, and of the kernels.
 _BACKENDS = {
-    "numpy": ("grace.core.ops.numpy_ops", "NumpyOps"),
-    "torch": ("grace.core.ops.torch_ops", "TorchOps"),
-    "tensorflow": ("grace.core.ops.tensorflow_ops", "TensorflowOps"),
+    "numpy": (("numpy_ops", "NumpyOps"), ("native_numpy", "NativeNumpyOps")),
+    "torch": (("torch_ops", "TorchOps"), ("native_torch", "NativeTorchOps")),
+    "tensorflow": (("tensorflow_ops", "TensorflowOps"), ("tensorflow_ops", "TensorflowOps")),
 }
 
 
-@cache
-def get_ops(framework: str, device: str = "cpu") -> ArrayOps:
-    """The array operations of "numpy", "torch" or "tensorflow" on a device. Raises ConfigError for another name."""
+def get_ops(framework: str, device: str = "cpu", native: bool | None = None) -> ArrayOps:
+    """The array operations of "numpy", "torch" or "tensorflow" on a device.
+
+    `native` says whether they run kernels; by default they do where kernels serve the device, are built, and
+    GRACE_NATIVE is not 0. Raises ConfigError for another name, or for kernels that there are not.
+    """
+    from grace.core.ops import native as kernels
+
     if framework not in _BACKENDS:
         raise ConfigError(f"no array operations for framework '{framework}'.{nearest(framework, _BACKENDS)}")
-    module, name = _BACKENDS[framework]
-    cls: type[ArrayOps] = getattr(importlib.import_module(module), name)
+    served = kernels.serves(framework, device)
+    if native and not served:
+        raise ConfigError(
+            f"there are no kernels for {framework} on {device} here. `grace doctor` says what was built; "
+            "`pip install --no-build-isolation -e .` builds them where there is a C++ compiler."
+        )
+    return _make(framework, device, served and kernels.wanted() if native is None else native)
+
+
+@cache
+def _make(framework: str, device: str, native: bool) -> ArrayOps:
+    module, name = _BACKENDS[framework][native]
+    cls: type[ArrayOps] = getattr(importlib.import_module(f"grace.core.ops.{module}"), name)
     return cls(device) if framework == "torch" else cls()  # type: ignore[call-arg]

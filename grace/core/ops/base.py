@@ -1,4 +1,4 @@
-"""The closed list of array operations that compressors are written in, with reference bodies of the composites.
+"""The closed list of primitive array operations; what is made of them is in `grace.core.ops.composites`.
 
 Conventions: arrays are flat unless a method says otherwise; indices are int32; a trailing underscore consumes the
 first argument, and the caller uses the result; `+ - * /` and comparisons are the arrays' own operators. Nothing in
@@ -11,12 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from grace.core.ops import random
-from grace.core.spec import Array, Key
+from grace.core.spec import Array
 
 
-class ArrayOps(ABC):
-    """Array operations of one framework on one device."""
+class Primitives(ABC):
+    """What every framework defines, on one device."""
 
     name: ClassVar[str]
     device: str = "cpu"
@@ -235,113 +234,6 @@ class ArrayOps(ABC):
         """Raise the error unless the 0-d condition holds."""
         if not condition:
             raise error
-
-    # --- random -------------------------------------------------------------------------------------------------
-
-    def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
-        """n float32 numbers in [0, 1); `stream` separates several uses of one key."""
-        return random.uniform(self, n, key, stream)
-
-    def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
-        """k distinct indices of range(n), in random order."""
-        return random.sample(self, n, k, key, stream)
-
-    # --- composites: the helpers of the GRACE paper (IV-B), overridden where a kernel is faster -------------------
-
-    def quantize(self, x: Array, scale: Array, levels: int, key: Key) -> Array:
-        """Signed levels l in [-levels, levels] with E[l] = levels * x / scale, by stochastic rounding (int64).
-
-        x and scale have equal shape or broadcast; where scale is 0 the level is 0.
-        """
-        n = self.length(self.reshape(x, (-1,)))
-        u = self.cast(self.reshape(self.uniform(n, key), tuple(x.shape)), self.dtype(x))
-        safe = self.where(scale > 0, scale, 1.0)
-        magnitude = self.clip(self.floor(self.abs(x) / safe * levels + u), 0, levels)
-        magnitude = self.where(scale > 0, magnitude, 0.0)
-        return self.cast(self.where(x < 0, -magnitude, magnitude), "int64")
-
-    def dequantize(self, codes: Array, scale: Array, levels: int, dtype: str) -> Array:
-        """codes * scale / levels."""
-        return self.cast(codes, dtype) * (self.cast(scale, dtype) / levels)
-
-    def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
-        """The k largest magnitudes: values and ascending indices."""
-        indices = self.top_indices(x, k)
-        return self.gather(x, indices), indices
-
-    def desparsify(self, values: Array, indices: Array, n: int) -> Array:
-        """Dense array of n with the values at distinct indices."""
-        return self.scatter_add_(self.zeros(n, self.dtype(values)), indices, values)
-
-    def pack(self, codes: Array, bits: int) -> Array:
-        """Unsigned integers below 2^bits as ceil(n * bits / 8) bytes, little end first; 1 <= bits <= 16.
-
-        Above 8 bits the low bytes come first, then the packed high parts.
-        """
-        if bits == 8:
-            return self.cast(codes, "uint8")
-        if bits > 8:
-            wide = self.cast(codes, "int64")
-            low = self.cast(self.bit_and(wide, 255), "uint8")
-            return self.concat([low, self.pack(self.shift_right(wide, 8), bits - 8)])
-        n = self.length(codes)
-        groups = -(-n // 8)
-        wide = self.concat([self.cast(codes, "int64"), self.zeros(8 * groups - n, "int64")])
-        wide = self.reshape(wide, (groups, 8))
-        word = wide[:, 0]
-        for j in range(1, 8):
-            word = self.bit_or(word, self.shift_left(wide[:, j], bits * j))
-        columns = [self.bit_and(self.shift_right(word, 8 * j), 255) for j in range(bits)]
-        data = self.cast(self.reshape(self.stack(columns, axis=1), (groups * bits,)), "uint8")
-        return data[: packed_size(n, bits)]
-
-    def unpack(self, data: Array, bits: int, n: int) -> Array:
-        """Inverse of pack: n int64 codes."""
-        if bits == 8:
-            return self.cast(data, "int64")
-        if bits > 8:
-            high = self.unpack(data[n:], bits - 8, n)
-            return self.bit_or(self.cast(data[:n], "int64"), self.shift_left(high, 8))
-        groups = -(-n // 8)
-        padding = self.zeros(groups * bits - packed_size(n, bits), "uint8")
-        columns = self.reshape(self.cast(self.concat([data, padding]), "int64"), (groups, bits))
-        word = columns[:, 0]
-        for j in range(1, bits):
-            word = self.bit_or(word, self.shift_left(columns[:, j], 8 * j))
-        codes = [self.bit_and(self.shift_right(word, bits * j), (1 << bits) - 1) for j in range(8)]
-        return self.reshape(self.stack(codes, axis=1), (groups * 8,))[:n]
-
-    def orthogonalize(self, a: Array) -> Array:
-        """Orthonormal columns with the span of a's, by Gram-Schmidt applied twice; dependent columns become zero."""
-        columns: list[Array] = []
-        for j in range(int(a.shape[1])):
-            # Products of a column of denormals would lose the few bits it has.
-            largest = self.max(self.abs(a[:, j]))
-            column = original = a[:, j] / self.where(largest > 0, largest, 1.0)
-            for _ in range(2):
-                for other in columns:
-                    column = column - other * self.sum(other * column)
-            length = self.norm(column)
-            # What is left of a dependent column is rounding noise; normalising it would invent a direction.
-            independent = length > 1e-6 * self.norm(original)
-            column = self.where(independent, column / self.where(independent, length, 1.0), 0.0)
-            columns.append(column)
-        return self.stack(columns, axis=1)
-
-    def inverse(self, a: Array) -> Array:
-        """Inverse of a small symmetric positive definite matrix, by Gauss and Jordan; needs no pivots."""
-        n = int(a.shape[0])
-        rows = [a[i] for i in range(n)]
-        unit = self.arange(n, "int32")
-        inverse = [self.cast(unit == i, self.dtype(a)) for i in range(n)]
-        for j in range(n):
-            pivot = rows[j][j]
-            rows[j], inverse[j] = rows[j] / pivot, inverse[j] / pivot
-            for i in range(n):
-                if i != j:
-                    factor = rows[i][j]
-                    rows[i], inverse[i] = rows[i] - factor * rows[j], inverse[i] - factor * inverse[j]
-        return self.stack(inverse, axis=0)
 
 
 def packed_size(n: int, bits: int) -> int:

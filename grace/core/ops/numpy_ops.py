@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array
 
-_DTYPES: dict[str, np.dtype[Any]] = {
+DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in ITEMSIZE
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {np.dtype(bool): "bool"}
 
 
 class NumpyOps(ArrayOps):
@@ -23,18 +23,18 @@ class NumpyOps(ArrayOps):
     name: ClassVar[str] = "numpy"
 
     def zeros(self, n: int, dtype: str) -> Array:
-        return np.zeros(n, _DTYPES[dtype])
+        return np.zeros(n, DTYPES[dtype])
 
     def full(self, n: int, value: Array, dtype: str) -> Array:
-        return np.full(n, value, _DTYPES[dtype])
+        return np.full(n, value, DTYPES[dtype])
 
     def arange(self, n: int, dtype: str) -> Array:
-        return np.arange(n, dtype=_DTYPES[dtype])
+        return np.arange(n, dtype=DTYPES[dtype])
 
     def cast(self, x: Array, dtype: str) -> Array:
         # A value too large for a narrow float becomes infinite, as in the other frameworks; that is no surprise.
         with np.errstate(over="ignore"):
-            return np.asarray(x).astype(_DTYPES[dtype], copy=False)
+            return np.asarray(x).astype(DTYPES[dtype], copy=False)
 
     def copy(self, x: Array) -> Array:
         return x.copy()
@@ -46,7 +46,7 @@ class NumpyOps(ArrayOps):
         return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
     def from_bytes(self, data: Array, dtype: str) -> Array:
-        return data.view(_DTYPES[dtype])
+        return data.view(DTYPES[dtype])
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
         return np.reshape(x, shape)

@@ -1,4 +1,4 @@
-"""Counter-based random numbers, written over the array operations: the same bits in every framework.
+"""Counter-based random numbers and hashes, written over the array operations: the same bits in every framework.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A block of
 four words is a pure function of (key, counter), so nothing has a state and no global generator is touched:
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from grace.core.spec import Array, Key
 
 if TYPE_CHECKING:
-    from grace.core.ops.base import ArrayOps
+    from grace.core.ops.helpers import Helpers
 
 MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -23,7 +23,7 @@ _SAMPLE_STREAM = 1 << 16
 
 
 def philox(
-    ops: ArrayOps, counter: tuple[Array, Array, Array, Array], key: tuple[int, int]
+    ops: Helpers, counter: tuple[Array, Array, Array, Array], key: tuple[int, int]
 ) -> tuple[Array, Array, Array, Array]:
     """Philox4x32-10: four int64 arrays of 32-bit words from four such counters and two key words."""
     c0, c1, c2, c3 = counter
@@ -45,7 +45,7 @@ def philox(
     return c0, c1, c2, c3
 
 
-def words(ops: ArrayOps, n: int, key: Key, stream: int = 0) -> Array:
+def words(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
     """`n` random 32-bit words as int64; word i is lane i % 4 of block i // 4."""
     blocks = max(1, -(-n // 4))
     counter = (
@@ -59,12 +59,12 @@ def words(ops: ArrayOps, n: int, key: Key, stream: int = 0) -> Array:
     return ops.reshape(ops.stack(lanes, axis=1), (4 * blocks,))[:n]
 
 
-def uniform(ops: ArrayOps, n: int, key: Key, stream: int = 0) -> Array:
+def uniform(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
     """`n` float32 numbers in [0, 1), multiples of 2^-24."""
-    return ops.cast(ops.shift_right(words(ops, n, key, stream), 8), "float32") * 2.0**-24
+    return ops.cast(ops.shift_right(ops.words(n, key, stream), 8), "float32") * 2.0**-24
 
 
-def sample(ops: ArrayOps, n: int, k: int, key: Key, stream: int = 0) -> Array:
+def sample(ops: Helpers, n: int, k: int, key: Key, stream: int = 0) -> Array:
     """`k` distinct indices of range(n) as int32, in random order; costs O(k), not O(n).
 
     Index i is the image of i under a keyed Feistel permutation of the next power of two, walked along its cycle
@@ -73,7 +73,7 @@ def sample(ops: ArrayOps, n: int, k: int, key: Key, stream: int = 0) -> Array:
     bits = max(2, (n - 1).bit_length())
     low = bits // 2
     low_mask, high_mask = (1 << low) - 1, (1 << (bits - low)) - 1
-    round_keys = words(ops, _FEISTEL_ROUNDS, key, stream + _SAMPLE_STREAM)
+    round_keys = ops.words(_FEISTEL_ROUNDS, key, stream + _SAMPLE_STREAM)
 
     def mix(value: Array, round_key: Array) -> Array:
         h = ops.bit_and(value * 0x9E3779B1 + round_key, MASK)
@@ -96,3 +96,17 @@ def sample(ops: ArrayOps, n: int, k: int, key: Key, stream: int = 0) -> Array:
         permute(ops.arange(k, "int64")),
     )
     return ops.cast(index, "int32")
+
+
+def hash_words(ops: Helpers, items: Array, count: int, key: Key) -> list[Array]:
+    """Per hash function one 32-bit word for every int64 item: the upper half of a * item + b modulo 2^64.
+
+    a and b are drawn from the key, so that words of two different items below 2^32 are independent (multiply-shift;
+    Dietzfelbinger, "Universal hashing and k-wise independent random variables", STACS 1996).
+    """
+    parts = ops.reshape(ops.cast(ops.uniform(6 * count, key) * 2.0**24, "int64"), (2 * count, 3))
+    high, middle = ops.shift_left(parts[:, 0], 40), ops.shift_left(parts[:, 1], 16)
+    drawn = ops.bit_xor(ops.bit_xor(high, middle), ops.shift_right(parts[:, 2], 8))
+    # Products wrap around, as they should.
+    words = (items * drawn[2 * i] + drawn[2 * i + 1] for i in range(count))
+    return [ops.bit_and(ops.shift_right(word, 32), MASK) for word in words]

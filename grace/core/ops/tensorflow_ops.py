@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array, Key
 
 _DTYPES: dict[str, Any] = {name: tf.dtypes.as_dtype(name) for name in ITEMSIZE}

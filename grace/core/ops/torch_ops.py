@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.bool: "bool"}
 
 
 class TorchOps(ArrayOps):

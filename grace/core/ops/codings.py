@@ -1,0 +1,243 @@
+"""Composites of the dense quantizers: for every coding what makes it, and what adds up all ranks' payloads of it.
+
+A sum takes lists over the ranks and adds in their order. `onto` is an array that the sum starts from, and is consumed;
+without it the first payload starts the sum. A scale is an array of one element unless it is one per bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from grace.core.errors import PayloadError
+from grace.core.ops import ternary
+from grace.core.ops.helpers import Helpers
+from grace.core.spec import Array, Key
+
+# Bits of the exponent and of the mantissa, and the integer as wide.
+_FORMAT = {"float32": (8, 23, "int32"), "float64": (11, 52, "int64")}
+# Random numbers are multiples of 2^-24.
+_RANDOM_BITS = 24
+_CLIPPED = 127
+
+
+class Codings(Helpers):
+    """Bits, levels in buckets, powers of two, tables, ternary digits and numbers of several widths."""
+
+    # --- bits ---------------------------------------------------------------------------------------------------
+
+    def binarize(self, x: Array, threshold: float) -> Array:
+        """One bit per element, x >= threshold, packed."""
+        return self.pack(self.cast(x >= threshold, "uint8"), 1)
+
+    def binarize_sums(self, x: Array, threshold: float) -> tuple[Array, Array]:
+        """The bits of `binarize`; and of the elements with bit 1 the number and the sum, then the sum of the others.
+
+        The three are float64 and not rounded to x's dtype.
+        """
+        high, wide = x >= threshold, self.cast(x, "float64")
+        sums = (self.cast(high, "float64"), self.where(high, wide, 0.0), self.where(high, 0.0, wide))
+        return self.binarize(x, threshold), self.stack([self.sum(s) for s in sums], axis=0)
+
+    def binary_sum(self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None) -> Array:
+        """Sum of levels[1] where a bit is set and levels[0] where not, of n bits per rank and its two levels."""
+        for data, level in zip(bits, levels, strict=True):
+            onto = self._plus(onto, self.where(self.unpack(data, 1, n) > 0, level[1], level[0]))
+        return onto
+
+    def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
+        """1 where more than half of the ranks have set the bit, -1 where fewer, 0 on a tie."""
+        votes = self.unpack(bits[0], 1, n)
+        for data in bits[1:]:
+            votes = votes + self.unpack(data, 1, n)
+        return self.clip(self.cast(2 * votes - len(bits), dtype), -1, 1)
+
+    # --- levels in buckets of `width` consecutive elements --------------------------------------------------------
+
+    def bucket_norms(self, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
+        """Euclidean norm or largest magnitude of every bucket; the last one is filled up with zeros."""
+        rows = self._rows(x, width)
+        return self.norm(rows, axis=1) if kind == "l2" else self.max(self.abs(rows), axis=1)
+
+    def quantize_packed(
+        self,
+        x: Array,
+        scales: Array,
+        width: int,
+        levels: int,
+        bits: int,
+        key: Key,
+        limit: Array | None = None,
+    ) -> Array:
+        """levels + l, packed, with l from `quantize` of x and the scale of its bucket.
+
+        With `limit`, of one element, x is first clipped to [-limit, limit].
+        """
+        n = self.length(x)
+        if limit is not None:
+            limit = self.reshape(limit, ())
+            x = self.clip(x, -limit, limit)
+        codes = self.quantize(self._rows(x, width), self.reshape(scales, (-1, 1)), levels, key)
+        return self.pack(self.reshape(codes, (-1,))[:n] + levels, bits)
+
+    def dequantize_sum(
+        self,
+        codes: Sequence[Array],
+        scales: Sequence[Array],
+        width: int,
+        levels: int,
+        bits: int,
+        n: int,
+        onto: Array | None = None,
+    ) -> Array:
+        """Sum of l scale / levels, from what `quantize_packed` gives."""
+        for data, scale in zip(codes, scales, strict=True):
+            rows = self._rows(self.unpack(data, bits, n) - levels, width)
+            values = self.dequantize(rows, self.reshape(scale, (-1, 1)), levels, self.dtype(scale))
+            onto = self._plus(onto, self.reshape(values, (-1,))[:n])
+        return onto
+
+    def _rows(self, x: Array, width: int) -> Array:
+        """x as a matrix of buckets, zeros after its end."""
+        n = self.length(x)
+        rows = -(-n // width)
+        missing = rows * width - n
+        return self.reshape(self.concat([x, self.zeros(missing, self.dtype(x))]) if missing else x, (rows, width))
+
+    # --- powers of two --------------------------------------------------------------------------------------------
+
+    def natural_encode(self, x: Array, key: Key, clipped: bool) -> tuple[Array, Array]:
+        """Signs and exponents after natural compression (see the method `natural`), packed, and the base (int32, (1,)).
+
+        A code has 9 bits, 12 of float64; with `clipped` 8 bits, exponents above the base, which is else 0.
+        """
+        dtype = self.dtype(x)
+        exponent, mantissa, integer = _FORMAT[dtype]
+        word = self.from_bytes(self.to_bytes(x), integer)
+        negative = word < 0
+        word = self.bit_and(word, (1 << exponent + mantissa) - 1)
+        u = self.uniform(self.length(x), key)
+        code, bits, base = self._rounded(word, u, dtype), 1 + exponent, self.zeros(1, "int32")
+        if clipped:
+            # The code 1 stands for the field base + 1, the value `low`.
+            low = self.max(code) - _CLIPPED
+            low = self.where(low > 0, low, 0)
+            inverse = self.shift_left((1 << exponent) - 3 - low, mantissa)
+            share = self.abs(x) * self.from_bytes(self.to_bytes(self.reshape(inverse, (1,))), dtype)
+            # The sum is rounded to the nearest step of u, so a share of 2^-30 is not always drawn where u is 0.
+            up = self.cast(u, dtype) + share >= 1
+            code = self.where(self.shift_right(word, mantissa) > low, code - low, self.cast(up, integer))
+            bits, base = 8, self.reshape(self.cast(low, "int32"), (1,))
+        sign = self.shift_left(self.cast(negative, "int64"), bits - 1)
+        return self.pack(self.cast(code, "int64") + sign, bits), base
+
+    def _rounded(self, word: Array, u: Array, dtype: str) -> Array:
+        """The exponents after rounding, as they stand in the bits of a float, from magnitudes' bits."""
+        exponent, mantissa, integer = _FORMAT[dtype]
+        if mantissa < _RANDOM_BITS:
+            noise = self.cast(u * 2.0**mantissa, integer)
+        else:
+            # In the middle of its step, for a probability rounded to the nearest.
+            shift = mantissa - _RANDOM_BITS
+            noise = self.shift_left(self.cast(u * 2.0**_RANDOM_BITS, integer), shift) + (1 << shift - 1)
+        return self.clip(self.shift_right(word + noise, mantissa), 0, (1 << exponent) - 2)
+
+    def natural_sum(
+        self,
+        codes: Sequence[Array],
+        bases: Sequence[Array],
+        n: int,
+        dtype: str,
+        clipped: bool,
+        onto: Array | None = None,
+        negate: bool = False,
+    ) -> Array:
+        """Sum of the powers of two, or of their negatives, from what `natural_encode` gives."""
+        exponent, mantissa, integer = _FORMAT[dtype]
+        bits = 8 if clipped else 1 + exponent
+        for data, base in zip(codes, bases, strict=True):
+            word = self.unpack(data, bits, n)
+            code = self.bit_and(word, (1 << bits - 1) - 1)
+            if clipped:
+                code = self.where(code > 0, code + self.cast(base, "int64"), code)
+            magnitude = self.from_bytes(self.to_bytes(self.shift_left(self.cast(code, integer), mantissa)), dtype)
+            flipped = self.shift_right(word, bits - 1) == (0 if negate else 1)
+            onto = self._plus(onto, self.where(flipped, -magnitude, magnitude))
+        return onto
+
+    # --- tables of 128 magnitudes ---------------------------------------------------------------------------------
+
+    def table_encode(self, x: Array, scale: Array, table: Array) -> Array:
+        """Index (uint8) of the entry nearest |x| / scale in an ascending table, the larger of two; + 128 if x < 0."""
+        share = self.abs(x) / self.where(scale > 0, scale, 1.0)
+        index = self.search_sorted((table[:-1] + table[1:]) * 0.5, share)
+        return self.cast(index + self.cast(x < 0, "int32") * 128, "uint8")
+
+    def table_sum(
+        self, codes: Sequence[Array], scales: Sequence[Array], table: Array, onto: Array | None = None
+    ) -> Array:
+        """Sum of +-entry * scale, from what `table_encode` gives."""
+        for data, scale in zip(codes, scales, strict=True):
+            code = self.cast(data, "int32")
+            magnitude = self.gather(table, self.bit_and(code, 127)) * scale
+            onto = self._plus(onto, self.where(code > 127, -magnitude, magnitude))
+        return onto
+
+    # --- ternary digits -------------------------------------------------------------------------------------------
+
+    def ternary_encode(self, x: Array, half: Array) -> Array:
+        """1 where x >= half, -1 where x <= -half, else 0 (also where both hold), in the bytes of 3LC.
+
+        Plus 1 they are digits, five per byte (`grace.core.ops.ternary`); the runs make the length depend on the data.
+        """
+        digits = self.cast(x >= half, "int64") - self.cast(x <= -half, "int64") + 1
+        return ternary.encode_runs(self, ternary.to_bytes(self, digits))
+
+    def ternary_sum(self, codes: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None) -> Array:
+        """Sum of digit * scale. Raises PayloadError for codes that are not those of n digits."""
+        for data, scale in zip(codes, scales, strict=True):
+            digits = ternary.from_bytes(self, ternary.decode_runs(self, data, ternary.coded_size(n)), n)
+            onto = self._plus(onto, self.cast(digits - 1, self.dtype(scale)) * scale)
+        return onto
+
+    # --- numbers of 0, 8, 16 bits or all --------------------------------------------------------------------------
+
+    def precision_encode(self, x: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array]:
+        """Nothing of |x| < bound; up to 2^-m steps of 2^-(m+7) (int8), up to 2^-h of 2^-(h+15) (int16), else x itself.
+
+        Returns the full numbers, the words, the bytes, and 2 bits per element, packed: 3, 2, 1 of them, 0 of nothing.
+        """
+        # Not by `cast`: PyTorch makes a float32 of a Python number first.
+        size, least = self.abs(x), self.full(1, bound, self.dtype(x))
+        tags = 1 + self.cast(size >= 2.0**-m, "int32") + self.cast(size >= 2.0**-h, "int32")
+        tags = self.where(size < least, 0, tags)
+        byte, word, full = (self.gather(x, self.nonzero(tags == tag)) for tag in (1, 2, 3))
+        words, bytes_ = self.cast(word * 2.0 ** (h + 15), "int16"), self.cast(byte * 2.0 ** (m + 7), "int8")
+        return full, words, bytes_, self.pack(tags, 2)
+
+    def precision_sum(
+        self,
+        payloads: Sequence[tuple[Array, Array, Array, Array]],
+        m: int,
+        h: int,
+        n: int,
+        dtype: str,
+        onto: Array | None = None,
+        negate: bool = False,
+    ) -> Array:
+        """Sum of what `precision_encode` gave or of its negatives. Raises PayloadError where counts and tags differ."""
+        total = self.zeros(n, dtype) if onto is None else onto
+        sign = -1.0 if negate else 1.0
+        for full, words, bytes_, packed in payloads:
+            tags = self.unpack(packed, 2, n)
+            small = self.cast(bytes_, dtype) * (sign * 2.0 ** -(m + 7))
+            middle = self.cast(words, dtype) * (sign * 2.0 ** -(h + 15))
+            for tag, values in enumerate((small, middle, -full if negate else full), 1):
+                places = self.nonzero(tags == tag)
+                error = PayloadError(f"inceptionn: expected as many numbers as tags {tag}, received another count.")
+                self.require(self.length(places) == self.length(values), error)
+                total = self.scatter_add_(total, places, values)
+        return total
+
+    def _plus(self, onto: Array | None, values: Array) -> Array:
+        return values if onto is None else self.add_(onto, values)

@@ -1,0 +1,153 @@
+"""Composites that the GRACE paper names, and the random numbers: written over the primitives, overridden by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grace.core.errors import PayloadError
+from grace.core.ops import random
+from grace.core.ops.base import Primitives, packed_size
+from grace.core.spec import Array, Key
+
+
+class Helpers(Primitives):
+    """Weighted sums, random numbers, the helpers of the GRACE paper (IV-B), and small matrices."""
+
+    # --- arithmetic -----------------------------------------------------------------------------------------------
+
+    def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
+        """a x + b y as a new array; either product is rounded before the sum."""
+        second = y if b == 1 else y * self.cast(b, self.dtype(y))
+        return x + second if a == 1 else self.add_(x * self.cast(a, self.dtype(x)), second)
+
+    def max_abs(self, x: Array) -> Array:
+        """Largest magnitude, in x's dtype; 0 of an empty array."""
+        return self.max(self.abs(x))
+
+    # --- random -------------------------------------------------------------------------------------------------
+
+    def words(self, n: int, key: Key, stream: int = 0) -> Array:
+        """n random 32-bit words (int64); `stream` separates several uses of one key."""
+        return random.words(self, n, key, stream)
+
+    def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
+        """n float32 numbers in [0, 1), multiples of 2^-24, from the words of the same stream."""
+        return random.uniform(self, n, key, stream)
+
+    def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
+        """k distinct indices of range(n), in random order."""
+        return random.sample(self, n, k, key, stream)
+
+    # --- the helpers of the GRACE paper -----------------------------------------------------------------------------
+
+    def quantize(self, x: Array, scale: Array, levels: int, key: Key) -> Array:
+        """Signed levels l in [-levels, levels] with E[l] = levels * x / scale, by stochastic rounding (int64).
+
+        x and scale have equal shape or broadcast; where scale is 0 the level is 0.
+        """
+        n = self.length(self.reshape(x, (-1,)))
+        u = self.cast(self.reshape(self.uniform(n, key), tuple(x.shape)), self.dtype(x))
+        safe = self.where(scale > 0, scale, 1.0)
+        magnitude = self.clip(self.floor(self.abs(x) / safe * levels + u), 0, levels)
+        magnitude = self.where(scale > 0, magnitude, 0.0)
+        return self.cast(self.where(x < 0, -magnitude, magnitude), "int64")
+
+    def dequantize(self, codes: Array, scale: Array, levels: int, dtype: str) -> Array:
+        """codes * scale / levels."""
+        return self.cast(codes, dtype) * (self.cast(scale, dtype) / levels)
+
+    def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
+        """The k largest magnitudes: values and ascending indices."""
+        indices = self.top_indices(x, k)
+        return self.gather(x, indices), indices
+
+    def desparsify(self, values: Array, indices: Array, n: int) -> Array:
+        """Dense array of n with the values at distinct indices. Raises PayloadError for an index out of range."""
+        return self.sparse_sum([values], [indices], n)
+
+    def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
+        """Zeros, or `onto`, with one payload's values after the other added at its distinct indices; consumes `onto`.
+
+        Raises PayloadError for an index out of range.
+        """
+        # Indices are distinct within one payload only: one scatter per payload keeps the order of addition, and
+        # with it the sum, the same on every rank and device.
+        total = self.zeros(n, self.dtype(values[0])) if onto is None else onto
+        for value, index in zip(values, indices, strict=True):
+            outside = self.bit_or(index < 0, index >= n)
+            error = PayloadError(f"sparse payload: indices must lie in 0..{n - 1} of {n} elements; some do not.")
+            self.require(self.sum(self.cast(outside, "int32")) == 0, error)
+            total = self.scatter_add_(total, index, value)
+        return total
+
+    def pack(self, codes: Array, bits: int) -> Array:
+        """Unsigned integers below 2^bits as ceil(n * bits / 8) bytes, little end first; 1 <= bits <= 16.
+
+        Above 8 bits the low bytes come first, then the packed high parts.
+        """
+        if bits == 8:
+            return self.cast(codes, "uint8")
+        if bits > 8:
+            wide = self.cast(codes, "int64")
+            low = self.cast(self.bit_and(wide, 255), "uint8")
+            return self.concat([low, self.pack(self.shift_right(wide, 8), bits - 8)])
+        n = self.length(codes)
+        groups = -(-n // 8)
+        wide = self.concat([self.cast(codes, "int64"), self.zeros(8 * groups - n, "int64")])
+        wide = self.reshape(wide, (groups, 8))
+        word = wide[:, 0]
+        for j in range(1, 8):
+            word = self.bit_or(word, self.shift_left(wide[:, j], bits * j))
+        columns = [self.bit_and(self.shift_right(word, 8 * j), 255) for j in range(bits)]
+        data = self.cast(self.reshape(self.stack(columns, axis=1), (groups * bits,)), "uint8")
+        return data[: packed_size(n, bits)]
+
+    def unpack(self, data: Array, bits: int, n: int) -> Array:
+        """Inverse of pack: n int64 codes."""
+        if bits == 8:
+            return self.cast(data, "int64")
+        if bits > 8:
+            high = self.unpack(data[n:], bits - 8, n)
+            return self.bit_or(self.cast(data[:n], "int64"), self.shift_left(high, 8))
+        groups = -(-n // 8)
+        padding = self.zeros(groups * bits - packed_size(n, bits), "uint8")
+        columns = self.reshape(self.cast(self.concat([data, padding]), "int64"), (groups, bits))
+        word = columns[:, 0]
+        for j in range(1, bits):
+            word = self.bit_or(word, self.shift_left(columns[:, j], 8 * j))
+        codes = [self.bit_and(self.shift_right(word, bits * j), (1 << bits) - 1) for j in range(8)]
+        return self.reshape(self.stack(codes, axis=1), (groups * 8,))[:n]
+
+    # --- small matrices -------------------------------------------------------------------------------------------
+
+    def orthogonalize(self, a: Array) -> Array:
+        """Orthonormal columns with the span of a's, by Gram-Schmidt applied twice; dependent columns become zero."""
+        columns: list[Array] = []
+        for j in range(int(a.shape[1])):
+            # Products of a column of denormals would lose the few bits it has.
+            largest = self.max(self.abs(a[:, j]))
+            column = original = a[:, j] / self.where(largest > 0, largest, 1.0)
+            for _ in range(2):
+                for other in columns:
+                    column = column - other * self.sum(other * column)
+            length = self.norm(column)
+            # What is left of a dependent column is rounding noise; normalising it would invent a direction.
+            independent = length > 1e-6 * self.norm(original)
+            column = self.where(independent, column / self.where(independent, length, 1.0), 0.0)
+            columns.append(column)
+        return self.stack(columns, axis=1)
+
+    def inverse(self, a: Array) -> Array:
+        """Inverse of a small symmetric positive definite matrix, by Gauss and Jordan; needs no pivots."""
+        n = int(a.shape[0])
+        rows = [a[i] for i in range(n)]
+        unit = self.arange(n, "int32")
+        inverse = [self.cast(unit == i, self.dtype(a)) for i in range(n)]
+        for j in range(n):
+            pivot = rows[j][j]
+            rows[j], inverse[j] = rows[j] / pivot, inverse[j] / pivot
+            for i in range(n):
+                if i != j:
+                    factor = rows[i][j]
+                    rows[i], inverse[i] = rows[i] - factor * rows[j], inverse[i] - factor * inverse[j]
+        return self.stack(inverse, axis=0)

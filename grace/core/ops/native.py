@@ -1,0 +1,247 @@
+"""Composites by kernels: the same bytes as the reference bodies, in one or two passes.
+
+`Native` stands before a framework's operations in the order of resolution; what no kernel serves (another dtype, more
+axes) goes on to the framework. The kernels are optional: without the built module the reference bodies are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from grace.core.errors import PayloadError
+from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps
+from grace.core.spec import HALF_DTYPES, Array, Key
+
+module: Any
+try:
+    module = importlib.import_module("grace._native")
+except ImportError:
+    module = None
+
+FLOATS = ("float32", "float64")
+
+
+def serves(framework: str, device: str) -> bool:
+    """Whether there are kernels for the arrays of a framework on a device."""
+    if module is None or framework == "tensorflow":
+        return False
+    return device.startswith("cpu") or bool(module.cuda)
+
+
+def wanted() -> bool:
+    """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0."""
+    return os.environ.get("GRACE_NATIVE") != "0"
+
+
+class Native(ArrayOps):
+    """Kernels behind the composites; a framework's class says how to run one."""
+
+    @abstractmethod
+    def _run(
+        self,
+        kernel: str,
+        inputs: Sequence[Array],
+        integers: Sequence[Any] = (),
+        numbers: Sequence[Any] = (),
+        *,
+        outputs: Sequence[str],
+        lengths: Sequence[Any] = (),
+        consumes: bool = False,
+    ) -> list[Array]:
+        """The flat results of a kernel.
+
+        `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
+        results and `lengths` their lengths, None where only the kernel knows them. With `consumes` the first input is
+        changed in place, and is the only result.
+        """
+
+    def _served(self, *arrays: Array) -> bool:
+        """Whether kernels take these arrays: flat, of one floating dtype of the work."""
+        dtype = self.dtype(arrays[0])
+        return dtype in FLOATS and all(len(x.shape) == 1 and self.dtype(x) == dtype for x in arrays)
+
+    def _total(
+        self, kernel: str, lists: Sequence[Array], integers: Sequence[Any], n: Any, dtype: str, onto: Array | None
+    ) -> Array:
+        """The result of a kernel that adds up payloads; its last integer says whether it starts from an array."""
+        inputs = lists if onto is None else [onto, *lists]
+        flag = int(onto is not None)
+        return self._run(kernel, inputs, [*integers, flag], outputs=[dtype], lengths=[n], consumes=onto is not None)[0]
+
+    # --- arithmetic -----------------------------------------------------------------------------------------------
+
+    def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
+        if not self._served(x, y):
+            return super().weighted_sum(x, a, y, b)
+        numbers = [float(a), float(b)]
+        return self._run("weighted_sum", [x, y], (), numbers, outputs=[self.dtype(x)], lengths=[self.length(x)])[0]
+
+    def max_abs(self, x: Array) -> Array:
+        if not self._served(x):
+            return super().max_abs(x)
+        return self.reshape(self._run("max_abs", [x], outputs=[self.dtype(x)], lengths=[1])[0], ())
+
+    def norm(self, x: Array, axis: int | None = None) -> Array:
+        if axis is not None or not self._served(x):
+            return super().norm(x, axis)
+        return self.reshape(self._run("norm", [x], outputs=[self.dtype(x)], lengths=[1])[0], ())
+
+    def finite(self, x: Array) -> Array:
+        if not self._served(x):
+            return super().finite(x)
+        return self._run("finite", [x], outputs=["uint8"], lengths=[1])[0][0] > 0
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        # Numbers have no shape.
+        if len(getattr(x, "shape", ())) != 1:
+            return super().cast(x, dtype)
+        source = self.dtype(x)
+        if source == "float32" and dtype in HALF_DTYPES:
+            brain = int(dtype == "bfloat16")
+            return self._run("half", [x], [brain], outputs=[dtype], lengths=[self.length(x)])[0]
+        if source in HALF_DTYPES and dtype == "float32":
+            return self._run("wide", [x], outputs=[dtype], lengths=[self.length(x)])[0]
+        return super().cast(x, dtype)
+
+    # --- random ---------------------------------------------------------------------------------------------------
+
+    def words(self, n: int, key: Key, stream: int = 0) -> Array:
+        return self._run("words", [], [n, *self._key(key, stream)], outputs=["int64"], lengths=[n])[0]
+
+    def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
+        return self._run("uniform", [], [n, *self._key(key, stream)], outputs=["float32"], lengths=[n])[0]
+
+    def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
+        return self._run("sample", [], [n, k, *self._key(key, stream)], outputs=["int32"], lengths=[k])[0]
+
+    def _key(self, key: Key, stream: int = 0) -> list[Any]:
+        """The four integers that a kernel takes: the seed as the signed number of the same bits."""
+        seed = key.seed
+        if isinstance(seed, int) and seed >= 2**63:
+            seed -= 2**64
+        return [seed, key.step, stream, key.rank]
+
+    # --- selections -----------------------------------------------------------------------------------------------
+
+    def select(self, x: Array, bound: Array, strict: bool, nonzero: bool = False) -> tuple[Array, Array]:
+        if not self._served(x):
+            return super().select(x, bound, strict, nonzero)
+        edge = self.reshape(self.cast(bound, self.dtype(x)), (1,))
+        flags, outputs = [int(strict), int(nonzero)], [self.dtype(x), "int32"]
+        values, indices = self._run("select", [x, edge], flags, outputs=outputs, lengths=[None, None])
+        return values, indices
+
+    def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
+        if not self._served(x):
+            return super().sparsify(x, k)
+        k = self.min_size(k, self.length(x))
+        values, indices = self._run("top", [x], [k], outputs=[self.dtype(x), "int32"], lengths=[k, k])
+        return values, indices
+
+    def top_indices(self, x: Array, k: int) -> Array:
+        return self.sparsify(x, k)[1] if self._served(x) else super().top_indices(x, k)
+
+    def gather(self, x: Array, indices: Array) -> Array:
+        if not self._served(x) or len(indices.shape) != 1 or self.dtype(indices) != "int32":
+            return super().gather(x, indices)
+        return self._run("gather", [x, indices], outputs=[self.dtype(x)], lengths=[self.length(indices)])[0]
+
+    def put_(self, x: Array, indices: Array, value: float) -> Array:
+        if not self._served(x):
+            return super().put_(x, indices, value)
+        return self._run(
+            "put", [x, indices], (), [float(value)], outputs=[self.dtype(x)], lengths=[self.length(x)], consumes=True
+        )[0]
+
+    def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
+        if not self._served(x, values):
+            return super().scatter_add_(x, indices, values)
+        inputs, lengths = [x, indices, values], [self.length(x)]
+        return self._run("scatter_add", inputs, outputs=[self.dtype(x)], lengths=lengths, consumes=True)[0]
+
+    def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
+        if not self._served(*values):
+            return super().sparse_sum(values, indices, n, onto)
+        return self._total("sparse_sum", [*values, *indices], [len(values), n], n, self.dtype(values[0]), onto)
+
+    # --- bits -----------------------------------------------------------------------------------------------------
+
+    def pack(self, codes: Array, bits: int) -> Array:
+        if len(codes.shape) != 1:
+            return super().pack(codes, bits)
+        if self.dtype(codes) != "int64" and (self.dtype(codes) != "uint8" or bits > 8):
+            codes = self.cast(codes, "int64")
+        size = packed_size(self.length(codes), bits)
+        return self._run("pack", [codes], [bits], outputs=["uint8"], lengths=[size])[0]
+
+    def unpack(self, data: Array, bits: int, n: int) -> Array:
+        return self._run("unpack", [data], [bits, n], outputs=["int64"], lengths=[n])[0]
+
+    def binarize(self, x: Array, threshold: float) -> Array:
+        if not self._served(x):
+            return super().binarize(x, threshold)
+        size = packed_size(self.length(x), 1)
+        return self._run("binarize", [x], (), [float(threshold)], outputs=["uint8"], lengths=[size])[0]
+
+    def binarize_sums(self, x: Array, threshold: float) -> tuple[Array, Array]:
+        if not self._served(x):
+            return super().binarize_sums(x, threshold)
+        outputs, lengths = ["uint8", "float64"], [packed_size(self.length(x), 1), 3]
+        bits, sums = self._run("binarize_sums", [x], (), [float(threshold)], outputs=outputs, lengths=lengths)
+        return bits, sums
+
+    def binary_sum(self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None) -> Array:
+        return self._total("binary_sum", [*bits, *levels], [len(bits), n], n, self.dtype(levels[0]), onto)
+
+    def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
+        return self._run("majority", bits, [n, FLOATS.index(dtype)], outputs=[dtype], lengths=[n])[0]
+
+    # --- levels in buckets ----------------------------------------------------------------------------------------
+
+    def bucket_norms(self, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
+        if not self._served(x):
+            return super().bucket_norms(x, width, kind)
+        buckets = -(-self.length(x) // width)
+        integers = [width, int(kind == "max")]
+        return self._run("bucket_norms", [x], integers, outputs=[self.dtype(x)], lengths=[buckets])[0]
+
+    def quantize_packed(
+        self,
+        x: Array,
+        scales: Array,
+        width: int,
+        levels: int,
+        bits: int,
+        key: Key,
+        limit: Array | None = None,
+    ) -> Array:
+        if not self._served(x):
+            return super().quantize_packed(x, scales, width, levels, bits, key, limit)
+        inputs = [x, self.reshape(scales, (-1,))]
+        inputs += [] if limit is None else [self.reshape(limit, (1,))]
+        integers, size = [width, levels, bits, *self._key(key)], packed_size(self.length(x), bits)
+        return self._run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size])[0]
+
+    def dequantize_sum(
+        self,
+        codes: Sequence[Array],
+        scales: Sequence[Array],
+        width: int,
+        levels: int,
+        bits: int,
+        n: int,
+        onto: Array | None = None,
+    ) -> Array:
+        inputs = [*codes, *(self.reshape(scale, (-1,)) for scale in scales)]
+        integers = [len(codes), width, levels, bits, n]
+        return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
+
+
+def corrupt(error: Exception) -> PayloadError:
+    """The error of the core for what a kernel found wrong with bytes of another rank."""
+    return PayloadError(f"{error}. The payload is truncated or damaged, or of another version or configuration.")

@@ -1,0 +1,141 @@
+// Sums, norms, conversions and random numbers.
+#include <cmath>
+
+#include "grace/kernels.h"
+
+namespace grace {
+
+void weighted_sum_kernel(Call& call) {
+    call.expect(2, 0, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T *x = call.input<T>(0), *y = call.input<T>(1, n);
+        const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
+        T* out = call.output<T>(n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().weighted_sum(x + begin, a, y + begin, b, out + begin, end - begin, is_large<T>(n));
+        });
+    });
+}
+
+void max_abs_kernel(Call& call) {
+    call.expect(1, 0, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        Scratch<T> most(divide_up(n, kPiece));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            most[begin / kPiece] = loops<T>().max_abs(x + begin, end - begin);
+        });
+        *call.output<T>(1) = loops<T>().max_abs(most.data(), divide_up(n, kPiece));
+    });
+}
+
+void norm_kernel(Call& call) {
+    call.expect(1, 0, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        Scratch<double> squares(divide_up(n, kPiece));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            squares[begin / kPiece] = loops<T>().sum_squares(x + begin, end - begin);
+        });
+        double sum = 0;
+        for (int64_t i = 0; i < divide_up(n, kPiece); ++i) sum += squares[i];
+        *call.output<T>(1) = static_cast<T>(std::sqrt(sum));
+    });
+}
+
+void finite_kernel(Call& call) {
+    call.expect(1, 0, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        Scratch<uint8_t> good(divide_up(n, kPiece));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            good[begin / kPiece] = loops<T>().finite(x + begin, end - begin);
+        });
+        uint8_t all = 1;
+        for (int64_t i = 0; i < divide_up(n, kPiece); ++i) all &= good[i];
+        *call.output<uint8_t>(1) = all;
+    });
+}
+
+void half_kernel(Call& call) {
+    call.expect(1, 1, 0);
+    const int64_t n = call.input(0).size;
+    const float* x = call.input<float>(0);
+    const bool brain = call.integer(0) != 0;
+    uint16_t* out = static_cast<uint16_t*>(call.allocate(brain ? DType::bfloat16 : DType::float16, n));
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        loops<float>().to_half(x + begin, brain, out + begin, end - begin);
+    });
+}
+
+void wide_kernel(Call& call) {
+    call.expect(1, 0, 0);
+    const Array& x = call.input(0);
+    if (x.dtype != DType::float16 && x.dtype != DType::bfloat16) {
+        call.fail(Error::Kind::type, std::string("expected float16 or bfloat16, received ") + name_of(x.dtype));
+    }
+    const uint16_t* from = static_cast<const uint16_t*>(x.data);
+    float* out = call.output<float>(x.size);
+    over_pieces(call, x.size, [&](int64_t begin, int64_t end) {
+        loops<float>().from_half(from + begin, x.dtype == DType::bfloat16, out + begin, end - begin,
+                                 is_large<float>(x.size));
+    });
+}
+
+void words_kernel(Call& call) {
+    call.expect(0, 5, 0);
+    const int64_t n = call.length(0);
+    const RandomKey key = key_at(call, 1);
+    int64_t* out = call.output<int64_t>(n);
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        uint32_t random[256];
+        for (int64_t at = begin; at < end; at += 256) {
+            const int64_t length = std::min<int64_t>(256, end - at);
+            integer_loops().words(&key, static_cast<uint32_t>(at / 4), divide_up(length, 4), random);
+            std::copy(random, random + length, out + at);
+        }
+    });
+}
+
+void uniform_kernel(Call& call) {
+    call.expect(0, 5, 0);
+    const int64_t n = call.length(0);
+    const RandomKey key = key_at(call, 1);
+    float* out = call.output<float>(n);
+    over_pieces(call, n, [&](int64_t begin, int64_t end) { integer_loops().uniform(&key, begin, end, out + begin); });
+}
+
+void sample_kernel(Call& call) {
+    call.expect(0, 6, 0);
+    const int64_t n = call.length(0), k = call.length(1);
+    if (k > n || n > INT32_MAX) {
+        call.fail(Error::Kind::value, "expected k <= n < 2^31, received k = " + std::to_string(k) +
+                                          " and n = " + std::to_string(n));
+    }
+    RandomKey key = key_at(call, 2);
+    // Round keys come from streams of their own, as in grace/core/ops/random.py.
+    key.stream += 1u << 16;
+    uint32_t random[8];
+    integer_loops().words(&key, 0, 2, random);
+    int bits = 2;
+    while (bits < 31 && (int64_t(1) << bits) < n) ++bits;
+    Permutation permutation;
+    std::copy(random, random + 8, permutation.keys);
+    permutation.low = bits / 2;
+    permutation.low_mask = (1u << permutation.low) - 1;
+    permutation.high_mask = (1u << (bits - permutation.low)) - 1;
+    int32_t* out = call.output<int32_t>(k);
+    over_pieces(call, k, [&](int64_t begin, int64_t end) {
+        integer_loops().sample(&permutation, static_cast<uint32_t>(n), begin, end, out + begin);
+    });
+}
+
+}  // namespace grace

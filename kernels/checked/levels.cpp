@@ -1,0 +1,236 @@
+// Signs and levels: quantizers, and the packing of bits.
+#include <cstring>
+
+#include "grace/kernels.h"
+
+namespace grace {
+namespace {
+
+int bits_at(const Call& call, int i, int most) {
+    const int64_t bits = call.integer(i);
+    if (bits < 1 || bits > most) {
+        call.fail(Error::Kind::value, "expected 1 to " + std::to_string(most) + " bits, received " + std::to_string(bits));
+    }
+    return static_cast<int>(bits);
+}
+
+int64_t width_at(const Call& call, int i) {
+    const int64_t width = call.integer(i);
+    if (width < 1) call.fail(Error::Kind::value, "expected a bucket of at least 1 element, received " + std::to_string(width));
+    return width;
+}
+
+// codes(begin, end, low, high) fills in the low and, above 8 bits, the high bytes of the codes of a piece.
+template <class Codes> void packed(Call& call, int64_t n, int bits, Codes codes) {
+    uint8_t* out = call.output<uint8_t>(packed_size(n, bits));
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        uint8_t low[1024], high[1024];
+        for (int64_t at = begin; at < end; at += 1024) {
+            const int64_t length = std::min<int64_t>(1024, end - at);
+            codes(at, at + length, low, high);
+            if (bits > 8) {
+                std::memcpy(out + at, low, static_cast<size_t>(length));
+                integer_loops().pack(high, bits - 8, length, out + n + at / 8 * (bits - 8));
+            } else {
+                integer_loops().pack(low, bits, length, out + at / 8 * bits);
+            }
+        }
+    });
+}
+
+void split(const uint16_t* codes, int64_t n, uint8_t* low, uint8_t* high) {
+    for (int64_t i = 0; i < n; ++i) {
+        low[i] = static_cast<uint8_t>(codes[i]);
+        high[i] = static_cast<uint8_t>(codes[i] >> 8);
+    }
+}
+
+template <class T> std::vector<const uint8_t*> bits_of(const Call& call, int first, int ranks, int64_t n) {
+    std::vector<const uint8_t*> bits;
+    for (int r = 0; r < ranks; ++r) bits.push_back(call.input<uint8_t>(first + r, packed_size(n, 1)));
+    return bits;
+}
+
+std::vector<const uint8_t*> moved(const std::vector<const uint8_t*>& bits, int64_t elements) {
+    std::vector<const uint8_t*> at;
+    for (const uint8_t* mine : bits) at.push_back(mine + elements / 8);
+    return at;
+}
+
+}  // namespace
+
+void pack_kernel(Call& call) {
+    call.expect(1, 1, 0);
+    const Array& codes = call.input(0);
+    const int bits = bits_at(call, 0, 16);
+    if (codes.dtype == DType::uint8 && bits <= 8) {
+        const uint8_t* from = call.input<uint8_t>(0);
+        uint8_t* out = call.output<uint8_t>(packed_size(codes.size, bits));
+        over_pieces(call, codes.size, [&](int64_t begin, int64_t end) {
+            integer_loops().pack(from + begin, bits, end - begin, out + begin / 8 * bits);
+        });
+        return;
+    }
+    const int64_t* from = call.input<int64_t>(0);
+    packed(call, codes.size, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t* high) {
+        for (int64_t i = begin; i < end; ++i) {
+            low[i - begin] = static_cast<uint8_t>(from[i]);
+            high[i - begin] = static_cast<uint8_t>(from[i] >> 8);
+        }
+    });
+}
+
+void unpack_kernel(Call& call) {
+    call.expect(1, 2, 0);
+    const int bits = bits_at(call, 0, 16);
+    const int64_t n = call.length(1);
+    const uint8_t* data = call.input<uint8_t>(0, packed_size(n, bits));
+    int64_t* out = call.output<int64_t>(n);
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        uint8_t low[1024], high[1024];
+        for (int64_t at = begin; at < end; at += 1024) {
+            const int64_t length = std::min<int64_t>(1024, end - at);
+            if (bits > 8) {
+                integer_loops().unpack(data + n + at / 8 * (bits - 8), bits - 8, length, high);
+                for (int64_t i = 0; i < length; ++i) out[at + i] = data[at + i] | static_cast<int64_t>(high[i]) << 8;
+            } else {
+                integer_loops().unpack(data + at / 8 * bits, bits, length, low);
+                std::copy(low, low + length, out + at);
+            }
+        }
+    });
+}
+
+void binarize_kernel(Call& call) {
+    call.expect(1, 0, 1);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().binarize(x + begin, static_cast<T>(call.number(0)), bits + begin / 8, end - begin);
+        });
+    });
+}
+
+void binarize_sums_kernel(Call& call) {
+    call.expect(1, 0, 1);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, pieces = divide_up(n, kPiece);
+        const T* x = call.input<T>(0);
+        uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
+        double* sums = call.output<double>(3);
+        Scratch<double> of_piece(3 * pieces);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            double* mine = of_piece.data() + begin / kPiece * 3;
+            mine[0] = mine[1] = mine[2] = 0;
+            loops<T>().binarize_sums(x + begin, static_cast<T>(call.number(0)), bits + begin / 8, mine, end - begin);
+        });
+        for (int j = 0; j < 3; ++j) {
+            sums[j] = 0;
+            for (int64_t i = 0; i < pieces; ++i) sums[j] += of_piece[3 * i + j];
+        }
+    });
+}
+
+void binary_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks, 3, 0);
+    const int64_t n = call.length(1);
+    dispatch(call, call.input(first + ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const auto bits = bits_of<T>(call, first, ranks, n);
+        std::vector<T> levels;
+        for (int r = 0; r < ranks; ++r) {
+            const T* pair = call.input<T>(first + ranks + r, 2);
+            levels.insert(levels.end(), pair, pair + 2);
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().binary_sum(moved(bits, begin).data(), levels.data(), ranks,
+                                  to.onto == nullptr ? nullptr : to.onto + begin, to.out + begin, end - begin, to.around);
+        });
+    });
+}
+
+void majority_kernel(Call& call) {
+    const int ranks = call.inputs();
+    call.expect(ranks, 2, 0);
+    const int64_t n = call.length(0);
+    const auto body = [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const auto bits = bits_of<T>(call, 0, ranks, n);
+        T* out = call.output<T>(n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().majority(moved(bits, begin).data(), ranks, out + begin, end - begin, is_large<T>(n));
+        });
+    };
+    call.integer(1) != 0 ? body(static_cast<double*>(nullptr)) : body(static_cast<float*>(nullptr));
+}
+
+void bucket_norms_kernel(Call& call) {
+    call.expect(1, 2, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, width = width_at(call, 0), buckets = divide_up(n, width);
+        const T* x = call.input<T>(0);
+        T* norms = call.output<T>(buckets);
+        const int64_t each = std::max<int64_t>(1, kPiece / width);
+        call.parallel(divide_up(buckets, each), [&](int64_t task) {
+            loops<T>().bucket_norms(x, n, width, call.integer(1) != 0, norms, task * each,
+                                    std::min(buckets, (task + 1) * each));
+        });
+    });
+}
+
+void quantize_packed_kernel(Call& call) {
+    call.expect(call.inputs() == 3 ? 3 : 2, 7, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, width = width_at(call, 0), levels = call.integer(1);
+        const int bits = bits_at(call, 2, 16);
+        if (levels < 1 || 2 * levels >= int64_t(1) << bits) {
+            call.fail(Error::Kind::value, "expected levels from 1 that fit " + std::to_string(bits) + " bits, received " +
+                                              std::to_string(levels));
+        }
+        const T *x = call.input<T>(0), *scales = call.input<T>(1, divide_up(n, width));
+        const T* limit = call.inputs() == 3 ? call.input<T>(2, 1) : nullptr;
+        const RandomKey key = key_at(call, 3);
+        packed(call, n, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t* high) {
+            if (bits <= 8) {
+                loops<T>().levels8(x, scales, width, static_cast<T>(levels), limit, &key, begin, end, low);
+            } else {
+                uint16_t codes[1024];
+                loops<T>().levels16(x, scales, width, static_cast<T>(levels), limit, &key, begin, end, codes);
+                split(codes, end - begin, low, high);
+            }
+        });
+    });
+}
+
+void dequantize_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(5) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks, 6, 0);
+    const int64_t width = width_at(call, 1), levels = call.integer(2), n = call.length(4);
+    const int bits = bits_at(call, 3, 16);
+    if (levels < 1 || levels > 32767) {
+        call.fail(Error::Kind::value, "expected 1 to 32767 levels, received " + std::to_string(levels));
+    }
+    dispatch(call, call.input(first + ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        std::vector<Coded<T>> payloads;
+        for (int r = 0; r < ranks; ++r) {
+            payloads.push_back({call.input<uint8_t>(first + r, packed_size(n, bits)),
+                                call.input<T>(first + ranks + r, divide_up(n, width))});
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().dequantize_sum(payloads.data(), ranks, width, static_cast<int>(levels), bits, n, to.onto, to.out,
+                                      begin, end, to.around);
+        });
+    });
+}
+
+}  // namespace grace

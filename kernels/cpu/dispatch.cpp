@@ -1,0 +1,58 @@
+// Chooses the instruction set once per process.
+#include <cstdlib>
+#include <cstring>
+
+#include "grace/loops.h"
+
+namespace grace {
+
+#define GRACE_TABLES(isa)                        \
+    extern const Loops<float> float_loops_##isa;   \
+    extern const Loops<double> double_loops_##isa; \
+    extern const IntegerLoops integer_loops_##isa;
+GRACE_TABLES(baseline)
+#if defined(__x86_64__)
+GRACE_TABLES(avx2)
+GRACE_TABLES(avx512)
+#endif
+
+namespace {
+
+struct Tables {
+    const char* name;
+    const Loops<float>* of_float;
+    const Loops<double>* of_double;
+    const IntegerLoops* of_integers;
+};
+
+#define GRACE_ROW(isa) \
+    { #isa, &float_loops_##isa, &double_loops_##isa, &integer_loops_##isa }
+
+Tables choose() {
+    const char* wanted = std::getenv("GRACE_ISA");
+    const auto fits = [&](const char* name) { return wanted == nullptr || std::strcmp(wanted, name) == 0; };
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && fits("avx512")) return GRACE_ROW(avx512);
+    if (avx2 && (fits("avx2") || fits("avx512"))) return GRACE_ROW(avx2);
+#endif
+    return GRACE_ROW(baseline);
+}
+
+const Tables& tables() {
+    static const Tables chosen = choose();
+    return chosen;
+}
+
+}  // namespace
+
+template <> const Loops<float>& loops<float>() { return *tables().of_float; }
+template <> const Loops<double>& loops<double>() { return *tables().of_double; }
+const IntegerLoops& integer_loops() { return *tables().of_integers; }
+const char* isa() { return tables().name; }
+
+}  // namespace grace

@@ -1,0 +1,2 @@
+#define GRACE_ISA avx2
+#include "loops.inl"

@@ -1,0 +1,2 @@
+#define GRACE_ISA avx512
+#include "loops.inl"

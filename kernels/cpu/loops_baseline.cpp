@@ -1,0 +1,2 @@
+#define GRACE_ISA baseline
+#include "loops.inl"

@@ -1,0 +1,223 @@
+#include "grace/pool.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+namespace grace {
+namespace {
+
+constexpr size_t kHeader = 64;        // in front of every block; keeps the alignment
+constexpr size_t kHuge = 2u << 20;    // from here on blocks are mapped, in huge pages where the system allows them
+
+struct Header {
+    size_t bytes;  // of the whole block, header included
+};
+
+struct Blocks {
+    std::mutex mutex;
+    std::map<size_t, std::vector<void*>> free;  // by size class
+    size_t kept = 0, in_use = 0, peak = 0;
+};
+
+// Never destroyed: arrays may outlive the module.
+Blocks& blocks() {
+    static Blocks* all = new Blocks;
+    return *all;
+}
+
+// Sizes are rounded up to one of eight steps per power of two, so that tensors of nearly one size share blocks.
+size_t size_class(size_t bytes) {
+    size_t power = 256;
+    while (power < bytes) power *= 2;
+    const size_t step = power / 16 > 64 ? power / 16 : 64;
+    const size_t rounded = (bytes + step - 1) / step * step;
+    return rounded < kHuge ? rounded : (rounded + kHuge - 1) / kHuge * kHuge;
+}
+
+void* from_system(size_t bytes) {
+    if (bytes < kHuge) {
+        void* block = std::aligned_alloc(kHeader, bytes);
+        if (block == nullptr) throw std::bad_alloc();
+        return block;
+    }
+    // Aligned by hand: only whole huge pages can be huge.
+    char* start = static_cast<char*>(
+        mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (start == MAP_FAILED) throw std::bad_alloc();
+    const size_t skip = (kHuge - reinterpret_cast<uintptr_t>(start) % kHuge) % kHuge;
+    if (skip > 0) munmap(start, skip);
+    if (skip < kHuge) munmap(start + skip + bytes, kHuge - skip);
+#ifdef MADV_HUGEPAGE
+    madvise(start + skip, bytes, MADV_HUGEPAGE);
+#endif
+    return start + skip;
+}
+
+void to_system(void* block, size_t bytes) {
+    if (bytes < kHuge) {
+        std::free(block);
+    } else {
+        munmap(block, bytes);
+    }
+}
+
+}  // namespace
+
+void* acquire(size_t bytes) {
+    const size_t size = size_class(bytes + kHeader);
+    Blocks& all = blocks();
+    void* block = nullptr;
+    {
+        std::lock_guard<std::mutex> lock(all.mutex);
+        auto found = all.free.find(size);
+        if (found != all.free.end() && !found->second.empty()) {
+            block = found->second.back();
+            found->second.pop_back();
+            all.kept -= size;
+        }
+        all.in_use += size;
+        if (all.in_use > all.peak) all.peak = all.in_use;
+    }
+    if (block == nullptr) {
+        try {
+            block = from_system(size);
+        } catch (...) {
+            std::lock_guard<std::mutex> lock(all.mutex);
+            all.in_use -= size;
+            throw;
+        }
+    }
+    static_cast<Header*>(block)->bytes = size;
+    return static_cast<char*>(block) + kHeader;
+}
+
+void release(void* data) noexcept {
+    if (data == nullptr) return;
+    void* block = static_cast<char*>(data) - kHeader;
+    const size_t size = static_cast<Header*>(block)->bytes;
+    Blocks& all = blocks();
+    {
+        std::lock_guard<std::mutex> lock(all.mutex);
+        all.in_use -= size;
+        if (all.kept + size <= all.peak) {
+            try {
+                all.free[size].push_back(block);
+                all.kept += size;
+                return;
+            } catch (...) {
+                // No memory to remember the block by: then it goes back.
+            }
+        }
+    }
+    to_system(block, size);
+}
+
+size_t kept_bytes() {
+    std::lock_guard<std::mutex> lock(blocks().mutex);
+    return blocks().kept;
+}
+
+// --- threads ---------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// One set of tasks; helpers and the caller take the next number until none is left.
+struct Job {
+    const std::function<void(int64_t)>* task;
+    int64_t tasks;
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+    std::mutex mutex;
+    std::condition_variable finished;
+    std::exception_ptr failure;
+
+    void work() {
+        for (int64_t i = next.fetch_add(1); i < tasks; i = next.fetch_add(1)) {
+            try {
+                (*task)(i);
+            } catch (...) {
+                std::lock_guard<std::mutex> lock(mutex);
+                if (!failure) failure = std::current_exception();
+            }
+            if (done.fetch_add(1) + 1 == tasks) {
+                std::lock_guard<std::mutex> lock(mutex);
+                finished.notify_all();
+            }
+        }
+    }
+};
+
+class Helpers {
+  public:
+    void offer(const std::shared_ptr<Job>& job, int helpers) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        while (static_cast<int>(threads_) < helpers) {
+            std::thread([this] { serve(); }).detach();
+            ++threads_;
+        }
+        for (int i = 0; i < helpers; ++i) waiting_.push_back(job);
+        wake_.notify_all();
+    }
+
+  private:
+    void serve() {
+        for (;;) {
+            std::shared_ptr<Job> job;
+            {
+                std::unique_lock<std::mutex> lock(mutex_);
+                wake_.wait(lock, [this] { return !waiting_.empty(); });
+                job = waiting_.back();
+                waiting_.pop_back();
+            }
+            job->work();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::vector<std::shared_ptr<Job>> waiting_;
+    int threads_ = 0;
+};
+
+// A forked child has none of its parent's threads, and gets helpers of its own.
+Helpers& helpers() {
+    static std::mutex mutex;
+    static Helpers* mine = nullptr;
+    static pid_t owner = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (owner != getpid()) {
+        mine = new Helpers;
+        owner = getpid();
+    }
+    return *mine;
+}
+
+}  // namespace
+
+void run_tasks(int64_t tasks, int threads, const std::function<void(int64_t)>& task) {
+    if (tasks <= 1 || threads <= 1) {
+        for (int64_t i = 0; i < tasks; ++i) task(i);
+        return;
+    }
+    auto job = std::make_shared<Job>();
+    job->task = &task;
+    job->tasks = tasks;
+    helpers().offer(job, static_cast<int>(tasks < threads ? tasks : threads) - 1);
+    job->work();
+    std::unique_lock<std::mutex> lock(job->mutex);
+    job->finished.wait(lock, [&] { return job->done.load() == tasks; });
+    if (job->failure) std::rethrow_exception(job->failure);
+}
+
+}  // namespace grace

@@ -1,0 +1,212 @@
+// The few vector operations that compilers do not find by themselves, for the instructions this file is compiled for.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include "grace/element.h"
+
+#define GRACE_LOCAL static inline __attribute__((always_inline))
+
+namespace grace {
+namespace GRACE_ISA {
+
+// --- 64 comparisons as 64 bits -----------------------------------------------------------------------------------------
+
+enum class Test { at_least, above, size_at_least, size_above };
+
+template <Test test, class T> GRACE_LOCAL bool passes(T x, T bound) {
+    if (test == Test::at_least) return x >= bound;
+    if (test == Test::above) return x > bound;
+    return test == Test::size_at_least ? magnitude(x) >= bound : magnitude(x) > bound;
+}
+
+#if defined(__AVX512F__)
+template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
+    const __m512 edge = _mm512_set1_ps(bound);
+    uint64_t mask = 0;
+    for (int j = 0; j < 4; ++j) {
+        __m512 v = _mm512_loadu_ps(x + 16 * j);
+        if (test >= Test::size_at_least) v = _mm512_abs_ps(v);
+        const bool equal = test == Test::at_least || test == Test::size_at_least;
+        const uint64_t m = equal ? _mm512_cmp_ps_mask(v, edge, _CMP_GE_OQ) : _mm512_cmp_ps_mask(v, edge, _CMP_GT_OQ);
+        mask |= m << (16 * j);
+    }
+    return mask;
+}
+template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) {
+    const __m512d edge = _mm512_set1_pd(bound);
+    uint64_t mask = 0;
+    for (int j = 0; j < 8; ++j) {
+        __m512d v = _mm512_loadu_pd(x + 8 * j);
+        if (test >= Test::size_at_least) v = _mm512_abs_pd(v);
+        const bool equal = test == Test::at_least || test == Test::size_at_least;
+        const uint64_t m = equal ? _mm512_cmp_pd_mask(v, edge, _CMP_GE_OQ) : _mm512_cmp_pd_mask(v, edge, _CMP_GT_OQ);
+        mask |= m << (8 * j);
+    }
+    return mask;
+}
+#elif defined(__AVX2__)
+template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
+    const __m256 edge = _mm256_set1_ps(bound), positive = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
+    uint64_t mask = 0;
+    for (int j = 0; j < 8; ++j) {
+        __m256 v = _mm256_loadu_ps(x + 8 * j);
+        if (test >= Test::size_at_least) v = _mm256_and_ps(v, positive);
+        const bool equal = test == Test::at_least || test == Test::size_at_least;
+        const __m256 m = equal ? _mm256_cmp_ps(v, edge, _CMP_GE_OQ) : _mm256_cmp_ps(v, edge, _CMP_GT_OQ);
+        mask |= uint64_t(uint32_t(_mm256_movemask_ps(m))) << (8 * j);
+    }
+    return mask;
+}
+template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) {
+    const __m256d edge = _mm256_set1_pd(bound), positive = _mm256_castsi256_pd(_mm256_set1_epi64x(INT64_MAX));
+    uint64_t mask = 0;
+    for (int j = 0; j < 16; ++j) {
+        __m256d v = _mm256_loadu_pd(x + 4 * j);
+        if (test >= Test::size_at_least) v = _mm256_and_pd(v, positive);
+        const bool equal = test == Test::at_least || test == Test::size_at_least;
+        const __m256d m = equal ? _mm256_cmp_pd(v, edge, _CMP_GE_OQ) : _mm256_cmp_pd(v, edge, _CMP_GT_OQ);
+        mask |= uint64_t(uint32_t(_mm256_movemask_pd(m))) << (4 * j);
+    }
+    return mask;
+}
+#elif defined(__SSE2__)
+template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
+    const __m128 edge = _mm_set1_ps(bound), positive = _mm_castsi128_ps(_mm_set1_epi32(0x7FFFFFFF));
+    uint64_t mask = 0;
+    for (int j = 0; j < 16; ++j) {
+        __m128 v = _mm_loadu_ps(x + 4 * j);
+        if (test >= Test::size_at_least) v = _mm_and_ps(v, positive);
+        const bool equal = test == Test::at_least || test == Test::size_at_least;
+        const __m128 m = equal ? _mm_cmpge_ps(v, edge) : _mm_cmpgt_ps(v, edge);
+        mask |= uint64_t(uint32_t(_mm_movemask_ps(m))) << (4 * j);
+    }
+    return mask;
+}
+#endif
+
+// What has no form of its own above: one by one.
+template <Test test, class T> GRACE_LOCAL uint64_t mask_of(const T* x, T bound, int n) {
+    uint64_t mask = 0;
+    for (int j = 0; j < n; ++j) mask |= uint64_t(passes<test>(x[j], bound)) << j;
+    return mask;
+}
+#if !defined(__SSE2__)
+template <Test test, class T> GRACE_LOCAL uint64_t mask64(const T* x, T bound) { return mask_of<test>(x, bound, 64); }
+#elif !defined(__AVX2__)
+template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) { return mask_of<test>(x, bound, 64); }
+#endif
+
+// --- random words --------------------------------------------------------------------------------------------------------
+
+// Words 4 first .. 4 (first + blocks) - 1 of a stream.
+#if defined(__AVX512F__)
+GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
+    const __m512i m0 = _mm512_set1_epi64(kPhilox0), m1 = _mm512_set1_epi64(kPhilox1);
+    const __m512i lower = _mm512_set1_epi64(0xFFFFFFFF);
+    const __m512i even = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), odd = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+    int64_t b = 0;
+    for (; b + 8 <= blocks; b += 8) {
+        __m512i c0 = _mm512_add_epi64(_mm512_set1_epi64(int64_t(uint32_t(first + b))), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+        __m512i c1 = _mm512_set1_epi64(key.step), c2 = _mm512_set1_epi64(key.stream), c3 = _mm512_set1_epi64(key.rank);
+        uint32_t k0 = key.seed_low, k1 = key.seed_high;
+#pragma GCC unroll 10
+        for (int round = 0; round < 10; ++round) {
+            // The upper halves of the lanes hold what no product reads.
+            const __m512i p0 = _mm512_mul_epu32(c0, m0), p1 = _mm512_mul_epu32(c2, m1);
+            c0 = _mm512_xor_epi64(_mm512_xor_epi64(_mm512_srli_epi64(p1, 32), c1), _mm512_set1_epi64(k0));
+            c2 = _mm512_xor_epi64(_mm512_xor_epi64(_mm512_srli_epi64(p0, 32), c3), _mm512_set1_epi64(k1));
+            c1 = p1;
+            c3 = p0;
+            k0 += kWeyl0;
+            k1 += kWeyl1;
+        }
+        const __m512i a = _mm512_or_epi64(_mm512_and_epi64(c0, lower), _mm512_slli_epi64(c1, 32));
+        const __m512i c = _mm512_or_epi64(_mm512_and_epi64(c2, lower), _mm512_slli_epi64(c3, 32));
+        _mm512_storeu_si512(out + 4 * b, _mm512_permutex2var_epi64(a, even, c));
+        _mm512_storeu_si512(out + 4 * b + 16, _mm512_permutex2var_epi64(a, odd, c));
+    }
+    for (; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
+}
+#elif defined(__AVX2__)
+GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
+    const __m256i m0 = _mm256_set1_epi64x(kPhilox0), m1 = _mm256_set1_epi64x(kPhilox1);
+    const __m256i lower = _mm256_set1_epi64x(0xFFFFFFFF);
+    int64_t b = 0;
+    for (; b + 4 <= blocks; b += 4) {
+        __m256i c0 = _mm256_add_epi64(_mm256_set1_epi64x(int64_t(uint32_t(first + b))), _mm256_setr_epi64x(0, 1, 2, 3));
+        __m256i c1 = _mm256_set1_epi64x(key.step), c2 = _mm256_set1_epi64x(key.stream), c3 = _mm256_set1_epi64x(key.rank);
+        uint32_t k0 = key.seed_low, k1 = key.seed_high;
+#pragma GCC unroll 10
+        for (int round = 0; round < 10; ++round) {
+            const __m256i p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
+            c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1), _mm256_set1_epi64x(k0));
+            c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3), _mm256_set1_epi64x(k1));
+            c1 = p1;
+            c3 = p0;
+            k0 += kWeyl0;
+            k1 += kWeyl1;
+        }
+        const __m256i a = _mm256_or_si256(_mm256_and_si256(c0, lower), _mm256_slli_epi64(c1, 32));
+        const __m256i c = _mm256_or_si256(_mm256_and_si256(c2, lower), _mm256_slli_epi64(c3, 32));
+        const __m256i low = _mm256_unpacklo_epi64(a, c), high = _mm256_unpackhi_epi64(a, c);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 4 * b), _mm256_permute2x128_si256(low, high, 0x20));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 4 * b + 8), _mm256_permute2x128_si256(low, high, 0x31));
+    }
+    for (; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
+}
+#else
+GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
+    for (int64_t b = 0; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
+}
+#endif
+
+// --- writing around the cache ----------------------------------------------------------------------------------------------
+
+// Copies to memory that nobody reads soon. Ordinary stores would read every line before they fill it.
+GRACE_LOCAL void write_around(void* to, const void* from, int64_t bytes) {
+    char* out = static_cast<char*>(to);
+    const char* in = static_cast<const char*>(from);
+#if defined(__SSE2__)
+    const int64_t head = int64_t(-reinterpret_cast<uintptr_t>(out) & 63);
+    if (bytes < head + 64) {
+        memcpy(out, in, size_t(bytes));
+        return;
+    }
+    memcpy(out, in, size_t(head));
+    int64_t at = head;
+    for (; at + 64 <= bytes; at += 64) {
+#if defined(__AVX512F__)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(out + at), _mm512_loadu_si512(in + at));
+#elif defined(__AVX2__)
+        for (int j = 0; j < 64; j += 32) {
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(out + at + j),
+                                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + at + j)));
+        }
+#else
+        for (int j = 0; j < 64; j += 16) {
+            _mm_stream_si128(reinterpret_cast<__m128i*>(out + at + j),
+                             _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + at + j)));
+        }
+#endif
+    }
+    memcpy(out + at, in + at, size_t(bytes - at));
+#else
+    memcpy(out, in, size_t(bytes));
+#endif
+}
+
+// Makes what was written around the cache visible to other threads.
+GRACE_LOCAL void settle() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+}  // namespace GRACE_ISA
+}  // namespace grace

@@ -1,0 +1,128 @@
+// One invocation of a kernel as the exports hand it over: flat arrays and numbers in, flat arrays out.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace grace {
+
+enum class DType { float16, bfloat16, float32, float64, boolean, uint8, int8, int16, int32, int64 };
+
+const char* name_of(DType dtype);
+int64_t size_of(DType dtype);
+
+template <class T> constexpr DType dtype_of();
+template <> constexpr DType dtype_of<float>() { return DType::float32; }
+template <> constexpr DType dtype_of<double>() { return DType::float64; }
+template <> constexpr DType dtype_of<uint8_t>() { return DType::uint8; }
+template <> constexpr DType dtype_of<int8_t>() { return DType::int8; }
+template <> constexpr DType dtype_of<int16_t>() { return DType::int16; }
+template <> constexpr DType dtype_of<int32_t>() { return DType::int32; }
+template <> constexpr DType dtype_of<int64_t>() { return DType::int64; }
+
+// A flat contiguous array; `writable` is false where the caller's memory must not be changed.
+struct Array {
+    void* data;
+    int64_t size;
+    DType dtype;
+    bool writable;
+};
+
+// What is wrong with a call. `type` and `value` are faults of the caller; `payload` says that bytes from another rank
+// are not what the format allows.
+class Error : public std::runtime_error {
+  public:
+    enum class Kind { type, value, payload };
+    Error(Kind kind, const std::string& text) : std::runtime_error(text), kind(kind) {}
+    const Kind kind;
+};
+
+class Call {
+  public:
+    Call(std::string kernel, std::vector<Array> inputs, std::vector<int64_t> integers, std::vector<double> numbers)
+        : kernel_(std::move(kernel)), inputs_(std::move(inputs)), integers_(std::move(integers)),
+          numbers_(std::move(numbers)) {}
+    virtual ~Call() = default;
+
+    int inputs() const { return static_cast<int>(inputs_.size()); }
+
+    // Throws Error(value) unless the call has so many inputs, integers and numbers.
+    void expect(int inputs, int integers, int numbers) const;
+
+    // Input i, whatever its dtype.
+    const Array& input(int i) const;
+    // Input i, which must be of type T; `size` -1 means any.
+    template <class T> const T* input(int i, int64_t size = -1) const {
+        return static_cast<const T*>(checked(i, dtype_of<T>(), size).data);
+    }
+    // The only element of input i.
+    template <class T> T scalar(int i) const { return *input<T>(i, 1); }
+    // Input i, which the caller gave up, to be changed in place.
+    template <class T> T* consumed(int i, int64_t size = -1) const {
+        return static_cast<T*>(writable(checked(i, dtype_of<T>(), size)).data);
+    }
+    int64_t integer(int i) const { return integers_.at(i); }
+    double number(int i) const { return numbers_.at(i); }
+    // Integer i as a length: throws Error(value) if it is negative.
+    int64_t length(int i) const;
+
+    // The next output, of n elements, not initialised. The memory stays the caller's.
+    template <class T> T* output(int64_t n) { return static_cast<T*>(allocate(dtype_of<T>(), n)); }
+    virtual void* allocate(DType dtype, int64_t n) = 0;
+
+    // Run task(0) .. task(tasks - 1), on as many threads as the framework uses; rethrows what a task throws.
+    virtual void parallel(int64_t tasks, const std::function<void(int64_t)>& task) = 0;
+    virtual int threads() const = 0;
+
+    // The CUDA stream to work on, or null on the CPU.
+    virtual bool on_gpu() const { return false; }
+    virtual void* stream() const { return nullptr; }
+
+    [[noreturn]] void fail(Error::Kind kind, const std::string& text) const;
+
+  private:
+    const Array& checked(int i, DType dtype, int64_t size) const;
+    const Array& writable(const Array& array) const;
+
+    std::string kernel_;
+    std::vector<Array> inputs_;
+    std::vector<int64_t> integers_;
+    std::vector<double> numbers_;
+};
+
+using Kernel = void (*)(Call&);
+
+// The kernel of that name, or null.
+Kernel find(const std::string& name);
+// All names, in no order.
+std::vector<std::string> names();
+
+// Calls body with a null pointer of the floating type of the array; throws Error(type) for another dtype.
+template <class Body> void dispatch(const Call& call, const Array& array, Body body) {
+    if (array.dtype == DType::float32) {
+        body(static_cast<float*>(nullptr));
+    } else if (array.dtype == DType::float64) {
+        body(static_cast<double*>(nullptr));
+    } else {
+        call.fail(Error::Kind::type, std::string("expected float32 or float64, received ") + name_of(array.dtype));
+    }
+}
+
+// Elements that one task works on: a multiple of 64, so that packed bits of two tasks share no byte.
+constexpr int64_t kPiece = 1 << 16;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// body(begin, end) over the pieces of [0, n).
+template <class Body> void over_pieces(Call& call, int64_t n, Body body) {
+    call.parallel(divide_up(n, kPiece), [&](int64_t piece) {
+        const int64_t begin = piece * kPiece;
+        body(begin, begin + kPiece < n ? begin + kPiece : n);
+    });
+}
+
+}  // namespace grace

@@ -1,0 +1,209 @@
+// What happens to one element, or one block of random bits: the same source for the CPU and for CUDA.
+//
+// All functions have internal linkage, because the CPU compiles them several times for different instructions, and the
+// linker must not merge them. Products and sums are rounded one by one (no contraction into fused multiply-add: the
+// build says so), so that every framework and device gets the same bits.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __CUDACC__
+#define GRACE_HD static __host__ __device__ __forceinline__
+#else
+#define GRACE_HD static inline __attribute__((always_inline))
+#endif
+
+namespace grace {
+
+template <class To, class From> GRACE_HD To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "bits_as keeps the size");
+    To to;
+    memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+template <class T> struct Format;
+template <> struct Format<float> {
+    using Word = uint32_t;
+    using Signed = int32_t;
+    static constexpr int exponent = 8, mantissa = 23;
+};
+template <> struct Format<double> {
+    using Word = uint64_t;
+    using Signed = int64_t;
+    static constexpr int exponent = 11, mantissa = 52;
+};
+
+template <class T> GRACE_HD typename Format<T>::Word magnitude_bits(T x) {
+    using Word = typename Format<T>::Word;
+    return bits_as<Word>(x) & (~Word(0) >> 1);
+}
+
+template <class T> GRACE_HD T magnitude(T x) { return bits_as<T>(magnitude_bits(x)); }
+
+// --- random bits: Philox4x32-10 (Salmon et al., SC 2011) -----------------------------------------------------------------
+
+constexpr uint32_t kPhilox0 = 0xD2511F53u, kPhilox1 = 0xCD9E8D57u, kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
+
+// A stream of random words: everything but the number of the block.
+struct RandomKey {
+    uint32_t seed_low, seed_high, step, stream, rank;
+};
+
+GRACE_HD void philox(const RandomKey& key, uint32_t block, uint32_t out[4]) {
+    uint32_t c0 = block, c1 = key.step, c2 = key.stream, c3 = key.rank, k0 = key.seed_low, k1 = key.seed_high;
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t p0 = uint64_t(c0) * kPhilox0, p1 = uint64_t(c2) * kPhilox1;
+        c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+        c1 = uint32_t(p1);
+        c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+        c3 = uint32_t(p0);
+        k0 += kWeyl0;
+        k1 += kWeyl1;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+// A multiple of 2^-24 in [0, 1).
+GRACE_HD float uniform(uint32_t word) { return float(int32_t(word >> 8)) * 5.9604644775390625e-8f; }
+
+// --- stochastic levels ---------------------------------------------------------------------------------------------------
+
+// The level of x, in [-levels, levels], with mean levels * x / scale for a uniform u in [0, 1); 0 if the scale is 0.
+template <class T> GRACE_HD int32_t level_of(T x, T scale, T levels, T u) {
+    const T safe = scale > 0 ? scale : T(1);
+    T size = magnitude(x) / safe * levels + u;
+    size = size < levels ? size : levels;
+    const int32_t level = scale > 0 ? int32_t(size) : 0;
+    return x < 0 ? -level : level;
+}
+
+template <class T> GRACE_HD T limited(T x, T limit) {
+    x = x < -limit ? -limit : x;
+    return x > limit ? limit : x;
+}
+
+// --- half precision ------------------------------------------------------------------------------------------------------
+
+// To bfloat16, nearest, ties to even; NaN stays NaN.
+GRACE_HD uint16_t to_bfloat16(float x) {
+    const uint32_t word = bits_as<uint32_t>(x);
+    const uint32_t rounded = (word + 0x7FFFu + ((word >> 16) & 1u)) >> 16;
+    const uint32_t nan = (word >> 16) | 0x40u;
+    return uint16_t((word & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
+}
+
+GRACE_HD float from_bfloat16(uint16_t half) { return bits_as<float>(uint32_t(half) << 16); }
+
+// To float16, nearest, ties to even; what is too large becomes infinite, NaN stays NaN.
+GRACE_HD uint16_t to_float16(float x) {
+    const uint32_t word = bits_as<uint32_t>(x), sign = (word >> 16) & 0x8000u, size = word & 0x7FFFFFFFu;
+    // Normal: rebase the exponent and round on bit 13.
+    const uint32_t normal = (size - 0x38000000u + 0xFFFu + ((size >> 13) & 1u)) >> 13;
+    // Below 2^-14 a float whose last place is 2^-24 does the rounding.
+    const uint32_t small = bits_as<uint32_t>(bits_as<float>(size) + 0.5f) - 0x3F000000u;
+    uint32_t half = size < 0x38800000u ? small : normal;
+    half = size >= 0x477FF000u ? 0x7C00u : half;
+    half = size > 0x7F800000u ? (0x7E00u | ((size >> 13) & 0x3FFu)) : half;
+    return uint16_t(sign | half);
+}
+
+GRACE_HD float from_float16(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000u) << 16, size = half & 0x7FFFu;
+    // Exact: 2^112 moves the exponent's zero, and a denormal becomes normal by the product.
+    const float value = bits_as<float>(size << 13) * 5.192296858534828e33f;
+    const uint32_t word = size >= 0x7C00u ? (size << 13) | 0x7F800000u : bits_as<uint32_t>(value);
+    return bits_as<float>(word | sign);
+}
+
+// --- natural compression -------------------------------------------------------------------------------------------------
+
+// The exponent after stochastic rounding, as it stands in the bits of a float; `word` a random word.
+template <class T> GRACE_HD int32_t natural_exponent(T x, uint32_t word) {
+    using Word = typename Format<T>::Word;
+    constexpr int mantissa = Format<T>::mantissa, random_bits = 24;
+    constexpr int32_t largest = (1 << Format<T>::exponent) - 2;
+    const Word u = Word(word >> 8);
+    Word noise;
+    if (mantissa < random_bits) {
+        noise = u >> (random_bits - mantissa & 63);
+    } else {
+        constexpr int shift = mantissa < random_bits ? 1 : mantissa - random_bits;
+        noise = (u << shift) + (Word(1) << (shift - 1));
+    }
+    const int32_t code = int32_t((magnitude_bits(x) + noise) >> mantissa);
+    return code < largest ? code : largest;
+}
+
+// The code of x among the 127 exponents above `base`, and 0; `exponent` is what natural_exponent gave.
+template <class T> GRACE_HD int32_t natural_clipped(T x, int32_t exponent, int32_t base, T inverse, uint32_t word) {
+    const int32_t own = int32_t(magnitude_bits(x) >> Format<T>::mantissa);
+    const T share = magnitude(x) * inverse;
+    const int32_t up = T(uniform(word)) + share >= T(1) ? 1 : 0;
+    return own > base ? exponent - base : up;
+}
+
+template <class T> GRACE_HD T natural_value(int32_t code, bool negative) {
+    using Word = typename Format<T>::Word;
+    const T value = bits_as<T>(Word(uint32_t(code)) << Format<T>::mantissa);
+    return negative ? -value : value;
+}
+
+// --- tables --------------------------------------------------------------------------------------------------------------
+
+// How many of the 127 ascending edges are at most `share`.
+template <class T> GRACE_HD int32_t nearest(T share, const T* edges) {
+    int32_t at = 0;
+    for (int32_t step = 64; step > 0; step >>= 1) at += share >= edges[at + step - 1] ? step : 0;
+    return at;
+}
+
+// --- ternary digits ------------------------------------------------------------------------------------------------------
+
+// 0, 1, 2 for -1, 0, 1; of a half of 0 both sides hold, which makes 1.
+template <class T> GRACE_HD uint32_t digit_of(T x, T half) { return uint32_t(x >= half) + 1u - uint32_t(x <= -half); }
+
+// --- precision by size ---------------------------------------------------------------------------------------------------
+
+// 0: nothing, 1: 8 bits, 2: 16 bits, 3: all bits.
+template <class T> GRACE_HD uint32_t precision_tag(T x, T bound, T byte_end, T word_end) {
+    const T size = magnitude(x);
+    const uint32_t tag = 1u + uint32_t(size >= byte_end) + uint32_t(size >= word_end);
+    return size < bound ? 0u : tag;
+}
+
+// --- keyed permutation (Feistel) -----------------------------------------------------------------------------------------
+
+struct Permutation {
+    uint32_t keys[8];
+    uint32_t low_mask, high_mask;
+    int low;
+};
+
+GRACE_HD uint32_t mix(uint32_t value, uint32_t key) {
+    uint32_t h = value * 0x9E3779B1u + key;
+    h ^= h >> 16;
+    h *= 0x85EBCA6Bu;
+    h ^= h >> 13;
+    h *= 0xC2B2AE35u;
+    return h ^ (h >> 16);
+}
+
+GRACE_HD uint32_t permuted(const Permutation& p, uint32_t index) {
+    uint32_t left = index & p.low_mask, right = index >> p.low;
+    for (int r = 0; r < 8; r += 2) {
+        left ^= mix(right, p.keys[r]) & p.low_mask;
+        right ^= mix(left, p.keys[r + 1]) & p.high_mask;
+    }
+    return left + (right << p.low);
+}
+
+// --- hashing (multiply-shift) --------------------------------------------------------------------------------------------
+
+GRACE_HD uint32_t hashed(uint64_t item, uint64_t a, uint64_t b) { return uint32_t((item * a + b) >> 32); }
+
+}  // namespace grace

@@ -1,0 +1,82 @@
+// The kernels by name: what each takes and gives. Checks and dtype dispatch; the work is in grace/loops.h.
+//
+// `T` is float32 or float64, the dtype of the first floating input. A random key is four integers: the bits of the
+// 64-bit seed, step, stream and rank.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "grace/call.h"
+#include "grace/loops.h"
+#include "grace/pool.h"
+
+namespace grace {
+
+#define GRACE_KERNELS(X)                                                                                       \
+    X(weighted_sum)   /* x, y; ; a, b -> a x + b y */                                                            \
+    X(max_abs)        /* x -> T[1] */                                                                            \
+    X(norm)           /* x -> T[1], added in float64 */                                                          \
+    X(finite)         /* x -> uint8[1] */                                                                        \
+    X(half)           /* x float32; brain -> float16 or bfloat16 */                                              \
+    X(wide)           /* float16 or bfloat16 -> float32 */                                                       \
+    X(words)          /* ; n, key -> int64[n] */                                                                 \
+    X(uniform)        /* ; n, key -> float32[n] */                                                               \
+    X(sample)         /* ; n, k, key -> int32[k] */                                                              \
+    X(pack)           /* codes uint8 or int64; bits -> uint8 */                                                  \
+    X(unpack)         /* uint8; bits, n -> int64[n] */                                                           \
+    X(binarize)       /* x; ; threshold -> bits */                                                               \
+    X(binarize_sums)  /* x; ; threshold -> bits, float64[3] */                                                   \
+    X(binary_sum)     /* [onto], bits..., levels...; ranks, n, has_onto -> T[n] */                               \
+    X(majority)       /* bits...; n, wide (0: float32, 1: float64) -> T[n] */                                    \
+    X(bucket_norms)   /* x; width, largest -> T[buckets] */                                                      \
+    X(quantize_packed) /* x, scales, [limit]; width, levels, bits, key -> uint8 */                               \
+    X(dequantize_sum) /* [onto], codes..., scales...; ranks, width, levels, bits, n, has_onto -> T[n] */         \
+    X(select)         /* x, bound; strict, nonzero -> T[m], int32[m] */                                          \
+    X(top)            /* x; k -> T[k], int32[k] */                                                               \
+    X(gather)         /* x, indices -> T[m] */                                                                   \
+    X(put)            /* x consumed, indices; ; value -> x */                                                    \
+    X(scatter_add)    /* x consumed, indices, values -> x */                                                     \
+    X(sparse_sum)     /* [onto], values..., indices...; ranks, n, has_onto -> T[n] */
+
+#define GRACE_DECLARE(name) void name##_kernel(Call& call);
+GRACE_KERNELS(GRACE_DECLARE)
+#undef GRACE_DECLARE
+
+// The random key whose four integers begin at number `first`.
+inline RandomKey key_at(const Call& call, int first) {
+    const uint64_t seed = static_cast<uint64_t>(call.integer(first));
+    return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+            static_cast<uint32_t>(call.integer(first + 1)), static_cast<uint32_t>(call.integer(first + 2)),
+            static_cast<uint32_t>(call.integer(first + 3))};
+}
+
+// Whether an output of n elements is better written around the cache.
+template <class T> bool is_large(int64_t n) { return n * static_cast<int64_t>(sizeof(T)) >= kAround; }
+
+// Where a sum over ranks begins and where it goes.
+template <class T> struct Target {
+    const T* onto;
+    T* out;
+    bool around;
+};
+
+// The consumed input 0 if there is one, else a new output.
+template <class T> Target<T> target_of(Call& call, bool has_onto, int64_t n) {
+    if (has_onto) {
+        T* out = call.consumed<T>(0, n);
+        return {out, out, false};
+    }
+    return {nullptr, call.output<T>(n), is_large<T>(n)};
+}
+
+// Integer i as a number of ranks; throws Error(value) unless it is at least 1.
+inline int ranks_at(const Call& call, int i) {
+    const int64_t ranks = call.integer(i);
+    if (ranks < 1 || ranks > 1 << 20) call.fail(Error::Kind::value, "expected at least one rank, received " + std::to_string(ranks));
+    return static_cast<int>(ranks);
+}
+
+template <class T> using of_pointer = std::remove_pointer_t<T>;
+
+}  // namespace grace

@@ -1,0 +1,86 @@
+// Functions on raw pointers for the CPU: one table per floating type, compiled for several instruction sets.
+//
+// All of them work on a piece of an array, so that callers can share an array out to threads. `around` says that the
+// output is large and nobody reads it soon: it is then written around the cache.
+#pragma once
+
+#include <stdint.h>
+
+#include "grace/element.h"
+
+namespace grace {
+
+// Growing lists of what a pass selected.
+template <class T> struct Selected {
+    T* values;
+    int32_t* indices;
+    int64_t count;
+};
+
+// One rank's coded array and its scales, as a merging pass sees them.
+template <class T> struct Coded {
+    const uint8_t* codes;
+    const T* scales;
+};
+
+template <class T> struct Loops {
+    void (*weighted_sum)(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around);
+    T (*max_abs)(const T* x, int64_t n);
+    bool (*finite)(const T* x, int64_t n);
+    double (*sum_squares)(const T* x, int64_t n);
+    void (*fill)(T* out, T value, int64_t n, bool around);
+    void (*copy)(const T* x, T* out, int64_t n, bool around);
+
+    // Bits of x >= threshold; n of the last piece only may be no multiple of 8.
+    void (*binarize)(const T* x, T threshold, uint8_t* bits, int64_t n);
+    // Besides: sums[0] += how many, sums[1] += their sum, sums[2] += the sum of the others.
+    void (*binarize_sums)(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n);
+    // out = onto + sum over ranks of levels[2 r + bit]; onto may be out or null. bits[r] begin at the piece.
+    void (*binary_sum)(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T* out, int64_t n,
+                       bool around);
+    void (*majority)(const uint8_t* const* bits, int ranks, T* out, int64_t n, bool around);
+
+    // Elements begin .. end - 1 of the whole x.
+    void (*bucket_norms)(const T* x, int64_t n, int64_t width, bool largest, T* norms, int64_t begin, int64_t end);
+    // Codes level + levels of elements begin .. end - 1 into 8 or 16 bit integers.
+    void (*levels8)(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* key,
+                    int64_t begin, int64_t end, uint8_t* codes);
+    void (*levels16)(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* key,
+                     int64_t begin, int64_t end, uint16_t* codes);
+    // out = onto + sum over ranks of (code - levels) * (scale / levels), elements begin .. end - 1 of all arrays.
+    void (*dequantize_sum)(const Coded<T>* ranks, int count, int64_t width, int levels, int bits, int64_t n,
+                           const T* onto, T* out, int64_t begin, int64_t end, bool around);
+
+    // Appends what passes; there is room for n more.
+    void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);
+
+    void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n);
+    void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
+};
+
+struct IntegerLoops {
+    void (*words)(const RandomKey* key, uint32_t first, int64_t blocks, uint32_t* out);
+    void (*uniform)(const RandomKey* key, int64_t begin, int64_t end, float* out);
+    // Images of begin .. end - 1, each walked along its cycle until it is below n.
+    void (*sample)(const Permutation* permutation, uint32_t n, int64_t begin, int64_t end, int32_t* out);
+    // `bits` (1 to 8) of each code, n a multiple of 8 but for the last piece.
+    void (*pack)(const uint8_t* codes, int bits, int64_t n, uint8_t* out);
+    void (*unpack)(const uint8_t* data, int bits, int64_t n, uint8_t* codes);
+};
+
+// The tables for this processor: the best instruction set it has, or the one that GRACE_ISA names
+// (baseline, avx2, avx512).
+template <class T> const Loops<T>& loops();
+const IntegerLoops& integer_loops();
+// The name of that instruction set.
+const char* isa();
+
+// Bytes of n packed codes of 1 to 16 bits.
+static inline int64_t packed_size(int64_t n, int bits) {
+    return bits > 8 ? n + packed_size(n, bits - 8) : (n * bits + 7) / 8;
+}
+
+// Outputs from this size on are written around the cache: they would not fit it together with what is read.
+constexpr int64_t kAround = 4 << 20;
+
+}  // namespace grace
