@@ -213,15 +213,15 @@ def test_what_stays_dense_is_said(bench):
     assert results[0]["wire_bytes"] == 4 * 1009
 
 
-def test_without_kernels(tmp_path):
-    path = tmp_path / "results.json"
-    arguments = ["--compressors", "topk", "--numel", "100", "--repetitions", "1", "--no-native", "--json", str(path)]
-    # In a process of its own, because here the array operations have been chosen.
-    code = "import os, sys; from grace import cli; cli.main(sys.argv[1:]); print(os.environ['GRACE_NATIVE'])"
-    output = subprocess.check_output([sys.executable, "-c", code, "bench", "codec", *arguments], text=True)
-    assert json.loads(path.read_text())[0]["native"] is False
-    assert "reference bodies, no kernels" in output
-    assert output.endswith("\n0\n")
+@pytest.mark.parametrize("kernels", [True, False])
+def test_which_bodies_were_timed(bench, kernels):
+    from grace.core.ops import native
+
+    arguments = ["--compressors", "topk", "--numel", "100", "--repetitions", "1", *["--no-native"] * (not kernels)]
+    _, output, _, results = bench(*arguments)
+    expected = kernels and native.serves("numpy", "cpu")
+    assert results[0]["native"] is expected
+    assert ("kernels" if expected else "reference bodies, no kernels") == output.splitlines()[0].split("; ")[-1]
 
 
 def test_an_interrupted_run_leaves_what_it_has(bench, monkeypatch):

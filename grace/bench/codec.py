@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from grace.core.config import make_config
 from grace.core.entry import divided
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Part, make_plan
 from grace.core.simulate import reduced
 from grace.core.spec import Array, Key, Payload, Proposal, Site, State, TensorSpec

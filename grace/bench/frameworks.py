@@ -14,7 +14,8 @@ from typing import Any, ClassVar, TypeVar
 from grace.bench.codec import LocalStep
 from grace.core.errors import ConfigError, nearest
 from grace.core.ops import get_ops
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.native import Native
 from grace.core.plan import Part
 from grace.core.spec import Array
 from grace.machine import installed
@@ -25,18 +26,18 @@ DEVICES = ("cpu", "cuda")
 
 
 class Framework:
-    """A framework on one device with a number of threads."""
+    """A framework on one device; `native=False` keeps the kernels out."""
 
     name: ClassVar[str]
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, native: bool) -> None:
         self.device = device
-        self.ops: ArrayOps = get_ops(self.name, device)
+        self.ops: ArrayOps = get_ops(self.name, device, None if native else False)
 
     @property
     def native(self) -> bool:
         """Whether the array operations are those of the kernels."""
-        return any(cls.__module__ == "grace.core.ops.native" for cls in type(self.ops).__mro__)
+        return isinstance(self.ops, Native)
 
     @property
     def device_name(self) -> str | None:
@@ -80,7 +81,7 @@ class Torch(Framework):
 
     name = "torch"
 
-    def __init__(self, device: str, threads: int) -> None:
+    def __init__(self, device: str, threads: int, native: bool) -> None:
         import torch
 
         torch.set_num_threads(threads)
@@ -89,7 +90,7 @@ class Torch(Framework):
                 f"device 'cuda': PyTorch {torch.__version__} finds no CUDA device; "
                 "use --device cpu, or a build of PyTorch for CUDA on a machine with a GPU."
             )
-        super().__init__(device)
+        super().__init__(device, native)
         self._torch = torch
 
     @property
@@ -133,24 +134,22 @@ def set_up(name: str, device: str, threads: int, native: bool) -> Framework:
         raise ConfigError(f"device 'cuda' is timed with --framework torch only, received --framework {name}.")
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
-    if not native:
-        os.environ["GRACE_NATIVE"] = "0"
-    return FRAMEWORKS[name](device, threads)
+    return FRAMEWORKS[name](device, threads, native)
 
 
-def _numpy(device: str, threads: int) -> Framework:
-    return Numpy(device)
+def _numpy(device: str, threads: int, native: bool) -> Framework:
+    return Numpy(device, native)
 
 
-def _tensorflow(device: str, threads: int) -> Framework:
+def _tensorflow(device: str, threads: int, native: bool) -> Framework:
     # It has much to say when it is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from grace.bench.traced import Tensorflow
 
-    return Tensorflow(device, threads)
+    return Tensorflow(device, threads, native)
 
 
-FRAMEWORKS: dict[str, Callable[[str, int], Framework]] = {
+FRAMEWORKS: dict[str, Callable[[str, int, bool], Framework]] = {
     "numpy": _numpy,
     "torch": Torch,
     "tensorflow": _tensorflow,

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from grace.bench.codec import Arrived, Done, LocalStep
 from grace.bench.frameworks import Framework
-from grace.core.ops.base import ArrayOps
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Part
 from grace.core.spec import Array, Field, State
 
@@ -18,13 +18,13 @@ class Tensorflow(Framework):
 
     name = "tensorflow"
 
-    def __init__(self, device: str, threads: int) -> None:
+    def __init__(self, device: str, threads: int, native: bool) -> None:
         tf.config.set_visible_devices([], "GPU")
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
         # It would warn of the many shapes for which the untimed part of a step is traced.
         tf.get_logger().setLevel("ERROR")
-        super().__init__(device)
+        super().__init__(device, native)
 
     def gradient(self, loaded: Array) -> Array:
         return tf.constant(loaded)
