@@ -8,6 +8,8 @@ from grace.bench.measure import Result, Setting, machine
 
 HEAD = ("numel", "median", "p10", "p90", "copy", "x copy", "GB/s", "bits/elem.", "pays below", "reps")
 WIDTHS = (11, 7, 7, 7, 7, 7, 8, 10, 11, 4)
+SECONDS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns"))
+GBITS = ((1.0, "Gbit/s"), (1e3, "Mbit/s"), (1e6, "Kbit/s"), (1e9, "bit/s"))
 
 
 class Table:
@@ -34,11 +36,11 @@ class Table:
         low, high = result.spread
         cells = (
             f"{result.numel:,}",
-            *(_seconds(value) for value in (result.median, low, high, result.copy)),
+            *(_scaled(value, SECONDS) for value in (result.median, low, high, result.copy)),
             _digits(result.ratio),
             _digits(result.gb_per_s),
             _digits(result.bits_per_element),
-            "never" if result.break_even is None else _bandwidth(result.break_even),
+            "never" if result.break_even is None else _scaled(result.break_even, GBITS),
             str(len(result.times)),
         )
         note = f"  left dense: {result.part.reason}" if result.part.reason else ""
@@ -53,16 +55,10 @@ def _counted(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _seconds(value: float) -> str:
-    """Three digits and a unit."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
-        if value * factor >= 0.9995:
-            return f"{_digits(value * factor)} {unit}"
-    return f"{_digits(value * 1e9)} ns"
-
-
-def _bandwidth(gbit: float) -> str:
-    return f"{_digits(gbit)} Gbit/s" if gbit >= 0.9995 else f"{_digits(gbit * 1000)} Mbit/s"
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Three digits in the first unit of which it is at least one, else in the last; units are (how many make 1, name)."""
+    factor, unit = next((u for u in units if value * u[0] >= 0.9995), units[-1])
+    return f"{_digits(value * factor)} {unit}"
 
 
 def _digits(value: float) -> str:
