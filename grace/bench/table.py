@@ -56,7 +56,7 @@ def _counted(n: int, what: str) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Three digits in the first unit of which it is at least one, else in the last; units are (how many make 1, name)."""
+    """Three digits, in the first unit in which that is at least one; a unit is how many of it make 1, and a name."""
     factor, unit = next((u for u in units if value * u[0] >= 0.9995), units[-1])
     return f"{_digits(value * factor)} {unit}"
 
