@@ -65,6 +65,13 @@ class Native(ArrayOps):
         dtype = self.dtype(arrays[0])
         return dtype in FLOATS and all(len(x.shape) == 1 and self.dtype(x) == dtype for x in arrays)
 
+    def _kind(self, x: Array) -> str | None:
+        """The dtype of an array; None of a number, and of an array of another framework or of a rare dtype."""
+        try:
+            return self.dtype(x)
+        except (AttributeError, KeyError):
+            return None
+
     def _total(
         self, kernel: str, lists: Sequence[Array], integers: Sequence[Any], n: Any, dtype: str, onto: Array | None
     ) -> Array:
@@ -97,14 +104,11 @@ class Native(ArrayOps):
         return self._run("finite", [x], outputs=["uint8"], lengths=[1])[0][0] > 0
 
     def cast(self, x: Array, dtype: str) -> Array:
-        # Numbers have no shape.
-        if len(getattr(x, "shape", ())) != 1:
-            return super().cast(x, dtype)
-        source = self.dtype(x)
-        if source == "float32" and dtype in HALF_DTYPES:
+        source = self._kind(x)
+        if source == "float32" and dtype in HALF_DTYPES and len(x.shape) == 1:
             brain = int(dtype == "bfloat16")
             return self._run("half", [x], [brain], outputs=[dtype], lengths=[self.length(x)])[0]
-        if source in HALF_DTYPES and dtype == "float32":
+        if source in HALF_DTYPES and dtype == "float32" and len(x.shape) == 1:
             return self._run("wide", [x], outputs=[dtype], lengths=[self.length(x)])[0]
         return super().cast(x, dtype)
 
@@ -174,7 +178,7 @@ class Native(ArrayOps):
     def pack(self, codes: Array, bits: int) -> Array:
         if len(codes.shape) != 1:
             return super().pack(codes, bits)
-        if self.dtype(codes) != "int64" and (self.dtype(codes) != "uint8" or bits > 8):
+        if self._kind(codes) != "int64" and (self._kind(codes) != "uint8" or bits > 8):
             codes = self.cast(codes, "int64")
         size = packed_size(self.length(codes), bits)
         return self._run("pack", [codes], [bits], outputs=["uint8"], lengths=[size])[0]
