@@ -185,10 +185,10 @@ class TensorflowOps(ArrayOps):
         return tf.cumsum(x)
 
     def add_(self, x: Array, y: Array) -> Array:
-        return x + y
+        return _opaque(x + y)
 
     def sub_(self, x: Array, y: Array) -> Array:
-        return x - y
+        return _opaque(x - y)
 
     def scale_(self, x: Array, factor: float) -> Array:
         return _opaque(x * factor)
@@ -214,6 +214,9 @@ class TensorflowOps(ArrayOps):
             super().require(condition, error)
         else:
             tf.debugging.Assert(condition, [f"{type(error).__name__}: {error}"])
+
+    def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
+        return _opaque(super().weighted_sum(x, a, y, b))
 
     @_as_graph
     def quantize(self, x: Array, scale: Array, levels: Any, key: Key) -> Array:
@@ -249,8 +252,9 @@ class TensorflowOps(ArrayOps):
 def _opaque(x: Array) -> Array:
     """x as the optimizer of graphs cannot look into it.
 
-    It would turn a division by a constant into a multiplication by its rounded reciprocal, and multiply constants with
-    each other first; then traced bits would differ from eager ones. It leaves placeholders alone.
+    It would turn a division by a constant into a multiplication by its rounded reciprocal, multiply constants with each
+    other first, and add three arrays in another order; then traced bits would differ from eager ones. It leaves
+    placeholders alone.
     """
     return x if tf.executing_eagerly() else tf.raw_ops.PlaceholderWithDefault(input=x, shape=x.shape)
 
