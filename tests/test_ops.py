@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -84,6 +87,25 @@ def test_the_optimizer_of_graphs_computes_with_numbers_unless_they_are_hidden(na
     x, y = (array(ops, v, "float32") for v in np.random.default_rng(0).standard_normal((2, N)))
     eager, graph = (host(ops, call(ops, x, y)) for call in (CALLS[name], in_graph(CALLS[name])))
     assert not same(eager, graph)
+
+
+def test_a_composite_is_one_graph_per_signature_and_keeps_no_array():
+    ops = pytest.importorskip("grace.core.ops.tensorflow_ops").TensorflowOps()
+
+    def votes(ranks):
+        return [array(ops, np.full(2, rank), "uint8") for rank in range(ranks)]
+
+    def graphs(*args, **options):
+        ops.majority(*args, **options)
+        return sum(signature[0] == "majority" for signature in ops._graphs)
+
+    first = votes(2)
+    alive = weakref.ref(first[0])
+    assert (graphs(first, 9, "float32"), graphs(votes(2), 9, "float32")) == (1, 1)
+    assert (graphs(votes(3), 9, "float32"), graphs(votes(2), 9, dtype="float64")) == (2, 3)
+    del first
+    gc.collect()
+    assert alive() is None
 
 
 def test_denormals_count_as_zeros_in_tensorflow_only():

@@ -226,6 +226,7 @@ class TensorflowOps(ArrayOps):
     def dequantize(self, codes: Array, scale: Array, levels: Any, dtype: str) -> Array:
         return super().dequantize(codes, scale, self.cast(levels, dtype), dtype)
 
+    words = _as_graph(ArrayOps.words)
     uniform = _as_graph(ArrayOps.uniform)
     sample = _as_graph(ArrayOps.sample)
     pack = _as_graph(ArrayOps.pack)
