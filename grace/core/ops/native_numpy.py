@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.ops.native import Native, corrupt, module
+from grace.core.errors import PayloadError
+from grace.core.ops.native import Native, module
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
 from grace.core.spec import Array
 
@@ -37,7 +38,7 @@ class NativeNumpyOps(Native, NumpyOps):
         try:
             results = module.run(kernel, given, integers, numbers, consumes, threads, True)
         except module.CorruptPayload as error:
-            raise corrupt(error) from None
+            raise PayloadError(str(error)) from None
         if consumes:
             return [inputs[0]]
         return [x.view(_BFLOAT16) if dtype == "bfloat16" else x for x, dtype in zip(results, outputs, strict=True)]

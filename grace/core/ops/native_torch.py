@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from grace.core.ops.native import Native, corrupt, module
+from grace.core.errors import PayloadError
+from grace.core.ops.native import Native, module
 from grace.core.ops.torch_ops import TorchOps
 from grace.core.spec import Array
 
@@ -32,5 +33,5 @@ class NativeTorchOps(Native, TorchOps):
         try:
             results = module.run(kernel, given, integers, numbers, consumes, torch.get_num_threads(), False)
         except module.CorruptPayload as error:
-            raise corrupt(error) from None
+            raise PayloadError(str(error)) from None
         return [inputs[0]] if consumes else list(results)
