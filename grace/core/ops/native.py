@@ -38,7 +38,7 @@ def serves(framework: str, device: str) -> bool:
         # The operation is there for the CPU only: for a gradient elsewhere TensorFlow would copy it back and forth.
         if not device.startswith("cpu") or tensorflow_library() is None:
             return False
-        return importlib.import_module("grace.core.ops.native_tensorflow").loads()
+        return bool(importlib.import_module("grace.core.ops.native_tensorflow").loads())
     return module is not None and (device.startswith("cpu") or bool(module.cuda))
 
 

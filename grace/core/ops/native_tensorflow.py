@@ -80,7 +80,7 @@ def _vector(values: Sequence[Any], dtype: Any) -> Any:
 
 
 def _of_core(error: Exception) -> Exception:
-    """The error of Python, or of the core, that the operation means by a message; what it does not mean is as it was."""
+    """The error of Python, or of the core, that the operation's message names; another one of TensorFlow as it is."""
     for name, cls in _ERRORS.items():
         _, found, text = str(error).partition(f"{name}: ")
         if found:
