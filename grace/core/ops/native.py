@@ -7,12 +7,12 @@ axes) goes on to the framework. The kernels are optional: without the built modu
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from grace.core.errors import PayloadError
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, Array, Key
@@ -26,11 +26,20 @@ except ImportError:
 FLOATS = ("float32", "float64")
 
 
+def tensorflow_library() -> str | None:
+    """The path of the library of TensorFlow's operation; None if it was not built."""
+    spec = importlib.util.find_spec("grace._tensorflow_ops")
+    return None if spec is None else spec.origin
+
+
 def serves(framework: str, device: str) -> bool:
     """Whether there are kernels for the arrays of a framework on a device."""
-    if module is None or framework == "tensorflow":
-        return False
-    return device.startswith("cpu") or bool(module.cuda)
+    if framework == "tensorflow":
+        # The operation is there for the CPU only: for a gradient elsewhere TensorFlow would copy it back and forth.
+        if not device.startswith("cpu") or tensorflow_library() is None:
+            return False
+        return bool(importlib.import_module("grace.core.ops.native_tensorflow").loads())
+    return module is not None and (device.startswith("cpu") or bool(module.cuda))
 
 
 def wanted() -> bool:
@@ -251,8 +260,3 @@ class Native(ArrayOps):
         inputs = [*codes, *(self.reshape(scale, (-1,)) for scale in scales)]
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
-
-
-def corrupt(error: Exception) -> PayloadError:
-    """The error of the core for what a kernel found wrong with bytes of another rank."""
-    return PayloadError(f"{error}. The payload is truncated or damaged, or of another version or configuration.")

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.ops.native import FLOATS, Native, corrupt, module
+from grace.core.errors import PayloadError
+from grace.core.ops.native import FLOATS, Native, module
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
 from grace.core.spec import Array
 
@@ -40,7 +41,7 @@ class NativeNumpyOps(Native, NumpyOps):
         try:
             results = module.run(kernel, inputs, integers, numbers, consumes, self._threads, True)
         except module.CorruptPayload as error:
-            raise corrupt(error) from None
+            raise PayloadError(str(error)) from None
         except TypeError:
             # A step between the elements is rare enough to be found by the failure.
             given = [np.ascontiguousarray(x) for x in inputs]

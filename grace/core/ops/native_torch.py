@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from grace.core.ops.native import FLOATS, Native, corrupt, module
+from grace.core.errors import PayloadError
+from grace.core.ops.native import FLOATS, Native, module
 from grace.core.ops.torch_ops import TorchOps
 from grace.core.spec import Array
 
@@ -37,7 +38,7 @@ class NativeTorchOps(Native, TorchOps):
         try:
             results = module.run(kernel, capsules, integers, numbers, consumes, torch.get_num_threads(), False)
         except module.CorruptPayload as error:
-            raise corrupt(error) from None
+            raise PayloadError(str(error)) from None
         except TypeError:
             # A step between the elements is rare enough to be found by the failure.
             if consumes or all(x.is_contiguous() for x in inputs):
