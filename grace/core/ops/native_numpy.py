@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.ops.native import Native, corrupt, module
+from grace.core.ops.native import corrupt, module
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
 from grace.core.spec import Array
 
 _BFLOAT16 = DTYPES["bfloat16"]
 
 
-class NativeNumpyOps(Native, NumpyOps):
+class NativeNumpyOps(NativeCodings, NumpyOps):
     """NumPy arrays; as many threads as OMP_NUM_THREADS says, else one, as NumPy itself."""
 
     def _run(

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from grace.core.ops.native import Native, corrupt, module
+from grace.core.ops.native import corrupt, module
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.torch_ops import TorchOps
 from grace.core.spec import Array
 
 
-class NativeTorchOps(Native, TorchOps):
+class NativeTorchOps(NativeCodings, TorchOps):
     """PyTorch tensors in main memory; as many threads as PyTorch uses."""
 
     def _run(
