@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from grace.core.errors import PayloadError
-from grace.core.ops.native import FLOATS, Native, module
+from grace.core.ops.native import FLOATS, module
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
 from grace.core.spec import Array
 
@@ -17,7 +18,7 @@ _BFLOAT16 = DTYPES["bfloat16"]
 _FLOATS = {DTYPES[name].char: name for name in FLOATS}
 
 
-class NativeNumpyOps(Native, NumpyOps):
+class NativeNumpyOps(NativeCodings, NumpyOps):
     """NumPy arrays; as many threads as OMP_NUM_THREADS says, else one, as NumPy itself."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def loads() -> bool:
     return True
 
 
-class NativeTensorflowOps(Native, TensorflowOps):
+class NativeTensorflowOps(NativeCodings, TensorflowOps):
     """TensorFlow tensors in main memory; as many threads as TensorFlow uses within an operation."""
 
     def _run(

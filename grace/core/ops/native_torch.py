@@ -9,14 +9,15 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from grace.core.errors import PayloadError
-from grace.core.ops.native import FLOATS, Native, module
+from grace.core.ops.native import FLOATS, module
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.torch_ops import TorchOps
 from grace.core.spec import Array
 
 _FLOATS = {getattr(torch, name): name for name in FLOATS}
 
 
-class NativeTorchOps(Native, TorchOps):
+class NativeTorchOps(NativeCodings, TorchOps):
     """PyTorch tensors in main memory; as many threads as PyTorch uses."""
 
     def _floating(self, x: Array) -> str | None:
