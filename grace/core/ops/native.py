@@ -11,17 +11,30 @@ import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from typing import Any, Literal
 
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, Array, Key
 
-module: Any
-try:
-    module = importlib.import_module("grace._native")
-except ImportError:
-    module = None
+
+def _load() -> Any:
+    """The module of kernels that was built with the package, or the build that GRACE_NATIVE names by its path."""
+    path = os.environ.get("GRACE_NATIVE", "")
+    if not path.endswith(".so"):
+        try:
+            return importlib.import_module("grace._native")
+        except ImportError:
+            return None
+    loader = ExtensionFileLoader("grace._native", path)
+    loaded = module_from_spec(ModuleSpec("grace._native", loader, origin=path))
+    loader.exec_module(loaded)
+    return loaded
+
+
+module: Any = _load()
 
 FLOATS = ("float32", "float64")
 
@@ -43,7 +56,7 @@ def serves(framework: str, device: str) -> bool:
 
 
 def wanted() -> bool:
-    """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0."""
+    """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
 
 
