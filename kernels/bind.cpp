@@ -81,15 +81,16 @@ class HostCall : public grace::Call {
     int threads_;
 };
 
-template <class Framework> nb::object wrapped(Output& output, bool numpy) {
+// A NumPy array, or a DLPack capsule, which then owns the memory.
+template <class... Framework> nb::object wrapped(Output& output, bool numpy) {
     void* data = output.data;
     nb::capsule owner(data, [](void* block) noexcept { grace::release(block); });
     output.data = nullptr;
     const size_t shape[1] = {static_cast<size_t>(output.size)};
-    return nb::cast(nb::ndarray<Framework>(data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
+    return nb::cast(nb::ndarray<Framework...>(data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
 }
 
-std::vector<grace::Array> arrays_of(const std::string& kernel, nb::tuple inputs, bool consumes,
+std::vector<grace::Array> arrays_of(const std::string& kernel, nb::sequence inputs, bool consumes, bool numpy,
                                     std::vector<Given>& held) {
     using Kind = grace::Error::Kind;
     std::vector<grace::Array> arrays;
@@ -97,7 +98,7 @@ std::vector<grace::Array> arrays_of(const std::string& kernel, nb::tuple inputs,
         Given array;
         const size_t i = arrays.size();
         if (!nb::try_cast(handle, array, false)) {
-            refuse(Kind::type, kernel, i, "expected a contiguous array without gradient, received " +
+            refuse(Kind::type, kernel, i, "expected a contiguous array, received " +
                                               std::string(nb::str(handle.type()).c_str()));
         }
         if (array.device_type() != nb::device::cpu::value) {
@@ -110,11 +111,12 @@ std::vector<grace::Array> arrays_of(const std::string& kernel, nb::tuple inputs,
                                           "dtype of " + std::to_string(array.dtype().bits) + " bits");
         }
         if (array.size() > 0 && reinterpret_cast<uintptr_t>(array.data()) % grace::size_of(dtype) != 0) {
-            refuse(Kind::value, kernel, i, std::string("expected an address that is a multiple of an element of ") +
+            refuse(Kind::type, kernel, i, std::string("expected an address that is a multiple of an element of ") +
                                                grace::name_of(dtype) + ", received another; pass a copy");
         }
-        bool writable = false;
-        if (consumes && arrays.empty()) {
+        // A capsule is taken once; whether what it holds is read-only, DLPack of this version cannot say.
+        bool writable = consumes && arrays.empty();
+        if (writable && numpy) {
             nb::ndarray<nb::c_contig> changeable;
             writable = nb::try_cast(handle, changeable, false);
         }
@@ -125,19 +127,19 @@ std::vector<grace::Array> arrays_of(const std::string& kernel, nb::tuple inputs,
     return arrays;
 }
 
-nb::list run(const std::string& kernel, nb::tuple inputs, const std::vector<int64_t>& integers,
+nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
              const std::vector<double>& numbers, bool consumes, int threads, bool numpy) {
     const grace::Kernel function = grace::find(kernel);
     if (function == nullptr) throw grace::Error(grace::Error::Kind::value, "there is no kernel '" + kernel + "'");
     std::vector<Given> held;
-    HostCall call(kernel, arrays_of(kernel, inputs, consumes, held), integers, numbers, threads);
+    HostCall call(kernel, arrays_of(kernel, inputs, consumes, numpy, held), integers, numbers, threads);
     {
         nb::gil_scoped_release released;
         function(call);
     }
     nb::list results;
     for (Output& output : call.outputs) {
-        results.append(numpy ? wrapped<nb::numpy>(output, true) : wrapped<nb::pytorch>(output, false));
+        results.append(numpy ? wrapped<nb::numpy>(output, true) : wrapped<>(output, false));
     }
     return results;
 }
@@ -148,7 +150,7 @@ NB_MODULE(_native, module) {
     module.doc() = "Kernels of grace on NumPy arrays and PyTorch tensors.";
     module.def("run", &run, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"), nb::arg("numbers"),
                nb::arg("consumes"), nb::arg("threads"), nb::arg("numpy"),
-               "Results of a kernel: of flat contiguous arrays, integers and numbers.");
+               "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or DLPack capsules.");
     module.def("kernels", &grace::names, "The names of all kernels.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");

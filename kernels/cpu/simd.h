@@ -17,13 +17,23 @@ namespace GRACE_ISA {
 
 // --- 64 comparisons as 64 bits -----------------------------------------------------------------------------------------
 
-enum class Test { at_least, above, size_at_least, size_above };
+enum class Test { at_least, above, at_most, below, size_at_least, size_above };
 
 template <Test test, class T> GRACE_LOCAL bool passes(T x, T bound) {
     if (test == Test::at_least) return x >= bound;
     if (test == Test::above) return x > bound;
+    if (test == Test::at_most) return x <= bound;
+    if (test == Test::below) return x < bound;
     return test == Test::size_at_least ? magnitude(x) >= bound : magnitude(x) > bound;
 }
+
+#if defined(__AVX__)
+template <Test test> constexpr int predicate() {
+    if (test == Test::at_most) return _CMP_LE_OQ;
+    if (test == Test::below) return _CMP_LT_OQ;
+    return test == Test::above || test == Test::size_above ? _CMP_GT_OQ : _CMP_GE_OQ;
+}
+#endif
 
 #if defined(__AVX512F__)
 template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
@@ -32,8 +42,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
     for (int j = 0; j < 4; ++j) {
         __m512 v = _mm512_loadu_ps(x + 16 * j);
         if (test >= Test::size_at_least) v = _mm512_abs_ps(v);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const uint64_t m = equal ? _mm512_cmp_ps_mask(v, edge, _CMP_GE_OQ) : _mm512_cmp_ps_mask(v, edge, _CMP_GT_OQ);
+        const uint64_t m = _mm512_cmp_ps_mask(v, edge, predicate<test>());
         mask |= m << (16 * j);
     }
     return mask;
@@ -44,8 +53,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) 
     for (int j = 0; j < 8; ++j) {
         __m512d v = _mm512_loadu_pd(x + 8 * j);
         if (test >= Test::size_at_least) v = _mm512_abs_pd(v);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const uint64_t m = equal ? _mm512_cmp_pd_mask(v, edge, _CMP_GE_OQ) : _mm512_cmp_pd_mask(v, edge, _CMP_GT_OQ);
+        const uint64_t m = _mm512_cmp_pd_mask(v, edge, predicate<test>());
         mask |= m << (8 * j);
     }
     return mask;
@@ -57,8 +65,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
     for (int j = 0; j < 8; ++j) {
         __m256 v = _mm256_loadu_ps(x + 8 * j);
         if (test >= Test::size_at_least) v = _mm256_and_ps(v, positive);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const __m256 m = equal ? _mm256_cmp_ps(v, edge, _CMP_GE_OQ) : _mm256_cmp_ps(v, edge, _CMP_GT_OQ);
+        const __m256 m = _mm256_cmp_ps(v, edge, predicate<test>());
         mask |= uint64_t(uint32_t(_mm256_movemask_ps(m))) << (8 * j);
     }
     return mask;
@@ -69,8 +76,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) 
     for (int j = 0; j < 16; ++j) {
         __m256d v = _mm256_loadu_pd(x + 4 * j);
         if (test >= Test::size_at_least) v = _mm256_and_pd(v, positive);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const __m256d m = equal ? _mm256_cmp_pd(v, edge, _CMP_GE_OQ) : _mm256_cmp_pd(v, edge, _CMP_GT_OQ);
+        const __m256d m = _mm256_cmp_pd(v, edge, predicate<test>());
         mask |= uint64_t(uint32_t(_mm256_movemask_pd(m))) << (4 * j);
     }
     return mask;
@@ -82,8 +88,14 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
     for (int j = 0; j < 16; ++j) {
         __m128 v = _mm_loadu_ps(x + 4 * j);
         if (test >= Test::size_at_least) v = _mm_and_ps(v, positive);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const __m128 m = equal ? _mm_cmpge_ps(v, edge) : _mm_cmpgt_ps(v, edge);
+        __m128 m;
+        if (test == Test::at_most) {
+            m = _mm_cmple_ps(v, edge);
+        } else if (test == Test::below) {
+            m = _mm_cmplt_ps(v, edge);
+        } else {
+            m = test == Test::above || test == Test::size_above ? _mm_cmpgt_ps(v, edge) : _mm_cmpge_ps(v, edge);
+        }
         mask |= uint64_t(uint32_t(_mm_movemask_ps(m))) << (4 * j);
     }
     return mask;
@@ -102,63 +114,130 @@ template <Test test, class T> GRACE_LOCAL uint64_t mask64(const T* x, T bound) {
 template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) { return mask_of<test>(x, bound, 64); }
 #endif
 
+// The sign bits of 64 numbers, also of zeros.
+GRACE_LOCAL uint64_t signs64(const float* x) {
+    uint64_t mask = 0;
+#if defined(__AVX2__)
+    for (int j = 0; j < 8; ++j) mask |= uint64_t(uint32_t(_mm256_movemask_ps(_mm256_loadu_ps(x + 8 * j)))) << (8 * j);
+#elif defined(__SSE2__)
+    for (int j = 0; j < 16; ++j) mask |= uint64_t(uint32_t(_mm_movemask_ps(_mm_loadu_ps(x + 4 * j)))) << (4 * j);
+#else
+    for (int j = 0; j < 64; ++j) mask |= uint64_t(bits_as<uint32_t>(x[j]) >> 31) << j;
+#endif
+    return mask;
+}
+
+// Writes those of 64 numbers whose bit is set, one after another, and up to 16 numbers more.
+template <class T> GRACE_LOCAL void compact64(const T* x, uint64_t mask, T* out) {
+    for (; mask != 0; mask &= mask - 1) *out++ = x[__builtin_ctzll(mask)];
+}
+
+// The inverse: the next number of a list to each of 64 places whose bit is set; reads up to 16 numbers more.
+template <class T> GRACE_LOCAL void spread64(const T* list, uint64_t mask, T* out) {
+    for (; mask != 0; mask &= mask - 1) out[__builtin_ctzll(mask)] = *list++;
+}
+
+#if defined(__AVX512F__)
+GRACE_LOCAL void compact64(const float* x, uint64_t mask, float* out) {
+    for (int j = 0; j < 64; j += 16) {
+        const __mmask16 here = __mmask16(mask >> j);
+        _mm512_storeu_ps(out, _mm512_maskz_compress_ps(here, _mm512_loadu_ps(x + j)));
+        out += __builtin_popcount(here);
+    }
+}
+GRACE_LOCAL void spread64(const float* list, uint64_t mask, float* out) {
+    for (int j = 0; j < 64; j += 16) {
+        const __mmask16 here = __mmask16(mask >> j);
+        _mm512_storeu_ps(out + j, _mm512_mask_expand_ps(_mm512_loadu_ps(out + j), here, _mm512_loadu_ps(list)));
+        list += __builtin_popcount(here);
+    }
+}
+#endif
+
 // --- random words --------------------------------------------------------------------------------------------------------
 
-// Words 4 first .. 4 (first + blocks) - 1 of a stream.
+// Words 4 first .. 4 (first + blocks) - 1 of a stream. A lane of 64 bits holds one word of one block in its lower half;
+// the upper half is what no product reads. Two groups of blocks run side by side, because a round waits for the last.
 #if defined(__AVX512F__)
 GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
     const __m512i m0 = _mm512_set1_epi64(kPhilox0), m1 = _mm512_set1_epi64(kPhilox1);
-    const __m512i lower = _mm512_set1_epi64(0xFFFFFFFF);
-    const __m512i even = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), odd = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+    const __m512i even = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+    const __m512i odd = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+    __m512i k0[10], k1[10];
+    for (int round = 0; round < 10; ++round) {
+        k0[round] = _mm512_set1_epi64(key.seed_low + uint32_t(round) * kWeyl0);
+        k1[round] = _mm512_set1_epi64(key.seed_high + uint32_t(round) * kWeyl1);
+    }
     int64_t b = 0;
-    for (; b + 8 <= blocks; b += 8) {
-        __m512i c0 = _mm512_add_epi64(_mm512_set1_epi64(int64_t(uint32_t(first + b))), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
-        __m512i c1 = _mm512_set1_epi64(key.step), c2 = _mm512_set1_epi64(key.stream), c3 = _mm512_set1_epi64(key.rank);
-        uint32_t k0 = key.seed_low, k1 = key.seed_high;
+    for (; b + 16 <= blocks; b += 16, out += 64) {
+        __m512i c0[2], c1[2], c2[2], c3[2];
+        for (int g = 0; g < 2; ++g) {
+            c0[g] = _mm512_add_epi64(_mm512_set1_epi64(int64_t(first) + b + 8 * g), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+            c1[g] = _mm512_set1_epi64(key.step);
+            c2[g] = _mm512_set1_epi64(key.stream);
+            c3[g] = _mm512_set1_epi64(key.rank);
+        }
 #pragma GCC unroll 10
         for (int round = 0; round < 10; ++round) {
-            // The upper halves of the lanes hold what no product reads.
-            const __m512i p0 = _mm512_mul_epu32(c0, m0), p1 = _mm512_mul_epu32(c2, m1);
-            c0 = _mm512_xor_epi64(_mm512_xor_epi64(_mm512_srli_epi64(p1, 32), c1), _mm512_set1_epi64(k0));
-            c2 = _mm512_xor_epi64(_mm512_xor_epi64(_mm512_srli_epi64(p0, 32), c3), _mm512_set1_epi64(k1));
-            c1 = p1;
-            c3 = p0;
-            k0 += kWeyl0;
-            k1 += kWeyl1;
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; ++g) {
+                const __m512i p0 = _mm512_mul_epu32(c0[g], m0), p1 = _mm512_mul_epu32(c2[g], m1);
+                // 0x96: the exclusive or of three.
+                c0[g] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[g], k0[round], 0x96);
+                c2[g] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3[g], k1[round], 0x96);
+                c1[g] = p1;
+                c3[g] = p0;
+            }
         }
-        const __m512i a = _mm512_or_epi64(_mm512_and_epi64(c0, lower), _mm512_slli_epi64(c1, 32));
-        const __m512i c = _mm512_or_epi64(_mm512_and_epi64(c2, lower), _mm512_slli_epi64(c3, 32));
-        _mm512_storeu_si512(out + 4 * b, _mm512_permutex2var_epi64(a, even, c));
-        _mm512_storeu_si512(out + 4 * b + 16, _mm512_permutex2var_epi64(a, odd, c));
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; ++g) {
+            const __m512i a = _mm512_mask_shuffle_epi32(c0[g], 0xAAAA, c1[g], _MM_PERM_CCAA);
+            const __m512i c = _mm512_mask_shuffle_epi32(c2[g], 0xAAAA, c3[g], _MM_PERM_CCAA);
+            _mm512_storeu_si512(out + 32 * g, _mm512_permutex2var_epi64(a, even, c));
+            _mm512_storeu_si512(out + 32 * g + 16, _mm512_permutex2var_epi64(a, odd, c));
+        }
     }
-    for (; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
+    for (; b < blocks; ++b, out += 4) philox(key, uint32_t(first + b), out);
 }
 #elif defined(__AVX2__)
 GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
     const __m256i m0 = _mm256_set1_epi64x(kPhilox0), m1 = _mm256_set1_epi64x(kPhilox1);
-    const __m256i lower = _mm256_set1_epi64x(0xFFFFFFFF);
+    __m256i k0[10], k1[10];
+    for (int round = 0; round < 10; ++round) {
+        k0[round] = _mm256_set1_epi64x(key.seed_low + uint32_t(round) * kWeyl0);
+        k1[round] = _mm256_set1_epi64x(key.seed_high + uint32_t(round) * kWeyl1);
+    }
     int64_t b = 0;
-    for (; b + 4 <= blocks; b += 4) {
-        __m256i c0 = _mm256_add_epi64(_mm256_set1_epi64x(int64_t(uint32_t(first + b))), _mm256_setr_epi64x(0, 1, 2, 3));
-        __m256i c1 = _mm256_set1_epi64x(key.step), c2 = _mm256_set1_epi64x(key.stream), c3 = _mm256_set1_epi64x(key.rank);
-        uint32_t k0 = key.seed_low, k1 = key.seed_high;
+    for (; b + 8 <= blocks; b += 8, out += 32) {
+        __m256i c0[2], c1[2], c2[2], c3[2];
+        for (int g = 0; g < 2; ++g) {
+            c0[g] = _mm256_add_epi64(_mm256_set1_epi64x(int64_t(first) + b + 4 * g), _mm256_setr_epi64x(0, 1, 2, 3));
+            c1[g] = _mm256_set1_epi64x(key.step);
+            c2[g] = _mm256_set1_epi64x(key.stream);
+            c3[g] = _mm256_set1_epi64x(key.rank);
+        }
 #pragma GCC unroll 10
         for (int round = 0; round < 10; ++round) {
-            const __m256i p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
-            c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1), _mm256_set1_epi64x(k0));
-            c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3), _mm256_set1_epi64x(k1));
-            c1 = p1;
-            c3 = p0;
-            k0 += kWeyl0;
-            k1 += kWeyl1;
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; ++g) {
+                const __m256i p0 = _mm256_mul_epu32(c0[g], m0), p1 = _mm256_mul_epu32(c2[g], m1);
+                c0[g] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1[g]), k0[round]);
+                c2[g] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3[g]), k1[round]);
+                c1[g] = p1;
+                c3[g] = p0;
+            }
         }
-        const __m256i a = _mm256_or_si256(_mm256_and_si256(c0, lower), _mm256_slli_epi64(c1, 32));
-        const __m256i c = _mm256_or_si256(_mm256_and_si256(c2, lower), _mm256_slli_epi64(c3, 32));
-        const __m256i low = _mm256_unpacklo_epi64(a, c), high = _mm256_unpackhi_epi64(a, c);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 4 * b), _mm256_permute2x128_si256(low, high, 0x20));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 4 * b + 8), _mm256_permute2x128_si256(low, high, 0x31));
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; ++g) {
+            const __m256i a = _mm256_blend_epi32(c0[g], _mm256_slli_epi64(c1[g], 32), 0xAA);
+            const __m256i c = _mm256_blend_epi32(c2[g], _mm256_slli_epi64(c3[g], 32), 0xAA);
+            const __m256i low = _mm256_unpacklo_epi64(a, c), high = _mm256_unpackhi_epi64(a, c);
+            __m256i* to = reinterpret_cast<__m256i*>(out + 16 * g);
+            _mm256_storeu_si256(to, _mm256_permute2x128_si256(low, high, 0x20));
+            _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(low, high, 0x31));
+        }
     }
-    for (; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
+    for (; b < blocks; ++b, out += 4) philox(key, uint32_t(first + b), out);
 }
 #else
 GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {

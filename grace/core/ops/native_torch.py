@@ -6,14 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from grace.core.ops.native import Native, corrupt, module
+from grace.core.errors import PayloadError
+from grace.core.ops.native import FLOATS, module
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.torch_ops import TorchOps
 from grace.core.spec import Array
 
+_FLOATS = {getattr(torch, name): name for name in FLOATS}
 
-class NativeTorchOps(Native, TorchOps):
+
+class NativeTorchOps(NativeCodings, TorchOps):
     """PyTorch tensors in main memory; as many threads as PyTorch uses."""
+
+    def _floating(self, x: Array) -> str | None:
+        return _FLOATS.get(x.dtype) if x.dim() == 1 else None
 
     def _run(
         self,
@@ -26,20 +34,20 @@ class NativeTorchOps(Native, TorchOps):
         lengths: Sequence[Any] = (),
         consumes: bool = False,
     ) -> list[Array]:
-        given = tuple(map(_given, inputs))
-        if consumes and given[0] is not inputs[0]:
-            raise ValueError(
-                f"kernel {kernel}, array 0: expected a contiguous tensor to change in place, received one of strides "
-                f"{inputs[0].stride()}; pass a copy"
-            )
+        # Capsules, because the module would ask tensors for theirs through slow Python code.
+        capsules = [to_dlpack(x) for x in inputs]
         try:
-            results = module.run(kernel, given, integers, numbers, consumes, torch.get_num_threads(), False)
+            results = module.run(kernel, capsules, integers, numbers, consumes, torch.get_num_threads(), False)
         except module.CorruptPayload as error:
-            raise corrupt(error) from None
-        return [inputs[0]] if consumes else list(results)
+            raise PayloadError(str(error)) from None
+        except TypeError:
+            # A step between the elements, or an odd address, is rare enough to be found by the failure.
+            given = [x if _is_plain(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs]
+            if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
+                raise
+            return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
+        return [inputs[0]] if consumes else [from_dlpack(x) for x in results]
 
 
-def _given(x: Array) -> Array:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"expected PyTorch tensors, received {type(x)}")
-    return x.contiguous()
+def _is_plain(x: Array) -> bool:
+    return bool(x.is_contiguous()) and x.data_ptr() % x.element_size() == 0
