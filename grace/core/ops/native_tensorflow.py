@@ -13,7 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from grace.core.errors import PayloadError
-from grace.core.ops.native import Native, tensorflow_library
+from grace.core.ops.native import tensorflow_library
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.tensorflow_ops import TensorflowOps
 from grace.core.spec import Array
 
