@@ -15,6 +15,7 @@ from grace.core.ops import get_ops, native
 from grace.core.ops.codings import Codings
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.helpers import Helpers
+from grace.core.ops.native_codings import NativeCodings
 from tests.kernels import BACKENDS, cases, needs_kernels
 from tests.kernels.__main__ import digests
 
