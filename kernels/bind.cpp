@@ -98,8 +98,8 @@ std::vector<grace::Array> arrays_of(const std::string& kernel, nb::sequence inpu
         Given array;
         const size_t i = arrays.size();
         if (!nb::try_cast(handle, array, false)) {
-            refuse(Kind::type, kernel, i, "expected a contiguous array, received " +
-                                              std::string(nb::str(handle.type()).c_str()));
+            refuse(Kind::type, kernel, i, "expected a contiguous array of numbers as this processor has them, received "
+                                          "another " + std::string(nb::str(handle.type()).c_str()));
         }
         if (array.device_type() != nb::device::cpu::value) {
             refuse(Kind::type, kernel, i, "expected main memory, received another device; these kernels were built "

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.errors import PayloadError
+from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, module
 from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
@@ -28,7 +29,10 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
 
     def _floating(self, x: Array) -> str | None:
         # The character of a dtype is found faster than the dtype itself.
-        return _FLOATS.get(x.dtype.char) if x.ndim == 1 else None
+        try:
+            return _FLOATS.get(x.dtype.char) if x.ndim == 1 else None
+        except AttributeError:
+            raise TypeError(unknown("a NumPy array", DTYPES, x)) from None
 
     def _run(
         self,

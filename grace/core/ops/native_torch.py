@@ -9,6 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from grace.core.errors import PayloadError
+from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, module
 from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.torch_ops import TorchOps
@@ -21,7 +22,10 @@ class NativeTorchOps(NativeCodings, TorchOps):
     """PyTorch tensors in main memory; as many threads as PyTorch uses."""
 
     def _floating(self, x: Array) -> str | None:
-        return _FLOATS.get(x.dtype) if x.dim() == 1 else None
+        try:
+            return _FLOATS.get(x.dtype) if x.dim() == 1 else None
+        except AttributeError:
+            raise TypeError(unknown("a PyTorch tensor", FLOATS, x)) from None
 
     def _run(
         self,
