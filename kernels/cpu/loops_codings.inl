@@ -262,15 +262,13 @@ template <class T>
 static void precision_tags(const T* x, T bound, T byte_end, T word_end, int64_t n, uint8_t* tags, int64_t* counts) {
     constexpr Test test = Test::size_at_least;
     for (int64_t i = 0; i < n; i += 64) {
-        const int rest = int(lesser(64, n - i));
-        const bool whole = rest == 64;
-        const uint64_t sent = whole ? mask64<test>(x + i, bound) : mask_of<test>(x + i, bound, rest);
-        const uint64_t more = whole ? mask64<test>(x + i, byte_end) : mask_of<test>(x + i, byte_end, rest);
-        const uint64_t most = whole ? mask64<test>(x + i, word_end) : mask_of<test>(x + i, word_end, rest);
+        const uint64_t sent = mask_up_to_64<test>(x + i, bound, n - i);
+        const uint64_t more = mask_up_to_64<test>(x + i, byte_end, n - i);
+        const uint64_t most = mask_up_to_64<test>(x + i, word_end, n - i);
         // 1 + more + most in binary.
         const uint64_t low = sent & ~(more ^ most), high = sent & (more | most);
         const uint64_t packed[2] = {spaced(low) | spaced(high) << 1, spaced(low >> 32) | spaced(high >> 32) << 1};
-        for (int j = 0; 4 * j < rest; ++j) tags[i / 4 + j] = uint8_t(packed[j / 8] >> (8 * (j % 8)));
+        for (int j = 0; j < 16 && i + 4 * j < n; ++j) tags[i / 4 + j] = uint8_t(packed[j / 8] >> (8 * (j % 8)));
         counts[1] += __builtin_popcountll(low & ~high);
         counts[2] += __builtin_popcountll(high & ~low);
         counts[3] += __builtin_popcountll(low & high);

@@ -150,6 +150,13 @@ class Native(ArrayOps):
     def top_indices(self, x: Array, k: int) -> Array:
         return self.sparsify(x, k)[1] if self._served(x) else super().top_indices(x, k)
 
+    def top_of_sides(self, x: Array, ratio: float) -> tuple[Array, Array, Array]:
+        if not self._served(x):
+            return super().top_of_sides(x, ratio)
+        outputs, lengths = [self.dtype(x), "int32", "int32"], [2, None, None]
+        means, positive, negative = self._run("top_of_sides", [x], (), [float(ratio)], outputs=outputs, lengths=lengths)
+        return means, positive, negative
+
     def gather(self, x: Array, indices: Array) -> Array:
         if not self._served(x) or len(indices.shape) != 1 or self.dtype(indices) != "int32":
             return super().gather(x, indices)
@@ -244,6 +251,17 @@ class Native(ArrayOps):
         inputs = [*codes, *(self.reshape(scale, (-1,)) for scale in scales)]
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
+
+
+    # --- small matrices -------------------------------------------------------------------------------------------
+
+    def orthogonalize(self, a: Array) -> Array:
+        if self.dtype(a) not in FLOATS:
+            return super().orthogonalize(a)
+        rows, columns = (int(side) for side in a.shape)
+        flat, sides = self.reshape(a, (-1,)), [rows, columns]
+        found = self._run("orthogonalize", [flat], sides, outputs=[self.dtype(a)], lengths=[rows * columns])[0]
+        return self.reshape(found, (rows, columns))
 
 
 def corrupt(error: Exception) -> PayloadError:

@@ -80,6 +80,9 @@ template <class T> struct Loops {
     // Appends what passes; there is room for n more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);
 
+    // Appends what is at least `high` or at most `low`; counts[0] += how many are above 0, counts[1] += below 0.
+    void (*select_sides)(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts);
+
     void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n);
     void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
 
