@@ -13,7 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from grace.core.errors import PayloadError
-from grace.core.ops.native import Native, tensorflow_library
+from grace.core.ops.native import tensorflow_library
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.tensorflow_ops import TensorflowOps
 from grace.core.spec import Array
 
@@ -40,7 +41,7 @@ def loads() -> bool:
     return True
 
 
-class NativeTensorflowOps(Native, TensorflowOps):
+class NativeTensorflowOps(NativeCodings, TensorflowOps):
     """TensorFlow tensors in main memory; as many threads as TensorFlow uses within an operation."""
 
     def _run(
