@@ -282,7 +282,6 @@ class Native(ArrayOps):
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
 
-
     # --- small matrices -------------------------------------------------------------------------------------------
 
     def orthogonalize(self, a: Array) -> Array:
@@ -293,4 +292,3 @@ class Native(ArrayOps):
             return super().orthogonalize(a)
         found = self._run("orthogonalize", [flat], [rows, columns], outputs=[dtype], lengths=[rows * columns])[0]
         return self.reshape(found, (rows, columns))
-
