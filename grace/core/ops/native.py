@@ -91,7 +91,7 @@ class Native(ArrayOps):
         """The dtype of an array; None of a number, and of an array of another framework or of a rare dtype."""
         try:
             return self.dtype(x)
-        except (AttributeError, KeyError):
+        except (AttributeError, KeyError, TypeError):
             return None
 
     def _total(

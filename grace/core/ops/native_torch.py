@@ -9,6 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from grace.core.errors import PayloadError
+from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, module
 from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.torch_ops import TorchOps
@@ -21,7 +22,10 @@ class NativeTorchOps(NativeCodings, TorchOps):
     """PyTorch tensors in main memory; as many threads as PyTorch uses."""
 
     def _floating(self, x: Array) -> str | None:
-        return _FLOATS.get(x.dtype) if x.dim() == 1 else None
+        try:
+            return _FLOATS.get(x.dtype) if x.dim() == 1 else None
+        except AttributeError:
+            raise TypeError(unknown("a PyTorch tensor", FLOATS, x)) from None
 
     def _run(
         self,
@@ -41,9 +45,13 @@ class NativeTorchOps(NativeCodings, TorchOps):
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
-            # A step between the elements is rare enough to be found by the failure.
-            if consumes or all(x.is_contiguous() for x in inputs):
+            # A step between the elements, or an odd address, is rare enough to be found by the failure.
+            given = [x if _is_plain(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs]
+            if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
-            given = [x.contiguous() for x in inputs]
             return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
         return [inputs[0]] if consumes else [from_dlpack(x) for x in results]
+
+
+def _is_plain(x: Array) -> bool:
+    return bool(x.is_contiguous()) and x.data_ptr() % x.element_size() == 0
