@@ -76,13 +76,14 @@ class HostCall : public grace::Call {
     int threads_;
 };
 
-template <class Framework> nb::object wrapped(const Output& output, bool numpy) {
+// A NumPy array, or a DLPack capsule.
+template <class... Framework> nb::object wrapped(const Output& output, bool numpy) {
     nb::capsule owner(output.data, [](void* data) noexcept { grace::release(data); });
     const size_t shape[1] = {static_cast<size_t>(output.size)};
-    return nb::cast(nb::ndarray<Framework>(output.data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
+    return nb::cast(nb::ndarray<Framework...>(output.data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
 }
 
-std::vector<grace::Array> arrays_of(nb::tuple inputs, bool consumes, std::vector<Given>& held) {
+std::vector<grace::Array> arrays_of(nb::sequence inputs, bool consumes, bool numpy, std::vector<Given>& held) {
     std::vector<grace::Array> arrays;
     for (nb::handle handle : inputs) {
         Given array;
@@ -93,8 +94,9 @@ std::vector<grace::Array> arrays_of(nb::tuple inputs, bool consumes, std::vector
             throw grace::Error(grace::Error::Kind::type,
                                "expected arrays in main memory; these kernels were built without CUDA");
         }
-        bool writable = false;
-        if (consumes && arrays.empty()) {
+        // A capsule is taken once; whether what it holds is read-only, DLPack of this version cannot say.
+        bool writable = consumes && arrays.empty();
+        if (writable && numpy) {
             nb::ndarray<nb::c_contig> changeable;
             writable = nb::try_cast(handle, changeable, false);
         }
@@ -105,12 +107,12 @@ std::vector<grace::Array> arrays_of(nb::tuple inputs, bool consumes, std::vector
     return arrays;
 }
 
-nb::list run(const std::string& kernel, nb::tuple inputs, const std::vector<int64_t>& integers,
+nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
              const std::vector<double>& numbers, bool consumes, int threads, bool numpy) {
     const grace::Kernel function = grace::find(kernel);
     if (function == nullptr) throw grace::Error(grace::Error::Kind::value, "there is no kernel '" + kernel + "'");
     std::vector<Given> held;
-    HostCall call(kernel, arrays_of(inputs, consumes, held), integers, numbers, threads);
+    HostCall call(kernel, arrays_of(inputs, consumes, numpy, held), integers, numbers, threads);
     {
         nb::gil_scoped_release released;
         function(call);
@@ -119,7 +121,7 @@ nb::list run(const std::string& kernel, nb::tuple inputs, const std::vector<int6
     std::vector<Output> outputs;
     outputs.swap(call.outputs);
     for (const Output& output : outputs) {
-        results.append(numpy ? wrapped<nb::numpy>(output, true) : wrapped<nb::pytorch>(output, false));
+        results.append(numpy ? wrapped<nb::numpy>(output, true) : wrapped<>(output, false));
     }
     return results;
 }
@@ -130,7 +132,7 @@ NB_MODULE(_native, module) {
     module.doc() = "Kernels of grace on NumPy arrays and PyTorch tensors.";
     module.def("run", &run, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"), nb::arg("numbers"),
                nb::arg("consumes"), nb::arg("threads"), nb::arg("numpy"),
-               "Results of a kernel: of flat contiguous arrays, integers and numbers.");
+               "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or DLPack capsules.");
     module.def("kernels", &grace::names, "The names of all kernels.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");

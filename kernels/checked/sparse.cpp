@@ -181,7 +181,7 @@ void sparse_sum_kernel(Call& call) {
             for (const Entries<T>& list : lists) {
                 at.push_back(std::lower_bound(list.indices, list.indices + list.count, begin) - list.indices);
             }
-            constexpr int64_t kCached = 4096;
+            constexpr int64_t kCached = 512;
             alignas(64) T buffer[kCached];
             for (int64_t from = begin; from < end; from += kCached) {
                 const int64_t length = std::min(kCached, end - from);

@@ -13,13 +13,19 @@ GRACE_LOCAL int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 // Runs body(begin, length, target) over blocks of an output; the target is the output itself, or a buffer that is then
 // written around the cache.
 template <class T, class Body> GRACE_LOCAL void in_blocks(T* out, int64_t n, bool around, Body body) {
-    alignas(64) T buffer[kBlock];
-    for (int64_t at = 0; at < n; at += kBlock) {
-        const int64_t length = lesser(kBlock, n - at);
-        body(at, length, around ? buffer : out + at);
-        if (around) write_around(out + at, buffer, length * int64_t(sizeof(T)));
+    // Short blocks: long bursts of writes around the cache hold up the reads that go on meanwhile.
+    constexpr int64_t short_block = 1024 / int64_t(sizeof(T));
+    alignas(64) T buffer[short_block];
+    if (around) {
+        for (int64_t at = 0; at < n; at += short_block) {
+            const int64_t length = lesser(short_block, n - at);
+            body(at, length, buffer);
+            write_around(out + at, buffer, length * int64_t(sizeof(T)));
+        }
+        settle();
+    } else {
+        for (int64_t at = 0; at < n; at += kBlock) body(at, lesser(kBlock, n - at), out + at);
     }
-    if (around) settle();
 }
 
 template <class T>
@@ -160,21 +166,23 @@ static void dequantize_sum(const Coded<T>* ranks, int count, int64_t width, int 
 
 // --- half precision --------------------------------------------------------------------------------------------------------
 
-template <class T> static void to_half(const T* x, bool brain, uint16_t* out, int64_t n) {
-    if (brain) {
-        for (int64_t i = 0; i < n; ++i) out[i] = to_bfloat16(float(x[i]));
-        return;
-    }
-    int64_t i = 0;
-#if defined(__AVX512F__) || defined(__F16C__)
-    if (sizeof(T) == sizeof(float)) {
-        const float* from = reinterpret_cast<const float*>(x);
-        for (; i + 8 <= n; i += 8) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+template <class T> static void to_half(const T* x, bool brain, uint16_t* out, int64_t n, bool around) {
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, uint16_t* target) {
+        int64_t i = 0;
+        if (brain) {
+            for (; i < length; ++i) target[i] = to_bfloat16(float(x[at + i]));
+            return;
         }
-    }
+#if defined(__AVX512F__) || defined(__F16C__)
+        if (sizeof(T) == sizeof(float)) {
+            const float* from = reinterpret_cast<const float*>(x) + at;
+            for (; i + 8 <= length; i += 8) {
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+            }
+        }
 #endif
-    for (; i < n; ++i) out[i] = to_float16(float(x[i]));
+        for (; i < length; ++i) target[i] = to_float16(float(x[at + i]));
+    });
 }
 
 template <class T> static void from_half(const uint16_t* x, bool brain, T* out, int64_t n, bool around) {

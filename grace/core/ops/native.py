@@ -7,34 +7,56 @@ axes) goes on to the framework. The kernels are optional: without the built modu
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from typing import Any, Literal
 
-from grace.core.errors import PayloadError
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, Array, Key
 
-module: Any
-try:
-    module = importlib.import_module("grace._native")
-except ImportError:
-    module = None
+
+def _load() -> Any:
+    """The module of kernels that was built with the package, or the build that GRACE_NATIVE names by its path."""
+    path = os.environ.get("GRACE_NATIVE", "")
+    if not path.endswith(".so"):
+        try:
+            return importlib.import_module("grace._native")
+        except ImportError:
+            return None
+    loader = ExtensionFileLoader("grace._native", path)
+    loaded = module_from_spec(ModuleSpec("grace._native", loader, origin=path))
+    loader.exec_module(loaded)
+    return loaded
+
+
+module: Any = _load()
 
 FLOATS = ("float32", "float64")
 
 
+def tensorflow_library() -> str | None:
+    """The path of the library of TensorFlow's operation; None if it was not built."""
+    spec = importlib.util.find_spec("grace._tensorflow_ops")
+    return None if spec is None else spec.origin
+
+
 def serves(framework: str, device: str) -> bool:
     """Whether there are kernels for the arrays of a framework on a device."""
-    if module is None or framework == "tensorflow":
-        return False
-    return device.startswith("cpu") or bool(module.cuda)
+    if framework == "tensorflow":
+        # The operation is there for the CPU only: for a gradient elsewhere TensorFlow would copy it back and forth.
+        if not device.startswith("cpu") or tensorflow_library() is None:
+            return False
+        return bool(importlib.import_module("grace.core.ops.native_tensorflow").loads())
+    return module is not None and (device.startswith("cpu") or bool(module.cuda))
 
 
 def wanted() -> bool:
-    """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0."""
+    """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
 
 
@@ -60,10 +82,10 @@ class Native(ArrayOps):
         changed in place, and is the only result.
         """
 
-    def _served(self, *arrays: Array) -> bool:
-        """Whether kernels take these arrays: flat, of one floating dtype of the work."""
-        dtype = self.dtype(arrays[0])
-        return dtype in FLOATS and all(len(x.shape) == 1 and self.dtype(x) == dtype for x in arrays)
+    def _floating(self, x: Array) -> str | None:
+        """The dtype of an array that kernels take: flat, and float32 or float64; None of any other."""
+        dtype = self._kind(x)
+        return dtype if dtype in FLOATS and len(x.shape) == 1 else None
 
     def _kind(self, x: Array) -> str | None:
         """The dtype of an array; None of a number, and of an array of another framework or of a rare dtype."""
@@ -83,23 +105,25 @@ class Native(ArrayOps):
     # --- arithmetic -----------------------------------------------------------------------------------------------
 
     def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
-        if not self._served(x, y):
+        dtype = self._floating(x)
+        if dtype is None or self._floating(y) != dtype:
             return super().weighted_sum(x, a, y, b)
-        numbers = [float(a), float(b)]
-        return self._run("weighted_sum", [x, y], (), numbers, outputs=[self.dtype(x)], lengths=[self.length(x)])[0]
+        return self._run("weighted_sum", [x, y], (), [a, b], outputs=[dtype], lengths=[self.length(x)])[0]
 
     def max_abs(self, x: Array) -> Array:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().max_abs(x)
-        return self.reshape(self._run("max_abs", [x], outputs=[self.dtype(x)], lengths=[1])[0], ())
+        return self.reshape(self._run("max_abs", [x], outputs=[dtype], lengths=[1])[0], ())
 
     def norm(self, x: Array, axis: int | None = None) -> Array:
-        if axis is not None or not self._served(x):
+        dtype = self._floating(x)
+        if axis is not None or dtype is None:
             return super().norm(x, axis)
-        return self.reshape(self._run("norm", [x], outputs=[self.dtype(x)], lengths=[1])[0], ())
+        return self.reshape(self._run("norm", [x], outputs=[dtype], lengths=[1])[0], ())
 
     def finite(self, x: Array) -> Array:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().finite(x)
         return self._run("finite", [x], outputs=["uint8"], lengths=[1])[0][0] > 0
 
@@ -133,52 +157,58 @@ class Native(ArrayOps):
     # --- selections -----------------------------------------------------------------------------------------------
 
     def select(self, x: Array, bound: Array, strict: bool, nonzero: bool = False) -> tuple[Array, Array]:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().select(x, bound, strict, nonzero)
-        edge = self.reshape(self.cast(bound, self.dtype(x)), (1,))
-        flags, outputs = [int(strict), int(nonzero)], [self.dtype(x), "int32"]
+        edge = self.reshape(self.cast(bound, dtype), (1,))
+        flags, outputs = [int(strict), int(nonzero)], [dtype, "int32"]
         values, indices = self._run("select", [x, edge], flags, outputs=outputs, lengths=[None, None])
         return values, indices
 
     def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().sparsify(x, k)
         k = self.min_size(k, self.length(x))
-        values, indices = self._run("top", [x], [k], outputs=[self.dtype(x), "int32"], lengths=[k, k])
+        values, indices = self._run("top", [x], [k], outputs=[dtype, "int32"], lengths=[k, k])
         return values, indices
 
     def top_indices(self, x: Array, k: int) -> Array:
-        return self.sparsify(x, k)[1] if self._served(x) else super().top_indices(x, k)
+        return super().top_indices(x, k) if self._floating(x) is None else self.sparsify(x, k)[1]
 
     def top_of_sides(self, x: Array, ratio: float) -> tuple[Array, Array, Array]:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().top_of_sides(x, ratio)
-        outputs, lengths = [self.dtype(x), "int32", "int32"], [2, None, None]
-        means, positive, negative = self._run("top_of_sides", [x], (), [float(ratio)], outputs=outputs, lengths=lengths)
+        outputs, lengths = [dtype, "int32", "int32"], [2, None, None]
+        means, positive, negative = self._run("top_of_sides", [x], (), [ratio], outputs=outputs, lengths=lengths)
         return means, positive, negative
 
     def gather(self, x: Array, indices: Array) -> Array:
-        if not self._served(x) or len(indices.shape) != 1 or self.dtype(indices) != "int32":
+        dtype = self._floating(x)
+        if dtype is None or len(indices.shape) != 1 or self._kind(indices) != "int32":
             return super().gather(x, indices)
-        return self._run("gather", [x, indices], outputs=[self.dtype(x)], lengths=[self.length(indices)])[0]
+        return self._run("gather", [x, indices], outputs=[dtype], lengths=[self.length(indices)])[0]
 
     def put_(self, x: Array, indices: Array, value: float) -> Array:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().put_(x, indices, value)
-        return self._run(
-            "put", [x, indices], (), [float(value)], outputs=[self.dtype(x)], lengths=[self.length(x)], consumes=True
-        )[0]
+        lengths = [self.length(x)]
+        return self._run("put", [x, indices], (), [value], outputs=[dtype], lengths=lengths, consumes=True)[0]
 
     def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
-        if not self._served(x, values):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().scatter_add_(x, indices, values)
         inputs, lengths = [x, indices, values], [self.length(x)]
-        return self._run("scatter_add", inputs, outputs=[self.dtype(x)], lengths=lengths, consumes=True)[0]
+        return self._run("scatter_add", inputs, outputs=[dtype], lengths=lengths, consumes=True)[0]
 
     def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        if not self._served(*values):
+        dtype = self._floating(values[0])
+        if dtype is None:
             return super().sparse_sum(values, indices, n, onto)
-        return self._total("sparse_sum", [*values, *indices], [len(values), n], n, self.dtype(values[0]), onto)
+        return self._total("sparse_sum", [*values, *indices], [len(values), n], n, dtype, onto)
 
     # --- bits -----------------------------------------------------------------------------------------------------
 
@@ -194,16 +224,16 @@ class Native(ArrayOps):
         return self._run("unpack", [data], [bits, n], outputs=["int64"], lengths=[n])[0]
 
     def binarize(self, x: Array, threshold: float) -> Array:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().binarize(x, threshold)
         size = packed_size(self.length(x), 1)
-        return self._run("binarize", [x], (), [float(threshold)], outputs=["uint8"], lengths=[size])[0]
+        return self._run("binarize", [x], (), [threshold], outputs=["uint8"], lengths=[size])[0]
 
     def binarize_sums(self, x: Array, threshold: float) -> tuple[Array, Array]:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().binarize_sums(x, threshold)
         outputs, lengths = ["uint8", "float64"], [packed_size(self.length(x), 1), 3]
-        bits, sums = self._run("binarize_sums", [x], (), [float(threshold)], outputs=outputs, lengths=lengths)
+        bits, sums = self._run("binarize_sums", [x], (), [threshold], outputs=outputs, lengths=lengths)
         return bits, sums
 
     def binary_sum(self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None) -> Array:
@@ -215,11 +245,11 @@ class Native(ArrayOps):
     # --- levels in buckets ----------------------------------------------------------------------------------------
 
     def bucket_norms(self, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().bucket_norms(x, width, kind)
         buckets = -(-self.length(x) // width)
-        integers = [width, int(kind == "max")]
-        return self._run("bucket_norms", [x], integers, outputs=[self.dtype(x)], lengths=[buckets])[0]
+        return self._run("bucket_norms", [x], [width, int(kind == "max")], outputs=[dtype], lengths=[buckets])[0]
 
     def quantize_packed(
         self,
@@ -231,7 +261,7 @@ class Native(ArrayOps):
         key: Key,
         limit: Array | None = None,
     ) -> Array:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().quantize_packed(x, scales, width, levels, bits, key, limit)
         inputs = [x, self.reshape(scales, (-1,))]
         inputs += [] if limit is None else [self.reshape(limit, (1,))]
@@ -252,7 +282,6 @@ class Native(ArrayOps):
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
 
-
     # --- sketches -------------------------------------------------------------------------------------------------
 
     def count_sketch(self, x: Array, rows: int, columns: int, key: Key) -> Array:
@@ -270,14 +299,10 @@ class Native(ArrayOps):
     # --- small matrices -------------------------------------------------------------------------------------------
 
     def orthogonalize(self, a: Array) -> Array:
-        if self.dtype(a) not in FLOATS:
-            return super().orthogonalize(a)
         rows, columns = (int(side) for side in a.shape)
-        flat, sides = self.reshape(a, (-1,)), [rows, columns]
-        found = self._run("orthogonalize", [flat], sides, outputs=[self.dtype(a)], lengths=[rows * columns])[0]
+        flat = self.reshape(a, (-1,))
+        dtype = self._floating(flat)
+        if dtype is None:
+            return super().orthogonalize(a)
+        found = self._run("orthogonalize", [flat], [rows, columns], outputs=[dtype], lengths=[rows * columns])[0]
         return self.reshape(found, (rows, columns))
-
-
-def corrupt(error: Exception) -> PayloadError:
-    """The error of the core for what a kernel found wrong with bytes of another rank."""
-    return PayloadError(f"{error}. The payload is truncated or damaged, or of another version or configuration.")

@@ -16,7 +16,7 @@ class NativeCodings(Native):
     # --- powers of two --------------------------------------------------------------------------------------------
 
     def natural_encode(self, x: Array, key: Key, clipped: bool) -> tuple[Array, Array]:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().natural_encode(x, key, clipped)
         size = packed_size(self.length(x), 8 if clipped else {"float32": 9, "float64": 12}[self.dtype(x)])
         integers, outputs = [int(clipped), *self._key(key)], ["uint8", "int32"]
@@ -39,7 +39,7 @@ class NativeCodings(Native):
     # --- tables of 128 magnitudes ---------------------------------------------------------------------------------
 
     def table_encode(self, x: Array, scale: Array, table: Array) -> Array:
-        if not self._served(x, table):
+        if self._floating(x) is None:
             return super().table_encode(x, scale, table)
         inputs = [x, self.reshape(scale, (1,)), table]
         return self._run("table_encode", inputs, outputs=["uint8"], lengths=[self.length(x)])[0]
@@ -54,7 +54,7 @@ class NativeCodings(Native):
     # --- ternary digits -------------------------------------------------------------------------------------------
 
     def ternary_encode(self, x: Array, half: Array) -> Array:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().ternary_encode(x, half)
         return self._run("ternary_encode", [x, self.reshape(half, (1,))], outputs=["uint8"], lengths=[None])[0]
 
@@ -65,7 +65,7 @@ class NativeCodings(Native):
     # --- numbers of 0, 8, 16 bits or all --------------------------------------------------------------------------
 
     def precision_encode(self, x: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array]:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().precision_encode(x, bound, m, h)
         outputs, lengths = [self.dtype(x), "int16", "int8", "uint8"], [None, None, None, packed_size(self.length(x), 2)]
         full, words, bytes_, tags = self._run(

@@ -85,7 +85,7 @@ template <class T> struct Loops {
     // Appends what is at least `high` or at most `low`; counts[0] += how many are above 0, counts[1] += below 0.
     void (*select_sides)(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts);
 
-    void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n);
+    void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n, bool around);
     void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
 
     // Whether an element begin .. end - 1, none of which has a larger exponent, is rounded to a larger one.
