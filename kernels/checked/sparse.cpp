@@ -43,8 +43,8 @@ void select_kernel(Call& call) {
         const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
             loops<T>().select(x + at, bound, strict, nonzero, static_cast<int32_t>(at), length, into);
         });
-        T* values = call.output<T>(finds.count());
-        finds.copy_to(values, call.output<int32_t>(finds.count()));
+        std::copy(finds.values(), finds.values() + finds.count(), call.output<T>(finds.count()));
+        std::copy(finds.indices(), finds.indices() + finds.count(), call.output<int32_t>(finds.count()));
     });
 }
 
@@ -73,7 +73,9 @@ void top_kernel(Call& call) {
                 const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
                     loops<T>().select(x + at, bound, false, false, static_cast<int32_t>(at), length, into);
                 });
-                if (finds.count() >= k) return best_of(finds, k, any, values, indices);
+                if (finds.count() >= k) {
+                    return best_of(finds.values(), finds.indices(), finds.count(), k, values, indices);
+                }
             }
         }
         Scratch<WordOf<T>> sizes(n);

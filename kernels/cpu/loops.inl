@@ -8,8 +8,6 @@
 namespace grace {
 namespace GRACE_ISA {
 
-constexpr int64_t kBlock = 1024;  // elements that stay in the first cache between two passes
-
 GRACE_LOCAL int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Runs body(begin, length, target) over blocks of an output; the target is the output itself, or a buffer that is then
@@ -236,6 +234,7 @@ static void sample(const Permutation* permutation, uint32_t n, int64_t begin, in
 
 #include "loops_select.inl"
 #include "loops_codings.inl"
+#include "loops_sketch.inl"
 
 }  // namespace GRACE_ISA
 
@@ -271,7 +270,9 @@ template <class T> static constexpr Loops<T> make_loops() {
             ternary_sum<T>,
             precision_tags<T>,
             precision_split<T>,
-            precision_sum<T>};
+            precision_sum<T>,
+            sketch_row<T>,
+            sketch_medians<T>};
 }
 
 extern const Loops<float> GRACE_NAME(float_loops_, GRACE_ISA);

@@ -282,6 +282,20 @@ class Native(ArrayOps):
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
 
+    # --- sketches -------------------------------------------------------------------------------------------------
+
+    def count_sketch(self, x: Array, rows: int, columns: int, key: Key) -> Array:
+        if not self._served(x):
+            return super().count_sketch(x, rows, columns, key)
+        integers, lengths = [rows, columns, *self._key(key)], [rows * columns]
+        return self._run("count_sketch", [x], integers, outputs=[self.dtype(x)], lengths=lengths)[0]
+
+    def sketch_estimate(self, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array:
+        if not self._served(sketch):
+            return super().sketch_estimate(sketch, n, rows, columns, key)
+        integers = [n, rows, columns, *self._key(key)]
+        return self._run("sketch_estimate", [sketch], integers, outputs=[self.dtype(sketch)], lengths=[n])[0]
+
     # --- small matrices -------------------------------------------------------------------------------------------
 
     def orthogonalize(self, a: Array) -> Array:

@@ -227,6 +227,14 @@ GRACE_HD uint32_t permuted(const Permutation& p, uint32_t index) {
 
 // --- hashing (multiply-shift) --------------------------------------------------------------------------------------------
 
-GRACE_HD uint32_t hashed(uint64_t item, uint64_t a, uint64_t b) { return uint32_t((item * a + b) >> 32); }
+// The hash functions of one row of a sketch.
+struct SketchHash {
+    uint64_t bucket_factor, bucket_term, sign_factor, sign_term;
+};
+
+GRACE_HD uint32_t hashed(uint64_t item, uint64_t factor, uint64_t term) { return uint32_t((item * factor + term) >> 32); }
+
+// A hash as one of so many buckets.
+GRACE_HD uint32_t bucket_of(uint32_t hash, uint32_t columns) { return uint32_t(uint64_t(hash) * columns >> 32); }
 
 }  // namespace grace
