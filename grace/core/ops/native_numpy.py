@@ -22,6 +22,7 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
     """NumPy arrays; as many threads as OMP_NUM_THREADS says, else one, as NumPy itself."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
 
     def _floating(self, x: Array) -> str | None:
