@@ -55,6 +55,17 @@ def serves(framework: str, device: str) -> bool:
     return module is not None and (device.startswith("cpu") or bool(module.cuda))
 
 
+def described(framework: str) -> str:
+    """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are."""
+    built = (tensorflow_library() if framework == "tensorflow" else module) is not None
+    if not built or not serves(framework, "cpu"):
+        fault = "built for another version, and do not load" if built else "not built"
+        return f"{fault}: reference bodies are used (pip install --no-build-isolation . builds the kernels)"
+    what = [str(module.isa())] if module is not None else []
+    what.append("CPU and CUDA" if framework != "tensorflow" and module.cuda else "CPU only")
+    return ", ".join(what) + ("" if wanted() else "; not used, because GRACE_NATIVE is 0")
+
+
 def wanted() -> bool:
     """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
