@@ -55,6 +55,17 @@ def serves(framework: str, device: str) -> bool:
     return module is not None and (device.startswith("cpu") or bool(module.cuda))
 
 
+def described(framework: str) -> str:
+    """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are."""
+    built = (tensorflow_library() if framework == "tensorflow" else module) is not None
+    if not built or not serves(framework, "cpu"):
+        fault = "built for another version, and do not load" if built else "not built"
+        return f"{fault}: reference bodies are used (pip install --no-build-isolation . builds the kernels)"
+    what = [str(module.isa())] if module is not None else []
+    what.append("CPU and CUDA" if framework != "tensorflow" and module.cuda else "CPU only")
+    return ", ".join(what) + ("" if wanted() else "; not used, because GRACE_NATIVE is 0")
+
+
 def wanted() -> bool:
     """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
@@ -176,6 +187,14 @@ class Native(ArrayOps):
     def top_indices(self, x: Array, k: int) -> Array:
         return super().top_indices(x, k) if self._floating(x) is None else self.sparsify(x, k)[1]
 
+    def top_of_sides(self, x: Array, ratio: float) -> tuple[Array, Array, Array]:
+        dtype = self._floating(x)
+        if dtype is None:
+            return super().top_of_sides(x, ratio)
+        outputs, lengths = [dtype, "int32", "int32"], [2, None, None]
+        means, positive, negative = self._run("top_of_sides", [x], (), [ratio], outputs=outputs, lengths=lengths)
+        return means, positive, negative
+
     def gather(self, x: Array, indices: Array) -> Array:
         dtype = self._floating(x)
         if dtype is None or len(indices.shape) != 1 or self._kind(indices) != "int32":
@@ -273,3 +292,28 @@ class Native(ArrayOps):
         inputs = [*codes, *(self.reshape(scale, (-1,)) for scale in scales)]
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
+
+    # --- sketches -------------------------------------------------------------------------------------------------
+
+    def count_sketch(self, x: Array, rows: int, columns: int, key: Key) -> Array:
+        if self._floating(x) is None:
+            return super().count_sketch(x, rows, columns, key)
+        integers, lengths = [rows, columns, *self._key(key)], [rows * columns]
+        return self._run("count_sketch", [x], integers, outputs=[self.dtype(x)], lengths=lengths)[0]
+
+    def sketch_estimate(self, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array:
+        if self._floating(sketch) is None:
+            return super().sketch_estimate(sketch, n, rows, columns, key)
+        integers = [n, rows, columns, *self._key(key)]
+        return self._run("sketch_estimate", [sketch], integers, outputs=[self.dtype(sketch)], lengths=[n])[0]
+
+    # --- small matrices -------------------------------------------------------------------------------------------
+
+    def orthogonalize(self, a: Array) -> Array:
+        rows, columns = (int(side) for side in a.shape)
+        flat = self.reshape(a, (-1,))
+        dtype = self._floating(flat)
+        if dtype is None:
+            return super().orthogonalize(a)
+        found = self._run("orthogonalize", [flat], [rows, columns], outputs=[dtype], lengths=[rows * columns])[0]
+        return self.reshape(found, (rows, columns))

@@ -23,6 +23,7 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
     """NumPy arrays; as many threads as OMP_NUM_THREADS says, else one, as NumPy itself."""
 
     def __init__(self) -> None:
+        super().__init__()
         # OpenMP allows one number per level of nesting.
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         self._threads = int(threads) if threads.isdecimal() else 1
