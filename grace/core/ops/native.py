@@ -285,13 +285,13 @@ class Native(ArrayOps):
     # --- sketches -------------------------------------------------------------------------------------------------
 
     def count_sketch(self, x: Array, rows: int, columns: int, key: Key) -> Array:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().count_sketch(x, rows, columns, key)
         integers, lengths = [rows, columns, *self._key(key)], [rows * columns]
         return self._run("count_sketch", [x], integers, outputs=[self.dtype(x)], lengths=lengths)[0]
 
     def sketch_estimate(self, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array:
-        if not self._served(sketch):
+        if self._floating(sketch) is None:
             return super().sketch_estimate(sketch, n, rows, columns, key)
         integers = [n, rows, columns, *self._key(key)]
         return self._run("sketch_estimate", [sketch], integers, outputs=[self.dtype(sketch)], lengths=[n])[0]
