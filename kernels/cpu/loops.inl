@@ -210,14 +210,12 @@ static void pack(const uint8_t* codes, int bits, int64_t n, uint8_t* out) {
         }
     } else {
         for (; i + 8 <= n; i += 8, out += bits) {
-            uint64_t word = 0;
-            for (int j = 0; j < 8; ++j) word |= uint64_t(codes[i + j]) << (bits * j);
+            const uint64_t word = packed_word(codes + i, bits, 8);
             for (int j = 0; j < bits; ++j) out[j] = uint8_t(word >> (8 * j));
         }
     }
     if (i < n) {
-        uint64_t word = 0;
-        for (int j = 0; i + j < n; ++j) word |= uint64_t(codes[i + j]) << (bits * j);
+        const uint64_t word = packed_word(codes + i, bits, int(n - i));
         for (int64_t j = 0; j < ((n - i) * bits + 7) / 8; ++j) out[j] = uint8_t(word >> (8 * j));
     }
 }
@@ -253,11 +251,7 @@ static void unpack(const uint8_t* data, int bits, int64_t n, uint8_t* codes) {
             for (int j = 0; j < 8; ++j) codes[i + j] = uint8_t(word >> (bits * j) & mask);
         }
     }
-    if (i < n) {
-        uint64_t word = 0;
-        for (int64_t j = 0; j < ((n - i) * bits + 7) / 8; ++j) word |= uint64_t(data[j]) << (8 * j);
-        for (int j = 0; i + j < n; ++j) codes[i + j] = uint8_t(word >> (bits * j) & mask);
-    }
+    for (int64_t j = 0; i + j < n; ++j) codes[i + j] = uint8_t(code_at(data, bits, j));
 }
 
 // --- stochastic levels -----------------------------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ FLOATS = ("float32", "float64")
 
 
 def serves(framework: str, device: str) -> bool:
-    """Whether there are kernels for the arrays of a framework on a device."""
+    """Whether there are kernels for the arrays of a framework on a device: "cpu", "cuda" or "cuda:1"."""
     if module is None or framework == "tensorflow":
         return False
-    return device.startswith("cpu") or bool(module.cuda)
+    kind, _, index = device.partition(":")
+    return kind == "cpu" or (kind == "cuda" and module.cuda and bool(module.serves_gpu(int(index or 0))))
 
 
 def wanted() -> bool:

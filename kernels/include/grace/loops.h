@@ -23,6 +23,13 @@ template <class T> struct Coded {
     const T* scales;
 };
 
+// A list of elements of an array, as a sparsifier sends it.
+template <class T> struct Entries {
+    const T* values;
+    const int32_t* indices;
+    int64_t count;
+};
+
 template <class T> struct Loops {
     void (*weighted_sum)(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around);
     T (*max_abs)(const T* x, int64_t n);
