@@ -72,6 +72,7 @@ setup(
         "torch": ["torch>=2.0", "horovod>=0.28.1"],
         "tensorflow": ["tensorflow>=2.16", "keras>=3", "horovod>=0.28.1"],
         "mpi": ["mpi4py>=4"],
+        "bench": ["matplotlib", "tqdm"],
         "test": [
             "hypothesis",
             "matplotlib",

@@ -77,10 +77,11 @@ class HostCall : public grace::Call {
     int threads_;
 };
 
-template <class Framework> nb::object wrapped(const Output& output, bool numpy) {
+// A NumPy array, or a DLPack capsule.
+template <class... Framework> nb::object wrapped(const Output& output, bool numpy) {
     nb::capsule owner(output.data, [](void* data) noexcept { grace::release(data); });
     const size_t shape[1] = {static_cast<size_t>(output.size)};
-    return nb::cast(nb::ndarray<Framework>(output.data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
+    return nb::cast(nb::ndarray<Framework...>(output.data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
 }
 
 grace::Array array_of(const Given& array, bool writable) {
@@ -88,7 +89,7 @@ grace::Array array_of(const Given& array, bool writable) {
             dtype_of(array.dtype()), writable};
 }
 
-std::vector<grace::Array> arrays_of(nb::tuple inputs, bool consumes, std::vector<Given>& held) {
+std::vector<grace::Array> arrays_of(nb::sequence inputs, bool consumes, bool numpy, std::vector<Given>& held) {
     std::vector<grace::Array> arrays;
     for (nb::handle handle : inputs) {
         Given array;
@@ -98,8 +99,9 @@ std::vector<grace::Array> arrays_of(nb::tuple inputs, bool consumes, std::vector
         if (array.device_type() != nb::device::cpu::value) {
             throw grace::Error(grace::Error::Kind::type, "expected arrays in main memory");
         }
-        bool writable = false;
-        if (consumes && arrays.empty()) {
+        // A capsule is taken once; whether what it holds is read-only, DLPack of this version cannot say.
+        bool writable = consumes && arrays.empty();
+        if (writable && numpy) {
             nb::ndarray<nb::c_contig> changeable;
             writable = nb::try_cast(handle, changeable, false);
         }
@@ -115,11 +117,11 @@ grace::Kernel kernel_of(const std::string& name) {
     return function;
 }
 
-nb::list run(const std::string& kernel, nb::tuple inputs, const std::vector<int64_t>& integers,
+nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
              const std::vector<double>& numbers, bool consumes, int threads, bool numpy) {
     const grace::Kernel function = kernel_of(kernel);
     std::vector<Given> held;
-    HostCall call(kernel, arrays_of(inputs, consumes, held), integers, numbers, threads);
+    HostCall call(kernel, arrays_of(inputs, consumes, numpy, held), integers, numbers, threads);
     {
         nb::gil_scoped_release released;
         function(call);
@@ -128,7 +130,7 @@ nb::list run(const std::string& kernel, nb::tuple inputs, const std::vector<int6
     std::vector<Output> outputs;
     outputs.swap(call.outputs);
     for (const Output& output : outputs) {
-        results.append(numpy ? wrapped<nb::numpy>(output, true) : wrapped<nb::pytorch>(output, false));
+        results.append(numpy ? wrapped<nb::numpy>(output, true) : wrapped<>(output, false));
     }
     return results;
 }
@@ -180,7 +182,7 @@ class DeviceCall : public grace::Call {
 };
 
 // `inputs` are capsules of DLPack, because an array's own method may make streams wait for each other.
-std::vector<grace::Array> device_arrays_of(nb::tuple inputs, int device, std::vector<Given>& held) {
+std::vector<grace::Array> device_arrays_of(nb::sequence inputs, int device, std::vector<Given>& held) {
     std::vector<grace::Array> arrays;
     for (nb::handle handle : inputs) {
         Given array;
@@ -198,7 +200,7 @@ std::vector<grace::Array> device_arrays_of(nb::tuple inputs, int device, std::ve
     return arrays;
 }
 
-nb::list run_on_gpu(const std::string& kernel, nb::tuple inputs, const std::vector<int64_t>& integers,
+nb::list run_on_gpu(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
                     const std::vector<double>& numbers, int device, uintptr_t stream, nb::callable allocate) {
     const grace::Kernel function = kernel_of(kernel);
     std::vector<Given> held;
@@ -232,7 +234,7 @@ NB_MODULE(GRACE_MODULE, module) {
     module.doc() = "Kernels of grace on NumPy arrays and PyTorch tensors.";
     module.def("run", &run, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"), nb::arg("numbers"),
                nb::arg("consumes"), nb::arg("threads"), nb::arg("numpy"),
-               "Results of a kernel: of flat contiguous arrays, integers and numbers.");
+               "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or DLPack capsules.");
     module.def("kernels", &grace::names, "The names of all kernels.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");

@@ -190,3 +190,36 @@ class TransposesV(NumpyOps):
 class ForgetsToNormalise(NumpyOps):
     def inverse(self, a):
         return super().inverse(a) * a[0, 0]
+
+
+@breaks("test_weighted_sum_rounds_either_product_and_changes_nothing")
+class WeighsInPlace(NumpyOps):
+    def weighted_sum(self, x, a, y, b):
+        return self.add_(self.scale_(x, a), y * np.float32(b))
+
+
+@breaks("test_weighted_sum_rounds_either_product_and_changes_nothing")
+class RoundsOnce(NumpyOps):
+    def weighted_sum(self, x, a, y, b):
+        return (a * x.astype(np.float64) + b * y.astype(np.float64)).astype(x.dtype)
+
+
+@breaks("test_sums_over_ranks_add_in_their_order")
+class AddsTheLastRankFirst(NumpyOps):
+    def binary_sum(self, bits, levels, n, onto=None):
+        return super().binary_sum(bits[::-1], levels[::-1], n, onto)
+
+
+@breaks("test_select_knows_which_side_the_bound_is_on")
+class SelectsTheBoundAlways(NumpyOps):
+    def select(self, x, bound, strict, nonzero=False):
+        return super().select(x, bound, False, nonzero)
+
+
+@breaks("test_corrupt_payloads_are_refused")
+class ScattersAnywhere(NumpyOps):
+    def sparse_sum(self, values, indices, n, onto=None):
+        total = np.zeros(n, values[0].dtype) if onto is None else onto
+        for value, index in zip(values, indices, strict=True):
+            total = self.scatter_add_(total, index, value)
+        return total

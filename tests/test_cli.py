@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import grace
-from grace import cli
+from grace import cli, listing
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,7 +29,7 @@ def test_compressors_lists_every_registered_method():
 
 
 def test_compressors_shows_defaults_flags_bits_frameworks_and_options(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_version", lambda package: None if package == "tensorflow" else "9.9")
+    monkeypatch.setattr(listing, "installed", lambda package: None if package == "tensorflow" else "9.9")
     assert cli.main(["compressors"]) == 0
     output = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in output.split("\n\n")[0].splitlines()}
@@ -75,10 +75,10 @@ def test_bits_of_run_time_length_are_those_of_kept_elements_or_by_the_data(capsy
 def test_measured_bits_are_what_theory_says():
     # Of a normal distribution 1 % of either sign in 32 bits; and the share above one standard deviation, in 64 bits,
     # while what is held back comes later: with error feedback it is more.
-    assert cli._measured("adaptive") == pytest.approx(0.32, rel=0.02)
+    assert listing._measured("adaptive") == pytest.approx(0.32, rel=0.02)
     # 10 of 100 steps send all, the others 8 of every 64 elements.
-    assert cli._measured("gradiveq") == pytest.approx(0.1 * 32 + 0.9 * 32 / 8)
-    assert cli._measured("threshold") > 64 * 0.3173
+    assert listing._measured("gradiveq") == pytest.approx(0.1 * 32 + 0.9 * 32 / 8)
+    assert listing._measured("threshold") > 64 * 0.3173
 
 
 def test_what_a_docstring_says_is_taken_apart():
@@ -91,7 +91,7 @@ def test_what_a_docstring_says_is_taken_apart():
         by Roe and Poe, "Another", AAAI 2020.
         """
 
-    assert cli._said(Method) == {
+    assert listing._said(Method) == {
         "Cost": "one pass of x.",
         "When": "seldom. Not now.",
         "Reference": "Doe et al., ICML 2019; Roe and Poe, AAAI 2020",
@@ -152,7 +152,7 @@ def test_doctor_without_launch_finds_this_environment_complete():
 
 
 def test_doctor_names_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_version", lambda package: "9.9" if package == "numpy" else None)
+    monkeypatch.setattr(cli, "installed", lambda package: "9.9" if package == "numpy" else None)
     assert cli.main(["doctor", "--no-launch"]) == 1
     output = capsys.readouterr().out
     assert "2 problem(s):" in output
@@ -161,7 +161,7 @@ def test_doctor_names_what_is_missing(monkeypatch, capsys):
 
 
 def test_doctor_shows_why_horovod_does_not_load(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_version", lambda package: None if package == "tensorflow" else "9.9")
+    monkeypatch.setattr(cli, "installed", lambda package: None if package == "tensorflow" else "9.9")
     monkeypatch.setattr(cli, "BUILD", "raise ImportError('no symbol for {0}')")
     assert cli.main(["doctor", "--no-launch"]) == 1
     output = capsys.readouterr().out
@@ -179,7 +179,7 @@ def only_mpirun(monkeypatch, tmp_path):
         stand_in.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(cli, "_version", lambda package: "9.9")
+    monkeypatch.setattr(cli, "installed", lambda package: "9.9")
     monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"tensorflow": ["MPI"]})
     return install
 
@@ -201,7 +201,7 @@ def test_doctor_stops_a_launch_that_hangs(only_mpirun, capsys):
 
 
 def test_doctor_says_when_no_launcher_fits(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(cli, "_version", lambda package: "9.9")
+    monkeypatch.setattr(cli, "installed", lambda package: "9.9")
     monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"torch": ["Gloo"]})
     monkeypatch.setattr(cli.shutil, "which", lambda name, path=None: None)
     assert cli.main(["doctor"]) == 1

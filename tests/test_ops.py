@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 from grace.core.errors import ConfigError
 from grace.core.ops import get_ops
+from grace.core.ops.codings import Codings
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.helpers import Helpers
 from grace.core.spec import Key
 from grace.testing.harness import EPS, FRAMEWORKS, array, flushed_below, host, same
+from grace.testing.traced import traced_ops
+from tests import composites
 
 N = 1003
 KEY = Key(77, 5)
@@ -82,6 +89,25 @@ def test_the_optimizer_of_graphs_computes_with_numbers_unless_they_are_hidden(na
     assert not same(eager, graph)
 
 
+def test_a_composite_is_one_graph_per_signature_and_keeps_no_array():
+    ops = pytest.importorskip("grace.core.ops.tensorflow_ops").TensorflowOps()
+
+    def votes(ranks):
+        return [array(ops, np.full(2, rank), "uint8") for rank in range(ranks)]
+
+    def graphs(*args, **options):
+        ops.majority(*args, **options)
+        return sum(signature[0] == "majority" for signature in ops._graphs)
+
+    first = votes(2)
+    alive = weakref.ref(first[0])
+    assert (graphs(first, 9, "float32"), graphs(votes(2), 9, "float32")) == (1, 1)
+    assert (graphs(votes(3), 9, "float32"), graphs(votes(2), 9, dtype="float64")) == (2, 3)
+    del first
+    gc.collect()
+    assert alive() is None
+
+
 def test_denormals_count_as_zeros_in_tensorflow_only():
     """What the contracts allow for, found out by a sum: here is which frameworks need it."""
     flushed = {"numpy": 0.0, "torch": 0.0, "tensorflow": 2.0**-126}
@@ -96,6 +122,61 @@ def test_packed_bytes_agree(bits, n):
     assert all(same(packed[0], other) for other in packed[1:])
     reference = host(get_ops("numpy"), ArrayOps.pack(get_ops("numpy"), codes, bits))
     assert packed[0].tolist() == reference.tolist(), "an override must be the reference body, only faster"
+
+
+def given(ops, value):
+    """A value of a case with its arrays as those of a framework."""
+    if isinstance(value, np.ndarray):
+        data = ops.cast(value.copy().reshape(-1).view(np.uint8), "uint8")
+        return ops.reshape(ops.from_bytes(data, value.dtype.name), value.shape)
+    if isinstance(value, dict):
+        return {name: given(ops, v) for name, v in value.items()}
+    return type(value)(given(ops, v) for v in value) if type(value) in (list, tuple) else value
+
+
+def check_composite(ops, call):
+    results = getattr(ops, call.name)(*given(ops, call.args), **given(ops, call.options))
+    results = [host(ops, r) for r in (results if isinstance(results, (list, tuple)) else [results])]
+    assert len(results) == len(call.expected)
+    for result, expected in zip(results, call.expected, strict=True):
+        assert result.dtype == expected.dtype, call.name
+        # 0 and -0 are one number.
+        assert np.array_equal(result, expected), (call.name, call.options)
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype"), [*((n, "float32") for n in composites.SIZES), (9, "float64"), (1000, "float64")]
+)
+@pytest.mark.parametrize("name", composites.CASES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_composites_equal_plain_numpy(framework, name, n, dtype):
+    for call in composites.CASES[name](n, dtype):
+        check_composite(get_ops(framework), call)
+
+
+@pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
+@pytest.mark.parametrize("name", composites.CASES)
+def test_composites_in_graphs_equal_plain_numpy(name):
+    ops = traced_ops()
+    for call in composites.CASES[name](9, "float32"):
+        check_composite(ops, call)
+
+
+def test_every_composite_has_a_case():
+    tested = {call.name for make in composites.CASES.values() for call in make(9, "float32")}
+    made = {name for cls in (Helpers, Codings, ArrayOps) for name in vars(cls) if not name.startswith("_")}
+    elsewhere = {
+        "uniform",
+        "sample",
+        "quantize",
+        "dequantize",
+        "sparsify",
+        "pack",
+        "unpack",
+        "orthogonalize",
+        "inverse",
+    }
+    assert tested | elsewhere == made
 
 
 def test_an_expanded_scalar_has_bytes():

@@ -114,7 +114,7 @@ class Compressor(ABC):
         """Sum of what the payloads carry (default: add decompressed ones in the order of the ranks)."""
         total = self.decompress(payloads[0], at)
         for payload in payloads[1:]:
-            total = total + self.decompress(payload, at)
+            total = at.ops.weighted_sum(total, 1, self.decompress(payload, at), 1)
         return total
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:

@@ -56,13 +56,18 @@ class _Simulated(Handle):
             return arrays[self.root]
         if self.kind == "allgather":
             return self.ops.concat(arrays)
-        dtype = self.ops.dtype(arrays[0])
-        wide = "float32" if dtype == "bfloat16" else dtype
-        total = self.ops.cast(arrays[0], wide)
-        for other in arrays[1:]:
-            other = self.ops.cast(other, wide)
-            total = total + other if self.kind == "sum" else self.ops.where(other > total, other, total)
-        return self.ops.cast(total, dtype)
+        return reduced(self.ops, arrays, self.kind)
+
+
+def reduced(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
+    """What an allreduce with "sum" or "max" makes of one array per rank; bfloat16 is added in float32."""
+    dtype = ops.dtype(arrays[0])
+    wide = "float32" if dtype == "bfloat16" else dtype
+    total = ops.cast(arrays[0], wide)
+    for other in arrays[1:]:
+        other = ops.cast(other, wide)
+        total = total + other if op == "sum" else ops.where(other > total, other, total)
+    return ops.cast(total, dtype)
 
 
 class SimulatedTransport(Transport):

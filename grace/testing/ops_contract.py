@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grace.core.errors import StepError
+from grace.core.errors import PayloadError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -283,3 +283,57 @@ class OpsContract:
         dense = host(ops, ops.desparsify(values, indices, 100))
         kept = np.abs(x) >= np.sort(np.abs(x))[-10]
         assert np.array_equal(dense, np.where(kept, x, 0))
+
+    def test_weighted_sum_rounds_either_product_and_changes_nothing(self, ops: ArrayOps) -> None:
+        # 1.00024414^2 is no float32 number; without rounding before the sum 2^-24 would be left.
+        factor = 1 + 2.0**-12
+        x, y = array(ops, [factor, 3.0], "float32"), array(ops, [1 + 2.0**-11, 5.0], "float32")
+        assert float(ops.weighted_sum(x, factor, y, -1)[0]) == 0
+        for a, b in ((1, 1), (1, -1), (0.5, 1), (0.5, 2)):
+            assert float(ops.weighted_sum(x, a, y, b)[1]) == a * 3 + b * 5
+        assert (float(x[1]), float(y[1])) == (3, 5)
+        assert float(ops.weighted_sum(array(ops, [1.0], "float64"), 0.1, array(ops, [0.0], "float64"), 1)[0]) == 0.1
+
+    def test_sums_over_ranks_add_in_their_order(self, ops: ArrayOps) -> None:
+        bits = [ops.pack(array(ops, codes, "uint8"), 1) for codes in ([1, 0, 1], [1, 0, 0], [1, 0, 1])]
+        levels = [array(ops, pair, "float32") for pair in ([2, 2.0**24], [3, 1], [4, 1])]
+        assert host(ops, ops.binary_sum(bits, levels, 3)).tolist() == [2.0**24, 9, 2.0**24 + 4]
+        onto = array(ops, [-(2.0**24), 1, 0], "float32")
+        assert host(ops, ops.binary_sum(bits, levels, 3, onto=onto)).tolist() == [2, 10, 2.0**24 + 4]
+        assert host(ops, ops.majority(bits, 3, "float32")).tolist() == [1, -1, 1]
+        assert host(ops, ops.majority(bits[:2], 3, "float64")).tolist() == [1, -1, 0]
+
+    def test_select_knows_which_side_the_bound_is_on(self, ops: ArrayOps) -> None:
+        x = array(ops, [-2, 1, 0, 2, -1, 3], "float32")
+        cases = {(2, True): [5], (2, False): [0, 3, 5], (0, True): [0, 1, 3, 4, 5], (0, False): [0, 1, 2, 3, 4, 5]}
+        for (bound, strict), expected in cases.items():
+            for given in (bound, array(ops, [bound], "float32")):
+                values, indices = ops.select(x, given, strict)
+                assert (ops.dtype(indices), host(ops, indices).tolist()) == ("int32", expected)
+                assert host(ops, values).tolist() == host(ops, x)[expected].tolist()
+        assert host(ops, ops.select(x, 0, False, nonzero=True)[1]).tolist() == cases[0, True]
+
+    def test_corrupt_payloads_are_refused(self, ops: ArrayOps) -> None:
+        """In a graph the error is one of TensorFlow."""
+        x, half = array(ops, [1, -1, 0, 3], "float32"), array(ops, [0.5], "float32")
+        for index in (-1, 4):
+            with pytest.raises(_refusals(ops)):
+                ops.sparse_sum([x[:1]], [array(ops, [index], "int32")], 4)
+        codes = ops.ternary_encode(x, half)
+        assert host(ops, ops.ternary_sum([codes], [half], 4)).tolist() == [0.5, -0.5, 0, 0.5]
+        for other in (ops.concat([codes, codes]), codes[:0], array(ops, [255], "uint8")):
+            with pytest.raises(_refusals(ops)):
+                ops.ternary_sum([other], [half], 4)
+        full, words, small, tags = ops.precision_encode(x, 2.0**-10, 5, 0)
+        assert host(ops, ops.precision_sum([(full, words, small, tags)], 5, 0, 4, "float32")).tolist() == [1, -1, 0, 3]
+        for other in (full[:1], ops.concat([full, full])):
+            with pytest.raises(_refusals(ops)):
+                ops.precision_sum([(other, words, small, tags)], 5, 0, 4, "float32")
+
+
+def _refusals(ops: ArrayOps) -> tuple[type[Exception], ...]:
+    if ops.name != "tensorflow":
+        return (PayloadError,)
+    import tensorflow as tf
+
+    return PayloadError, tf.errors.InvalidArgumentError

@@ -107,28 +107,26 @@ class _Graphs:
 
         if not tf.executing_eagerly():
             return self.function(*args, **options)
-        opened = [_opened(arg) for arg in args]
+        opened = [_opened(arg) for arg in args], {name: _opened(option) for name, option in options.items()}
         flat = tf.nest.flatten(opened)
         unknown = {id(array) for array in open_ended}
         forms = [
             tf.TensorSpec([None] if id(v) in unknown else v.shape, v.dtype) if tf.is_tensor(v) else v for v in flat
         ]
         structure = tf.nest.map_structure(lambda _: 0, opened)
-        signature = (repr(structure), *forms, *options.items())
+        signature = (repr(structure), *forms)
         if signature not in self._graphs:
             self.traces[signature] = 0
-            self._graphs[signature] = self._graph(signature, structure, forms, options)
+            self._graphs[signature] = self._graph(signature, structure, forms)
         values = self._graphs[signature](*(v for v in flat if tf.is_tensor(v)))
         return _filled(*self._results[signature], values)
 
-    def _graph(
-        self, signature: Any, structure: Any, forms: list[Any], options: dict[str, Any]
-    ) -> Callable[..., list[Array]]:
+    def _graph(self, signature: Any, structure: Any, forms: list[Any]) -> Callable[..., list[Array]]:
         import tensorflow as tf
 
         def body(*values: Array) -> list[Array]:
             self.traces[signature] += 1
-            args = _filled(structure, forms, values)
+            args, options = _filled(structure, forms, values)
             args = [Site(**a._asdict()) if isinstance(a, _Opened) else a for a in args]
             results = self.function(*args, **options)
             flat = tf.nest.flatten(results)

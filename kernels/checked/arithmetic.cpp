@@ -80,7 +80,7 @@ void half_kernel(Call& call) {
     uint16_t* out = static_cast<uint16_t*>(call.allocate(brain ? DType::bfloat16 : DType::float16, n));
     GRACE_GPU(call, half, x, brain, out, n);
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
-        loops<float>().to_half(x + begin, brain, out + begin, end - begin);
+        loops<float>().to_half(x + begin, brain, out + begin, end - begin, is_large<uint16_t>(n));
     });
 }
 

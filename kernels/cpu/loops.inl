@@ -97,20 +97,29 @@ template <class T> static void binarize(const T* x, T threshold, uint8_t* bits, 
     if (rest > 0) store_mask(mask_of<Test::at_least>(x + i, threshold, rest), bits + i / 8, (rest + 7) / 8);
 }
 
+template <class T> struct Eight {
+    typedef T Values __attribute__((vector_size(8 * sizeof(T))));
+    typedef typename Format<T>::Signed Words __attribute__((vector_size(8 * sizeof(T))));
+};
+typedef double EightDoubles __attribute__((vector_size(64)));
+
 template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
-    double high[8] = {0, 0, 0, 0, 0, 0, 0, 0}, low[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    using Values = typename Eight<T>::Values;
+    using Words = typename Eight<T>::Words;
+    // Two of each, so that one sum need not wait for the last.
+    EightDoubles high[2] = {}, low[2] = {};
     int64_t count = 0, i = 0;
     for (; i + 64 <= n; i += 64) {
         const uint64_t mask = mask64<Test::at_least>(x + i, threshold);
         store_mask(mask, bits + i / 8, 8);
         count += __builtin_popcountll(mask);
-        for (int j = 0; j < 64; j += 8) {
-            for (int l = 0; l < 8; ++l) {
-                const T value = x[i + j + l];
-                const bool above = value >= threshold;
-                high[l] += double(above ? value : T(0));
-                low[l] += double(above ? T(0) : value);
-            }
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+            Values value;
+            memcpy(&value, x + i + 8 * j, sizeof(value));
+            const Words above = value >= threshold;
+            high[j % 2] += __builtin_convertvector((Values)((Words)value & above), EightDoubles);
+            low[j % 2] += __builtin_convertvector((Values)((Words)value & ~above), EightDoubles);
         }
     }
     const int rest = int(n - i);
@@ -118,12 +127,12 @@ template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* b
         const uint64_t mask = mask_of<Test::at_least>(x + i, threshold, rest);
         store_mask(mask, bits + i / 8, (rest + 7) / 8);
         count += __builtin_popcountll(mask);
-        for (int j = 0; j < rest; ++j) (mask >> j & 1 ? high : low)[j % 8] += double(x[i + j]);
+        for (int j = 0; j < rest; ++j) (mask >> j & 1 ? high : low)[0][j % 8] += double(x[i + j]);
     }
     sums[0] += double(count);
     for (int l = 0; l < 8; ++l) {
-        sums[1] += high[l];
-        sums[2] += low[l];
+        sums[1] += high[0][l] + high[1][l];
+        sums[2] += low[0][l] + low[1][l];
     }
 }
 
@@ -186,72 +195,81 @@ static void majority(const uint8_t* const* bits, int ranks, T* out, int64_t n, b
 
 // --- packing ---------------------------------------------------------------------------------------------------------------
 
-static void pack(const uint8_t* codes, int bits, int64_t n, uint8_t* out) {
-    if (bits == 8) {
-        memcpy(out, codes, size_t(n));
-        return;
-    }
+// Eight codes of `bits` bits, one per byte, as one word; and back.
+GRACE_LOCAL uint64_t gathered(uint64_t codes, int bits) {
+#if defined(__BMI2__)
+    return _pext_u64(codes, 0x0101010101010101u * ((1u << bits) - 1));
+#else
+    uint64_t word = 0;
+    for (int j = 0; j < 8; ++j) word |= (codes >> (8 * j) & 255) << (bits * j);
+    return word;
+#endif
+}
+
+GRACE_LOCAL uint64_t spread(uint64_t word, int bits) {
+#if defined(__BMI2__)
+    return _pdep_u64(word, 0x0101010101010101u * ((1u << bits) - 1));
+#else
+    uint64_t codes = 0;
+    for (int j = 0; j < 8; ++j) codes |= (word >> (bits * j) & ((1u << bits) - 1)) << (8 * j);
+    return codes;
+#endif
+}
+
+// The first `bytes` (at most 8) bytes at `from`, little end first; and back.
+GRACE_LOCAL uint64_t load_bytes(const uint8_t* from, int64_t bytes) {
+    uint64_t word = 0;
+    for (int64_t j = 0; j < bytes; ++j) word |= uint64_t(from[j]) << (8 * j);
+    return word;
+}
+
+GRACE_LOCAL void store_bytes(uint64_t word, uint8_t* to, int64_t bytes) {
+    for (int64_t j = 0; j < bytes; ++j) to[j] = uint8_t(word >> (8 * j));
+}
+
+template <int bits> GRACE_LOCAL void pack_by(const uint8_t* codes, int64_t n, uint8_t* out) {
     int64_t i = 0;
-    if (bits == 1) {
-        for (; i + 8 <= n; i += 8) {
-            uint64_t word;
-            memcpy(&word, codes + i, 8);
-            // Bit 0 of byte j comes to bit 56 + j of the product.
-            *out++ = uint8_t((word & 0x0101010101010101u) * 0x0102040810204080u >> 56);
-        }
-    } else if (bits == 2) {
-        for (; i + 8 <= n; i += 8, out += 2) {
-            out[0] = uint8_t(codes[i] | codes[i + 1] << 2 | codes[i + 2] << 4 | codes[i + 3] << 6);
-            out[1] = uint8_t(codes[i + 4] | codes[i + 5] << 2 | codes[i + 6] << 4 | codes[i + 7] << 6);
-        }
-    } else if (bits == 4) {
-        for (; i + 8 <= n; i += 8, out += 4) {
-            for (int j = 0; j < 4; ++j) out[j] = uint8_t(codes[i + 2 * j] | codes[i + 2 * j + 1] << 4);
-        }
-    } else {
-        for (; i + 8 <= n; i += 8, out += bits) {
-            const uint64_t word = packed_word(codes + i, bits, 8);
-            for (int j = 0; j < bits; ++j) out[j] = uint8_t(word >> (8 * j));
-        }
+    for (; i + 8 <= n; i += 8, out += bits) {
+        uint64_t word;
+        memcpy(&word, codes + i, 8);
+        store_bytes(gathered(word, bits), out, bits);
     }
-    if (i < n) {
-        const uint64_t word = packed_word(codes + i, bits, int(n - i));
-        for (int64_t j = 0; j < ((n - i) * bits + 7) / 8; ++j) out[j] = uint8_t(word >> (8 * j));
+    if (i < n) store_bytes(gathered(load_bytes(codes + i, n - i), bits), out, ((n - i) * bits + 7) / 8);
+}
+
+template <int bits> GRACE_LOCAL void unpack_by(const uint8_t* data, int64_t n, uint8_t* codes) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8, data += bits) {
+        const uint64_t word = spread(load_bytes(data, bits), bits);
+        memcpy(codes + i, &word, 8);
+    }
+    if (i < n) store_bytes(spread(load_bytes(data, ((n - i) * bits + 7) / 8), bits), codes + i, n - i);
+}
+
+static void pack(const uint8_t* codes, int bits, int64_t n, uint8_t* out) {
+    switch (bits) {
+        case 1: return pack_by<1>(codes, n, out);
+        case 2: return pack_by<2>(codes, n, out);
+        case 3: return pack_by<3>(codes, n, out);
+        case 4: return pack_by<4>(codes, n, out);
+        case 5: return pack_by<5>(codes, n, out);
+        case 6: return pack_by<6>(codes, n, out);
+        case 7: return pack_by<7>(codes, n, out);
+        default: memcpy(out, codes, size_t(n));
     }
 }
 
 static void unpack(const uint8_t* data, int bits, int64_t n, uint8_t* codes) {
-    if (bits == 8) {
-        memcpy(codes, data, size_t(n));
-        return;
+    switch (bits) {
+        case 1: return unpack_by<1>(data, n, codes);
+        case 2: return unpack_by<2>(data, n, codes);
+        case 3: return unpack_by<3>(data, n, codes);
+        case 4: return unpack_by<4>(data, n, codes);
+        case 5: return unpack_by<5>(data, n, codes);
+        case 6: return unpack_by<6>(data, n, codes);
+        case 7: return unpack_by<7>(data, n, codes);
+        default: memcpy(codes, data, size_t(n));
     }
-    const uint64_t mask = (uint64_t(1) << bits) - 1;
-    int64_t i = 0;
-    if (bits == 1) {
-        for (; i + 8 <= n; i += 8) {
-            const uint32_t byte = *data++;
-            for (uint32_t j = 0; j < 8; ++j) codes[i + j] = uint8_t(byte >> j & 1u);
-        }
-    } else if (bits == 2) {
-        for (; i + 8 <= n; i += 8, data += 2) {
-            for (int j = 0; j < 4; ++j) codes[i + j] = uint8_t(data[0] >> (2 * j) & 3);
-            for (int j = 0; j < 4; ++j) codes[i + 4 + j] = uint8_t(data[1] >> (2 * j) & 3);
-        }
-    } else if (bits == 4) {
-        for (; i + 8 <= n; i += 8, data += 4) {
-            for (int j = 0; j < 4; ++j) {
-                codes[i + 2 * j] = data[j] & 15;
-                codes[i + 2 * j + 1] = data[j] >> 4;
-            }
-        }
-    } else {
-        for (; i + 8 <= n; i += 8, data += bits) {
-            uint64_t word = 0;
-            for (int j = 0; j < bits; ++j) word |= uint64_t(data[j]) << (8 * j);
-            for (int j = 0; j < 8; ++j) codes[i + j] = uint8_t(word >> (bits * j) & mask);
-        }
-    }
-    for (int64_t j = 0; i + j < n; ++j) codes[i + j] = uint8_t(code_at(data, bits, j));
 }
 
 // --- stochastic levels -----------------------------------------------------------------------------------------------------
@@ -358,21 +376,23 @@ static void select(const T* x, T bound, bool strict, bool nonzero, int32_t first
 
 // --- half precision --------------------------------------------------------------------------------------------------------
 
-template <class T> static void to_half(const T* x, bool brain, uint16_t* out, int64_t n) {
-    if (brain) {
-        for (int64_t i = 0; i < n; ++i) out[i] = to_bfloat16(float(x[i]));
-        return;
-    }
-    int64_t i = 0;
-#if defined(__AVX512F__) || defined(__F16C__)
-    if (sizeof(T) == sizeof(float)) {
-        const float* from = reinterpret_cast<const float*>(x);
-        for (; i + 8 <= n; i += 8) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+template <class T> static void to_half(const T* x, bool brain, uint16_t* out, int64_t n, bool around) {
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, uint16_t* target) {
+        int64_t i = 0;
+        if (brain) {
+            for (; i < length; ++i) target[i] = to_bfloat16(float(x[at + i]));
+            return;
         }
-    }
+#if defined(__AVX512F__) || defined(__F16C__)
+        if (sizeof(T) == sizeof(float)) {
+            const float* from = reinterpret_cast<const float*>(x) + at;
+            for (; i + 8 <= length; i += 8) {
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+            }
+        }
 #endif
-    for (; i < n; ++i) out[i] = to_float16(float(x[i]));
+        for (; i < length; ++i) target[i] = to_float16(float(x[at + i]));
+    });
 }
 
 template <class T> static void from_half(const uint16_t* x, bool brain, T* out, int64_t n, bool around) {

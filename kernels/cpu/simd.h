@@ -104,61 +104,88 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) 
 
 // --- random words --------------------------------------------------------------------------------------------------------
 
-// Words 4 first .. 4 (first + blocks) - 1 of a stream.
+// Words 4 first .. 4 (first + blocks) - 1 of a stream. A lane of 64 bits holds one word of one block in its lower half;
+// the upper half is what no product reads. Two groups of blocks run side by side, because a round waits for the last.
 #if defined(__AVX512F__)
 GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
     const __m512i m0 = _mm512_set1_epi64(kPhilox0), m1 = _mm512_set1_epi64(kPhilox1);
-    const __m512i lower = _mm512_set1_epi64(0xFFFFFFFF);
-    const __m512i even = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), odd = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+    const __m512i even = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+    const __m512i odd = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+    __m512i k0[10], k1[10];
+    for (int round = 0; round < 10; ++round) {
+        k0[round] = _mm512_set1_epi64(key.seed_low + uint32_t(round) * kWeyl0);
+        k1[round] = _mm512_set1_epi64(key.seed_high + uint32_t(round) * kWeyl1);
+    }
     int64_t b = 0;
-    for (; b + 8 <= blocks; b += 8) {
-        __m512i c0 = _mm512_add_epi64(_mm512_set1_epi64(int64_t(uint32_t(first + b))), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
-        __m512i c1 = _mm512_set1_epi64(key.step), c2 = _mm512_set1_epi64(key.stream), c3 = _mm512_set1_epi64(key.rank);
-        uint32_t k0 = key.seed_low, k1 = key.seed_high;
+    for (; b + 16 <= blocks; b += 16, out += 64) {
+        __m512i c0[2], c1[2], c2[2], c3[2];
+        for (int g = 0; g < 2; ++g) {
+            c0[g] = _mm512_add_epi64(_mm512_set1_epi64(int64_t(first) + b + 8 * g), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+            c1[g] = _mm512_set1_epi64(key.step);
+            c2[g] = _mm512_set1_epi64(key.stream);
+            c3[g] = _mm512_set1_epi64(key.rank);
+        }
 #pragma GCC unroll 10
         for (int round = 0; round < 10; ++round) {
-            // The upper halves of the lanes hold what no product reads.
-            const __m512i p0 = _mm512_mul_epu32(c0, m0), p1 = _mm512_mul_epu32(c2, m1);
-            c0 = _mm512_xor_epi64(_mm512_xor_epi64(_mm512_srli_epi64(p1, 32), c1), _mm512_set1_epi64(k0));
-            c2 = _mm512_xor_epi64(_mm512_xor_epi64(_mm512_srli_epi64(p0, 32), c3), _mm512_set1_epi64(k1));
-            c1 = p1;
-            c3 = p0;
-            k0 += kWeyl0;
-            k1 += kWeyl1;
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; ++g) {
+                const __m512i p0 = _mm512_mul_epu32(c0[g], m0), p1 = _mm512_mul_epu32(c2[g], m1);
+                // 0x96: the exclusive or of three.
+                c0[g] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[g], k0[round], 0x96);
+                c2[g] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3[g], k1[round], 0x96);
+                c1[g] = p1;
+                c3[g] = p0;
+            }
         }
-        const __m512i a = _mm512_or_epi64(_mm512_and_epi64(c0, lower), _mm512_slli_epi64(c1, 32));
-        const __m512i c = _mm512_or_epi64(_mm512_and_epi64(c2, lower), _mm512_slli_epi64(c3, 32));
-        _mm512_storeu_si512(out + 4 * b, _mm512_permutex2var_epi64(a, even, c));
-        _mm512_storeu_si512(out + 4 * b + 16, _mm512_permutex2var_epi64(a, odd, c));
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; ++g) {
+            const __m512i a = _mm512_mask_shuffle_epi32(c0[g], 0xAAAA, c1[g], _MM_PERM_CCAA);
+            const __m512i c = _mm512_mask_shuffle_epi32(c2[g], 0xAAAA, c3[g], _MM_PERM_CCAA);
+            _mm512_storeu_si512(out + 32 * g, _mm512_permutex2var_epi64(a, even, c));
+            _mm512_storeu_si512(out + 32 * g + 16, _mm512_permutex2var_epi64(a, odd, c));
+        }
     }
-    for (; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
+    for (; b < blocks; ++b, out += 4) philox(key, uint32_t(first + b), out);
 }
 #elif defined(__AVX2__)
 GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
     const __m256i m0 = _mm256_set1_epi64x(kPhilox0), m1 = _mm256_set1_epi64x(kPhilox1);
-    const __m256i lower = _mm256_set1_epi64x(0xFFFFFFFF);
+    __m256i k0[10], k1[10];
+    for (int round = 0; round < 10; ++round) {
+        k0[round] = _mm256_set1_epi64x(key.seed_low + uint32_t(round) * kWeyl0);
+        k1[round] = _mm256_set1_epi64x(key.seed_high + uint32_t(round) * kWeyl1);
+    }
     int64_t b = 0;
-    for (; b + 4 <= blocks; b += 4) {
-        __m256i c0 = _mm256_add_epi64(_mm256_set1_epi64x(int64_t(uint32_t(first + b))), _mm256_setr_epi64x(0, 1, 2, 3));
-        __m256i c1 = _mm256_set1_epi64x(key.step), c2 = _mm256_set1_epi64x(key.stream), c3 = _mm256_set1_epi64x(key.rank);
-        uint32_t k0 = key.seed_low, k1 = key.seed_high;
+    for (; b + 8 <= blocks; b += 8, out += 32) {
+        __m256i c0[2], c1[2], c2[2], c3[2];
+        for (int g = 0; g < 2; ++g) {
+            c0[g] = _mm256_add_epi64(_mm256_set1_epi64x(int64_t(first) + b + 4 * g), _mm256_setr_epi64x(0, 1, 2, 3));
+            c1[g] = _mm256_set1_epi64x(key.step);
+            c2[g] = _mm256_set1_epi64x(key.stream);
+            c3[g] = _mm256_set1_epi64x(key.rank);
+        }
 #pragma GCC unroll 10
         for (int round = 0; round < 10; ++round) {
-            const __m256i p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
-            c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1), _mm256_set1_epi64x(k0));
-            c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3), _mm256_set1_epi64x(k1));
-            c1 = p1;
-            c3 = p0;
-            k0 += kWeyl0;
-            k1 += kWeyl1;
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; ++g) {
+                const __m256i p0 = _mm256_mul_epu32(c0[g], m0), p1 = _mm256_mul_epu32(c2[g], m1);
+                c0[g] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1[g]), k0[round]);
+                c2[g] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3[g]), k1[round]);
+                c1[g] = p1;
+                c3[g] = p0;
+            }
         }
-        const __m256i a = _mm256_or_si256(_mm256_and_si256(c0, lower), _mm256_slli_epi64(c1, 32));
-        const __m256i c = _mm256_or_si256(_mm256_and_si256(c2, lower), _mm256_slli_epi64(c3, 32));
-        const __m256i low = _mm256_unpacklo_epi64(a, c), high = _mm256_unpackhi_epi64(a, c);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 4 * b), _mm256_permute2x128_si256(low, high, 0x20));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 4 * b + 8), _mm256_permute2x128_si256(low, high, 0x31));
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; ++g) {
+            const __m256i a = _mm256_blend_epi32(c0[g], _mm256_slli_epi64(c1[g], 32), 0xAA);
+            const __m256i c = _mm256_blend_epi32(c2[g], _mm256_slli_epi64(c3[g], 32), 0xAA);
+            const __m256i low = _mm256_unpacklo_epi64(a, c), high = _mm256_unpackhi_epi64(a, c);
+            __m256i* to = reinterpret_cast<__m256i*>(out + 16 * g);
+            _mm256_storeu_si256(to, _mm256_permute2x128_si256(low, high, 0x20));
+            _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(low, high, 0x31));
+        }
     }
-    for (; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
+    for (; b < blocks; ++b, out += 4) philox(key, uint32_t(first + b), out);
 }
 #else
 GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {

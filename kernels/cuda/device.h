@@ -144,6 +144,24 @@ __device__ static inline void store_bytes(uint8_t* to, uint64_t word, int bytes)
     }
 }
 
+// Eight codes of 1 to 8 bits, the first one lowest.
+__device__ static inline uint64_t packed_word(const uint32_t codes[8], int bits) {
+    uint64_t word = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) word |= uint64_t(codes[j]) << (bits * j);
+    return word;
+}
+
+// Code i of 1 to 8 bits; reads no byte that it has no part in.
+__device__ static inline uint32_t code_at(const uint8_t* data, int bits, int64_t i) {
+    const int64_t first = i * bits;
+    const uint8_t* from = data + (first >> 3);
+    const int shift = int(first & 7);
+    uint32_t word = from[0];
+    if (shift + bits > 8) word |= uint32_t(from[1]) << 8;
+    return (word >> shift) & ((1u << bits) - 1u);
+}
+
 // --- sums and other reductions -------------------------------------------------------------------------------------------
 
 // What all threads of a block hold, joined; the result is in thread 0.

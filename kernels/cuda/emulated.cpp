@@ -9,10 +9,11 @@
 
 #include "emulator.h"
 
+dim3 blockIdx, threadIdx, gridDim;
+
 namespace grace {
 namespace emulator {
 
-dim3 block_index, thread_index, grid_size;
 uint64_t slots[1024];
 
 namespace {
@@ -40,10 +41,10 @@ void enter() {
 
 void wait(State state) {
     Fiber* me = current;
-    const unsigned index = thread_index.x;
+    const unsigned index = threadIdx.x;
     me->state = state;
     swapcontext(&me->context, &scheduler);
-    thread_index.x = index;
+    threadIdx.x = index;
 }
 
 // Lets threads that wait for each other go on; whether there were any.
@@ -90,9 +91,9 @@ void run(unsigned blocks, unsigned threads, const std::function<void()>& body) {
     if (threads != fibers.size()) throw std::logic_error("emulator: every block has 256 threads");
     uint64_t seed = order_seed();
     work = &body;
-    grid_size = dim3(blocks);
+    gridDim = dim3(blocks);
     for (const unsigned block : order_of(blocks, seed)) {
-        block_index.x = block;
+        blockIdx.x = block;
         for (Fiber& fiber : fibers) {
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -106,7 +107,7 @@ void run(unsigned blocks, unsigned threads, const std::function<void()>& body) {
             for (const unsigned t : order) {
                 if (fibers[t].state != State::ready) continue;
                 current = &fibers[t];
-                thread_index.x = t;
+                threadIdx.x = t;
                 swapcontext(&scheduler, &current->context);
             }
         } while (release(threads));

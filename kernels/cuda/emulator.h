@@ -17,7 +17,7 @@
 
 struct dim3 {
     unsigned x, y, z;
-    explicit dim3(unsigned x = 1) : x(x), y(1), z(1) {}
+    dim3(unsigned x = 1) : x(x), y(1), z(1) {}
 };
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
@@ -35,10 +35,10 @@ struct cudaLaunchConfig_t {
 };
 struct cudaFuncAttributes {};
 
+extern dim3 blockIdx, threadIdx, gridDim;
+
 namespace grace {
 namespace emulator {
-
-extern dim3 block_index, thread_index, grid_size;
 
 void run(unsigned blocks, unsigned threads, const std::function<void()>& body);
 // Waits for all threads of the block.
@@ -50,20 +50,16 @@ extern uint64_t slots[1024];
 
 template <class V> V exchanged(V mine, unsigned lane) {
     static_assert(sizeof(V) <= sizeof(uint64_t), "at most 8 bytes are exchanged");
-    memcpy(&slots[thread_index.x], &mine, sizeof(V));
+    memcpy(&slots[threadIdx.x], &mine, sizeof(V));
     meet_warp();
     V other;
-    memcpy(&other, &slots[thread_index.x / 32 * 32 + lane], sizeof(V));
+    memcpy(&other, &slots[threadIdx.x / 32 * 32 + lane], sizeof(V));
     meet_warp();
     return other;
 }
 
 }  // namespace emulator
 }  // namespace grace
-
-#define blockIdx ::grace::emulator::block_index
-#define threadIdx ::grace::emulator::thread_index
-#define gridDim ::grace::emulator::grid_size
 
 inline void __syncthreads() { grace::emulator::meet_block(); }
 

@@ -16,11 +16,11 @@ __device__ inline void store_codes(const uint32_t codes[8], int bits, int64_t gr
             low[j] = codes[j] & 0xFFu;
             high[j] = codes[j] >> 8;
         }
-        store_bytes(out + 8 * group, packed_word(low, 8, 8), count);
+        store_bytes(out + 8 * group, packed_word(low, 8), count);
         const int rest = bits - 8;
-        store_bytes(out + n + group * rest, packed_word(high, rest, 8), (count * rest + 7) / 8);
+        store_bytes(out + n + group * rest, packed_word(high, rest), (count * rest + 7) / 8);
     } else {
-        store_bytes(out + group * bits, packed_word(codes, bits, 8), (count * bits + 7) / 8);
+        store_bytes(out + group * bits, packed_word(codes, bits), (count * bits + 7) / 8);
     }
 }
 

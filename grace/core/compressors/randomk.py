@@ -66,5 +66,5 @@ class RandomK(Sparsifier):
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         values = payloads[0]["values"]
         for payload in payloads[1:]:
-            values = values + payload["values"]
+            values = at.ops.weighted_sum(values, 1, payload["values"], 1)
         return at.ops.desparsify(values, payloads[0]["indices"], at.spec.numel)

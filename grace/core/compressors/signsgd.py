@@ -33,7 +33,7 @@ class SignSGD(Compressor):
         return {"signs": at.ops.binarize(x, 0)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return self.merge([payload], at)
+        return at.ops.majority([payload["signs"]], at.spec.numel, at.spec.work_dtype)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         return at.ops.majority([payload["signs"] for payload in payloads], at.spec.numel, at.spec.work_dtype)

@@ -61,10 +61,10 @@ class Native(ArrayOps):
         changed in place, and is the only result.
         """
 
-    def _served(self, *arrays: Array) -> bool:
-        """Whether kernels take these arrays: flat, of one floating dtype of the work."""
-        dtype = self.dtype(arrays[0])
-        return dtype in FLOATS and all(len(x.shape) == 1 and self.dtype(x) == dtype for x in arrays)
+    def _floating(self, x: Array) -> str | None:
+        """The dtype of an array that kernels take: flat, and float32 or float64; None of any other."""
+        dtype = self._kind(x)
+        return dtype if dtype in FLOATS and len(x.shape) == 1 else None
 
     def _kind(self, x: Array) -> str | None:
         """The dtype of an array; None of a number, and of an array of another framework or of a rare dtype."""
@@ -84,23 +84,25 @@ class Native(ArrayOps):
     # --- arithmetic -----------------------------------------------------------------------------------------------
 
     def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
-        if not self._served(x, y):
+        dtype = self._floating(x)
+        if dtype is None or self._floating(y) != dtype:
             return super().weighted_sum(x, a, y, b)
-        numbers = [float(a), float(b)]
-        return self._run("weighted_sum", [x, y], (), numbers, outputs=[self.dtype(x)], lengths=[self.length(x)])[0]
+        return self._run("weighted_sum", [x, y], (), [a, b], outputs=[dtype], lengths=[self.length(x)])[0]
 
     def max_abs(self, x: Array) -> Array:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().max_abs(x)
-        return self.reshape(self._run("max_abs", [x], outputs=[self.dtype(x)], lengths=[1])[0], ())
+        return self.reshape(self._run("max_abs", [x], outputs=[dtype], lengths=[1])[0], ())
 
     def norm(self, x: Array, axis: int | None = None) -> Array:
-        if axis is not None or not self._served(x):
+        dtype = self._floating(x)
+        if axis is not None or dtype is None:
             return super().norm(x, axis)
-        return self.reshape(self._run("norm", [x], outputs=[self.dtype(x)], lengths=[1])[0], ())
+        return self.reshape(self._run("norm", [x], outputs=[dtype], lengths=[1])[0], ())
 
     def finite(self, x: Array) -> Array:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().finite(x)
         return self._run("finite", [x], outputs=["uint8"], lengths=[1])[0][0] > 0
 
@@ -134,45 +136,50 @@ class Native(ArrayOps):
     # --- selections -----------------------------------------------------------------------------------------------
 
     def select(self, x: Array, bound: Array, strict: bool, nonzero: bool = False) -> tuple[Array, Array]:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().select(x, bound, strict, nonzero)
-        edge = self.reshape(self.cast(bound, self.dtype(x)), (1,))
-        flags, outputs = [int(strict), int(nonzero)], [self.dtype(x), "int32"]
+        edge = self.reshape(self.cast(bound, dtype), (1,))
+        flags, outputs = [int(strict), int(nonzero)], [dtype, "int32"]
         values, indices = self._run("select", [x, edge], flags, outputs=outputs, lengths=[None, None])
         return values, indices
 
     def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().sparsify(x, k)
         k = self.min_size(k, self.length(x))
-        values, indices = self._run("top", [x], [k], outputs=[self.dtype(x), "int32"], lengths=[k, k])
+        values, indices = self._run("top", [x], [k], outputs=[dtype, "int32"], lengths=[k, k])
         return values, indices
 
     def top_indices(self, x: Array, k: int) -> Array:
-        return self.sparsify(x, k)[1] if self._served(x) else super().top_indices(x, k)
+        return super().top_indices(x, k) if self._floating(x) is None else self.sparsify(x, k)[1]
 
     def gather(self, x: Array, indices: Array) -> Array:
-        if not self._served(x) or len(indices.shape) != 1 or self.dtype(indices) != "int32":
+        dtype = self._floating(x)
+        if dtype is None or len(indices.shape) != 1 or self._kind(indices) != "int32":
             return super().gather(x, indices)
-        return self._run("gather", [x, indices], outputs=[self.dtype(x)], lengths=[self.length(indices)])[0]
+        return self._run("gather", [x, indices], outputs=[dtype], lengths=[self.length(indices)])[0]
 
     def put_(self, x: Array, indices: Array, value: float) -> Array:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().put_(x, indices, value)
-        return self._run(
-            "put", [x, indices], (), [float(value)], outputs=[self.dtype(x)], lengths=[self.length(x)], consumes=True
-        )[0]
+        lengths = [self.length(x)]
+        return self._run("put", [x, indices], (), [value], outputs=[dtype], lengths=lengths, consumes=True)[0]
 
     def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
-        if not self._served(x, values):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().scatter_add_(x, indices, values)
         inputs, lengths = [x, indices, values], [self.length(x)]
-        return self._run("scatter_add", inputs, outputs=[self.dtype(x)], lengths=lengths, consumes=True)[0]
+        return self._run("scatter_add", inputs, outputs=[dtype], lengths=lengths, consumes=True)[0]
 
     def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        if not self._served(*values):
+        dtype = self._floating(values[0])
+        if dtype is None:
             return super().sparse_sum(values, indices, n, onto)
-        return self._total("sparse_sum", [*values, *indices], [len(values), n], n, self.dtype(values[0]), onto)
+        return self._total("sparse_sum", [*values, *indices], [len(values), n], n, dtype, onto)
 
     # --- bits -----------------------------------------------------------------------------------------------------
 
@@ -188,16 +195,16 @@ class Native(ArrayOps):
         return self._run("unpack", [data], [bits, n], outputs=["int64"], lengths=[n])[0]
 
     def binarize(self, x: Array, threshold: float) -> Array:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().binarize(x, threshold)
         size = packed_size(self.length(x), 1)
-        return self._run("binarize", [x], (), [float(threshold)], outputs=["uint8"], lengths=[size])[0]
+        return self._run("binarize", [x], (), [threshold], outputs=["uint8"], lengths=[size])[0]
 
     def binarize_sums(self, x: Array, threshold: float) -> tuple[Array, Array]:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().binarize_sums(x, threshold)
         outputs, lengths = ["uint8", "float64"], [packed_size(self.length(x), 1), 3]
-        bits, sums = self._run("binarize_sums", [x], (), [float(threshold)], outputs=outputs, lengths=lengths)
+        bits, sums = self._run("binarize_sums", [x], (), [threshold], outputs=outputs, lengths=lengths)
         return bits, sums
 
     def binary_sum(self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None) -> Array:
@@ -209,11 +216,11 @@ class Native(ArrayOps):
     # --- levels in buckets ----------------------------------------------------------------------------------------
 
     def bucket_norms(self, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
-        if not self._served(x):
+        dtype = self._floating(x)
+        if dtype is None:
             return super().bucket_norms(x, width, kind)
         buckets = -(-self.length(x) // width)
-        integers = [width, int(kind == "max")]
-        return self._run("bucket_norms", [x], integers, outputs=[self.dtype(x)], lengths=[buckets])[0]
+        return self._run("bucket_norms", [x], [width, int(kind == "max")], outputs=[dtype], lengths=[buckets])[0]
 
     def quantize_packed(
         self,
@@ -225,7 +232,7 @@ class Native(ArrayOps):
         key: Key,
         limit: Array | None = None,
     ) -> Array:
-        if not self._served(x):
+        if self._floating(x) is None:
             return super().quantize_packed(x, scales, width, levels, bits, key, limit)
         inputs = [x, self.reshape(scales, (-1,))]
         inputs += [] if limit is None else [self.reshape(limit, (1,))]

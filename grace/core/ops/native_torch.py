@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils.dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from grace.core.ops.native import Native, corrupt, module
+from grace.core.ops.native import FLOATS, Native, corrupt, module
 from grace.core.ops.torch_ops import DTYPES, TorchOps
 from grace.core.spec import Array
+
+_FLOATS = {getattr(torch, name): name for name in FLOATS}
 
 
 class NativeTorchOps(Native, TorchOps):
@@ -19,6 +21,9 @@ class NativeTorchOps(Native, TorchOps):
     On a GPU memory comes from PyTorch, and only a result whose length depends on the data makes the host wait for the
     stream. Indices out of range are left out there; the next kernel that starts on the device raises PayloadError.
     """
+
+    def _floating(self, x: Array) -> str | None:
+        return _FLOATS.get(x.dtype) if x.dim() == 1 else None
 
     def _run(
         self,
@@ -31,33 +36,37 @@ class NativeTorchOps(Native, TorchOps):
         lengths: Sequence[Any] = (),
         consumes: bool = False,
     ) -> list[Array]:
-        given = tuple(x.contiguous() for x in inputs)
-        if consumes and given[0] is not inputs[0]:
-            raise ValueError(f"kernel {kernel}: the tensor to be changed in place is not contiguous")
+        # Capsules, because the module would ask tensors for theirs through slow Python code.
+        capsules = [to_dlpack(x) for x in inputs]
         try:
-            if self.device.startswith("cuda"):
-                results = self._run_on_gpu(kernel, given, integers, numbers)
-            else:
-                results = module.run(kernel, given, integers, numbers, consumes, torch.get_num_threads(), False)
+            results = self._start(kernel, capsules, integers, numbers, consumes)
         except module.CorruptPayload as error:
             raise corrupt(error) from None
-        return [inputs[0]] if consumes else list(results)
+        except TypeError:
+            # A step between the elements is rare enough to be found by the failure.
+            if consumes or all(x.is_contiguous() for x in inputs):
+                raise
+            given = [x.contiguous() for x in inputs]
+            return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
+        return [inputs[0]] if consumes else results
 
-    def _run_on_gpu(
-        self, kernel: str, inputs: Sequence[Array], integers: Sequence[Any], numbers: Sequence[Any]
+    def _start(
+        self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any], consumes: bool
     ) -> list[Array]:
-        device = inputs[0].device if inputs else torch.device(self.device)
+        if not self.device.startswith("cuda"):
+            capsules = module.run(kernel, inputs, integers, numbers, consumes, torch.get_num_threads(), False)
+            return [from_dlpack(x) for x in capsules]
+        device = torch.device(self.device)
         index = torch.cuda.current_device() if device.index is None else device.index
         stream = torch.cuda.current_stream(index)
 
         def allocate(dtype: str, n: int) -> tuple[Array, int]:
-            # Memory that the allocator takes back is given out again in the order of the stream it was made for.
+            # What is freed is given out again in the order of the stream it was made for.
             with torch.cuda.stream(stream):
-                made = torch.empty(n, dtype=DTYPES[dtype], device=device)
+                made = torch.empty(n, dtype=DTYPES[dtype], device=f"cuda:{index}")
             return made, made.data_ptr()
 
-        capsules = tuple(torch.utils.dlpack.to_dlpack(x) for x in inputs)
         results: list[Array] = module.run_on_gpu(
-            kernel, capsules, integers, numbers, index, stream.cuda_stream, allocate
+            kernel, inputs, integers, numbers, index, stream.cuda_stream, allocate
         )
         return results

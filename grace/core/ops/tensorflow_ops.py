@@ -19,23 +19,32 @@ from grace.core.spec import ITEMSIZE, Array, Key
 _DTYPES: dict[str, Any] = {name: tf.dtypes.as_dtype(name) for name in ITEMSIZE}
 
 
+_HOLE = object()
+
+
 def _as_graph(method: Callable[..., Any]) -> Callable[..., Any]:
     """Make a composite a graph of its own, once per signature.
 
     Its hundreds of small operations are slow one by one when eager, and slow to trace again for every tensor and rank.
+    Not for composites that get arrays of run-time length, which would make a graph per length, nor for those that
+    raise: an error in a graph is one of TensorFlow.
     """
 
     @wraps(method)
     def call(self: TensorflowOps, *args: Any, **options: Any) -> Any:
-        values = {i: _tensors(a) for i, a in enumerate(args) if isinstance(a, (tf.Tensor, Key))}
-        forms = {i: (v.shape, v.dtype) if isinstance(v, tf.Tensor) else Key for i, v in values.items()}
-        static = {**dict(enumerate(args)), **forms}
-        signature = (method.__name__, *static.values(), *sorted(options.items()))
+        given = [_tensors(a) for a in args], {name: _tensors(a) for name, a in options.items()}
+        signature = (method.__name__, _form(given))
         if signature not in self._graphs:
-            self._graphs[signature] = tf.function(
-                lambda values: method(self, *({**static, **values}).values(), **options), autograph=False
-            )
-        return self._graphs[signature](values)
+            # The graph must not keep the arrays that it was made with.
+            static = tf.nest.map_structure(lambda leaf: _HOLE if isinstance(leaf, tf.Tensor) else leaf, given)
+
+            def body(values: list[Any]) -> Any:
+                rest = iter(values)
+                args, options = tf.nest.map_structure(lambda leaf: next(rest) if leaf is _HOLE else leaf, static)
+                return method(self, *args, **options)
+
+            self._graphs[signature] = tf.function(body, autograph=False)
+        return self._graphs[signature]([leaf for leaf in tf.nest.flatten(given) if isinstance(leaf, tf.Tensor)])
 
     return call
 
@@ -176,10 +185,10 @@ class TensorflowOps(ArrayOps):
         return tf.cumsum(x)
 
     def add_(self, x: Array, y: Array) -> Array:
-        return x + y
+        return _opaque(x + y)
 
     def sub_(self, x: Array, y: Array) -> Array:
-        return x - y
+        return _opaque(x - y)
 
     def scale_(self, x: Array, factor: float) -> Array:
         return _opaque(x * factor)
@@ -206,13 +215,8 @@ class TensorflowOps(ArrayOps):
         else:
             tf.debugging.Assert(condition, [f"{type(error).__name__}: {error}"])
 
-    @_as_graph
-    def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
-        return super().uniform(n, key, stream)
-
-    @_as_graph
-    def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
-        return super().sample(n, k, key, stream)
+    def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
+        return _opaque(super().weighted_sum(x, a, y, b))
 
     @_as_graph
     def quantize(self, x: Array, scale: Array, levels: Any, key: Key) -> Array:
@@ -222,28 +226,36 @@ class TensorflowOps(ArrayOps):
     def dequantize(self, codes: Array, scale: Array, levels: Any, dtype: str) -> Array:
         return super().dequantize(codes, scale, self.cast(levels, dtype), dtype)
 
-    @_as_graph
-    def pack(self, codes: Array, bits: int) -> Array:
-        return super().pack(codes, bits)
-
-    @_as_graph
-    def unpack(self, data: Array, bits: int, n: int) -> Array:
-        return super().unpack(data, bits, n)
-
-    @_as_graph
-    def orthogonalize(self, a: Array) -> Array:
-        return super().orthogonalize(a)
-
-    @_as_graph
-    def inverse(self, a: Array) -> Array:
-        return super().inverse(a)
+    words = _as_graph(ArrayOps.words)
+    uniform = _as_graph(ArrayOps.uniform)
+    sample = _as_graph(ArrayOps.sample)
+    pack = _as_graph(ArrayOps.pack)
+    unpack = _as_graph(ArrayOps.unpack)
+    orthogonalize = _as_graph(ArrayOps.orthogonalize)
+    inverse = _as_graph(ArrayOps.inverse)
+    binarize = _as_graph(ArrayOps.binarize)
+    binarize_sums = _as_graph(ArrayOps.binarize_sums)
+    binary_sum = _as_graph(ArrayOps.binary_sum)
+    majority = _as_graph(ArrayOps.majority)
+    bucket_norms = _as_graph(ArrayOps.bucket_norms)
+    quantize_packed = _as_graph(ArrayOps.quantize_packed)
+    dequantize_sum = _as_graph(ArrayOps.dequantize_sum)
+    natural_encode = _as_graph(ArrayOps.natural_encode)
+    natural_sum = _as_graph(ArrayOps.natural_sum)
+    table_encode = _as_graph(ArrayOps.table_encode)
+    table_sum = _as_graph(ArrayOps.table_sum)
+    ternary_encode = _as_graph(ArrayOps.ternary_encode)
+    precision_encode = _as_graph(ArrayOps.precision_encode)
+    count_sketch = _as_graph(ArrayOps.count_sketch)
+    sketch_estimate = _as_graph(ArrayOps.sketch_estimate)
 
 
 def _opaque(x: Array) -> Array:
     """x as the optimizer of graphs cannot look into it.
 
-    It would turn a division by a constant into a multiplication by its rounded reciprocal, and multiply constants with
-    each other first; then traced bits would differ from eager ones. It leaves placeholders alone.
+    It would turn a division by a constant into a multiplication by its rounded reciprocal, multiply constants with each
+    other first, and add three arrays in another order; then traced bits would differ from eager ones. It leaves
+    placeholders alone.
     """
     return x if tf.executing_eagerly() else tf.raw_ops.PlaceholderWithDefault(input=x, shape=x.shape)
 
@@ -258,6 +270,15 @@ def _tensors(value: Any) -> Any:
         return value
     seed = np.asarray(value.seed, np.uint64).astype(np.int64)
     return Key(tf.constant(seed), tf.cast(value.step, tf.int64), tf.constant(value.rank, tf.int64))
+
+
+def _form(value: Any) -> Any:
+    """What a graph depends on: of tensors shape and dtype, of the rest the value; lists and keys part by part."""
+    if isinstance(value, tf.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _form(value[name])) for name in sorted(value))
+    return (type(value), *map(_form, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _logical(a: Any, b: Any) -> bool:

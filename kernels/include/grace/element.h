@@ -87,25 +87,6 @@ template <class T> GRACE_HD T limited(T x, T limit) {
     return x > limit ? limit : x;
 }
 
-// --- packed codes --------------------------------------------------------------------------------------------------------
-
-// Up to 8 codes of 1 to 8 bits, the first one lowest.
-template <class Code> GRACE_HD uint64_t packed_word(const Code* codes, int bits, int count) {
-    uint64_t word = 0;
-    for (int j = 0; j < count; ++j) word |= uint64_t(codes[j]) << (bits * j);
-    return word;
-}
-
-// Code i of 1 to 8 bits; reads no byte that it has no part in.
-GRACE_HD uint32_t code_at(const uint8_t* data, int bits, int64_t i) {
-    const int64_t first = i * bits;
-    const uint8_t* from = data + (first >> 3);
-    const int shift = int(first & 7);
-    uint32_t word = from[0];
-    if (shift + bits > 8) word |= uint32_t(from[1]) << 8;
-    return (word >> shift) & ((1u << bits) - 1u);
-}
-
 // --- half precision ------------------------------------------------------------------------------------------------------
 
 // To bfloat16, nearest, ties to even; NaN stays NaN.

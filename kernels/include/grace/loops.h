@@ -61,7 +61,7 @@ template <class T> struct Loops {
     // Appends what passes; there is room for n more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);
 
-    void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n);
+    void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n, bool around);
     void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
 };
 

@@ -1,0 +1,1 @@
+"""The command `grace bench`: what compression costs on this machine."""

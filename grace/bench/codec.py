@@ -1,0 +1,186 @@
+"""The local work of one tensor's step, as one rank does it, with what the other ranks would have sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from grace.core.config import make_config
+from grace.core.entry import divided
+from grace.core.ops.composites import ArrayOps
+from grace.core.plan import Part, make_plan
+from grace.core.simulate import reduced
+from grace.core.spec import Array, Key, Payload, Proposal, Site, State, TensorSpec
+from grace.core.state import initial
+from grace.core.wire import sent_bytes
+
+SEED = 0
+# A learning rate for memories that ask for one.
+LR = 0.1
+
+
+def near_square(numel: int) -> tuple[int, int]:
+    """The matrix of so many elements whose sides differ least, the shorter one first: 25 million are 5,000 x 5,000."""
+    rows = next(n for n in range(int(numel**0.5), 0, -1) if numel % n == 0)
+    return rows, numel // rows
+
+
+def make_part(compressor: str, numel: int, device: str = "cpu") -> Part:
+    """A near-square float32 matrix with a method's default options, memory and communicator.
+
+    A matrix that the method leaves dense has a `reason`. Raises ConfigError for an unknown name.
+    """
+    spec = TensorSpec("tensor", near_square(numel), device=device)
+    # The default rules would leave small tensors dense.
+    (part,) = make_plan([spec], make_config({"compressor": compressor, "default_rules": False})).parts
+    return part
+
+
+class Begun(NamedTuple):
+    """A step of one rank up to what must be settled: the array to compress, and the memory in progress."""
+
+    site: Site
+    x: Array
+    memory: State
+    proposal: Proposal | None
+
+
+class Arrived(NamedTuple):
+    """What a rank gets from the network in one step: what was settled, and payloads.
+
+    These are the other ranks' where payloads are gathered, and one, of all ranks, where they are summed.
+    """
+
+    agreed: Array | None
+    payloads: list[Payload]
+
+
+class Done(NamedTuple):
+    """What a rank has at the end of a step."""
+
+    merged: Array
+    gradient: Array
+    payload: Payload
+    proposal: Array | None
+
+
+@dataclass
+class _Other:
+    """Another rank in the middle of a step."""
+
+    site: Site
+    memory: State
+
+
+class LocalStep:
+    """One tensor on `ranks` ranks, of which rank 0 is timed; the others' work is done outside the timing.
+
+    Per step: `receive` computes what the other ranks send; `run` is everything that rank 0 computes itself:
+    compensate, agree, compress, update of the memory, merge, finish, and what the compressor learns; `conclude` ends
+    the step on the other ranks. States go on from step to step as in training. What the engine does around it is not
+    here: the check for NaN, the wire buffer, the division by the number of ranks. (Floats that are summed come divided,
+    because memories that look at what was merged expect means.)
+    """
+
+    def __init__(self, part: Part, ops: ArrayOps, ranks: int) -> None:
+        part.compressor.check_ranks(ranks)
+        self.part, self.ops, self.ranks = part, ops, ranks
+        self._states = [initial(part, ops, SEED) for _ in range(ranks)]
+        self._others: list[_Other] = []
+        self._seed = Key.derive(SEED, part.spec.name)
+
+    def receive(self, gradients: Sequence[Array], step: int) -> Arrived:
+        """What arrives at rank 0 in a step with these gradients, one per rank."""
+        part, ops = self.part, self.ops
+        sums = part.communicator.sums
+        ranks = range(0 if sums or part.agreement else 1, self.ranks)
+        begun = {rank: self.begin(gradients[rank], self.states(rank), rank, step) for rank in ranks}
+        agreed = None
+        if part.agreement:
+            proposals = [b.proposal for b in begun.values() if b.proposal is not None]
+            arrays, op = [p.array for p in proposals], proposals[0].op
+            agreed = arrays[step % self.ranks] if op == "leader" else reduced(ops, arrays, op)
+        payloads, self._others = [], []
+        for rank in range(0 if sums else 1, self.ranks):
+            site = dataclasses.replace(begun[rank].site, agreed=agreed)
+            payload = part.compressor.compress(begun[rank].x, site)
+            if rank > 0:
+                memory = part.memory.update(begun[rank].x, payload, part.compressor, begun[rank].memory, site)
+                self._others.append(_Other(site, memory))
+            payloads.append({f.name: payload[f.name] for f in part.fields if f.wire})
+        return Arrived(agreed, [self._summed(payloads)] if sums else payloads)
+
+    def _summed(self, payloads: Sequence[Payload]) -> Payload:
+        total: Payload = {}
+        for f in self.part.fields:
+            if f.wire:
+                arrays = [payload[f.name] for payload in payloads]
+                if f.dtype.startswith(("float", "bfloat")):
+                    arrays = [divided({f.name: array}, self.ranks, self.ops)[f.name] for array in arrays]
+                total[f.name] = reduced(self.ops, arrays, "sum")
+        return total
+
+    def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:
+        """The step of rank 0, which is what is timed."""
+        done, self._states[0] = self.whole(gradient, self._states[0], step, arrived)
+        return done
+
+    def conclude(self, done: Done) -> None:
+        """End the step on the other ranks."""
+        compressor = self.states(0)["compressor"]
+        for rank, other in enumerate(self._others, 1):
+            _, memory = self.part.memory.finish(done.merged, other.memory, other.site)
+            # It follows from all payloads, and is equal on all ranks.
+            self._states[rank] = {"memory": memory, "compressor": compressor}
+        self._others = []
+
+    def states(self, rank: int) -> dict[str, State]:
+        """The states of a rank between two steps."""
+        return self._states[rank]
+
+    def wire_bytes(self, done: Done) -> int:
+        """Bytes that rank 0 sent in a step: its payload, and what it proposed before."""
+        return int(sent_bytes(self.ops, self.part.fields, done.payload)) + self.part.settled_bytes
+
+    # --- one rank's step ----------------------------------------------------------------------------------------
+
+    def begin(self, gradient: Array, states: dict[str, State], rank: int, step: int) -> Begun:
+        """Compensate and propose."""
+        part, ops = self.part, self.ops
+        site = Site(
+            ops=ops,
+            spec=part.spec,
+            key=Key(self._seed, step),
+            rank=rank,
+            size=self.ranks,
+            state=states["compressor"],
+            lr=ops.full(1, LR, "float64")[0] if part.memory.needs_lr else None,
+        )
+        x, memory = part.memory.compensate(gradient, states["memory"], site)
+        if memory:
+            site = dataclasses.replace(site, memory=memory)
+        return Begun(site, x, memory, part.compressor.agree(x, site))
+
+    def whole(
+        self, gradient: Array, states: dict[str, State], step: int, arrived: Arrived
+    ) -> tuple[Done, dict[str, State]]:
+        """The step of rank 0 from its states, and its new states."""
+        part, c = self.part, self.part.compressor
+        site, x, memory, proposal = self.begin(gradient, states, 0, step)
+        if proposal is not None:
+            site = dataclasses.replace(site, agreed=arrived.agreed)
+        payload = c.compress(x, site)
+        memory = part.memory.update(x, payload, c, memory, site)
+        home = {f.name: payload[f.name] for f in part.fields if not f.wire}
+        payloads = [{**other, **home} for other in arrived.payloads]
+        if not part.communicator.sums:
+            payloads = [payload, *payloads]
+        merged = c.merge(payloads, site)
+        result, memory = part.memory.finish(merged, memory, site)
+        learnt, tally = c.learn(payloads, site), c.tally(payloads, site)
+        if tally is not None:
+            learnt = c.retune(learnt, *tally, site)
+        array = None if proposal is None else proposal.array
+        return Done(merged, result, payload, array), {"memory": memory, "compressor": learnt}

@@ -1,0 +1,197 @@
+"""`grace bench codec`: its arguments, what is refused before anything runs, and its outputs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grace.core.errors import ConfigError, nearest
+from grace.core.registry import compressors
+from grace.listing import required
+
+if TYPE_CHECKING:
+    from grace.bench.measure import Result, Setting
+    from grace.core.plan import Part
+
+NUMEL = 25_000_000
+# 1 KB to 100 MB of float32, the sizes of GRACE's Figure 8.
+FIGURE = tuple(250 * 10**i for i in range(6))
+SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9}
+INTERRUPTED = 130
+
+
+def add_codec(commands: Any) -> None:
+    """Tell argparse of the command."""
+    parser = commands.add_parser(
+        "codec",
+        help="time of compress, decompress and error feedback, in copies of the gradient",
+        description="Times what one rank computes in a step, method by method, beside a copy of the same array.",
+    )
+    add = parser.add_argument
+    add("--compressors", nargs="+", metavar="NAME", help="names, by spaces or commas (default: all)")
+    add("--numel", nargs="+", metavar="N", help="elements, also as 25M (default: 25M; with --plot 250 to 25M)")
+    add("--framework", default="numpy", help="numpy, torch or tensorflow (default: numpy)")
+    add("--device", default="cpu", help="cpu, or cuda with torch (default: cpu)")
+    add("--ranks", type=int, default=2, metavar="N", help="payloads to merge (default: 2)")
+    add("--threads", type=int, default=1, metavar="N", help="threads of the framework (default: 1)")
+    add("--repetitions", type=int, default=30, metavar="N", help="default: 30; slow methods get fewer")
+    add("--json", type=Path, metavar="FILE", help="write one object per method and size")
+    add("--plot", type=Path, metavar="FILE", help="draw the times as violins, a panel per size")
+    add("--no-native", action="store_true", help="time the reference bodies, not the kernels")
+    parser.set_defaults(run=run_codec)
+
+
+def run_codec(args: argparse.Namespace) -> int:
+    """Measure, print and write; the exit status. Raises GraceError before anything is measured."""
+    for option in ("ranks", "threads", "repetitions"):
+        if getattr(args, option) < 1:
+            raise ConfigError(f"--{option}: expected at least 1, received {getattr(args, option)}.")
+    names = _names(args.compressors)
+    sizes = _sizes(args.numel) if args.numel else FIGURE if args.plot else (NUMEL,)
+    for path in filter(None, (args.json, args.plot)):
+        _check_writable(path)
+    # Imports wait until the number of threads is known: NumPy reads it when it is imported.
+    from grace.bench.codec import make_part
+    from grace.bench.frameworks import set_up
+
+    framework = set_up(args.framework, args.device, args.threads, not args.no_native)
+    from grace.bench.measure import Setting
+
+    if args.plot:
+        _check_plot(args.plot)
+    setting = Setting(framework, args.ranks, args.threads, args.repetitions)
+    parts = [(name, make_part(name, numel, args.device)) for numel in sizes for name in names]
+    for _, part in parts:
+        part.compressor.check_ranks(args.ranks)
+    results: list[Result] = []
+    try:
+        _measure(parts, setting, results)
+        status = 0
+    except KeyboardInterrupt:
+        print(f"grace bench: interrupted after {len(results)} of {len(parts)} results", file=sys.stderr)
+        status = INTERRUPTED
+    finally:
+        # What was measured is kept, whatever happened.
+        _write(args, results)
+    return status
+
+
+def _names(given: Sequence[str] | None) -> list[str]:
+    """The methods asked for; of all of them those that need no options."""
+    if given is None:
+        return [name for name in compressors if not required(compressors.get(name))]
+    names = list(dict.fromkeys(name for text in given for name in text.split(",") if name))
+    if not names:
+        raise ConfigError(f"--compressors: expected names, received {given!r}.")
+    for name in names:
+        compressors.make(name)
+    return names
+
+
+def _sizes(given: Sequence[str]) -> list[int]:
+    sizes = list(dict.fromkeys(_size(part) for text in given for part in text.split(",") if part))
+    if not sizes:
+        raise ConfigError(f"--numel: expected numbers of elements, received {given!r}.")
+    return sizes
+
+
+def _size(text: str) -> int:
+    """A number of elements, such as 1000, 25M or 2.5K."""
+    factor = SUFFIXES.get(text[-1:].upper(), 1)
+    try:
+        numel = Decimal(text[:-1] if factor > 1 else text) * factor
+    except InvalidOperation:
+        numel = Decimal(0)
+    if not (numel.is_finite() and numel >= 1 and numel == int(numel)):
+        raise ConfigError(
+            f"--numel: expected a number of elements of at least 1, such as 1000, 25M or 2.5K; received '{text}'."
+        )
+    return int(numel)
+
+
+def _check_writable(path: Path) -> None:
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file.") from None
+    if not existed:
+        path.unlink()
+
+
+def _check_plot(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed here; install it, or leave --plot out.")
+    from grace.bench.plot import formats
+
+    if path.suffix[1:] not in formats():
+        raise ConfigError(f"--plot: '{path}' is no figure.{nearest(path.suffix[1:], formats())}")
+
+
+def _measure(parts: Sequence[tuple[str, Part]], setting: Setting, results: list[Result]) -> None:
+    """Time the parts in their order; adds to the results and prints them."""
+    from grace.bench.measure import WARM_UP, Bench
+    from grace.bench.table import Table
+
+    table = Table([name for name, _ in parts])
+    print(table.title(setting), table.head(), sep="\n", flush=True)
+    with _Progress(len(parts) * (WARM_UP + setting.repetitions)) as progress:
+        bench, shape = None, ()
+        for name, part in parts:
+            if bench is None or part.spec.shape != shape:
+                # The old gradients first, or both would be there at once.
+                bench, shape = None, part.spec.shape
+                bench = Bench(shape, setting)
+            progress.say(f"{name}, {part.spec.numel:,}")
+            results.append(bench.measure(name, part, progress.update))
+            progress.write(table.row(results[-1]))
+
+
+class _Progress:
+    """A bar where tqdm is installed and someone looks at it; lines for the output go around it."""
+
+    def __init__(self, steps: int) -> None:
+        self._bar: Any = None
+        if importlib.util.find_spec("tqdm") is not None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=steps, unit="step", leave=False, disable=None)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def say(self, what: str) -> None:
+        """What is measured now."""
+        if self._bar is not None:
+            self._bar.set_description(what)
+
+    def update(self, steps: int) -> None:
+        """So many steps are over."""
+        if self._bar is not None:
+            self._bar.update(steps)
+
+    def write(self, line: str) -> None:
+        """Print a line."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(line, flush=True)
+
+
+def _write(args: argparse.Namespace, results: Sequence[Result]) -> None:
+    if args.json:
+        args.json.write_text(json.dumps([result.to_dict() for result in results], indent=1) + "\n", encoding="utf-8")
+    if args.plot and results:
+        from grace.bench.plot import draw
+
+        draw(results, args.plot)

@@ -1,0 +1,174 @@
+"""Repeated timing of a local step beside a copy of the same array."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grace import __version__
+from grace.bench.codec import LocalStep
+from grace.bench.frameworks import Framework, versions
+from grace.bench.gradients import Gradients
+from grace.core.plan import Part
+from grace.core.registry import communicators, memories
+from grace.core.spec import Array
+from grace.machine import processor
+
+WARM_UP = 3
+# Seconds of a step from which a method gets as many repetitions as fit into BUDGET seconds, but not fewer than FEWEST.
+SLOW, BUDGET, FEWEST = 1.0, 60.0, 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods of a run have in common."""
+
+    framework: Framework
+    ranks: int
+    threads: int
+    repetitions: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The times of one method at one size, in seconds, and the bytes that it sent in each of these steps."""
+
+    compressor: str
+    part: Part
+    setting: Setting
+    times: list[float]
+    copy_times: list[float]
+    sent: list[int]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gradient."""
+        return self.part.spec.numel
+
+    @property
+    def median(self) -> float:
+        """Seconds of the step."""
+        return float(np.median(self.times))
+
+    @property
+    def copy(self) -> float:
+        """Seconds of the copy."""
+        return float(np.median(self.copy_times))
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Tenth and ninetieth percentile of the step's seconds."""
+        low, high = np.percentile(self.times, (10, 90))
+        return float(low), float(high)
+
+    @property
+    def ratio(self) -> float:
+        """The step in copies."""
+        return self.median / self.copy
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gradient worked off, in 10^9 bytes per second."""
+        return self.part.spec.nbytes / self.median / 1e9
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one rank sends in a step: the mean, where the data decide."""
+        return round(float(np.mean(self.sent)))
+
+    @property
+    def bits_per_element(self) -> float:
+        """Of what one rank sends."""
+        return 8 * self.wire_bytes / self.numel
+
+    @property
+    def break_even(self) -> float | None:
+        """Bytes saved / time, in Gbit/s: faster networks would have sent these bytes sooner; None if none are saved."""
+        saved = self.part.spec.nbytes - self.wire_bytes
+        return 8 * saved / self.median / 1e9 if saved > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able and complete."""
+        setting, framework = self.setting, self.setting.framework
+        return {
+            "compressor": self.compressor,
+            "memory": memories.name_of(self.part.memory),
+            "communicator": communicators.name_of(self.part.communicator),
+            "dense": self.part.reason or None,
+            "numel": self.numel,
+            "shape": list(self.part.spec.shape),
+            "framework": framework.name,
+            "device": framework.device,
+            "ranks": setting.ranks,
+            "threads": setting.threads,
+            "native": framework.native,
+            "repetitions": len(self.times),
+            "median_s": self.median,
+            "copy_s": self.copy,
+            "ratio_to_copy": self.ratio,
+            "spread": list(self.spread),
+            "gb_per_s": self.gb_per_s,
+            "wire_bytes": self.wire_bytes,
+            "bits_per_element": self.bits_per_element,
+            "break_even_gbit_per_s": self.break_even,
+            "times": self.times,
+            "copy_times": self.copy_times,
+            "machine": machine(framework),
+            "command": shlex.join(["grace", *sys.argv[1:]]),
+        }
+
+
+def machine(framework: Framework) -> dict[str, Any]:
+    """What the times depend on besides the method."""
+    return {
+        "cpu": processor(),
+        "gpu": framework.device_name,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "grace": __version__,
+        **versions(framework.name),
+    }
+
+
+class Bench:
+    """Measures parts of one size, one after another, on the same gradients."""
+
+    def __init__(self, shape: tuple[int, int], setting: Setting) -> None:
+        self._setting = setting
+        self._gradients = Gradients(shape, (WARM_UP + setting.repetitions) * setting.ranks)
+        self._loaded = setting.framework.load(self._gradients.array())
+
+    def measure(self, name: str, part: Part, progress: Callable[[int], None]) -> Result:
+        """Time a method's step; `progress(n)` hears of n steps that are over, or will not be taken."""
+        setting, times = self._setting, []
+        step = setting.framework.step(part, setting.ranks)
+        copy = setting.framework.copier(self._loaded[self._gradients.window(0)])
+        warm_up, repetitions = WARM_UP, setting.repetitions
+        while len(times) < warm_up + repetitions:
+            times.append(self._once(step, copy, len(times)))
+            progress(1)
+            # Not the first step, in which TensorFlow traces and libraries load.
+            seconds = times[-1][0]
+            if len(times) == 2 and seconds > SLOW:
+                fewer = min(repetitions, max(FEWEST, int(BUDGET / seconds)))
+                progress(WARM_UP - 2 + repetitions - fewer)
+                warm_up, repetitions = 2, fewer
+        of_step, of_copy, sent = zip(*times[warm_up:], strict=True)
+        return Result(name, part, setting, list(of_step), list(of_copy), list(sent))
+
+    def _once(self, step: LocalStep, copy: Callable[[Array], None], number: int) -> tuple[float, float, int]:
+        """One step and one copy: seconds of both, and bytes sent."""
+        framework, ranks = self._setting.framework, self._setting.ranks
+        windows = [self._loaded[self._gradients.window(number * ranks + rank)] for rank in range(ranks)]
+        gradients = [framework.gradient(window) for window in windows]
+        arrived = step.receive(gradients, number)
+        seconds, done = framework.clock(lambda: step.run(gradients[0], number, arrived))
+        copy_seconds, _ = framework.clock(lambda: copy(windows[0]))
+        step.conclude(done)
+        return seconds, copy_seconds, step.wire_bytes(done)

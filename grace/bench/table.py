@@ -1,0 +1,66 @@
+"""The table of `grace bench codec`, line by line as the results come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grace.bench.measure import Result, Setting, machine
+
+HEAD = ("numel", "median", "p10", "p90", "copy", "x copy", "GB/s", "bits/elem.", "pays below", "reps")
+WIDTHS = (11, 7, 7, 7, 7, 7, 8, 10, 11, 4)
+SECONDS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns"))
+GBITS = ((1.0, "Gbit/s"), (1e3, "Mbit/s"), (1e6, "Kbit/s"), (1e9, "bit/s"))
+
+
+class Table:
+    """Lines of one width, for methods of these names."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._first = max(len(name) for name in ("compressor", *names))
+
+    def title(self, setting: Setting) -> str:
+        """What is timed, where."""
+        framework, facts = setting.framework, machine(setting.framework)
+        place = facts["gpu"] or f"{facts['cpu']}, {_counted(setting.threads, 'thread')}"
+        return (
+            f"{framework.name} {facts[framework.name]} on {framework.device} ({place}); "
+            f"{_counted(setting.ranks, 'rank')}; {'kernels' if framework.native else 'reference bodies, no kernels'}"
+        )
+
+    def head(self) -> str:
+        """The names of the columns."""
+        return self._line("compressor", HEAD)
+
+    def row(self, result: Result) -> str:
+        """One method at one size."""
+        low, high = result.spread
+        cells = (
+            f"{result.numel:,}",
+            *(_scaled(value, SECONDS) for value in (result.median, low, high, result.copy)),
+            _digits(result.ratio),
+            _digits(result.gb_per_s),
+            _digits(result.bits_per_element),
+            "never" if result.break_even is None else _scaled(result.break_even, GBITS),
+            str(len(result.times)),
+        )
+        note = f"  left dense: {result.part.reason}" if result.part.reason else ""
+        return self._line(result.compressor, cells) + note
+
+    def _line(self, first: str, cells: Sequence[str]) -> str:
+        aligned = (cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+        return "  ".join([first.ljust(self._first), *aligned])
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Three digits, in the first unit in which that is at least one; a unit is how many of it make 1, and a name."""
+    factor, unit = next((u for u in units if value * u[0] >= 0.9995), units[-1])
+    return f"{_digits(value * factor)} {unit}"
+
+
+def _digits(value: float) -> str:
+    # From 999.5 on, :.3g would write powers of ten.
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"

@@ -1,0 +1,77 @@
+"""TensorFlow: the step as one traced graph over variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from grace.bench.codec import Arrived, Done, LocalStep
+from grace.bench.frameworks import Framework
+from grace.core.ops.composites import ArrayOps
+from grace.core.plan import Part
+from grace.core.spec import Array, Field, State
+
+
+class Tensorflow(Framework):
+    """TensorFlow on the CPU, in graphs; the copy beside it is NumPy's, of the same bytes."""
+
+    name = "tensorflow"
+
+    def __init__(self, device: str, threads: int, native: bool) -> None:
+        tf.config.set_visible_devices([], "GPU")
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+        # It would warn of the many shapes for which the untimed part of a step is traced.
+        tf.get_logger().setLevel("ERROR")
+        super().__init__(device, native)
+
+    def gradient(self, loaded: Array) -> Array:
+        return tf.constant(loaded)
+
+    def step(self, part: Part, ranks: int) -> LocalStep:
+        return TracedStep(part, self.ops, ranks)
+
+
+class TracedStep(LocalStep):
+    """A local step whose timed part is one graph, traced once; the states of rank 0 are variables."""
+
+    def __init__(self, part: Part, ops: ArrayOps, ranks: int) -> None:
+        super().__init__(part, ops, ranks)
+        self._variables = {
+            kind: {key: tf.Variable(value, trainable=False) for key, value in state.items()}
+            for kind, state in super().states(0).items()
+        }
+        signature = [tf.TensorSpec([part.spec.numel], tf.float32), tf.TensorSpec([], tf.int64)]
+        signature += [_form(f) for f in part.agreement]
+        self._wire = [f for f in part.fields if f.wire]
+        signature += [_form(f) for f in self._wire] * (1 if part.communicator.sums else ranks - 1)
+        self._graph = tf.function(self._traced, input_signature=signature, autograph=False)
+
+    def states(self, rank: int) -> dict[str, State]:
+        if rank > 0:
+            return super().states(rank)
+        return {
+            kind: {key: variable.read_value() for key, variable in state.items()}
+            for kind, state in self._variables.items()
+        }
+
+    def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:
+        agreed = [] if arrived.agreed is None else [arrived.agreed]
+        payloads = [payload[f.name] for payload in arrived.payloads for f in self._wire]
+        return Done(*self._graph(gradient, tf.constant(step, tf.int64), *agreed, *payloads))
+
+    def _traced(self, gradient: Array, step: Array, *arrays: Array) -> tuple[Any, ...]:
+        first, width = len(self.part.agreement), len(self._wire)
+        agreed, flat = arrays[0] if first else None, arrays[first:]
+        names = [f.name for f in self._wire]
+        payloads = [dict(zip(names, flat[i : i + width], strict=True)) for i in range(0, len(flat), width)]
+        done, states = self.whole(gradient, self.states(0), step, Arrived(agreed, payloads))
+        for kind, state in states.items():
+            for key, value in state.items():
+                self._variables[kind][key].assign(value)
+        return tuple(done)
+
+
+def _form(field: Field) -> tf.TensorSpec:
+    return tf.TensorSpec([None if isinstance(field.length, str) else field.length], tf.dtypes.as_dtype(field.dtype))

@@ -1,0 +1,374 @@
+"""What every composite must give, worked out with plain NumPy and not over the array operations.
+
+A case makes calls for arrays of n elements: the name of the composite, its arguments and options, and the results.
+Elements are multiples of 2^-10, so that sums in float64 are exact and have no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grace.core.ops.numpy_ops import NumpyOps
+from grace.core.spec import Key
+
+KEY = Key(77, 5, 2)
+SIZES = (0, 1, 7, 8, 9, 1000)
+RANKS = 3
+
+
+class Call(NamedTuple):
+    """One call of a composite; `options` may hold arrays as well."""
+
+    name: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    expected: tuple[np.ndarray, ...]
+
+
+Case = Callable[[int, str], Iterator[Call]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def numbers(n: int, dtype: str, seed: int = 0) -> np.ndarray:
+    """Numbers of different sizes, some of them equal, some zero."""
+    rng = np.random.default_rng(1000 * seed + n)
+    x = np.round(rng.standard_normal(n) * 2.0 ** rng.integers(-6, 4, n) * 1024) / 1024
+    return x.astype(dtype)
+
+
+def several(n: int, dtype: str) -> list[np.ndarray]:
+    return [numbers(n, dtype, seed) for seed in range(RANKS)]
+
+
+def uniform(n: int) -> np.ndarray:
+    return NumpyOps().uniform(n, KEY)
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    codes = codes.astype(np.int64)
+    if bits > 8:
+        return np.concatenate([(codes & 255).astype(np.uint8), packed(codes >> 8, bits - 8)])
+    return np.packbits(((codes[:, None] >> np.arange(bits)) & 1).astype(np.uint8).ravel(), bitorder="little")
+
+
+def sums(
+    name: str,
+    values: list[np.ndarray],
+    args: Callable[[int], tuple[Any, ...]],
+    onto: np.ndarray,
+    **options: Any,
+) -> Iterator[Call]:
+    """Calls for the first rank and for all of them, with and without `onto`; args gives those of so many ranks."""
+    for count in (1, len(values)):
+        total = values[0].copy()
+        for value in values[1:count]:
+            total += value
+        yield Call(name, args(count), options, (total,))
+        total = onto.copy()
+        for value in values[:count]:
+            total += value
+        yield Call(name, args(count), {**options, "onto": onto}, (total,))
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------
+
+
+@case
+def weighted_sum(n, dtype):
+    x, y, _ = several(n, dtype)
+    t = np.dtype(dtype).type
+    for a, b in ((1, 1), (0.9, 1), (1, 0.3), (0.9, 1 - 0.9), (1, -1)):
+        yield Call("weighted_sum", (x, a, y, b), {}, (x * t(a) + y * t(b),))
+
+
+@case
+def max_abs(n, dtype):
+    x = numbers(n, dtype)
+    yield Call("max_abs", (x,), {}, (np.array(max(abs(x), default=0), dtype),))
+
+
+@case
+def words(n, dtype):
+    drawn = NumpyOps().uniform(n, KEY, 3)
+    result = NumpyOps().words(n, KEY, 3)
+    assert result.max(initial=0) < 2**32
+    assert np.array_equal((result >> 8) * 2.0**-24, drawn)
+    yield Call("words", (n, KEY, 3), {}, (result,))
+
+
+@case
+def sparse_sum(n, dtype):
+    values, indices = [], []
+    for rank, x in enumerate(several(n, dtype)):
+        index = np.sort(np.random.default_rng(rank).permutation(n)[: n // 2 + n % 2]).astype(np.int32)
+        values.append(x[: len(index)])
+        indices.append(index)
+    dense = [np.zeros(n, dtype) for _ in values]
+    for total, value, index in zip(dense, values, indices, strict=True):
+        total[index] = value
+    yield from sums("sparse_sum", dense, lambda count: (values[:count], indices[:count], n), numbers(n, dtype, 9))
+    yield Call("desparsify", (values[1], indices[1], n), {}, (dense[1],))
+
+
+# --- bits -------------------------------------------------------------------------------------------------------
+
+
+@case
+def binarize(n, dtype):
+    x = numbers(n, dtype)
+    for threshold in (0, 0.25, -0.5):
+        bits = packed(x >= threshold, 1)
+        high, low = (x.astype(np.float64)[side] for side in (x >= threshold, x < threshold))
+        yield Call("binarize", (x, threshold), {}, (bits,))
+        yield Call("binarize_sums", (x, threshold), {}, (bits, np.array([len(high), high.sum(), low.sum()])))
+
+
+@case
+def binary_sum(n, dtype):
+    xs = several(n, dtype)
+    bits, levels = [packed(x >= 0, 1) for x in xs], [numbers(2, dtype, 5 + rank) for rank in range(RANKS)]
+    values = [np.array([level[int(v >= 0)] for v in x], dtype) for x, level in zip(xs, levels, strict=True)]
+    yield from sums("binary_sum", values, lambda count: (bits[:count], levels[:count], n), numbers(n, dtype, 9))
+
+
+@case
+def majority(n, dtype):
+    xs = several(n, dtype)
+    bits = [packed(x >= 0, 1) for x in xs]
+    for count in (1, 2, 3):
+        votes = sum((2 * (x >= 0) - 1 for x in xs[:count]), np.zeros(n, int))
+        yield Call("majority", (bits[:count], n, dtype), {}, (np.sign(votes).astype(dtype),))
+
+
+# --- levels in buckets ------------------------------------------------------------------------------------------
+
+
+def buckets(x: np.ndarray, width: int) -> list[np.ndarray]:
+    return [x[start : start + width] for start in range(0, len(x), width)]
+
+
+@case
+def bucket_norms(n, dtype):
+    x = numbers(n, dtype)
+    for width in (1, 4, 100, max(1, n)):
+        parts = buckets(x.astype(np.float64), width)
+        yield Call("bucket_norms", (x, width, "l2"), {}, (np.array([np.sqrt((p * p).sum()) for p in parts], dtype),))
+        yield Call("bucket_norms", (x, width, "max"), {}, (np.array([abs(p).max() for p in parts], dtype),))
+
+
+def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int) -> np.ndarray:
+    """Signed levels by stochastic rounding, bucket by bucket."""
+    u, codes = uniform(len(x)).astype(x.dtype), np.zeros(len(x), np.int64)
+    for i, scale in enumerate(scales):
+        part = slice(i * width, min(len(x), (i + 1) * width))
+        if scale > 0:
+            magnitude = np.minimum(np.floor(abs(x[part]) / scale * x.dtype.type(levels) + u[part]), levels)
+            codes[part] = np.where(x[part] < 0, -magnitude, magnitude)
+    return codes
+
+
+@case
+def quantize_packed(n, dtype):
+    x = numbers(n, dtype)
+    for width, levels, bits in ((4, 127, 8), (100, 1, 2), (max(1, n), 300, 10)):
+        scales = np.array([abs(p).max() for p in buckets(x, width)], dtype)
+        for limit in (None, np.array(0.75, dtype), np.array([0.75], dtype)):
+            clipped = x if limit is None else np.clip(x, -0.75, 0.75).astype(dtype)
+            expected = packed(levels + levels_of(clipped, scales, width, levels), bits)
+            options = {} if limit is None else {"limit": limit}
+            yield Call("quantize_packed", (x, scales, width, levels, bits, KEY), options, (expected,))
+
+
+@case
+def dequantize_sum(n, dtype):
+    t = np.dtype(dtype).type
+    for width, levels, bits in ((4, 127, 8), (100, 1, 2), (max(1, n), 300, 10)):
+        codes, scales, values = [], [], []
+        for rank in range(RANKS):
+            signed = np.random.default_rng(rank).integers(-levels, levels + 1, n)
+            scale = abs(numbers(-(-n // width), dtype, rank))
+            codes.append(packed(signed + levels, bits))
+            scales.append(scale)
+            values.append(signed.astype(dtype) * np.repeat(scale / t(levels), width)[:n])
+
+        def args(count, codes=codes, scales=scales, rest=(width, levels, bits, n)):
+            return codes[:count], scales[:count], *rest
+
+        yield from sums("dequantize_sum", values, args, numbers(n, dtype, 9))
+
+
+# --- powers of two ----------------------------------------------------------------------------------------------
+
+_BIAS, _TOP, _MANTISSA = {"float32": 127, "float64": 1023}, {"float32": 254, "float64": 2046}, {"float32": 23}
+
+
+def natural_codes(x: np.ndarray, clipped: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes without signs, their signs, the base."""
+    dtype, u = x.dtype.name, uniform(len(x)).astype(np.float64)
+    fraction, exponent = np.frexp(abs(x).astype(np.float64))
+    field = np.where(x == 0, 0, exponent - 1 + _BIAS[dtype])
+    above = np.where(x == 0, 0.0, 2 * fraction - 1)
+    noise = np.floor(u * 2**23) * 2.0**-23 if dtype == "float32" else u + 2.0**-25
+    codes = np.minimum(field + (above >= 1 - noise), _TOP[dtype])
+    base = max(0, int(codes.max(initial=0)) - 127) if clipped else 0
+    if clipped:
+        share = abs(x) / x.dtype.type(2.0 ** (base + 1 - _BIAS[dtype]))
+        codes = np.where(field > base, codes - base, uniform(len(x)).astype(dtype) + share >= 1)
+    return codes, np.signbit(x), np.array([base], np.int32)
+
+
+@case
+def natural(n, dtype):
+    bits = {"float32": 9, "float64": 12}[dtype]
+    for clipped, width in ((False, bits), (True, 8)):
+        made, bases, values = [], [], []
+        for x in several(n, dtype):
+            codes, negative, base = natural_codes(x * x.dtype.type(2.0**60), clipped)
+            made.append(packed(codes + (negative.astype(int) << width - 1), width))
+            bases.append(base)
+            size = np.where(codes > 0, 2.0 ** (codes + base[0] - _BIAS[dtype]), 0.0)
+            values.append(np.where(negative, -size, size).astype(dtype))
+            yield Call("natural_encode", (x * x.dtype.type(2.0**60), KEY, clipped), {}, (made[-1], base))
+        for negate in (False, True):
+            signed = [-v for v in values] if negate else values
+
+            def args(count, made=made, bases=bases, clipped=clipped):
+                return made[:count], bases[:count], n, dtype, clipped
+
+            yield from sums("natural_sum", signed, args, numbers(n, dtype, 9), negate=negate)
+
+
+# --- tables, ternary digits, numbers of several widths ------------------------------------------------------------
+
+
+@case
+def table(n, dtype):
+    entries = (np.arange(128) / 127.0).astype(dtype) ** 2
+    codes, scales, values = [], [], []
+    for x in several(n, dtype):
+        scale = np.array([max(abs(x), default=0)], dtype)
+        share = abs(x) / (scale if scale > 0 else np.ones(1, dtype))
+        edges = [(low + high) * entries.dtype.type(0.5) for low, high in pairwise(entries)]
+        index = sum((share >= edge for edge in edges), np.zeros(n, int))
+        codes.append((index + 128 * (x < 0)).astype(np.uint8))
+        scales.append(scale)
+        values.append(np.where(x < 0, -1, 1).astype(dtype) * (entries[index] * scale))
+        yield Call("table_encode", (x, scale, entries), {}, (codes[-1],))
+    yield from sums("table_sum", values, lambda count: (codes[:count], scales[:count], entries), numbers(n, dtype, 9))
+
+
+def runs(digits: list[int]) -> list[int]:
+    """Five digits per byte, and 2 to 14 bytes of zeros as one."""
+    digits = digits + [1] * (-len(digits) % 5)
+    values = [int("".join(map(str, digits[i : i + 5])), 3) for i in range(0, len(digits), 5)]
+    coded = []
+    for value, group in groupby(values):
+        count = len(list(group))
+        while value == 121 and count > 1:
+            coded.append(243 + min(count, 14) - 2)
+            count -= min(count, 14)
+        coded += [value] * count
+    return coded
+
+
+@case
+def ternary(n, dtype):
+    for bound in (0.01, 0.5, 100.0):
+        codes, scales, values = [], [], []
+        for x in several(n, dtype):
+            half = np.array([bound], dtype)
+            digits = [1 + int(v >= half[0]) - int(v <= -half[0]) for v in x]
+            codes.append(np.array(runs(digits), np.uint8))
+            scales.append(2 * half)
+            values.append((np.array(digits, dtype) - 1) * (2 * half))
+            yield Call("ternary_encode", (x, half), {}, (codes[-1],))
+
+        def args(count, codes=codes, scales=scales):
+            return codes[:count], scales[:count], n
+
+        yield from sums("ternary_sum", values, args, numbers(n, dtype, 9))
+
+
+@case
+def precision(n, dtype):
+    for bound, m, h in ((2.0**-4, 2, 0), (2.0**-9, 5, 3)):
+        payloads, values = [], []
+        for x in several(n, dtype):
+            size = abs(x)
+            tags = np.where(size < bound, 0, np.where(size < 2.0**-m, 1, np.where(size < 2.0**-h, 2, 3)))
+            words = np.trunc(x[tags == 2] * 2.0 ** (h + 15)).astype(np.int16)
+            small = np.trunc(x[tags == 1] * 2.0 ** (m + 7)).astype(np.int8)
+            payloads.append((x[tags == 3], words, small, packed(tags, 2)))
+            decoded = np.where(tags == 3, x, 0)
+            decoded[tags == 2], decoded[tags == 1] = words * 2.0 ** -(h + 15), small * 2.0 ** -(m + 7)
+            values.append(decoded.astype(dtype))
+            yield Call("precision_encode", (x, bound, m, h), {}, payloads[-1])
+        for negate in (False, True):
+            signed = [0 - v for v in values] if negate else values
+
+            def args(count, payloads=payloads, rest=(m, h, n, dtype)):
+                return payloads[:count], *rest
+
+            yield from sums("precision_sum", signed, args, numbers(n, dtype, 9), negate=negate)
+
+
+# --- selections and sketches --------------------------------------------------------------------------------------
+
+
+@case
+def select(n, dtype):
+    x = numbers(n, dtype)
+    edge = float(abs(x[n // 2])) if n else 0.5
+    for bound in (0.0, edge):
+        for strict, nonzero in ((True, False), (False, False), (False, True)):
+            passed = [
+                i for i, v in enumerate(abs(x)) if (v > bound if strict else v >= bound) and not (nonzero and v == 0)
+            ]
+            indices = np.array(passed, np.int32)
+            for given in (bound, np.array([bound], dtype)):
+                yield Call("select", (x, given, strict), {"nonzero": nonzero}, (x[indices], indices))
+
+
+@case
+def top_of_sides(n, dtype):
+    x = numbers(n, dtype)
+    for ratio in (0.01, 0.3, 1.0):
+        lists, means = [], []
+        for side in (np.flatnonzero(x > 0), np.flatnonzero(x < 0)):
+            k = min(len(side), max(1, int(ratio * len(side))))
+            best = np.sort(side[np.argsort(-abs(x[side]), kind="stable")[:k]])
+            lists.append(best.astype(np.int32))
+            means.append(x[best].astype(np.float64).sum() / max(1, k))
+        yield Call("top_of_sides", (x, ratio), {}, (np.array(means, dtype), *lists))
+
+
+@case
+def sketch(n, dtype):
+    x, rows, columns = numbers(n, dtype), 3, max(1, n // 3)
+    parts = (uniform(6 * 2 * rows).astype(np.float64) * 2**24).astype(int).tolist()
+    functions = []
+    for i in range(2 * rows):
+        a, b = (
+            (p[0] << 40) ^ (p[1] << 16) ^ (p[2] >> 8) for p in (parts[6 * i : 6 * i + 3], parts[6 * i + 3 : 6 * i + 6])
+        )
+        functions.append([((a * item + b) % 2**64) >> 32 for item in range(n)])
+    bins = [[word * columns >> 32 for word in words] for words in functions[:rows]]
+    signs = [[-1 if word >= 2**31 else 1 for word in words] for words in functions[rows:]]
+    made = np.zeros((rows, columns))
+    for j in range(rows):
+        for i in range(n):
+            made[j, bins[j][i]] += signs[j][i] * float(x[i])
+    made = made.astype(dtype)
+    found = [[signs[j][i] * made[j, bins[j][i]] for j in range(rows)] for i in range(n)]
+    median = np.array([sorted(values)[rows // 2] for values in found], dtype)
+    yield Call("count_sketch", (x, rows, columns, KEY), {}, (made.ravel(),))
+    yield Call("sketch_estimate", (made.ravel(), n, rows, columns, KEY), {}, (median,))

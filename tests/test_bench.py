@@ -1,0 +1,353 @@
+"""The command `grace bench codec`: what it times, what it reports, what it refuses. Nothing here depends on speed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from grace import Simulation, cli, compressors
+from grace.bench import command, frameworks, measure, table
+from grace.bench.codec import LocalStep, make_part, near_square
+from grace.bench.gradients import DEVIATION, Gradients
+from grace.core.ops import get_ops
+from grace.core.wire import payload_bytes
+
+KEYS = {"compressor", "numel", "median_s", "copy_s", "ratio_to_copy", "wire_bytes"} | {
+    "framework", "device", "ranks", "threads", "native", "repetitions", "spread", "times", "machine", "command"
+}  # fmt: skip
+RANKS = 2
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path, capsys):
+    """Runs the command in this process; status, output, errors, and the objects of --json where they were asked for."""
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "GRACE_NATIVE"):
+        # To be restored, whatever the command makes of them.
+        monkeypatch.setenv(variable, "1")
+
+    def run(*arguments):
+        path = tmp_path / "results.json"
+        status = cli.main(["bench", "codec", *arguments, "--json", str(path)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err, json.loads(path.read_text()) if path.exists() else None
+
+    return run
+
+
+def check(results, output, names, sizes, repetitions):
+    assert [(r["compressor"], r["numel"]) for r in results] == [(name, n) for n in sizes for name in names]
+    rows = [line.split()[:2] for line in output.splitlines()[2:]]
+    assert rows == [[r["compressor"], f"{r['numel']:,}"] for r in results]
+    for r in results:
+        assert set(r) >= KEYS
+        assert r["repetitions"] == repetitions == len(r["times"]) == len(r["copy_times"])
+        assert r["median_s"] == np.median(r["times"]) > 0
+        assert r["copy_s"] == np.median(r["copy_times"]) > 0
+        assert r["ratio_to_copy"] == r["median_s"] / r["copy_s"]
+        assert r["spread"][0] <= r["median_s"] <= r["spread"][1]
+        assert r["bits_per_element"] == 8 * r["wire_bytes"] / r["numel"]
+        assert r["gb_per_s"] == pytest.approx(4e-9 * r["numel"] / r["median_s"])
+        saved = 4 * r["numel"] - r["wire_bytes"]
+        pays_below = pytest.approx(8e-9 * saved / r["median_s"]) if saved > 0 else None
+        assert r["break_even_gbit_per_s"] == pays_below
+        part = make_part(r["compressor"], r["numel"])
+        fixed = payload_bytes([*part.fields, *part.agreement])
+        assert fixed is None or r["wire_bytes"] == fixed
+
+
+# --- what is timed --------------------------------------------------------------------------------------------------
+
+
+def drawn(numel, step):
+    rng = np.random.default_rng(step)
+    return [(rng.standard_normal(numel) * 0.01).astype(np.float32) for _ in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", list(compressors))
+def test_the_timed_step_is_that_of_the_engine(name):
+    numel = 2000
+    part = make_part(name, numel)
+    step = LocalStep(part, get_ops("numpy"), RANKS)
+    simulation = Simulation(RANKS, [part.spec], {"compressor": name, "default_rules": False})
+    # What is gathered is added up; the division is the engine's.
+    factor = 1 if part.communicator.sums or not part.compressor.averages else RANKS
+    # gradiveq begins to compress after ten steps.
+    for number in range(12):
+        gradients = drawn(numel, number)
+        expected = simulation.step([{"tensor": g.reshape(part.spec.shape)} for g in gradients])[0]["tensor"]
+        arrived = step.receive(gradients, number)
+        before = [g.copy() for g in gradients]
+        done = step.run(gradients[0], number, arrived)
+        step.conclude(done)
+        assert all((a == b).all() for a, b in zip(gradients, before, strict=True))
+        np.testing.assert_allclose(done.gradient, factor * expected.ravel(), rtol=1e-4, atol=1e-6)
+        sent = simulation.engines[0].stats()["tensors"]["tensor"]["wire_bytes"]
+        assert step.wire_bytes(done) == sent
+
+
+@pytest.mark.parametrize("name", ["gradiveq", "hardthreshold", "none", "powersgd", "randomk", "signum", "topk"])
+def test_the_graph_of_tensorflow_does_the_same(name):
+    tf = pytest.importorskip("tensorflow")
+    from grace.bench.traced import TracedStep
+
+    numel, part = 2000, make_part(name, 2000)
+    eager, traced = LocalStep(part, get_ops("numpy"), RANKS), TracedStep(part, get_ops("tensorflow"), RANKS)
+    for number in range(12):
+        gradients = drawn(numel, number)
+        tensors = [tf.constant(g) for g in gradients]
+        arrived = [eager.receive(gradients, number), traced.receive(tensors, number)]
+        expected, done = eager.run(gradients[0], number, arrived[0]), traced.run(tensors[0], number, arrived[1])
+        eager.conclude(expected)
+        traced.conclude(done)
+        np.testing.assert_allclose(done.gradient.numpy(), expected.gradient, rtol=1e-4, atol=1e-6)
+        assert traced.wire_bytes(done) == eager.wire_bytes(expected)
+
+
+@pytest.mark.parametrize(
+    ("numel", "shape"), [(1, (1, 1)), (1000, (25, 40)), (1009, (1, 1009)), (25_000_000, (5000, 5000))]
+)
+def test_near_square(numel, shape):
+    assert near_square(numel) == shape
+
+
+def test_gradients_are_heavy_tailed_and_differ_from_step_to_step():
+    shape = (200, 250)
+    gradients = Gradients(shape, 4)
+    first, second = (gradients.array()[gradients.window(i)].astype(np.float64) for i in (0, 1))
+    assert np.sqrt(np.mean(first**2)) == pytest.approx(DEVIATION, rel=0.05)
+    # That of a normal distribution is 3.
+    assert np.mean(first**4) / np.mean(first**2) ** 2 > 10
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+    scales = [np.sqrt(np.mean(g.reshape(shape) ** 2, axis=0)) for g in (first, second)]
+    np.testing.assert_allclose(*scales, rtol=0.05)
+    assert len(first) == 200 * 250
+    assert gradients.window(3).start * 4 % 64 == 0
+    assert gradients.window(3).stop <= len(gradients.array())
+    assert (gradients.array() == Gradients(shape, 4).array()).all()
+
+
+def test_slow_methods_get_fewer_repetitions(bench, monkeypatch):
+    def clock(self, work):
+        return 10.0, work()
+
+    monkeypatch.setattr(frameworks.Framework, "clock", clock)
+    status, output, _, results = bench("--compressors", "topk", "--numel", "100", "--repetitions", "30")
+    assert status == 0
+    assert results[0]["repetitions"] == len(results[0]["times"]) == measure.BUDGET / 10
+    assert output.splitlines()[-1].split()[-1] == "6"
+
+
+# --- what is reported -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_table_and_json(bench, framework):
+    pytest.importorskip(framework)
+    names = ["topk", "powersgd", "threshold", "none"]
+    arguments = ["--framework", framework, "--numel", "1000,2K", "--repetitions", "3", "--ranks", "3"]
+    status, output, _, results = bench("--compressors", "topk,powersgd", "threshold", "none", *arguments)
+    assert status == 0
+    check(results, output, names, [1000, 2000], 3)
+    assert {(r["framework"], r["device"], r["ranks"], r["threads"]) for r in results} == {(framework, "cpu", 3, 1)}
+    assert results[0]["machine"]["cpu"]
+    assert results[0]["machine"][framework].startswith(__import__(framework).__version__.split("+")[0])
+    none = results[names.index("none")]
+    assert none["break_even_gbit_per_s"] is None
+    assert "never" in output.splitlines()[2 + names.index("none")]
+
+
+def test_tensorflow_in_a_process_of_its_own(tmp_path):
+    pytest.importorskip("tensorflow")
+    path = tmp_path / "results.json"
+    arguments = ["--framework", "tensorflow", "--compressors", "topk", "powersgd", "--numel", "1000"]
+    more = ["--repetitions", "2", "--threads", "2", "--json", str(path)]
+    # Threads can be set only before TensorFlow starts, which in this process it has.
+    result = subprocess.run(
+        [sys.executable, "-m", "grace.cli", "bench", "codec", *arguments, *more], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    results = json.loads(path.read_text())
+    check(results, result.stdout, ["topk", "powersgd"], [1000], 2)
+    assert "2 threads" in result.stdout
+    assert results[0]["command"] == "grace " + " ".join(["bench", "codec", *arguments, *more])
+
+
+def test_the_number_of_threads_is_set_before_numpy_is_imported():
+    code = (
+        "import os, sys; from grace import cli; from grace.bench import frameworks\n"
+        "def stop(*arguments):\n"
+        "    assert 'numpy' not in sys.modules and os.environ['OMP_NUM_THREADS'] == '3'; sys.exit(7)\n"
+        "frameworks.FRAMEWORKS['numpy'] = stop\n"
+        "cli.main(['bench', 'codec', '--threads', '3', '--plot', 'unwritten.png'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 7
+
+
+def test_all_methods_are_the_default_but_those_that_need_options(bench, monkeypatch):
+    from dataclasses import dataclass
+
+    import grace
+
+    @dataclass(frozen=True)
+    class Outside(grace.Compressor):
+        """Needs to be told how much."""
+
+        how_much: int
+
+    some = {name: compressors.get(name) for name in ("none", "topk")}
+    monkeypatch.setattr(compressors, "_classes", {**some, "outside": Outside})
+    _, _, _, results = bench("--numel", "100", "--repetitions", "1")
+    assert [r["compressor"] for r in results] == ["none", "topk"]
+
+
+def test_what_stays_dense_is_said(bench):
+    _, output, _, results = bench("--compressors", "powersgd", "--numel", "1009", "--repetitions", "1")
+    assert "left dense: rank 4 factors of a 1 x 1009 matrix" in output
+    assert results[0]["dense"].startswith("rank 4 factors")
+    assert results[0]["wire_bytes"] == 4 * 1009
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_which_bodies_were_timed(bench, kernels):
+    from grace.core.ops import native
+
+    arguments = ["--compressors", "topk", "--numel", "100", "--repetitions", "1", *["--no-native"] * (not kernels)]
+    _, output, _, results = bench(*arguments)
+    expected = kernels and native.serves("numpy", "cpu")
+    assert results[0]["native"] is expected
+    assert ("kernels" if expected else "reference bodies, no kernels") == output.splitlines()[0].split("; ")[-1]
+
+
+def test_an_interrupted_run_leaves_what_it_has(bench, monkeypatch):
+    measured = measure.Bench.measure
+
+    def interrupted(self, name, part, progress):
+        if name == "none":
+            raise KeyboardInterrupt
+        return measured(self, name, part, progress)
+
+    monkeypatch.setattr(measure.Bench, "measure", interrupted)
+    arguments = ["--compressors", "topk", "none", "fp16", "--numel", "1000", "--repetitions", "2"]
+    status, output, errors, results = bench(*arguments)
+    assert status == 130
+    assert "interrupted after 1 of 3 results" in errors
+    check(results, output, ["topk"], [1000], 2)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_plot(bench, tmp_path, count):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "times.png"
+    sizes = [str(100 * 2**i) for i in range(count)]
+    status, *_ = bench("--compressors", "topk", "none", "--numel", *sizes, "--repetitions", "2", "--plot", str(path))
+    assert status == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_of_the_figure(bench, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    seen = []
+    monkeypatch.setattr(command, "_measure", lambda parts, setting, results: seen.extend(parts))
+    assert bench("--compressors", "none", "--plot", str(tmp_path / "times.svg"))[0] == 0
+    # 1 KB to 100 MB
+    assert [part.spec.nbytes for _, part in seen] == [10**i for i in range(3, 9)]
+    seen.clear()
+    bench("--compressors", "none")
+    assert [part.spec.numel for _, part in seen] == [25_000_000]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.34, "12.3 s"), (0.9996, "1 s"), (1.5e-3, "1.5 ms"), (99.96e-6, "100 us"), (999.6e-9, "1 us"), (5e-8, "50 ns")],
+)
+def test_seconds_are_readable(seconds, text):
+    assert table._scaled(seconds, table.SECONDS) == text
+
+
+@pytest.mark.parametrize("seconds", [1.05e-6, 9.996e-5, 0.0105, 0.9994, 1.05, 105.0])
+def test_lines_of_the_table_have_one_width(bench, monkeypatch, seconds):
+    monkeypatch.setattr(frameworks.Framework, "clock", lambda self, work: (seconds, work()))
+    _, output, *_ = bench("--compressors", "none", "sketchedsgd", "--numel", "100", "100K", "--repetitions", "1")
+    _, head, *rows = output.splitlines()
+    assert {len(line) for line in rows} == {len(head)}
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compressors", "tokp"], "unknown compressor 'tokp'. Did you mean 'topk'?"),
+        (["--compressors", ","], "--compressors: expected names"),
+        (["--numel", "0"], "--numel: expected a number of elements of at least 1"),
+        (["--numel", "2.5"], "received '2.5'"),
+        (["--numel", "many"], "received 'many'"),
+        (["--numel", "infinity"], "received 'infinity'"),
+        (["--numel", ","], "--numel: expected numbers of elements"),
+        (["--ranks", "0"], "--ranks: expected at least 1, received 0"),
+        (["--threads", "0"], "--threads: expected at least 1"),
+        (["--repetitions", "-1"], "--repetitions: expected at least 1"),
+        (["--framework", "touch"], "no framework 'touch'. Did you mean 'torch'?"),
+        (["--device", "gpu"], "no device 'gpu'. Did you mean 'cpu'? Valid names: cpu, cuda."),
+        (["--device", "cuda"], "device 'cuda' is timed with --framework torch only"),
+        (["--plot", "/nowhere/times.png"], "'/nowhere/times.png' cannot be written: No such file or directory"),
+    ],
+)
+def test_faults_are_told_before_the_run(bench, arguments, message):
+    status, output, errors, results = bench(*arguments)
+    assert (status, output, results) == (2, "", None)
+    assert errors.startswith("grace: error: ")
+    assert message in errors
+
+
+def test_older_results_survive_a_fault(bench, tmp_path):
+    (tmp_path / "results.json").write_text("[1]")
+    assert bench("--framework", "numpi")[3] == [1]
+
+
+def test_figures_of_unknown_kind_are_refused(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, _, errors, _ = bench("--plot", str(tmp_path / "times.pgn"))
+    assert status == 2
+    assert "is no figure. Did you mean 'png'?" in errors
+    assert not (tmp_path / "times.pgn").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"), [("torch", ["--framework", "torch"]), ("matplotlib", ["--plot", "times.png"])]
+)
+def test_missing_packages_are_named(bench, monkeypatch, tmp_path, package, arguments):
+    find_spec = importlib.util.find_spec
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find_spec(name))
+    status, _, errors, results = bench(*arguments)
+    assert (status, results) == (2, None)
+    assert package in errors
+    assert "not installed here" in errors
+
+
+def test_cuda_without_a_gpu_is_refused(bench, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, _, errors, _ = bench("--framework", "torch", "--device", "cuda")
+    assert status == 2
+    assert "finds no CUDA device" in errors
+
+
+@pytest.mark.gpu
+def test_cuda(bench):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    names = ["topk", "powersgd", "qsgd", "none"]
+    arguments = ["--framework", "torch", "--device", "cuda", "--numel", "1000", "--repetitions", "3"]
+    status, output, _, results = bench("--compressors", *names, *arguments)
+    assert status == 0
+    check(results, output, names, [1000], 3)
+    assert results[0]["machine"]["gpu"] == torch.cuda.get_device_name()
