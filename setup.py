@@ -1,5 +1,7 @@
 """Packaging of grace. Tool settings are in pyproject.toml."""
 
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -27,6 +29,27 @@ def version() -> str:
     return found.group(1)
 
 
+TENSORFLOW_OPS = "grace._tensorflow_ops"
+
+
+def tensorflow_options() -> dict[str, str]:
+    """How the TensorFlow that is installed here wants operations to be compiled and linked, for CMake."""
+    # In a process of its own: the import is slow and talkative, and what it loads is not wanted here.
+    code = (
+        "import json, tensorflow as tf; f = tf.sysconfig;"
+        "print(json.dumps([f.get_include(), f.get_compile_flags(), f.get_link_flags()]))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    include, flags, link = json.loads(found.stdout.splitlines()[-1])
+    standard = next((flag.rpartition("+")[2] for flag in flags if "std=c++" in flag), "17")
+    return {
+        "GRACE_TENSORFLOW_INCLUDE": include,
+        "GRACE_TENSORFLOW_DEFINES": ";".join(flag for flag in flags if flag.startswith("-D")),
+        "GRACE_TENSORFLOW_LINK": ";".join(link),
+        "GRACE_TENSORFLOW_STANDARD": standard,
+    }
+
+
 class BuildKernels(build_ext):
     """Builds the extensions with kernels/CMakeLists.txt; all of them are optional, as the package works without."""
 
@@ -35,10 +58,12 @@ class BuildKernels(build_ext):
         # Kept between builds, so that only what changed is compiled.
         folder = HERE / "build" / f"kernels-{sys.implementation.cache_tag}"
         options = {"GRACE_PYTHON": sys.executable, "GRACE_SUFFIX": "".join(target.suffixes)}
-        define = [f"-D{name}={value}" for name, value in options.items()]
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         name = ext.name.rpartition(".")[2]
         try:
+            if ext.name == TENSORFLOW_OPS:
+                options.update(tensorflow_options())
+            define = [f"-D{name}={value}" for name, value in options.items()]
             subprocess.run(["cmake", "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
             subprocess.run(["cmake", "--build", folder, "--target", name, "--parallel"], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -48,10 +73,11 @@ class BuildKernels(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """The module of kernels; none where GRACE_BUILD_KERNELS is 0."""
+    """The module of kernels, and TensorFlow's operations where that is installed; none with GRACE_BUILD_KERNELS=0."""
     if os.environ.get("GRACE_BUILD_KERNELS") == "0":
         return []
-    return [Extension("grace._native", sources=[], optional=True)]
+    names = ["grace._native", *([TENSORFLOW_OPS] if importlib.util.find_spec("tensorflow") else [])]
+    return [Extension(name, sources=[], optional=True) for name in names]
 
 
 setup(

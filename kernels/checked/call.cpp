@@ -13,7 +13,12 @@ int64_t size_of(DType dtype) {
     return sizes[static_cast<int>(dtype)];
 }
 
-void Call::fail(Error::Kind kind, const std::string& text) const { throw Error(kind, "kernel " + kernel_ + ": " + text); }
+void Call::fail(Error::Kind kind, const std::string& text) const {
+    const char* advice = kind == Error::Kind::payload
+                             ? ". The payload is truncated or damaged, or of another version or configuration."
+                             : "";
+    throw Error(kind, "kernel " + kernel_ + ": " + text + advice);
+}
 
 void Call::expect(int inputs, int integers, int numbers) const {
     if (static_cast<int>(inputs_.size()) != inputs || static_cast<int>(integers_.size()) != integers ||

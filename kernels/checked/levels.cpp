@@ -20,6 +20,9 @@ int64_t width_at(const Call& call, int i) {
     return width;
 }
 
+// How many scales there must be; of nothing any number, as a scale for a whole array is there also when that is empty.
+int64_t buckets_of(int64_t n, int64_t width) { return n == 0 ? -1 : divide_up(n, width); }
+
 // codes(begin, end, low, high) fills in the low and, above 8 bits, the high bytes of the codes of a piece.
 template <class Codes> void packed(Call& call, uint8_t* out, int64_t n, int bits, Codes codes) {
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
@@ -204,7 +207,7 @@ void quantize_packed_kernel(Call& call) {
             call.fail(Error::Kind::value, "expected levels from 1 that fit " + std::to_string(bits) + " bits, received " +
                                               std::to_string(levels));
         }
-        const T *x = call.input<T>(0), *scales = call.input<T>(1, divide_up(n, width));
+        const T *x = call.input<T>(0), *scales = call.input<T>(1, buckets_of(n, width));
         const T* limit = call.inputs() == 3 ? call.input<T>(2, 1) : nullptr;
         const RandomKey key = key_at(call, 3);
         uint8_t* out = call.output<uint8_t>(packed_size(n, bits));
@@ -234,7 +237,7 @@ void dequantize_sum_kernel(Call& call) {
         std::vector<Coded<T>> payloads;
         for (int r = 0; r < ranks; ++r) {
             payloads.push_back({call.input<uint8_t>(first + r, packed_size(n, bits)),
-                                call.input<T>(first + ranks + r, divide_up(n, width))});
+                                call.input<T>(first + ranks + r, buckets_of(n, width))});
         }
         const Target<T> to = target_of<T>(call, first == 1, n);
         GRACE_GPU(call, dequantize_sum, payloads, width, static_cast<int>(levels), bits, to.onto, to.out, n);

@@ -442,6 +442,8 @@ static void sample(const Permutation* permutation, uint32_t n, int64_t begin, in
     }
 }
 
+#include "loops_codings.inl"
+
 }  // namespace GRACE_ISA
 
 #define GRACE_JOIN(a, b) a##b
@@ -465,7 +467,17 @@ template <class T> static constexpr Loops<T> make_loops() {
             dequantize_sum<T>,
             select<T>,
             to_half<T>,
-            from_half<T>};
+            from_half<T>,
+            natural_rises<T>,
+            natural_codes<T>,
+            natural_sum<T>,
+            table_codes<T>,
+            table_sum<T>,
+            ternary_bytes<T>,
+            ternary_sum<T>,
+            precision_tags<T>,
+            precision_split<T>,
+            precision_sum<T>};
 }
 
 extern const Loops<float> GRACE_NAME(float_loops_, GRACE_ISA);
@@ -474,6 +486,7 @@ extern const IntegerLoops GRACE_NAME(integer_loops_, GRACE_ISA);
 const Loops<float> GRACE_NAME(float_loops_, GRACE_ISA) = make_loops<float>();
 const Loops<double> GRACE_NAME(double_loops_, GRACE_ISA) = make_loops<double>();
 const IntegerLoops GRACE_NAME(integer_loops_, GRACE_ISA) = {
-    GRACE_ISA::stream_words, GRACE_ISA::uniforms, GRACE_ISA::sample, GRACE_ISA::pack, GRACE_ISA::unpack};
+    GRACE_ISA::stream_words, GRACE_ISA::uniforms, GRACE_ISA::sample, GRACE_ISA::pack, GRACE_ISA::unpack,
+    GRACE_ISA::count_tags};
 
 }  // namespace grace

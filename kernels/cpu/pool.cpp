@@ -12,6 +12,7 @@
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace grace {
@@ -160,33 +161,34 @@ struct Job {
 
 class Helpers {
   public:
-    void offer(const std::shared_ptr<Job>& job, int helpers) {
+    // There are at least `helpers` threads afterwards.
+    void hire(int helpers) {
         std::lock_guard<std::mutex> lock(mutex_);
-        while (static_cast<int>(threads_) < helpers) {
-            std::thread([this] { serve(); }).detach();
-            ++threads_;
-        }
-        for (int i = 0; i < helpers; ++i) waiting_.push_back(job);
-        wake_.notify_all();
+        for (; threads_ < helpers; ++threads_) std::thread([this] { serve(); }).detach();
+    }
+    void offer(std::function<void()> work) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        waiting_.push_back(std::move(work));
+        wake_.notify_one();
     }
 
   private:
     void serve() {
         for (;;) {
-            std::shared_ptr<Job> job;
+            std::function<void()> work;
             {
                 std::unique_lock<std::mutex> lock(mutex_);
                 wake_.wait(lock, [this] { return !waiting_.empty(); });
-                job = waiting_.back();
+                work = std::move(waiting_.back());
                 waiting_.pop_back();
             }
-            job->work();
+            work();
         }
     }
 
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::vector<std::shared_ptr<Job>> waiting_;
+    std::vector<std::function<void()>> waiting_;
     int threads_ = 0;
 };
 
@@ -205,7 +207,7 @@ Helpers& helpers() {
 
 }  // namespace
 
-void run_tasks(int64_t tasks, int threads, const std::function<void(int64_t)>& task) {
+void run_tasks(int64_t tasks, int threads, const std::function<void(int64_t)>& task, const Schedule& schedule) {
     if (tasks <= 1 || threads <= 1) {
         for (int64_t i = 0; i < tasks; ++i) task(i);
         return;
@@ -213,7 +215,12 @@ void run_tasks(int64_t tasks, int threads, const std::function<void(int64_t)>& t
     auto job = std::make_shared<Job>();
     job->task = &task;
     job->tasks = tasks;
-    helpers().offer(job, static_cast<int>(tasks < threads ? tasks : threads) - 1);
+    // A helper that comes too late finds no task; the job lives until then.
+    const int others = static_cast<int>(tasks < threads ? tasks : threads) - 1;
+    if (!schedule) helpers().hire(others);
+    for (int i = 0; i < others; ++i) {
+        schedule ? schedule([job] { job->work(); }) : helpers().offer([job] { job->work(); });
+    }
     job->work();
     std::unique_lock<std::mutex> lock(job->mutex);
     job->finished.wait(lock, [&] { return job->done.load() == tasks; });

@@ -17,13 +17,23 @@ namespace GRACE_ISA {
 
 // --- 64 comparisons as 64 bits -----------------------------------------------------------------------------------------
 
-enum class Test { at_least, above, size_at_least, size_above };
+enum class Test { at_least, above, at_most, below, size_at_least, size_above };
 
 template <Test test, class T> GRACE_LOCAL bool passes(T x, T bound) {
     if (test == Test::at_least) return x >= bound;
     if (test == Test::above) return x > bound;
+    if (test == Test::at_most) return x <= bound;
+    if (test == Test::below) return x < bound;
     return test == Test::size_at_least ? magnitude(x) >= bound : magnitude(x) > bound;
 }
+
+#if defined(__AVX__)
+template <Test test> constexpr int predicate() {
+    if (test == Test::at_most) return _CMP_LE_OQ;
+    if (test == Test::below) return _CMP_LT_OQ;
+    return test == Test::above || test == Test::size_above ? _CMP_GT_OQ : _CMP_GE_OQ;
+}
+#endif
 
 #if defined(__AVX512F__)
 template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
@@ -32,8 +42,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
     for (int j = 0; j < 4; ++j) {
         __m512 v = _mm512_loadu_ps(x + 16 * j);
         if (test >= Test::size_at_least) v = _mm512_abs_ps(v);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const uint64_t m = equal ? _mm512_cmp_ps_mask(v, edge, _CMP_GE_OQ) : _mm512_cmp_ps_mask(v, edge, _CMP_GT_OQ);
+        const uint64_t m = _mm512_cmp_ps_mask(v, edge, predicate<test>());
         mask |= m << (16 * j);
     }
     return mask;
@@ -44,8 +53,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) 
     for (int j = 0; j < 8; ++j) {
         __m512d v = _mm512_loadu_pd(x + 8 * j);
         if (test >= Test::size_at_least) v = _mm512_abs_pd(v);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const uint64_t m = equal ? _mm512_cmp_pd_mask(v, edge, _CMP_GE_OQ) : _mm512_cmp_pd_mask(v, edge, _CMP_GT_OQ);
+        const uint64_t m = _mm512_cmp_pd_mask(v, edge, predicate<test>());
         mask |= m << (8 * j);
     }
     return mask;
@@ -57,8 +65,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
     for (int j = 0; j < 8; ++j) {
         __m256 v = _mm256_loadu_ps(x + 8 * j);
         if (test >= Test::size_at_least) v = _mm256_and_ps(v, positive);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const __m256 m = equal ? _mm256_cmp_ps(v, edge, _CMP_GE_OQ) : _mm256_cmp_ps(v, edge, _CMP_GT_OQ);
+        const __m256 m = _mm256_cmp_ps(v, edge, predicate<test>());
         mask |= uint64_t(uint32_t(_mm256_movemask_ps(m))) << (8 * j);
     }
     return mask;
@@ -69,8 +76,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) 
     for (int j = 0; j < 16; ++j) {
         __m256d v = _mm256_loadu_pd(x + 4 * j);
         if (test >= Test::size_at_least) v = _mm256_and_pd(v, positive);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const __m256d m = equal ? _mm256_cmp_pd(v, edge, _CMP_GE_OQ) : _mm256_cmp_pd(v, edge, _CMP_GT_OQ);
+        const __m256d m = _mm256_cmp_pd(v, edge, predicate<test>());
         mask |= uint64_t(uint32_t(_mm256_movemask_pd(m))) << (4 * j);
     }
     return mask;
@@ -82,8 +88,14 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
     for (int j = 0; j < 16; ++j) {
         __m128 v = _mm_loadu_ps(x + 4 * j);
         if (test >= Test::size_at_least) v = _mm_and_ps(v, positive);
-        const bool equal = test == Test::at_least || test == Test::size_at_least;
-        const __m128 m = equal ? _mm_cmpge_ps(v, edge) : _mm_cmpgt_ps(v, edge);
+        __m128 m;
+        if (test == Test::at_most) {
+            m = _mm_cmple_ps(v, edge);
+        } else if (test == Test::below) {
+            m = _mm_cmplt_ps(v, edge);
+        } else {
+            m = test == Test::above || test == Test::size_above ? _mm_cmpgt_ps(v, edge) : _mm_cmpge_ps(v, edge);
+        }
         mask |= uint64_t(uint32_t(_mm_movemask_ps(m))) << (4 * j);
     }
     return mask;
@@ -100,6 +112,46 @@ template <Test test, class T> GRACE_LOCAL uint64_t mask_of(const T* x, T bound, 
 template <Test test, class T> GRACE_LOCAL uint64_t mask64(const T* x, T bound) { return mask_of<test>(x, bound, 64); }
 #elif !defined(__AVX2__)
 template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) { return mask_of<test>(x, bound, 64); }
+#endif
+
+// The sign bits of 64 numbers, also of zeros.
+GRACE_LOCAL uint64_t signs64(const float* x) {
+    uint64_t mask = 0;
+#if defined(__AVX2__)
+    for (int j = 0; j < 8; ++j) mask |= uint64_t(uint32_t(_mm256_movemask_ps(_mm256_loadu_ps(x + 8 * j)))) << (8 * j);
+#elif defined(__SSE2__)
+    for (int j = 0; j < 16; ++j) mask |= uint64_t(uint32_t(_mm_movemask_ps(_mm_loadu_ps(x + 4 * j)))) << (4 * j);
+#else
+    for (int j = 0; j < 64; ++j) mask |= uint64_t(bits_as<uint32_t>(x[j]) >> 31) << j;
+#endif
+    return mask;
+}
+
+// Writes those of 64 numbers whose bit is set, one after another, and up to 16 numbers more.
+template <class T> GRACE_LOCAL void compact64(const T* x, uint64_t mask, T* out) {
+    for (; mask != 0; mask &= mask - 1) *out++ = x[__builtin_ctzll(mask)];
+}
+
+// The inverse: the next number of a list to each of 64 places whose bit is set; reads up to 16 numbers more.
+template <class T> GRACE_LOCAL void spread64(const T* list, uint64_t mask, T* out) {
+    for (; mask != 0; mask &= mask - 1) out[__builtin_ctzll(mask)] = *list++;
+}
+
+#if defined(__AVX512F__)
+GRACE_LOCAL void compact64(const float* x, uint64_t mask, float* out) {
+    for (int j = 0; j < 64; j += 16) {
+        const __mmask16 here = __mmask16(mask >> j);
+        _mm512_storeu_ps(out, _mm512_maskz_compress_ps(here, _mm512_loadu_ps(x + j)));
+        out += __builtin_popcount(here);
+    }
+}
+GRACE_LOCAL void spread64(const float* list, uint64_t mask, float* out) {
+    for (int j = 0; j < 64; j += 16) {
+        const __mmask16 here = __mmask16(mask >> j);
+        _mm512_storeu_ps(out + j, _mm512_mask_expand_ps(_mm512_loadu_ps(out + j), here, _mm512_loadu_ps(list)));
+        list += __builtin_popcount(here);
+    }
+}
 #endif
 
 // --- random words --------------------------------------------------------------------------------------------------------

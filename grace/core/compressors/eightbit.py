@@ -44,6 +44,9 @@ class EightBit(Compressor):
         return Field("scale", spec.work_dtype, 1), Field("codes", "uint8", spec.numel)
 
     def _table(self, ops: ArrayOps, dtype: str) -> Array:
+        return ops.constant(("eightbit", self.format, dtype), lambda: self._make_table(ops, dtype))
+
+    def _make_table(self, ops: ArrayOps, dtype: str) -> Array:
         # Whole numbers divided once, so that every framework has the same bits.
         if self.format == "1-3-4":
             units = [ops.arange(32, dtype), *((ops.arange(16, dtype) + 16.0) * float(2**e) for e in range(1, 7))]

@@ -12,7 +12,7 @@ from grace.core.ops.composites import ArrayOps
 _BACKENDS = {
     "numpy": (("numpy_ops", "NumpyOps"), ("native_numpy", "NativeNumpyOps")),
     "torch": (("torch_ops", "TorchOps"), ("native_torch", "NativeTorchOps")),
-    "tensorflow": (("tensorflow_ops", "TensorflowOps"), ("tensorflow_ops", "TensorflowOps")),
+    "tensorflow": (("tensorflow_ops", "TensorflowOps"), ("native_tensorflow", "NativeTensorflowOps")),
 }
 
 

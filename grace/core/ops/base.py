@@ -8,7 +8,7 @@ a compressor branches on an array's value, so that the same code can be traced i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import ClassVar
 
 from grace.core.spec import Array
@@ -19,6 +19,9 @@ class Primitives(ABC):
 
     name: ClassVar[str]
     device: str = "cpu"
+
+    def __init__(self) -> None:
+        self._constants: dict[Hashable, Array] = {}
 
     # --- create and convert -------------------------------------------------------------------------------------
 
@@ -217,6 +220,14 @@ class Primitives(ABC):
         """
 
     # The bodies of control and of bits suit frameworks that compute at once; one that traces graphs overrides them.
+
+    # --- constants ----------------------------------------------------------------------------------------------
+
+    def constant(self, name: Hashable, make: Callable[[], Array]) -> Array:
+        """make(), an array that depends on `name` only and is never changed; kept where operations compute at once."""
+        if name not in self._constants:
+            self._constants[name] = make()
+        return self._constants[name]
 
     # --- control ------------------------------------------------------------------------------------------------
 

@@ -7,35 +7,59 @@ axes) goes on to the framework. The kernels are optional: without the built modu
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from typing import Any, Literal
 
-from grace.core.errors import PayloadError
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, Array, Key
 
-module: Any
-try:
-    module = importlib.import_module("grace._native")
-except ImportError:
-    module = None
+
+def _load() -> Any:
+    """The module of kernels that was built with the package, or the build that GRACE_NATIVE names by its path."""
+    path = os.environ.get("GRACE_NATIVE", "")
+    if not path.endswith(".so"):
+        try:
+            return importlib.import_module("grace._native")
+        except ImportError:
+            return None
+    loader = ExtensionFileLoader("grace._native", path)
+    loaded = module_from_spec(ModuleSpec("grace._native", loader, origin=path))
+    loader.exec_module(loaded)
+    return loaded
+
+
+module: Any = _load()
 
 FLOATS = ("float32", "float64")
 
 
+def tensorflow_library() -> str | None:
+    """The path of the library of TensorFlow's operation; None if it was not built."""
+    spec = importlib.util.find_spec("grace._tensorflow_ops")
+    return None if spec is None else spec.origin
+
+
 def serves(framework: str, device: str) -> bool:
     """Whether there are kernels for the arrays of a framework on a device: "cpu", "cuda" or "cuda:1"."""
-    if module is None or framework == "tensorflow":
+    if framework == "tensorflow":
+        # The operation is there for the CPU only: for a gradient elsewhere TensorFlow would copy it back and forth.
+        if not device.startswith("cpu") or tensorflow_library() is None:
+            return False
+        return bool(importlib.import_module("grace.core.ops.native_tensorflow").loads())
+    if module is None:
         return False
     kind, _, index = device.partition(":")
     return kind == "cpu" or (kind == "cuda" and module.cuda and bool(module.serves_gpu(int(index or 0))))
 
 
 def wanted() -> bool:
-    """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0."""
+    """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
 
 
@@ -252,8 +276,3 @@ class Native(ArrayOps):
         inputs = [*codes, *(self.reshape(scale, (-1,)) for scale in scales)]
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
-
-
-def corrupt(error: Exception) -> PayloadError:
-    """The error of the core for what a kernel found wrong with bytes of another rank."""
-    return PayloadError(f"{error}. The payload is truncated or damaged, or of another version or configuration.")

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.ops.native import FLOATS, Native, corrupt, module
+from grace.core.errors import PayloadError
+from grace.core.ops.native import FLOATS, module
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
 from grace.core.spec import Array
 
@@ -16,10 +18,11 @@ _BFLOAT16 = DTYPES["bfloat16"]
 _FLOATS = {DTYPES[name].char: name for name in FLOATS}
 
 
-class NativeNumpyOps(Native, NumpyOps):
+class NativeNumpyOps(NativeCodings, NumpyOps):
     """NumPy arrays; as many threads as OMP_NUM_THREADS says, else one, as NumPy itself."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
 
     def _floating(self, x: Array) -> str | None:
@@ -40,7 +43,7 @@ class NativeNumpyOps(Native, NumpyOps):
         try:
             results = module.run(kernel, inputs, integers, numbers, consumes, self._threads, True)
         except module.CorruptPayload as error:
-            raise corrupt(error) from None
+            raise PayloadError(str(error)) from None
         except TypeError:
             # A step between the elements is rare enough to be found by the failure.
             given = [np.ascontiguousarray(x) for x in inputs]

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from grace.core.ops.native import FLOATS, Native, corrupt, module
+from grace.core.errors import PayloadError
+from grace.core.ops.native import FLOATS, module
+from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.torch_ops import DTYPES, TorchOps
 from grace.core.spec import Array
 
 _FLOATS = {getattr(torch, name): name for name in FLOATS}
 
 
-class NativeTorchOps(Native, TorchOps):
+class NativeTorchOps(NativeCodings, TorchOps):
     """PyTorch tensors; in main memory by as many threads as PyTorch uses, on a GPU on its current stream.
 
     On a GPU memory comes from PyTorch, and only a result whose length depends on the data makes the host wait for the
@@ -41,7 +43,7 @@ class NativeTorchOps(Native, TorchOps):
         try:
             results = self._start(kernel, capsules, integers, numbers, consumes)
         except module.CorruptPayload as error:
-            raise corrupt(error) from None
+            raise PayloadError(str(error)) from None
         except TypeError:
             # A step between the elements is rare enough to be found by the failure.
             if consumes or all(x.is_contiguous() for x in inputs):

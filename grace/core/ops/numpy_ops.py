@@ -32,9 +32,14 @@ class NumpyOps(ArrayOps):
         return np.arange(n, dtype=DTYPES[dtype])
 
     def cast(self, x: Array, dtype: str) -> Array:
+        x, target = np.asarray(x), DTYPES[dtype]
+        if x.dtype == target:
+            return x
+        if x.dtype.kind != "f" or dtype == "float64":
+            return x.astype(target)
         # A value too large for a narrow float becomes infinite, as in the other frameworks; that is no surprise.
         with np.errstate(over="ignore"):
-            return np.asarray(x).astype(DTYPES[dtype], copy=False)
+            return x.astype(target)
 
     def copy(self, x: Array) -> Array:
         return x.copy()
@@ -49,10 +54,10 @@ class NumpyOps(ArrayOps):
         return data.view(DTYPES[dtype])
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
-        return np.reshape(x, shape)
+        return x.reshape(shape)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
-        return np.concatenate([np.reshape(a, -1) for a in arrays])
+        return np.concatenate([a.reshape(-1) for a in arrays])
 
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:
         return np.stack(arrays, axis=axis)
@@ -85,7 +90,7 @@ class NumpyOps(ArrayOps):
     def max(self, x: Array, axis: int | None = None) -> Array:
         if x.size == 0:
             return np.zeros(() if axis is None else np.delete(x.shape, axis), x.dtype)
-        return np.asarray(np.max(x, axis=axis))
+        return np.asarray(x.max(axis=axis))
 
     def norm(self, x: Array, axis: int | None = None) -> Array:
         wide = x.astype(np.float64)

@@ -6,7 +6,7 @@ tensors where it is known only when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -55,6 +55,7 @@ class TensorflowOps(ArrayOps):
     name: ClassVar[str] = "tensorflow"
 
     def __init__(self) -> None:
+        super().__init__()
         self._graphs: dict[Any, Callable[..., Any]] = {}
 
     def zeros(self, n: int, dtype: str) -> Array:
@@ -202,6 +203,10 @@ class TensorflowOps(ArrayOps):
     def svd(self, a: Array) -> tuple[Array, Array, Array]:
         s, u, v = tf.linalg.svd(a)
         return u, s, v
+
+    def constant(self, name: Hashable, make: Callable[[], Array]) -> Array:
+        # A tensor of one graph is of no use in another.
+        return make()
 
     def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
         return tf.cond(condition, a, b)

@@ -20,6 +20,7 @@ class TorchOps(ArrayOps):
     name: ClassVar[str] = "torch"
 
     def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
         self.device = device
 
     def zeros(self, n: int, dtype: str) -> Array:

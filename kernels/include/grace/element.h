@@ -127,13 +127,12 @@ template <class T> GRACE_HD int32_t natural_exponent(T x, uint32_t word) {
     using Word = typename Format<T>::Word;
     constexpr int mantissa = Format<T>::mantissa, random_bits = 24;
     constexpr int32_t largest = (1 << Format<T>::exponent) - 2;
-    const Word u = Word(word >> 8);
-    Word noise;
-    if (mantissa < random_bits) {
-        noise = u >> (random_bits - mantissa & 63);
+    Word noise = Word(word >> 8);
+    if constexpr (mantissa < random_bits) {
+        noise >>= random_bits - mantissa;
     } else {
-        constexpr int shift = mantissa < random_bits ? 1 : mantissa - random_bits;
-        noise = (u << shift) + (Word(1) << (shift - 1));
+        // In the middle of its step, for a probability rounded to the nearest.
+        noise = (noise << (mantissa - random_bits)) + (Word(1) << (mantissa - random_bits - 1));
     }
     const int32_t code = int32_t((magnitude_bits(x) + noise) >> mantissa);
     return code < largest ? code : largest;
@@ -147,10 +146,11 @@ template <class T> GRACE_HD int32_t natural_clipped(T x, int32_t exponent, int32
     return own > base ? exponent - base : up;
 }
 
-template <class T> GRACE_HD T natural_value(int32_t code, bool negative) {
+// The power of two of an exponent, which a damaged payload may have made too large for its place; `flip` is 1 to negate.
+template <class T> GRACE_HD T natural_value(uint32_t exponent, uint32_t flip) {
     using Word = typename Format<T>::Word;
-    const T value = bits_as<T>(Word(uint32_t(code)) << Format<T>::mantissa);
-    return negative ? -value : value;
+    constexpr int mantissa = Format<T>::mantissa;
+    return bits_as<T>((Word(exponent) << mantissa) ^ (Word(flip) << (mantissa + Format<T>::exponent)));
 }
 
 // --- tables --------------------------------------------------------------------------------------------------------------

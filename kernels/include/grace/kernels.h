@@ -38,7 +38,15 @@ namespace grace {
     X(gather)         /* x, indices -> T[m] */                                                                   \
     X(put)            /* x consumed, indices; ; value -> x */                                                    \
     X(scatter_add)    /* x consumed, indices, values -> x */                                                     \
-    X(sparse_sum)     /* [onto], values..., indices...; ranks, n, has_onto -> T[n] */
+    X(sparse_sum)     /* [onto], values..., indices...; ranks, n, has_onto -> T[n] */                            \
+    X(natural_encode) /* x; clipped, key -> codes uint8, base int32[1] */                                        \
+    X(natural_sum)    /* [onto], codes..., bases...; ranks, n, wide, clipped, negate, has_onto -> T[n] */        \
+    X(table_encode)   /* x, scale, table T[128] -> uint8[n] */                                                   \
+    X(table_sum)      /* [onto], codes..., scales..., table; ranks, n, has_onto -> T[n] */                       \
+    X(ternary_encode) /* x, half -> uint8[m] */                                                                  \
+    X(ternary_sum)    /* [onto], codes..., scales...; ranks, n, has_onto -> T[n] */                              \
+    X(precision_encode) /* x; m, h; bound -> T[], int16[], int8[], tags */                                       \
+    X(precision_sum)  /* [onto], full..., words..., bytes..., tags...; ranks, m, h, n, negate, has_onto -> T[n] */
 
 #define GRACE_DECLARE(name) void name##_kernel(Call& call);
 GRACE_KERNELS(GRACE_DECLARE)

@@ -30,6 +30,32 @@ template <class T> struct Entries {
     int64_t count;
 };
 
+// One rank's natural codes, and what its exponents lie above.
+struct Powers {
+    const uint8_t* codes;
+    uint32_t base;
+};
+
+// 127 ascending edges, and what finds a number's place among them without a search: cells of numbers with equal upper
+// bits, `lowest` the bits of the first. No cell holds more than one edge: `inside`, NaN if there is none. Of all numbers
+// of a cell `below` edges are at most. Without cells there is a search.
+template <class T> struct Edges {
+    const T* edges;
+    int64_t cells;
+    typename Format<T>::Signed lowest;
+    int shift;
+    const uint8_t* below;
+    const T* inside;
+};
+
+// One rank's tags and numbers of all, 16 and 8 bits, from a piece on.
+template <class T> struct Widths {
+    const uint8_t* tags;
+    const T* full;
+    const int16_t* words;
+    const int8_t* bytes;
+};
+
 template <class T> struct Loops {
     void (*weighted_sum)(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around);
     T (*max_abs)(const T* x, int64_t n);
@@ -63,6 +89,31 @@ template <class T> struct Loops {
 
     void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n, bool around);
     void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
+
+    // Whether an element begin .. end - 1, none of which has a larger exponent, is rounded to a larger one.
+    bool (*natural_rises)(const T* x, const RandomKey* key, int32_t exponent, int64_t begin, int64_t end);
+    // Codes of elements begin .. end - 1: eight bits each above a base, or (base -1) the low eight bits of each and,
+    // packed, the sign and the other bits. Both outputs begin at `begin`.
+    void (*natural_codes)(const T* x, const RandomKey* key, int32_t base, int64_t begin, int64_t end, uint8_t* low,
+                          uint8_t* high);
+    void (*natural_sum)(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto, T* out,
+                        int64_t begin, int64_t end, bool around);
+    void (*table_codes)(const T* x, T scale, const Edges<T>* edges, int64_t n, uint8_t* codes);
+    // out = onto + sum over ranks of values[256 r + code].
+    void (*table_sum)(const uint8_t* const* codes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
+                      int64_t end, bool around);
+    // Five ternary digits per byte, the end filled up with zeros.
+    void (*ternary_bytes)(const T* x, T half, int64_t n, uint8_t* bytes);
+    // out = onto + sum over ranks of the five numbers at values[8 (243 r + byte)].
+    void (*ternary_sum)(const uint8_t* const* bytes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
+                        int64_t end, bool around);
+    // Tags of n elements, packed, n a multiple of 64 but for the last piece; counts[t] += how many have tag t > 0.
+    void (*precision_tags)(const T* x, T bound, T byte_end, T word_end, int64_t n, uint8_t* tags, int64_t* counts);
+    void (*precision_split)(const T* x, const uint8_t* tags, T byte_steps, T word_steps, int64_t n, T* full,
+                            int16_t* words, int8_t* bytes);
+    // Adds to onto, which is out, or to zeros, and moves the lists of numbers on behind what it took.
+    void (*precision_sum)(Widths<T>* ranks, int count, T byte_step, T word_step, bool negate, const T* onto, T* out,
+                          int64_t n, bool around);
 };
 
 struct IntegerLoops {
@@ -73,6 +124,8 @@ struct IntegerLoops {
     // `bits` (1 to 8) of each code, n a multiple of 8 but for the last piece.
     void (*pack)(const uint8_t* codes, int bits, int64_t n, uint8_t* out);
     void (*unpack)(const uint8_t* data, int bits, int64_t n, uint8_t* codes);
+    // counts[t] += how many of n packed tags of two bits are t > 0.
+    void (*count_tags)(const uint8_t* tags, int64_t n, int64_t* counts);
 };
 
 // The tables for this processor: the best instruction set it has, or the one that GRACE_ISA names

@@ -14,8 +14,12 @@ void release(void* block) noexcept;
 // Bytes that are kept for use again; never more than were in use at once at some time.
 size_t kept_bytes();
 
-// Runs task(0) .. task(tasks - 1) on at most `threads` threads, the caller's among them.
-void run_tasks(int64_t tasks, int threads, const std::function<void(int64_t)>& task);
+// Has a function run on some other thread, soon.
+using Schedule = std::function<void(std::function<void()>)>;
+
+// Runs task(0) .. task(tasks - 1) on at most `threads` threads, the caller's among them; rethrows what a task throws.
+// The others come from `schedule`, or are threads of our own.
+void run_tasks(int64_t tasks, int threads, const std::function<void(int64_t)>& task, const Schedule& schedule = {});
 
 // A block that is released at the end of its scope.
 template <class T> class Scratch {

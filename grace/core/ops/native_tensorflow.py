@@ -1,0 +1,89 @@
+"""Kernels for TensorFlow tensors, eager and traced: the operation GraceKernel, which TensorFlow loads from a library.
+
+It is there for the CPU only: to TensorFlow it is opaque, so that no optimizer of graphs changes what it computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+
+from grace.core.errors import PayloadError
+from grace.core.ops.native import tensorflow_library
+from grace.core.ops.native_codings import NativeCodings
+from grace.core.ops.tensorflow_ops import TensorflowOps
+from grace.core.spec import Array
+
+logger = logging.getLogger("grace")
+
+# How the operation begins its messages.
+_ERRORS = {"PayloadError": PayloadError, "TypeError": TypeError, "ValueError": ValueError}
+
+
+@cache
+def operation() -> Any:
+    """The function that makes a GraceKernel. Raises NotFoundError unless TensorFlow is of the version of the build."""
+    return tf.load_op_library(tensorflow_library()).grace_kernel
+
+
+@cache
+def loads() -> bool:
+    """Whether this TensorFlow takes the library."""
+    try:
+        operation()
+    except tf.errors.NotFoundError as error:
+        logger.warning("the kernels were built for another TensorFlow, and are not used; install grace anew. %s", error)
+        return False
+    return True
+
+
+class NativeTensorflowOps(NativeCodings, TensorflowOps):
+    """TensorFlow tensors in main memory; as many threads as TensorFlow uses within an operation."""
+
+    def _run(
+        self,
+        kernel: str,
+        inputs: Sequence[Array],
+        integers: Sequence[Any] = (),
+        numbers: Sequence[Any] = (),
+        *,
+        outputs: Sequence[str],
+        lengths: Sequence[Any] = (),
+        consumes: bool = False,
+    ) -> list[Array]:
+        # Shapes are of use in graphs only; eager, TensorFlow would keep an operation for each of them.
+        eager = tf.executing_eagerly()
+        static = [] if eager else [n if isinstance(n, int) else -1 for n in lengths]
+        try:
+            results = operation()(
+                arrays=list(inputs),
+                integers=_vector(integers, tf.int64),
+                numbers=_vector(numbers, tf.float64),
+                Tout=[tf.as_dtype(dtype) for dtype in outputs],
+                kernel=kernel,
+                lengths=static,
+                consumes=consumes,
+            )
+        except tf.errors.InvalidArgumentError as error:
+            raise _of_core(error) from None
+        return list(results)
+
+
+def _vector(values: Sequence[Any], dtype: Any) -> Any:
+    """Python numbers and 0-d tensors as one tensor."""
+    if any(isinstance(value, tf.Tensor) for value in values):
+        return tf.stack([tf.cast(value, dtype) for value in values])
+    return tf.constant(values, dtype, shape=[len(values)])
+
+
+def _of_core(error: Exception) -> Exception:
+    """The error of Python, or of the core, that the operation's message names; another one of TensorFlow as it is."""
+    for name, cls in _ERRORS.items():
+        _, found, text = str(error).partition(f"{name}: ")
+        if found:
+            return cls(text.partition(" [Op:")[0])
+    return error

@@ -1,0 +1,157 @@
+// Powers of two and tables of 128 magnitudes.
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "grace/kernels.h"
+
+namespace grace {
+namespace {
+
+constexpr int kMagnitudes = 128, kEdges = kMagnitudes - 1;
+
+// The least exponent that the clipped codes of x lie above: 127 below the largest exponent after rounding.
+template <class T> int32_t natural_base(Call& call, const T* x, int64_t n, const RandomKey& key) {
+    constexpr int32_t clipped = 127, largest = (1 << Format<T>::exponent) - 2;
+    Scratch<T> most(divide_up(n, kPiece));
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        most[begin / kPiece] = loops<T>().max_abs(x + begin, end - begin);
+    });
+    const auto exponent_of = [](T size) { return static_cast<int32_t>(magnitude_bits(size) >> Format<T>::mantissa); };
+    const int32_t own = exponent_of(loops<T>().max_abs(most.data(), divide_up(n, kPiece)));
+    // Only an element of the largest exponent can be rounded to one above it.
+    std::atomic<bool> rises{own < clipped || own >= largest};
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        if (rises || exponent_of(most[begin / kPiece]) < own) return;
+        if (loops<T>().natural_rises(x, &key, own, begin, end)) rises = true;
+    });
+    const int32_t code = std::min(largest, own + (rises ? 1 : 0));
+    return std::max(0, code - clipped);
+}
+
+// Cells for `nearest` in an ascending table; they pay for themselves by the number of elements.
+template <class T> class Cells {
+  public:
+    Cells(const T* table, int64_t elements) : below_(kMost), inside_(kMost), edges_(kEdges) {
+        for (int i = 0; i < kEdges; ++i) edges_[i] = (table[i] + table[i + 1]) * T(0.5);
+        found_ = {edges_.data(), 0, 0, 0, below_.data(), inside_.data()};
+        if (elements < 4 * kMost) return;
+        for (int bits = 4; bits <= 9 && found_.cells == 0; ++bits) divide(Format<T>::mantissa - bits);
+    }
+    const Edges<T>* edges() const { return &found_; }
+
+  private:
+    using Signed = typename Format<T>::Signed;
+    static constexpr int64_t kMost = 4096;
+
+    // From the cell below the first edge above 0 to that above the last; no cells if there are too many, or one would
+    // hold two edges.
+    void divide(int shift) {
+        int at = 0;
+        while (at < kEdges && !(edges_[at] > T(0))) ++at;
+        if (at == kEdges || !(edges_[kEdges - 1] <= std::numeric_limits<T>::max())) return;
+        const Signed lowest = (bits_as<Signed>(edges_[at]) >> shift) - 1;
+        const Signed highest = (bits_as<Signed>(edges_[kEdges - 1]) >> shift) + 1;
+        if (highest - lowest + 1 > kMost) return;
+        for (Signed cell = lowest; cell <= highest; ++cell) {
+            const int64_t i = cell - lowest;
+            // Bits of numbers are ordered as the numbers are.
+            const auto reached = [&](Signed from) { return at < kEdges && bits_as<Signed>(edges_[at]) <= from; };
+            while (cell > lowest && reached(cell << shift)) ++at;
+            below_[i] = static_cast<uint8_t>(at);
+            const bool holds = at < kEdges && (bits_as<Signed>(edges_[at]) >> shift) == cell;
+            inside_[i] = holds ? edges_[at] : std::numeric_limits<T>::quiet_NaN();
+            if (holds && at + 1 < kEdges && (bits_as<Signed>(edges_[at + 1]) >> shift) == cell) return;
+        }
+        found_.lowest = lowest;
+        found_.shift = shift;
+        found_.cells = static_cast<int64_t>(highest - lowest + 1);
+    }
+
+    Scratch<uint8_t> below_;
+    Scratch<T> inside_, edges_;
+    Edges<T> found_;
+};
+
+}  // namespace
+
+void natural_encode_kernel(Call& call) {
+    call.expect(1, 5, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        const bool clipped = call.integer(0) != 0;
+        const RandomKey key = key_at(call, 1);
+        // Bits of a code above the low eight.
+        const int more = clipped ? 0 : Format<T>::exponent - 7;
+        uint8_t* codes = call.output<uint8_t>(clipped ? n : packed_size(n, 8 + more));
+        const int32_t base = clipped ? natural_base(call, x, n, key) : -1;
+        *call.output<int32_t>(1) = std::max(0, base);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().natural_codes(x, &key, base, begin, end, codes + begin, codes + n + begin / 8 * more);
+        });
+    });
+}
+
+void natural_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(5) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks, 6, 0);
+    const int64_t n = call.length(1);
+    const bool clipped = call.integer(3) != 0, negate = call.integer(4) != 0;
+    const auto body = [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        std::vector<Powers> payloads;
+        for (int r = 0; r < ranks; ++r) {
+            payloads.push_back({call.input<uint8_t>(first + r, packed_size(n, clipped ? 8 : Format<T>::exponent + 1)),
+                                static_cast<uint32_t>(call.scalar<int32_t>(first + ranks + r))});
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().natural_sum(payloads.data(), ranks, clipped, negate, n, to.onto, to.out, begin, end, to.around);
+        });
+    };
+    call.integer(2) != 0 ? body(static_cast<double*>(nullptr)) : body(static_cast<float*>(nullptr));
+}
+
+void table_encode_kernel(Call& call) {
+    call.expect(3, 0, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        const T scale = call.scalar<T>(1);
+        const Cells<T> cells(call.input<T>(2, kMagnitudes), n);
+        uint8_t* codes = call.output<uint8_t>(n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().table_codes(x + begin, scale, cells.edges(), end - begin, codes + begin);
+        });
+    });
+}
+
+void table_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks + 1, 3, 0);
+    const int64_t n = call.length(1);
+    dispatch(call, call.input(first + 2 * ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const T* table = call.input<T>(first + 2 * ranks, kMagnitudes);
+        Scratch<T> values(2 * kMagnitudes * ranks);
+        std::vector<const uint8_t*> codes;
+        for (int r = 0; r < ranks; ++r) {
+            codes.push_back(call.input<uint8_t>(first + r, n));
+            const T scale = call.scalar<T>(first + ranks + r);
+            T* mine = values.data() + 2 * kMagnitudes * r;
+            for (int i = 0; i < kMagnitudes; ++i) {
+                mine[i] = table[i] * scale;
+                mine[kMagnitudes + i] = -mine[i];
+            }
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().table_sum(codes.data(), values.data(), ranks, to.onto, to.out, begin, end, to.around);
+        });
+    });
+}
+
+}  // namespace grace

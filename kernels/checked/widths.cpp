@@ -1,0 +1,203 @@
+// Codes of several lengths: ternary digits with runs of zeros, numbers of 0, 8, 16 or all bits.
+#include <cmath>
+#include <cstring>
+
+#include "grace/kernels.h"
+
+namespace grace {
+namespace {
+
+// The bytes of 3LC, as in grace/core/ops/ternary.py.
+constexpr int kDigits = 5, kLongestRun = 14;
+constexpr uint8_t kZeroByte = 121, kFirstRun = 243;
+constexpr int64_t kSlack = 16;  // bytes read and written behind the end
+
+int64_t load64(const uint8_t* bytes) {
+    int64_t word;
+    std::memcpy(&word, bytes, 8);
+    return word;
+}
+
+// Writes 2 to 14 times kZeroByte as one code, in place; returns how many codes there are.
+int64_t encode_runs(uint8_t* bytes, int64_t n) {
+    constexpr int64_t zeros = 0x7979797979797979;
+    std::memset(bytes + n, 0, kSlack);
+    int64_t count = 0;
+    for (int64_t i = 0; i < n;) {
+        const int64_t low = load64(bytes + i) ^ zeros, high = load64(bytes + i + 8) ^ zeros;
+        int64_t run = low != 0 ? __builtin_ctzll(low) / 8 : 8 + (high != 0 ? __builtin_ctzll(high) / 8 : 8);
+        run = std::min<int64_t>(run, kLongestRun);
+        bytes[count++] = run > 1 ? static_cast<uint8_t>(kFirstRun - 2 + run) : bytes[i];
+        i += std::max<int64_t>(1, run);
+    }
+    return count;
+}
+
+// The inverse into `size` bytes and kSlack; false if the codes are of another number.
+bool decode_runs(const uint8_t* codes, int64_t count, uint8_t* bytes, int64_t size) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) total += codes[i] >= kFirstRun ? codes[i] - (kFirstRun - 2) : 1;
+    if (total != size) return false;
+    for (int64_t i = 0; i < count; ++i) {
+        if (codes[i] < kFirstRun) {
+            *bytes++ = codes[i];
+        } else {
+            std::memset(bytes, kZeroByte, kSlack);
+            bytes += codes[i] - (kFirstRun - 2);
+        }
+    }
+    return true;
+}
+
+// m and h of a call: numbers below 2^-m have 8 bits, those below 2^-h 16.
+struct Ends {
+    int m, h;
+};
+
+Ends ends_at(const Call& call, int i) {
+    const int64_t m = call.integer(i), h = call.integer(i + 1);
+    if (h < 0 || m < h || m > 100) {
+        call.fail(Error::Kind::value, "expected 0 <= h <= m <= 100, received m = " + std::to_string(m) +
+                                          " and h = " + std::to_string(h));
+    }
+    return {static_cast<int>(m), static_cast<int>(h)};
+}
+
+// How many numbers of each tag come before every piece, and after the last one how many there are.
+struct Starts {
+    std::vector<int64_t> counts;  // four per piece, the first unused
+
+    explicit Starts(int64_t n) : counts(static_cast<size_t>(4 * (divide_up(n, kPiece) + 1))) {}
+    // Where those of a piece are counted.
+    int64_t* of(int64_t piece) { return counts.data() + 4 * (piece + 1); }
+    const int64_t* before(int64_t piece) const { return counts.data() + 4 * piece; }
+    void add_up() {
+        for (size_t i = 4; i < counts.size(); ++i) counts[i] += counts[i - 4];
+    }
+    int64_t total(int tag) const { return counts[counts.size() - 4 + static_cast<size_t>(tag)]; }
+};
+
+}  // namespace
+
+void ternary_encode_kernel(Call& call) {
+    call.expect(2, 0, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        const T half = call.scalar<T>(1);
+        // A multiple of what the loop takes at once.
+        constexpr int64_t piece = 60 * 1024;
+        Scratch<uint8_t> bytes(divide_up(n, kDigits) + kSlack);
+        call.parallel(divide_up(n, piece), [&](int64_t i) {
+            loops<T>().ternary_bytes(x + i * piece, half, std::min(piece, n - i * piece), &bytes[i * piece / kDigits]);
+        });
+        const int64_t count = encode_runs(bytes.data(), divide_up(n, kDigits));
+        std::memcpy(call.output<uint8_t>(count), bytes.data(), static_cast<size_t>(count));
+    });
+}
+
+void ternary_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks, 3, 0);
+    const int64_t n = call.length(1), size = divide_up(n, kDigits);
+    dispatch(call, call.input(first + ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        Scratch<uint8_t> decoded(ranks * (size + kSlack));
+        Scratch<T> values(ranks * kFirstRun * 8);
+        std::vector<const uint8_t*> bytes;
+        for (int r = 0; r < ranks; ++r) {
+            uint8_t* mine = &decoded[r * (size + kSlack)];
+            if (!decode_runs(call.input<uint8_t>(first + r), call.input(first + r).size, mine, size)) {
+                call.fail(Error::Kind::payload, "the codes must decode to " + std::to_string(size) +
+                                                    " bytes of digits; they decode to another number");
+            }
+            bytes.push_back(mine);
+            const T scale = call.scalar<T>(first + ranks + r);
+            for (int byte = 0; byte < kFirstRun; ++byte) {
+                T* digits = &values[(r * kFirstRun + byte) * 8];
+                for (int j = 0, power = 81; j < 8; ++j, power /= 3) {
+                    digits[j] = power > 0 ? static_cast<T>(byte / power % 3 - 1) * scale : T(0);
+                }
+            }
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().ternary_sum(bytes.data(), values.data(), ranks, to.onto, to.out, begin, end, to.around);
+        });
+    });
+}
+
+void precision_encode_kernel(Call& call) {
+    call.expect(1, 2, 1);
+    const Ends ends = ends_at(call, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        const T bound = static_cast<T>(call.number(0));
+        const auto power = [](int exponent) { return static_cast<T>(std::ldexp(1.0, exponent)); };
+        Scratch<uint8_t> tags(packed_size(n, 2));
+        Starts starts(n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().precision_tags(x + begin, bound, power(-ends.m), power(-ends.h), end - begin, &tags[begin / 4],
+                                      starts.of(begin / kPiece));
+        });
+        starts.add_up();
+        T* full = call.output<T>(starts.total(3));
+        int16_t* words = call.output<int16_t>(starts.total(2));
+        int8_t* bytes = call.output<int8_t>(starts.total(1));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            const int64_t* at = starts.before(begin / kPiece);
+            loops<T>().precision_split(x + begin, &tags[begin / 4], power(ends.m + 7), power(ends.h + 15), end - begin,
+                                       full + at[3], words + at[2], bytes + at[1]);
+        });
+        std::memcpy(call.output<uint8_t>(packed_size(n, 2)), tags.data(), static_cast<size_t>(packed_size(n, 2)));
+    });
+}
+
+void precision_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(5) != 0 ? 1 : 0;
+    call.expect(first + 4 * ranks, 6, 0);
+    const Ends ends = ends_at(call, 1);
+    const int64_t n = call.length(3);
+    const bool negate = call.integer(4) != 0;
+    dispatch(call, call.input(first), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        std::vector<Widths<T>> payloads;
+        std::vector<Starts> starts;
+        for (int r = 0; r < ranks; ++r) {
+            const uint8_t* tags = call.input<uint8_t>(first + 3 * ranks + r, packed_size(n, 2));
+            starts.emplace_back(n);
+            Starts& mine = starts.back();
+            over_pieces(call, n, [&](int64_t begin, int64_t end) {
+                integer_loops().count_tags(tags + begin / 4, end - begin, mine.of(begin / kPiece));
+            });
+            mine.add_up();
+            const int lists[3] = {first + 2 * ranks + r, first + ranks + r, first + r};
+            for (int tag = 1; tag <= 3; ++tag) {
+                if (call.input(lists[tag - 1]).size == mine.total(tag)) continue;
+                call.fail(Error::Kind::payload, "expected " + std::to_string(mine.total(tag)) + " numbers, as many as tags " +
+                                                    std::to_string(tag) + ", received " +
+                                                    std::to_string(call.input(lists[tag - 1]).size));
+            }
+            payloads.push_back({tags, call.input<T>(lists[2]), call.input<int16_t>(lists[1]), call.input<int8_t>(lists[0])});
+        }
+        const T sign = negate ? T(-1) : T(1);
+        const T byte_step = sign * static_cast<T>(std::ldexp(1.0, -(ends.m + 7)));
+        const T word_step = sign * static_cast<T>(std::ldexp(1.0, -(ends.h + 15)));
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            std::vector<Widths<T>> here;
+            for (int r = 0; r < ranks; ++r) {
+                const int64_t* at = starts[static_cast<size_t>(r)].before(begin / kPiece);
+                const Widths<T>& all = payloads[static_cast<size_t>(r)];
+                here.push_back({all.tags + begin / 4, all.full + at[3], all.words + at[2], all.bytes + at[1]});
+            }
+            loops<T>().precision_sum(here.data(), ranks, byte_step, word_step, negate,
+                                     to.onto == nullptr ? nullptr : to.onto + begin, to.out + begin, end - begin, to.around);
+        });
+    });
+}
+
+}  // namespace grace

@@ -1,0 +1,334 @@
+// Powers of two, tables, ternary digits and numbers of several widths: a part of loops.inl.
+
+// out = onto + sum over ranks of what decode(rank, at, length, values) gives for elements at .. at + length - 1.
+template <class T, class Decode>
+GRACE_LOCAL void sum_ranks(int ranks, const T* onto, T* out, int64_t begin, int64_t end, bool around, Decode decode) {
+    in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
+        const int64_t at = begin + from;
+        for (int r = 0; r < ranks; ++r) {
+            if (r == 0 && onto == nullptr) {
+                decode(r, at, length, target);
+                continue;
+            }
+            alignas(64) T values[kBlock];
+            decode(r, at, length, values);
+            const T* base = r > 0 ? target : onto + at;
+            for (int64_t i = 0; i < length; ++i) target[i] = base[i] + values[i];
+        }
+    });
+}
+
+// --- powers of two -----------------------------------------------------------------------------------------------------------
+
+template <class T>
+static bool natural_rises(const T* x, const RandomKey* key, int32_t exponent, int64_t begin, int64_t end) {
+    alignas(64) uint32_t random[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t length = lesser(kBlock, end - at);
+        if (int32_t(magnitude_bits(max_abs(x + at, length)) >> Format<T>::mantissa) < exponent) continue;
+        words(*key, uint32_t(at / 4), (length + 3) / 4, random);
+        int32_t most = 0;
+        for (int64_t i = 0; i < length; ++i) {
+            const int32_t mine = natural_exponent(x[at + i], random[i]);
+            most = mine > most ? mine : most;
+        }
+        if (most > exponent) return true;
+    }
+    return false;
+}
+
+template <class T>
+static void natural_codes(const T* x, const RandomKey* key, int32_t base, int64_t begin, int64_t end, uint8_t* low,
+                          uint8_t* high) {
+    using Word = typename Format<T>::Word;
+    constexpr int exponent = Format<T>::exponent, sign = exponent + Format<T>::mantissa;
+    const T inverse = bits_as<T>(Word((1 << exponent) - 3 - (base < 0 ? 0 : base)) << Format<T>::mantissa);
+    alignas(64) uint32_t random[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t length = lesser(kBlock, end - at);
+        words(*key, uint32_t(at / 4), (length + 3) / 4, random);
+        const T* mine = x + at;
+        uint8_t* codes = low + (at - begin);
+        if (base >= 0) {
+            for (int64_t i = 0; i < length; ++i) {
+                const int32_t code = natural_clipped(mine[i], natural_exponent(mine[i], random[i]), base, inverse, random[i]);
+                codes[i] = uint8_t(uint32_t(code) | uint32_t(bits_as<Word>(mine[i]) >> sign) << 7);
+            }
+        } else if constexpr (exponent > 8) {
+            alignas(64) uint8_t rest[kBlock];
+            for (int64_t i = 0; i < length; ++i) {
+                const int32_t code = natural_exponent(mine[i], random[i]);
+                codes[i] = uint8_t(code);
+                rest[i] = uint8_t(uint32_t(code) >> 8 | uint32_t(bits_as<Word>(mine[i]) >> sign) << (exponent - 8));
+            }
+            pack(rest, exponent - 7, length, high + (at - begin) / 8 * (exponent - 7));
+        } else {
+            for (int64_t i = 0; i < length; ++i) codes[i] = uint8_t(natural_exponent(mine[i], random[i]));
+            uint8_t* signs = high + (at - begin) / 8;
+            int64_t i = 0;
+            for (; i + 64 <= length; i += 64) store_mask(signs64(mine + i), signs + i / 8, 8);
+            for (uint8_t* byte = signs + i / 8; i < length; i += 8) {
+                uint32_t bits = 0;
+                for (int64_t j = 0; j < lesser(8, length - i); ++j) bits |= uint32_t(bits_as<Word>(mine[i + j]) >> sign) << j;
+                *byte++ = uint8_t(bits);
+            }
+        }
+    }
+}
+
+template <class T>
+static void natural_sum(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto, T* out,
+                        int64_t begin, int64_t end, bool around) {
+    const uint32_t flip = negate ? 1 : 0;
+    sum_ranks(count, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* values) {
+        const uint8_t *data = ranks[r].codes, *codes = data + at;
+        if (clipped) {
+            const uint32_t base = ranks[r].base;
+            for (int64_t i = 0; i < length; ++i) {
+                const uint32_t code = codes[i] & 127u;
+                values[i] = natural_value<T>(code + (code > 0 ? base : 0u), uint32_t(codes[i] >> 7) ^ flip);
+            }
+        } else if constexpr (Format<T>::exponent > 8) {
+            alignas(64) uint8_t rest[kBlock];
+            unpack(data + n + at / 2, 4, length, rest);
+            for (int64_t i = 0; i < length; ++i) {
+                values[i] = natural_value<T>(codes[i] | (rest[i] & 7u) << 8, uint32_t(rest[i] >> 3) ^ flip);
+            }
+        } else {
+            int64_t i = 0;
+            for (; i + 32 <= length; i += 32) {
+                const uint32_t signs = bits32(data + n, at + i, n);
+                for (uint32_t j = 0; j < 32; ++j) values[i + j] = natural_value<T>(codes[i + j], (signs >> j & 1u) ^ flip);
+            }
+            for (; i < length; ++i) {
+                values[i] = natural_value<T>(codes[i], (uint32_t(data[n + (at + i) / 8]) >> ((at + i) % 8) & 1u) ^ flip);
+            }
+        }
+    });
+}
+
+// --- tables --------------------------------------------------------------------------------------------------------------------
+
+template <class T> static void table_codes(const T* x, T scale, const Edges<T>* table, int64_t n, uint8_t* codes) {
+    using Signed = typename Format<T>::Signed;
+    const Edges<T> edges = *table;
+    const T safe = scale > 0 ? scale : T(1);
+    alignas(64) T share[kBlock];
+    alignas(64) int32_t cell[kBlock];
+    for (int64_t at = 0; at < n; at += kBlock) {
+        const int64_t length = lesser(kBlock, n - at);
+        const T* mine = x + at;
+        uint8_t* out = codes + at;
+        for (int64_t i = 0; i < length; ++i) share[i] = magnitude(mine[i]) / safe;
+        if (edges.cells == 0) {
+            for (int64_t i = 0; i < length; ++i) out[i] = uint8_t(nearest(share[i], edges.edges));
+        } else {
+            const Signed last = Signed(edges.cells - 1);
+            for (int64_t i = 0; i < length; ++i) {
+                Signed mine_is = (bits_as<Signed>(share[i]) >> edges.shift) - edges.lowest;
+                mine_is = mine_is < 0 ? 0 : mine_is;
+                cell[i] = int32_t(mine_is > last ? last : mine_is);
+            }
+            for (int64_t i = 0; i < length; ++i) {
+                out[i] = uint8_t(edges.below[cell[i]] + uint8_t(share[i] >= edges.inside[cell[i]]));
+            }
+        }
+        for (int64_t i = 0; i < length; ++i) out[i] = uint8_t(out[i] | uint32_t(mine[i] < 0) << 7);
+    }
+}
+
+template <class T>
+static void table_sum(const uint8_t* const* codes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
+                      int64_t end, bool around) {
+    sum_ranks(ranks, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* decoded) {
+        const T* mine = values + 256 * r;
+        const uint8_t* from = codes[r] + at;
+        for (int64_t i = 0; i < length; ++i) decoded[i] = mine[from[i]];
+    });
+}
+
+// --- ternary digits --------------------------------------------------------------------------------------------------------
+
+// What five bits, the first element lowest, add up to as digits of one byte, the first digit highest.
+struct DigitSums {
+    uint8_t of[32];
+};
+
+constexpr DigitSums digit_sums() {
+    DigitSums sums{};
+    for (int bits = 0; bits < 32; ++bits) {
+        int sum = 0;
+        for (int j = 0, power = 81; j < 5; ++j, power /= 3) sum += (bits >> j & 1) * power;
+        sums.of[bits] = uint8_t(sum);
+    }
+    return sums;
+}
+
+template <class T> static void ternary_bytes(const T* x, T half, int64_t n, uint8_t* bytes) {
+    static constexpr DigitSums sums = digit_sums();
+    // Of 64 comparisons 60 are used.
+    for (int64_t i = 0; i < n; i += 60) {
+        const int64_t left = n - i;
+        const int rest = int(lesser(left, 60));
+        uint64_t up = left >= 64 ? mask64<Test::at_least>(x + i, half) : mask_of<Test::at_least>(x + i, half, rest);
+        uint64_t down = left >= 64 ? mask64<Test::at_most>(x + i, -half) : mask_of<Test::at_most>(x + i, -half, rest);
+        for (int j = 0; j < rest; j += 5, up >>= 5, down >>= 5) {
+            *bytes++ = uint8_t(121u + sums.of[up & 31] - sums.of[down & 31]);
+        }
+    }
+}
+
+template <class T>
+static void ternary_sum(const uint8_t* const* bytes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
+                        int64_t end, bool around) {
+    sum_ranks(ranks, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* decoded) {
+        alignas(64) T buffer[kBlock + 16];
+        const T* mine = values + 8 * 243 * r;
+        const int64_t first = at / 5, last = (at + length + 4) / 5;
+        T* to = buffer;
+        // Eight at a time, of which the next byte overwrites three.
+        for (int64_t i = first; i < last; ++i, to += 5) memcpy(to, mine + 8 * bytes[r][i], 8 * sizeof(T));
+        memcpy(decoded, buffer + (at - 5 * first), size_t(length) * sizeof(T));
+    });
+}
+
+// --- numbers of several widths ---------------------------------------------------------------------------------------------
+
+// The even bits of a word, one after another.
+GRACE_LOCAL uint64_t even_bits(uint64_t word) {
+    word &= 0x5555555555555555u;
+    word = (word | word >> 1) & 0x3333333333333333u;
+    word = (word | word >> 2) & 0x0F0F0F0F0F0F0F0Fu;
+    word = (word | word >> 4) & 0x00FF00FF00FF00FFu;
+    word = (word | word >> 8) & 0x0000FFFF0000FFFFu;
+    return (word | word >> 16) & 0xFFFFFFFFu;
+}
+
+// The inverse: zeros between 32 bits.
+GRACE_LOCAL uint64_t spaced(uint64_t word) {
+    word &= 0xFFFFFFFFu;
+    word = (word | word << 16) & 0x0000FFFF0000FFFFu;
+    word = (word | word << 8) & 0x00FF00FF00FF00FFu;
+    word = (word | word << 4) & 0x0F0F0F0F0F0F0F0Fu;
+    word = (word | word << 2) & 0x3333333333333333u;
+    return (word | word << 1) & 0x5555555555555555u;
+}
+
+// Up to 64 packed tags as one mask per tag: bytes, words, full.
+struct TagMasks {
+    uint64_t of[3];
+};
+
+GRACE_LOCAL TagMasks tag_masks(const uint8_t* tags, int64_t n) {
+    uint64_t packed[2] = {0, 0};
+    if (n >= 64) {
+        memcpy(packed, tags, 16);
+    } else {
+        for (int64_t j = 0; 4 * j < n; ++j) packed[j / 8] |= uint64_t(tags[j]) << (8 * (j % 8));
+    }
+    const uint64_t inside = n >= 64 ? ~uint64_t(0) : (uint64_t(1) << n) - 1;
+    const uint64_t low = (even_bits(packed[0]) | even_bits(packed[1]) << 32) & inside;
+    const uint64_t high = (even_bits(packed[0] >> 1) | even_bits(packed[1] >> 1) << 32) & inside;
+    return {{low & ~high, high & ~low, low & high}};
+}
+
+static void count_tags(const uint8_t* tags, int64_t n, int64_t* counts) {
+    for (int64_t i = 0; i < n; i += 64) {
+        const TagMasks masks = tag_masks(tags + i / 4, n - i);
+        for (int t = 0; t < 3; ++t) counts[t + 1] += __builtin_popcountll(masks.of[t]);
+    }
+}
+
+template <class T>
+static void precision_tags(const T* x, T bound, T byte_end, T word_end, int64_t n, uint8_t* tags, int64_t* counts) {
+    constexpr Test test = Test::size_at_least;
+    for (int64_t i = 0; i < n; i += 64) {
+        const int rest = int(lesser(64, n - i));
+        const bool whole = rest == 64;
+        const uint64_t sent = whole ? mask64<test>(x + i, bound) : mask_of<test>(x + i, bound, rest);
+        const uint64_t more = whole ? mask64<test>(x + i, byte_end) : mask_of<test>(x + i, byte_end, rest);
+        const uint64_t most = whole ? mask64<test>(x + i, word_end) : mask_of<test>(x + i, word_end, rest);
+        // 1 + more + most in binary.
+        const uint64_t low = sent & ~(more ^ most), high = sent & (more | most);
+        const uint64_t packed[2] = {spaced(low) | spaced(high) << 1, spaced(low >> 32) | spaced(high >> 32) << 1};
+        for (int j = 0; 4 * j < rest; ++j) tags[i / 4 + j] = uint8_t(packed[j / 8] >> (8 * (j % 8)));
+        counts[1] += __builtin_popcountll(low & ~high);
+        counts[2] += __builtin_popcountll(high & ~low);
+        counts[3] += __builtin_popcountll(low & high);
+    }
+}
+
+template <class T>
+static void precision_split(const T* x, const uint8_t* tags, T byte_steps, T word_steps, int64_t n, T* full,
+                            int16_t* words, int8_t* bytes) {
+    alignas(64) T found[3][kBlock + 64];
+    for (int64_t at = 0; at < n; at += kBlock) {
+        const int64_t length = lesser(kBlock, n - at);
+        int64_t counts[3] = {0, 0, 0};
+        for (int64_t i = 0; i < length; i += 64) {
+            const TagMasks masks = tag_masks(tags + (at + i) / 4, length - i);
+            alignas(64) T last[64];
+            const T* mine = x + at + i;
+            if (length - i < 64) {
+                for (int64_t j = 0; j < 64; ++j) last[j] = i + j < length ? mine[j] : T(0);
+                mine = last;
+            }
+            for (int t = 0; t < 3; ++t) {
+                if (masks.of[t] == 0) continue;
+                compact64(mine, masks.of[t], found[t] + counts[t]);
+                counts[t] += __builtin_popcountll(masks.of[t]);
+            }
+        }
+        for (int64_t i = 0; i < counts[0]; ++i) bytes[i] = int8_t(int32_t(found[0][i] * byte_steps));
+        for (int64_t i = 0; i < counts[1]; ++i) words[i] = int16_t(int32_t(found[1][i] * word_steps));
+        memcpy(full, found[2], size_t(counts[2]) * sizeof(T));
+        bytes += counts[0];
+        words += counts[1];
+        full += counts[2];
+    }
+}
+
+template <class T>
+static void precision_sum(Widths<T>* ranks, int count, T byte_step, T word_step, bool negate, const T* onto, T* out,
+                          int64_t n, bool around) {
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        if (onto == nullptr) {
+            for (int64_t i = 0; i < length; ++i) target[i] = T(0);
+        }
+        for (int r = 0; r < count; ++r) {
+            Widths<T>& mine = ranks[r];
+            TagMasks masks[kBlock / 64];
+            int64_t counts[3] = {0, 0, 0};
+            for (int64_t i = 0; i < length; i += 64) {
+                masks[i / 64] = tag_masks(mine.tags + (at + i) / 4, length - i);
+                for (int t = 0; t < 3; ++t) counts[t] += __builtin_popcountll(masks[i / 64].of[t]);
+            }
+            alignas(64) T numbers[3][kBlock + 64];
+            for (int64_t i = 0; i < counts[0]; ++i) numbers[0][i] = T(mine.bytes[i]) * byte_step;
+            for (int64_t i = 0; i < counts[1]; ++i) numbers[1][i] = T(mine.words[i]) * word_step;
+            for (int64_t i = 0; i < counts[2]; ++i) numbers[2][i] = negate ? -mine.full[i] : mine.full[i];
+            mine.bytes += counts[0];
+            mine.words += counts[1];
+            mine.full += counts[2];
+            const T* next[3] = {numbers[0], numbers[1], numbers[2]};
+            for (int64_t i = 0; i < length; i += 64) {
+                const TagMasks& here = masks[i / 64];
+                if ((here.of[0] | here.of[1] | here.of[2]) == 0) continue;
+                // What is added where nothing was sent: this zero changes no number, not even -0.
+                alignas(64) T values[64];
+                for (int j = 0; j < 64; ++j) values[j] = -T(0);
+                for (int t = 0; t < 3; ++t) {
+                    if (here.of[t] == 0) continue;
+                    spread64(next[t], here.of[t], values);
+                    next[t] += __builtin_popcountll(here.of[t]);
+                }
+                const int64_t here_are = lesser(64, length - i);
+                if (here_are == 64) {
+                    for (int j = 0; j < 64; ++j) target[i + j] += values[j];
+                } else {
+                    for (int64_t j = 0; j < here_are; ++j) target[i + j] += values[j];
+                }
+            }
+        }
+    });
+}

@@ -1,0 +1,11 @@
+"""Tests of the kernels: against the reference bodies, on broken arguments, with several threads, under sanitizers."""
+
+from __future__ import annotations
+
+import pytest
+
+from grace.core.ops import native
+from grace.testing.harness import FRAMEWORKS
+
+BACKENDS = tuple(framework for framework in FRAMEWORKS if native.serves(framework, "cpu"))
+needs_kernels = pytest.mark.skipif(native.module is None, reason="the kernels were not built: `grace doctor` says why")

@@ -1,0 +1,47 @@
+"""Runs every case with NumPy kernels and prints a digest of what each gives; also on NaN and infinity.
+
+The environment chooses the kernels: GRACE_ISA, GRACE_NATIVE (the path of another build), OMP_NUM_THREADS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+
+import numpy as np
+
+from grace.core.ops import get_ops, native
+from tests.kernels import cases
+
+
+def digests(thorough: bool = True) -> dict[str, str]:
+    """By case and dtype; NaN counts as one number, whatever its bits."""
+    ops, found = get_ops("numpy", native=True), {}
+    for name in cases.CASES:
+        for dtype in native.FLOATS:
+            digest = hashlib.sha256()
+            for n, kind, seed in cases.plans(thorough):
+                for result in cases.results(name, cases.Given(ops, n, dtype, kind, seed)):
+                    value = result.value if isinstance(result, cases.Loose) else result
+                    digest.update(cases.plain(value).tobytes())
+            found[f"{name} {dtype}"] = digest.hexdigest()
+    return found
+
+
+def endure() -> int:
+    """Every case on numbers that no kernel promises anything for, but to end; how many calls there were."""
+    ops, calls = get_ops("numpy", native=True), 0
+    for name in cases.CASES:
+        for dtype in native.FLOATS:
+            for n in (1, 65, 70000):
+                for kind in cases.BROKEN:
+                    with warnings.catch_warnings(), np.errstate(all="ignore"):
+                        warnings.simplefilter("ignore")
+                        cases.results(name, cases.Given(ops, n, dtype, kind))
+                    calls += 1
+    return calls
+
+
+if __name__ == "__main__":
+    print(json.dumps({"isa": native.module.isa(), "endured": endure(), "digests": digests()}))

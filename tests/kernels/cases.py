@@ -1,0 +1,533 @@
+"""One case per array operation behind which there are kernels: what is called on what, for every way to run it.
+
+A case takes the operations and a `Given`, which draws the same numbers for the kernels as for the reference bodies, and
+yields what must be equal. `python -m tests.kernels` runs the same cases in a process of its own.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grace.core.ops import get_ops
+from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.numpy_ops import DTYPES
+from grace.core.spec import Array, Key
+from grace.testing.harness import LARGEST, SMALLEST, host
+
+# Around the ends of a byte, of a register, of what one task works on (1 << 16), and of a block within it (1024, 4096).
+SMALL = (0, 1, 7, 8, 9, 63, 64, 65, 1000)
+LARGE = (4097, 65535, 65536, 65537, 200001)
+# Outputs of more than 4 MiB of float32 are written around the cache.
+AROUND = (1 << 20) + 5
+KINDS = ("normal", "zeros", "equal", "sorted", "ties", "denormal", "huge", "huge and tiny", "negative")
+BROKEN = ("nan", "infinite", "broken")
+
+
+class Loose(NamedTuple):
+    """A float64 sum in an order that is not laid down: equal to the last bits of what was added up, its size `scale`.
+
+    A sum of n numbers in pieces of 65536 and eight lanes is off by at most 2^13 roundings per piece, 1e-12 of the
+    sum of magnitudes; pairwise sums are better.
+    """
+
+    value: Array
+    scale: float
+
+
+def values_of(kind: str, n: int, dtype: str, seed: int) -> np.ndarray[Any, Any]:
+    """n numbers of a kind."""
+    rng = np.random.default_rng([seed, n])
+    normal, i = rng.standard_normal(n), np.arange(n)
+    tiny, huge = SMALLEST[dtype], LARGEST[dtype]
+    drawn = {
+        "normal": lambda: normal,
+        "zeros": lambda: np.where(i % 2, 0.0, -0.0),
+        "equal": lambda: np.full(n, -0.5),
+        "sorted": lambda: np.sort(normal),
+        "ties": lambda: np.round(normal * 2) / 4,
+        "denormal": lambda: np.round(normal * 5) * tiny,
+        "huge": lambda: normal.clip(-1, 1) * huge,
+        "huge and tiny": lambda: np.where(i % 5, 1e-30, huge * np.where(i % 2, 1, -1)),
+        "negative": lambda: -(np.abs(normal) ** 3),
+        "nan": lambda: np.where(i % 7 == 3, np.nan, normal),
+        "infinite": lambda: np.where(i % 3 == 1, np.inf * np.where(i % 2, 1, -1), normal),
+        "broken": lambda: np.where(i % 3 == 1, np.nan, np.where(i % 3 == 0, -np.inf, tiny)),
+    }
+    return drawn[kind]().astype(dtype)
+
+
+@dataclass
+class Given:
+    """Draws the arguments of one call; equal for equal fields, whatever the operations are."""
+
+    ops: ArrayOps
+    n: int
+    dtype: str
+    kind: str = "normal"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.drawn = 0
+        self.reference = get_ops("numpy", native=False)
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng([self.seed, self.n, zlib.crc32(self.kind.encode())])
+
+    @property
+    def is_small(self) -> bool:
+        return self.n <= 1000
+
+    def some(self, options: Sequence[Any]) -> Sequence[Any]:
+        """All options of a small array; of a large one a drawn one, because that takes time."""
+        return options if self.n <= 65 else [options[int(self.rng.integers(len(options)))]]
+
+    @property
+    def ranks(self) -> int:
+        return 1 + self.n % 3 if self.is_small else 2
+
+    def lay(self, values: np.ndarray[Any, Any], offset: int = 3) -> Array:
+        """An array of the framework that begins at no multiple of a register."""
+        padded = np.concatenate([np.zeros(offset, values.dtype), values.reshape(-1)])
+        data = self.ops.cast(padded.view(np.uint8), "uint8")
+        return self.ops.from_bytes(data, self.reference.dtype(values))[offset:]
+
+    def numbers(self, n: int | None = None) -> np.ndarray[Any, Any]:
+        """New numbers of the kind, as NumPy has them."""
+        self.drawn += 1
+        return values_of(self.kind, self.n if n is None else n, self.dtype, 100 * self.seed + self.drawn)
+
+    def x(self, n: int | None = None, offset: int = 3) -> Array:
+        """A new array of numbers of the kind, which the case may consume."""
+        return self.lay(self.numbers(n), offset)
+
+    def scalar(self, value: Any) -> Array:
+        """An array of one element of the dtype."""
+        return self.lay(np.array([value]).astype(self.dtype), 1)
+
+    def codes(self, bits: int, dtype: str = "int64", n: int | None = None) -> Array:
+        return self.lay(self.rng.integers(0, 2**bits, self.n if n is None else n).astype(dtype))
+
+    def bytes(self, n: int) -> Array:
+        return self.lay(self.rng.integers(0, 256, n, np.uint8), 1)
+
+    def packed(self, codes: np.ndarray[Any, Any], bits: int) -> Array:
+        return self.lay(self.reference.pack(codes, bits), 1)
+
+    def indices(self, count: int, ascending: bool = True) -> Array:
+        """Distinct indices below n."""
+        drawn = self.rng.permutation(self.n)[:count]
+        return self.lay((np.sort(drawn) if ascending else drawn).astype(np.int32))
+
+    def key(self) -> Key:
+        return Key(int(self.rng.integers(2**64, dtype=np.uint64)), int(self.rng.integers(1000)), self.drawn % 3)
+
+    def size(self) -> float:
+        """The sum of the magnitudes of the numbers that were drawn last, at least of the smallest one."""
+        last = values_of(self.kind, self.n, self.dtype, 100 * self.seed + self.drawn).astype(np.float64)
+        return float(np.abs(last).sum()) or float(SMALLEST[self.dtype])
+
+
+Case = Callable[[ArrayOps, Given], Iterator[Any]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    """The case of the operation of the function's name."""
+    CASES[function.__name__] = function
+    return function
+
+
+def results(name: str, given: Given) -> list[Any]:
+    """What a case gives, as NumPy arrays."""
+    found: list[Any] = []
+    for result in CASES[name](given.ops, given):
+        if isinstance(result, Loose):
+            found.append(Loose(host(given.ops, result.value), result.scale))
+        else:
+            found += [host(given.ops, x) for x in (result if isinstance(result, (tuple, list)) else [result])]
+    return found
+
+
+def free(ops: ArrayOps, g: Given, value: Array) -> Any:
+    """A sum of the numbers drawn last, rounded to their dtype: that settles float32, in float64 the order shows."""
+    return Loose(value, g.size()) if g.dtype == "float64" else value
+
+
+# --- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+@case
+def weighted_sum(ops, g):
+    for a, b in g.some([(1.0, 1.0), (0.9, 0.1), (1, -0.3), (0.3, 1), (-1e-3, 0.0)]):
+        yield ops.weighted_sum(g.x(), a, g.x(), b)
+
+
+@case
+def max_abs(ops, g):
+    yield ops.max_abs(g.x())
+
+
+@case
+def norm(ops, g):
+    yield free(ops, g, ops.norm(g.x()))
+    if g.is_small and g.n:
+        yield free(ops, g, ops.norm(ops.reshape(g.x(), (1, g.n)), axis=1))
+
+
+@case
+def finite(ops, g):
+    yield ops.cast(ops.finite(g.x()), "uint8")
+    for at in g.some([0, g.n // 2, g.n - 1]) if g.n else ():
+        for value in (np.nan, np.inf, -np.inf):
+            values = g.numbers()
+            values[at] = value
+            yield ops.cast(ops.finite(g.lay(values)), "uint8")
+
+
+@case
+def cast(ops, g):
+    for half in ("float16", "bfloat16"):
+        x = g.x()
+        yield ops.cast(x, half)
+        # Halfway between two numbers, and a bit more or less.
+        word = g.rng.integers(0, 2**32, g.n, np.uint32)
+        tie = ((word & 0xFFFFE000) | g.rng.choice([0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001], g.n)).astype(
+            np.uint32
+        )
+        with np.errstate(invalid="ignore"):
+            yield ops.cast(g.lay(np.nan_to_num(tie.view(np.float32)).astype(g.dtype)), half)
+        # Every pattern of 16 bits; NumPy warns of those NaN that float64 would have to keep apart.
+        pattern = np.arange(65536, dtype=np.uint16) if g.n == 65536 else g.rng.integers(0, 2**16, g.n, np.uint16)
+        largest = 0x7C00 if half == "float16" else 0x7F80
+        is_nan = (pattern & 0x7FFF) > largest
+        pattern = np.where(is_nan & (g.dtype == "float64"), largest, pattern).astype(np.uint16)
+        yield ops.cast(g.lay(pattern.view(DTYPES[half])), g.dtype)
+
+
+# --- random --------------------------------------------------------------------------------------------------------
+
+
+@case
+def words(ops, g):
+    yield ops.words(g.n, g.key())
+    yield ops.words(g.n, Key(2**64 - 1, 2**31 - 1, 2**20), 7)
+
+
+@case
+def uniform(ops, g):
+    yield ops.uniform(g.n, g.key(), 3)
+
+
+@case
+def sample(ops, g):
+    for k in g.some(sorted({0, g.n // 100, g.n // 2, g.n})):
+        yield ops.sample(g.n, k, g.key())
+
+
+# --- the helpers of the GRACE paper --------------------------------------------------------------------------------
+
+
+@case
+def quantize(ops, g):
+    x = g.x()
+    yield ops.quantize(x, ops.max_abs(x), 127, g.key())
+
+
+@case
+def dequantize(ops, g):
+    yield ops.dequantize(ops.cast(g.codes(8), "int64") - 127, g.scalar(0.3), 127, g.dtype)
+
+
+@case
+def sparsify(ops, g):
+    for k in g.some(sorted({0, 1, g.n // 100, g.n // 3, g.n - 1, g.n, g.n + 5} - {-1})):
+        yield ops.sparsify(g.x(), k)
+
+
+@case
+def top_indices(ops, g):
+    for k in g.some([1, g.n // 10]):
+        yield ops.top_indices(g.x(), k)
+
+
+@case
+def desparsify(ops, g):
+    indices = g.indices(g.n // 3)
+    yield ops.desparsify(g.x(g.n // 3), indices, g.n)
+
+
+@case
+def sparse_sum(ops, g):
+    for ascending in (True, False):
+        for onto in (False, True):
+            counts = [g.n // (2 + 3 * r) for r in range(g.ranks)]
+            indices = [g.indices(count, ascending) for count in counts]
+            yield ops.sparse_sum([g.x(count) for count in counts], indices, g.n, g.x() if onto else None)
+
+
+@case
+def gather(ops, g):
+    yield ops.gather(g.x(), g.indices(g.n // 2, ascending=False))
+
+
+@case
+def put_(ops, g):
+    yield ops.put_(g.x(), g.indices(g.n // 2, ascending=False), 0.1)
+
+
+@case
+def scatter_add_(ops, g):
+    yield ops.scatter_add_(g.x(), g.indices(g.n // 2, ascending=False), g.x(g.n // 2))
+
+
+@case
+def orthogonalize(ops, g):
+    for rank in (1, 4):
+        if g.n >= 4 * rank:
+            rows = g.n // rank
+            basis = ops.orthogonalize(ops.reshape(g.x(rows * rank), (rows, rank)))
+            # A dependent column is told from rounding noise by 1e-6 of its length, which multiplies that noise.
+            yield Loose(basis, 1e3) if g.dtype == "float64" else basis
+
+
+@case
+def inverse(ops, g):
+    a = g.rng.standard_normal((3, 7))
+    yield ops.inverse(ops.reshape(g.lay((a @ a.T).astype(g.dtype)), (3, 3)))
+
+
+@case
+def pack(ops, g):
+    for bits in range(1, 17) if g.is_small else g.some(range(1, 17)):
+        yield ops.pack(g.codes(bits), bits)
+        if bits <= 8:
+            yield ops.pack(g.codes(bits, "uint8"), bits)
+        yield ops.pack(g.codes(min(bits, 14), "int32"), bits)
+
+
+@case
+def unpack(ops, g):
+    for bits in range(1, 17) if g.is_small else g.some(range(1, 17)):
+        yield ops.unpack(g.bytes(packed_size(g.n, bits)), bits, g.n)
+
+
+# --- signs ---------------------------------------------------------------------------------------------------------
+
+
+@case
+def binarize(ops, g):
+    for threshold in g.some([0.0, 0.1, -0.5, 1e30]):
+        yield ops.binarize(g.x(), threshold)
+
+
+@case
+def binarize_sums(ops, g):
+    for threshold in g.some([0.0, 0.25, -0.5]):
+        bits, sums = ops.binarize_sums(g.x(), threshold)
+        yield bits
+        yield sums[:1]
+        yield Loose(sums, g.size())
+
+
+@case
+def binary_sum(ops, g):
+    size = packed_size(g.n, 1)
+    for onto in (False, True):
+        bits = [g.bytes(size) for _ in range(g.ranks)]
+        levels = [g.x(2, offset=1) for _ in range(g.ranks)]
+        yield ops.binary_sum(bits, levels, g.n, g.x() if onto else None)
+
+
+@case
+def majority(ops, g):
+    for ranks in g.some([1, 2, 3, 8]):
+        yield ops.majority([g.bytes(packed_size(g.n, 1)) for _ in range(ranks)], g.n, g.dtype)
+
+
+# --- levels in buckets ---------------------------------------------------------------------------------------------
+
+
+def widths(g: Given) -> Sequence[int]:
+    return g.some([5, 512, max(1, g.n), max(1, g.n // 2), 1, 2**40]) if g.is_small else [512, g.n, 5][g.n % 3 :][:1]
+
+
+@case
+def bucket_norms(ops, g):
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        yield ops.bucket_norms(g.x(), width, "max")
+        yield free(ops, g, ops.bucket_norms(g.x(), width, "l2"))
+
+
+@case
+def quantize_packed(ops, g):
+    levels = [(1, 2), (7, 4), (15, 5), (127, 8), (300, 10), (32767, 16)]
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        for level, bits in g.some(levels):
+            for limit in g.some([None, 0.5]):
+                x = g.numbers()
+                scales = g.reference.bucket_norms(x, width, "max") if g.n else x
+                edge = None if limit is None else g.scalar(limit)
+                yield ops.quantize_packed(g.lay(x), g.lay(scales), width, level, bits, g.key(), edge)
+
+
+@case
+def dequantize_sum(ops, g):
+    levels = [(1, 2), (7, 4), (15, 5), (127, 8), (300, 10), (32767, 16)]
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        for level, bits in g.some(levels):
+            for onto in (False, True):
+                codes = [g.packed(g.rng.integers(0, 2 * level + 1, g.n), bits) for _ in range(g.ranks)]
+                scales = [g.x(-(-g.n // width)) for _ in range(g.ranks)]
+                yield ops.dequantize_sum(codes, scales, width, level, bits, g.n, g.x() if onto else None)
+
+
+# --- powers of two, tables, digits, widths -------------------------------------------------------------------------
+
+
+@case
+def natural_encode(ops, g):
+    for clipped in (False, True):
+        yield ops.natural_encode(g.x(), g.key(), clipped)
+
+
+@case
+def natural_sum(ops, g):
+    for clipped in (False, True):
+        for onto, negate in ((False, False), (True, True), (True, False)):
+            made = [g.reference.natural_encode(g.numbers(), g.key(), clipped) for _ in range(g.ranks)]
+            codes, bases = [g.lay(code, 1) for code, _ in made], [g.lay(base) for _, base in made]
+            yield ops.natural_sum(codes, bases, g.n, g.dtype, clipped, g.x() if onto else None, negate)
+
+
+def table(g: Given) -> Array:
+    steps = np.arange(128) / 127.0
+    return g.lay((steps * steps).astype(g.dtype))
+
+
+@case
+def table_encode(ops, g):
+    x = g.numbers()
+    # Nothing of the kinds may be larger than its scale: a quotient that overflows is no share.
+    for scale in [np.abs(x).max(initial=0), 0.0] if np.abs(x).max(initial=0) < 1e3 else [np.abs(x).max()]:
+        yield ops.table_encode(g.lay(x), g.scalar(scale), table(g))
+
+
+@case
+def table_sum(ops, g):
+    for onto in (False, True):
+        scales = [g.x(1) for _ in range(g.ranks)]
+        yield ops.table_sum([g.bytes(g.n) for _ in range(g.ranks)], scales, table(g), g.x() if onto else None)
+
+
+@case
+def ternary_encode(ops, g):
+    for half in g.some([0.8, 0.0, 3.5, 1e35]):
+        yield ops.ternary_encode(g.x(), g.scalar(half))
+
+
+@case
+def ternary_sum(ops, g):
+    for onto in (False, True):
+        made = []
+        for half in (0.1, 1.5, 3.5)[: g.ranks]:
+            made.append(g.lay(g.reference.ternary_encode(g.numbers(), np.array([half], g.dtype)), 1))
+        scales = [g.x(1) for _ in made]
+        yield ops.ternary_sum(made, scales, g.n, g.x() if onto else None)
+
+
+@case
+def precision_encode(ops, g):
+    for bound, m, h in g.some([(2.0**-10, 5, 0), (0.7, 1, 0), (1e-6, 13, 5)]):
+        yield ops.precision_encode(g.x(), bound, m, h)
+
+
+@case
+def precision_sum(ops, g):
+    for bound, m, h in g.some([(2.0**-10, 5, 0), (0.7, 1, 0), (1e-6, 13, 5)]):
+        for onto, negate in ((False, False), (True, True)):
+            made = [g.reference.precision_encode(g.numbers(), bound, m, h) for _ in range(g.ranks)]
+            payloads = [tuple(g.lay(part, 1) for part in one) for one in made]
+            yield ops.precision_sum(payloads, m, h, g.n, g.dtype, g.x() if onto else None, negate)
+
+
+# --- selections and sketches ---------------------------------------------------------------------------------------
+
+
+@case
+def select(ops, g):
+    for bound in g.some([0.5, 0.0, 2.0, 1e36]):
+        for strict, nonzero in ((True, False), (False, False), (False, True)):
+            yield ops.select(g.x(), bound, strict, nonzero)
+            yield ops.select(g.x(), ops.reshape(g.scalar(bound), ()), strict, nonzero)
+
+
+@case
+def top_of_sides(ops, g):
+    for ratio in g.some([0.01, 0.3, 1.0]):
+        means, positive, negative = ops.top_of_sides(g.x(), ratio)
+        yield free(ops, g, means)
+        yield positive, negative
+
+
+@case
+def count_sketch(ops, g):
+    for rows, columns in g.some([(1, 7), (3, 100), (5, 1000)]):
+        yield ops.count_sketch(g.x(), rows, columns, g.key())
+
+
+@case
+def sketch_estimate(ops, g):
+    for rows, columns in g.some([(1, 7), (3, 100), (5, 1000)]):
+        yield ops.sketch_estimate(g.x(rows * columns), g.n, rows, columns, g.key())
+
+
+def plans(thorough: bool = True) -> Iterator[tuple[int, str, int]]:
+    """Size, kind and seed of the calls that every case makes."""
+    for n in SMALL:
+        for seed, kind in enumerate(KINDS):
+            yield n, kind, seed
+    for seed, n in enumerate(LARGE):
+        yield n, "normal", seed
+        yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
+    if thorough:
+        yield AROUND, "normal", 0
+
+
+# --- comparing -----------------------------------------------------------------------------------------------------
+
+
+def plain(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The bits of x, and one NaN for all."""
+    if x.dtype.kind == "f" or x.dtype == DTYPES["bfloat16"]:
+        return np.where(np.isnan(x), np.array(np.nan, x.dtype), x)
+    return x
+
+
+def difference(got: Any, wanted: Any) -> str | None:
+    """What differs between a result of the kernels and of the reference bodies; None if nothing does."""
+    if isinstance(wanted, Loose):
+        bound = 4e-12 * wanted.scale
+        close = np.abs(got.value - wanted.value) <= bound + np.abs(wanted.value) * np.finfo(wanted.value.dtype).eps
+        if got.value.shape == wanted.value.shape and (close | (got.value == wanted.value)).all():
+            return None
+        return f"expected {wanted.value} within {bound}, received {got.value}"
+    if got.dtype != wanted.dtype or got.shape != wanted.shape:
+        return f"expected {wanted.dtype}{list(wanted.shape)}, received {got.dtype}{list(got.shape)}"
+    a, b = plain(got), plain(wanted)
+    if a.tobytes() == b.tobytes():
+        return None
+    a, b = (np.ascontiguousarray(v).reshape(-1) for v in (a, b))
+    differs = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
+    at = int(differs[0])
+    return f"{differs.size} of {a.size} elements, the first at {at}: expected {b[at]!r}, received {a[at]!r}"

@@ -1,0 +1,126 @@
+"""The kernels give the bytes of the reference bodies, for every operation, dtype, size and alignment."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from grace.core.ops import get_ops, native
+from grace.core.ops.codings import Codings
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.helpers import Helpers
+from tests.kernels import BACKENDS, cases, needs_kernels
+from tests.kernels.__main__ import digests
+
+pytestmark = needs_kernels
+
+
+def both(name, framework, dtype, n, kind, seed):
+    """The results of a case by kernels and by reference bodies."""
+    return [
+        cases.results(name, cases.Given(get_ops(framework, native=is_native), n, dtype, kind, seed))
+        for is_native in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("framework", BACKENDS)
+def test_same_bytes(framework, name, dtype):
+    for n, kind, seed in cases.plans(thorough=framework == "numpy"):
+        got, wanted = both(name, framework, dtype, n, kind, seed)
+        assert len(got) == len(wanted)
+        for i, pair in enumerate(zip(got, wanted, strict=True)):
+            assert cases.difference(*pair) is None, (
+                f"{kind}, n = {n}, seed {seed}, result {i}: {cases.difference(*pair)}"
+            )
+
+
+def test_a_difference_is_seen():
+    x = np.array([0.0, 1.0, np.nan], np.float32)
+    assert cases.difference(x, x.copy()) is None
+    assert "first at 0" in cases.difference(np.array([-0.0, 1.0, np.nan], np.float32), x)
+    assert "float64" in cases.difference(x.astype(np.float64), x)
+    assert "[2]" in cases.difference(x[:2], x)
+    sums = cases.Loose(np.array([1.0]), 1.0)
+    assert cases.difference(cases.Loose(np.array([1.0 + 1e-14]), 1.0), sums) is None
+    assert "within" in cases.difference(cases.Loose(np.array([1.0 + 1e-9]), 1.0), sums)
+
+
+def test_every_operation_has_a_case():
+    made = {
+        name for cls in (Helpers, Codings, ArrayOps, native.Native) for name in vars(cls) if not name.startswith("_")
+    }
+    assert set(cases.CASES) == {name for name in made if inspect.isfunction(getattr(native.Native, name))}
+
+
+def test_every_kernel_is_run_by_a_case(monkeypatch):
+    module, run = sys.modules["grace.core.ops.native_numpy"], set()
+
+    class Recorder:
+        CorruptPayload = native.module.CorruptPayload
+
+        def run(self, kernel, *arguments):
+            run.add(kernel)
+            return native.module.run(kernel, *arguments)
+
+    monkeypatch.setattr(module, "module", Recorder())
+    for name in cases.CASES:
+        cases.results(name, cases.Given(get_ops("numpy", native=True), 65, "float32"))
+    assert run == set(native.module.kernels())
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "sorted", "ties", "denormal", "zeros", *cases.BROKEN])
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("n", [10, 300, 40000, 200001])
+def test_top_k_is_k_distinct_indices_whatever_the_numbers(n, dtype, kind):
+    ops = get_ops("numpy", native=True)
+    x = cases.values_of(kind, n, dtype, 0)
+    for k in {0, 1, n // 100, n // 10, n // 3, n - 1, n}:
+        values, indices = ops.sparsify(x, k)
+        assert values.size == indices.size == k
+        assert (np.diff(indices) > 0).all()
+        assert not k or 0 <= indices[0] <= indices[-1] < n
+        assert cases.difference(values, x[indices]) is None
+        if kind not in cases.BROKEN and k < n:
+            left = np.delete(np.abs(x), indices)
+            assert k == 0 or np.abs(values).min() >= left.max()
+
+
+def test_top_k_where_the_sample_misleads():
+    """All the large elements where a sample at regular distances would, or would not, look."""
+    ops, reference = get_ops("numpy", native=True), get_ops("numpy", native=False)
+    n, rng = 1 << 18, np.random.default_rng(0)
+    for start, step in ((0, 512), (1, 512), (0, 4), (7, 64)):
+        x = rng.standard_normal(n).astype(np.float32) * 1e-3
+        x[start::step] += 5.0
+        for k in (n // 1000, n // step // 2, n // step, n // step + 1, n // 5):
+            assert all(map(np.array_equal, ops.sparsify(x, k), reference.sparsify(x, k)))
+
+
+def other_process(**environment):
+    """What `python -m tests.kernels` prints, with other kernels."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_gives_the_same_bytes(isa):
+    """And so do four threads."""
+    there = other_process(GRACE_ISA=isa, OMP_NUM_THREADS="4")
+    if there["isa"] != isa:
+        pytest.skip(f"this processor has no {isa}; its best is {there['isa']}")
+    assert there["digests"] == digests()
