@@ -7,7 +7,8 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
-#include "grace/kernels.h"
+#include "grace/call.h"
+#include "grace/pool.h"
 
 namespace tf = tensorflow;
 

@@ -29,11 +29,13 @@ template <class T> int32_t natural_base(Call& call, const T* x, int64_t n, const
     return std::max(0, code - clipped);
 }
 
-// Cells for `nearest` in an ascending table; they pay for themselves by the number of elements.
+// Cells for magnitudes, whose shares of the scale have their place in an ascending table; they pay for themselves by the
+// number of elements.
 template <class T> class Cells {
   public:
-    Cells(const T* table, int64_t elements) : below_(kMost), inside_(kMost), edges_(kEdges) {
-        for (int i = 0; i < kEdges; ++i) edges_[i] = (table[i] + table[i + 1]) * T(0.5);
+    Cells(const T* table, T scale, int64_t elements) : below_(kMost), inside_(kMost), edges_(kEdges) {
+        const T safe = scale > 0 ? scale : T(1);
+        for (int i = 0; i < kEdges; ++i) edges_[i] = reaching((table[i] + table[i + 1]) * T(0.5), safe);
         found_ = {edges_.data(), 0, 0, 0, below_.data(), inside_.data()};
         if (elements < 4 * kMost) return;
         for (int bits = 4; bits <= 9 && found_.cells == 0; ++bits) divide(Format<T>::mantissa - bits);
@@ -120,11 +122,10 @@ void table_encode_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
-        const T scale = call.scalar<T>(1);
-        const Cells<T> cells(call.input<T>(2, kMagnitudes), n);
+        const Cells<T> cells(call.input<T>(2, kMagnitudes), call.scalar<T>(1), n);
         uint8_t* codes = call.output<uint8_t>(n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            loops<T>().table_codes(x + begin, scale, cells.edges(), end - begin, codes + begin);
+            loops<T>().table_codes(x + begin, cells.edges(), end - begin, codes + begin);
         });
     });
 }

@@ -1,163 +1,8 @@
 // Selection of elements, and what is done at a list of indices.
-#include <cmath>
-#include <cstring>
-#include <memory>
-
-#include "grace/kernels.h"
+#include "selection.h"
 
 namespace grace {
 namespace {
-
-// What a selecting pass found, in the order of the indices: one growing list per stretch of the array.
-template <class T> class Finds {
-  public:
-    // Runs over x, shared out to as many stretches as there are threads.
-    Finds(Call& call, const T* x, int64_t n, T bound, bool strict, bool nonzero) {
-        const int64_t pieces = divide_up(n, kPiece);
-        const int64_t stretches = std::max<int64_t>(1, std::min<int64_t>(call.threads(), pieces));
-        stretches_.resize(static_cast<size_t>(stretches));
-        call.parallel(stretches, [&](int64_t s) {
-            Stretch& mine = stretches_[static_cast<size_t>(s)];
-            const int64_t begin = pieces * s / stretches * kPiece, end = std::min(n, pieces * (s + 1) / stretches * kPiece);
-            // Small steps, so that little room is asked for ahead.
-            for (int64_t at = begin; at < end; at += kStep) {
-                const int64_t length = std::min(kStep, end - at);
-                mine.reserve(length);
-                Selected<T> into{mine.values, mine.indices, mine.count};
-                loops<T>().select(x + at, bound, strict, nonzero, static_cast<int32_t>(at), length, &into);
-                mine.count = into.count;
-            }
-        });
-    }
-
-    int64_t count() const {
-        int64_t total = 0;
-        for (const Stretch& s : stretches_) total += s.count;
-        return total;
-    }
-
-    void copy_to(T* values, int32_t* indices) const {
-        for (const Stretch& s : stretches_) {
-            std::copy(s.values, s.values + s.count, values);
-            std::copy(s.indices, s.indices + s.count, indices);
-            values += s.count;
-            indices += s.count;
-        }
-    }
-
-    // body(value, index) in order.
-    template <class Body> void each(Body body) const {
-        for (const Stretch& s : stretches_) {
-            for (int64_t i = 0; i < s.count; ++i) body(s.values[i], s.indices[i]);
-        }
-    }
-
-  private:
-    static constexpr int64_t kStep = 4096;
-
-    struct Stretch {
-        T* values = nullptr;
-        int32_t* indices = nullptr;
-        int64_t count = 0, room = 0;
-
-        Stretch() = default;
-        Stretch(const Stretch&) = delete;
-        Stretch& operator=(const Stretch&) = delete;
-        Stretch(Stretch&&) = delete;
-        ~Stretch() {
-            release(values);
-            release(indices);
-        }
-        void reserve(int64_t more) {
-            if (count + more <= room) return;
-            const int64_t wanted = 2 * room + more;
-            grow(values, wanted);
-            grow(indices, wanted);
-            room = wanted;
-        }
-        template <class U> void grow(U*& list, int64_t wanted) {
-            U* larger = static_cast<U*>(acquire(sizeof(U) * static_cast<size_t>(wanted)));
-            if (count > 0) std::memcpy(larger, list, sizeof(U) * static_cast<size_t>(count));
-            release(list);
-            list = larger;
-        }
-    };
-
-    // A list whose elements stay where they are.
-    class Stretches {
-      public:
-        void resize(size_t n) {
-            data_.reset(new Stretch[n]);
-            size_ = n;
-        }
-        Stretch& operator[](size_t i) { return data_[i]; }
-        const Stretch* begin() const { return data_.get(); }
-        const Stretch* end() const { return data_.get() + size_; }
-
-      private:
-        std::unique_ptr<Stretch[]> data_;
-        size_t size_ = 0;
-    };
-    Stretches stretches_;
-};
-
-// The k-th largest of n words (1 <= k <= n): digit by digit, counting how often each occurs.
-template <class Word> Word kth_largest(Word* words, int64_t n, int64_t k) {
-    constexpr int kDigit = 11;
-    Word found = 0;
-    for (int shift = (int(sizeof(Word)) * 8 - 1) / kDigit * kDigit; shift >= 0; shift -= kDigit) {
-        int64_t counts[1 << kDigit] = {};
-        for (int64_t i = 0; i < n; ++i) ++counts[words[i] >> shift & ((1 << kDigit) - 1)];
-        Word digit = (1 << kDigit) - 1;
-        while (counts[digit] < k) k -= counts[digit--];
-        found |= digit << shift;
-        int64_t left = 0;
-        for (int64_t i = 0; i < n; ++i) {
-            if ((words[i] >> shift & ((1 << kDigit) - 1)) == digit) words[left++] = words[i];
-        }
-        n = left;
-    }
-    return found;
-}
-
-template <class T> using WordOf = typename Format<T>::Word;
-
-// A magnitude that about k of n elements reach, a little more rather than less, from elements drawn at random. A sample
-// at regular distances would fail: in a gradient it can hit the same columns of a matrix every time.
-template <class T> T estimated_bound(const T* x, int64_t n, int64_t k, int64_t draws, double slack) {
-    Scratch<WordOf<T>> drawn(draws);
-    uint64_t state = 0x9E3779B97F4A7C15u * static_cast<uint64_t>(draws + 1);
-    for (int64_t i = 0; i < draws; ++i) {
-        // splitmix64 (Steele, Lea and Flood, OOPSLA 2014); the upper bits scaled to n.
-        state += 0x9E3779B97F4A7C15u;
-        uint64_t z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9u;
-        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-        const uint64_t word = (z ^ z >> 31) >> 32;
-        drawn[i] = magnitude_bits(x[static_cast<int64_t>(word * static_cast<uint64_t>(n) >> 32)]);
-    }
-    const double expected = static_cast<double>(draws) * static_cast<double>(k) / static_cast<double>(n);
-    const int64_t rank = static_cast<int64_t>(expected + slack * std::sqrt(expected)) + 2;
-    return bits_as<T>(rank >= draws ? WordOf<T>(0) : kth_largest(drawn.data(), draws, rank));
-}
-
-// The k largest magnitudes among what was found; among equal ones those of the lowest indices.
-template <class T> void best_of(const Finds<T>& finds, int64_t k, T* values, int32_t* indices) {
-    const int64_t count = finds.count();
-    Scratch<WordOf<T>> sizes(count);
-    int64_t i = 0;
-    finds.each([&](T value, int32_t) { sizes[i++] = magnitude_bits(value); });
-    const WordOf<T> bound = kth_largest(sizes.data(), count, k);
-    int64_t above = 0;
-    finds.each([&](T value, int32_t) { above += magnitude_bits(value) > bound; });
-    int64_t ties = k - above;
-    finds.each([&](T value, int32_t index) {
-        const WordOf<T> size = magnitude_bits(value);
-        if (size > bound || (size == bound && ties-- > 0)) {
-            *values++ = value;
-            *indices++ = index;
-        }
-    });
-}
 
 // Throws Error(payload) unless all indices are in [0, n); whether they ascend strictly.
 bool check_indices(const Call& call, const int32_t* indices, int64_t count, int64_t n) {
@@ -189,7 +34,9 @@ void select_kernel(Call& call) {
         const bool strict = call.integer(0) != 0, nonzero = call.integer(1) != 0;
         const T *x = call.input<T>(0), *bound = call.input<T>(1, 1);
         GRACE_GPU(call, select, x, bound, strict, nonzero, n, room_of<T>(call));
-        const Finds<T> finds(call, x, n, *bound, strict, nonzero);
+        const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+            loops<T>().select(x + at, *bound, strict, nonzero, static_cast<int32_t>(at), length, into);
+        });
         T* values = call.output<T>(finds.count());
         finds.copy_to(values, call.output<int32_t>(finds.count()));
     });
@@ -211,14 +58,17 @@ void top_kernel(Call& call) {
             return;
         }
         if (k == 0) return;
-        // A sample pays where few of many are wanted; a second one if the first misled.
-        const int64_t draws = std::min<int64_t>(1 << 16, std::max<int64_t>(2048, n / 512));
-        if (n >= 16 * draws / 2 && k < n / 4) {
+        const auto any = [](T) { return true; };
+        if (Sample<T>::pays(n, k)) {
+            const Sample<T> sample(x, n, Sample<T>::draws_for(n));
+            // A second one if the first misled.
             for (const double slack : {4.0, 16.0}) {
-                const T bound = estimated_bound(x, n, k, draws, slack);
+                const T bound = sample.bound(k, slack, any);
                 if (!(bound > T(0))) break;
-                const Finds<T> finds(call, x, n, bound, false, false);
-                if (finds.count() >= k) return best_of(finds, k, values, indices);
+                const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+                    loops<T>().select(x + at, bound, false, false, static_cast<int32_t>(at), length, into);
+                });
+                if (finds.count() >= k) return best_of(finds, k, any, values, indices);
             }
         }
         Scratch<WordOf<T>> sizes(n);

@@ -109,32 +109,40 @@ static void natural_sum(const Powers* ranks, int count, bool clipped, bool negat
 
 // --- tables --------------------------------------------------------------------------------------------------------------------
 
-template <class T> static void table_codes(const T* x, T scale, const Edges<T>* table, int64_t n, uint8_t* codes) {
+template <class T> static void table_codes(const T* x, const Edges<T>* table, int64_t n, uint8_t* codes) {
     using Signed = typename Format<T>::Signed;
     const Edges<T> edges = *table;
-    const T safe = scale > 0 ? scale : T(1);
-    alignas(64) T share[kBlock];
-    alignas(64) int32_t cell[kBlock];
-    for (int64_t at = 0; at < n; at += kBlock) {
-        const int64_t length = lesser(kBlock, n - at);
-        const T* mine = x + at;
-        uint8_t* out = codes + at;
-        for (int64_t i = 0; i < length; ++i) share[i] = magnitude(mine[i]) / safe;
-        if (edges.cells == 0) {
-            for (int64_t i = 0; i < length; ++i) out[i] = uint8_t(nearest(share[i], edges.edges));
-        } else {
-            const Signed last = Signed(edges.cells - 1);
-            for (int64_t i = 0; i < length; ++i) {
-                Signed mine_is = (bits_as<Signed>(share[i]) >> edges.shift) - edges.lowest;
-                mine_is = mine_is < 0 ? 0 : mine_is;
-                cell[i] = int32_t(mine_is > last ? last : mine_is);
-            }
-            for (int64_t i = 0; i < length; ++i) {
-                out[i] = uint8_t(edges.below[cell[i]] + uint8_t(share[i] >= edges.inside[cell[i]]));
-            }
-        }
-        for (int64_t i = 0; i < length; ++i) out[i] = uint8_t(out[i] | uint32_t(mine[i] < 0) << 7);
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        const EdgeTree tree(edges.edges);
+        for (; i + 64 <= n; i += 64) tree.codes64(x + i, codes + i);
     }
+#endif
+    if (edges.cells > 0) {
+        alignas(64) int32_t cells[kBlock];
+        const Signed last = Signed(edges.cells - 1);
+        for (; i < n; i += kBlock) {
+            const int64_t length = lesser(kBlock, n - i);
+            const T* mine = x + i;
+            uint8_t* out = codes + i;
+            for (int64_t j = 0; j < length; ++j) {
+                Signed cell = (bits_as<Signed>(magnitude(mine[j])) >> edges.shift) - edges.lowest;
+                cell = cell < 0 ? 0 : cell;
+                cells[j] = int32_t(cell > last ? last : cell);
+            }
+            for (int64_t j = 0; j < length; ++j) {
+                uint64_t cell = uint32_t(cells[j]);
+                GRACE_ONE_BY_ONE(cell);
+                // Bits of magnitudes are ordered as they are, NaN last.
+                const bool reached = Signed(magnitude_bits(mine[j])) >= bits_as<Signed>(edges.inside[cell]);
+                out[j] = uint8_t(edges.below[cell] + uint32_t(reached));
+            }
+            for (int64_t j = 0; j < length; ++j) out[j] = uint8_t(out[j] | uint32_t(mine[j] < 0) << 7);
+        }
+        return;
+    }
+    for (; i < n; ++i) codes[i] = uint8_t(uint32_t(nearest(magnitude(x[i]), edges.edges)) | uint32_t(x[i] < 0) << 7);
 }
 
 template <class T>
@@ -143,7 +151,18 @@ static void table_sum(const uint8_t* const* codes, const T* values, int ranks, c
     sum_ranks(ranks, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* decoded) {
         const T* mine = values + 256 * r;
         const uint8_t* from = codes[r] + at;
-        for (int64_t i = 0; i < length; ++i) decoded[i] = mine[from[i]];
+        int64_t i = 0;
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == sizeof(float)) {
+            const Lookup lookup(mine);
+            for (; i + 16 <= length; i += 16) _mm512_storeu_ps(decoded + i, lookup.of(from + i));
+        }
+#endif
+        for (; i < length; ++i) {
+            uint64_t code = from[i];
+            GRACE_ONE_BY_ONE(code);
+            decoded[i] = mine[code];
+        }
     });
 }
 
@@ -243,15 +262,13 @@ template <class T>
 static void precision_tags(const T* x, T bound, T byte_end, T word_end, int64_t n, uint8_t* tags, int64_t* counts) {
     constexpr Test test = Test::size_at_least;
     for (int64_t i = 0; i < n; i += 64) {
-        const int rest = int(lesser(64, n - i));
-        const bool whole = rest == 64;
-        const uint64_t sent = whole ? mask64<test>(x + i, bound) : mask_of<test>(x + i, bound, rest);
-        const uint64_t more = whole ? mask64<test>(x + i, byte_end) : mask_of<test>(x + i, byte_end, rest);
-        const uint64_t most = whole ? mask64<test>(x + i, word_end) : mask_of<test>(x + i, word_end, rest);
+        const uint64_t sent = mask_up_to_64<test>(x + i, bound, n - i);
+        const uint64_t more = mask_up_to_64<test>(x + i, byte_end, n - i);
+        const uint64_t most = mask_up_to_64<test>(x + i, word_end, n - i);
         // 1 + more + most in binary.
         const uint64_t low = sent & ~(more ^ most), high = sent & (more | most);
         const uint64_t packed[2] = {spaced(low) | spaced(high) << 1, spaced(low >> 32) | spaced(high >> 32) << 1};
-        for (int j = 0; 4 * j < rest; ++j) tags[i / 4 + j] = uint8_t(packed[j / 8] >> (8 * (j % 8)));
+        for (int j = 0; j < 16 && i + 4 * j < n; ++j) tags[i / 4 + j] = uint8_t(packed[j / 8] >> (8 * (j % 8)));
         counts[1] += __builtin_popcountll(low & ~high);
         counts[2] += __builtin_popcountll(high & ~low);
         counts[3] += __builtin_popcountll(low & high);

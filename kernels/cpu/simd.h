@@ -154,6 +154,95 @@ GRACE_LOCAL void spread64(const float* list, uint64_t mask, float* out) {
 }
 #endif
 
+// --- tables of 128 numbers ---------------------------------------------------------------------------------------------
+
+// Keeps a loop that looks up tables from being vectorized: loads one by one are faster than what gathers them.
+#if defined(__GNUC__)
+#define GRACE_ONE_BY_ONE(index) __asm__("" : "+r"(index))
+#else
+#define GRACE_ONE_BY_ONE(index)
+#endif
+
+#if defined(__AVX512F__)
+// The edges as a tree whose levels lie in registers; a place is found with its first bit, the highest, lowest.
+struct EdgeTree {
+    __m512 level[5], next[2], last[4];
+
+    explicit EdgeTree(const float* edges) {
+        alignas(64) float nodes[64];
+        for (int depth = 0; depth < 7; ++depth) {
+            for (int node = 0; node < 64; ++node) {
+                int at = 0;
+                for (int bit = 0; bit < depth; ++bit) at += (node >> bit & 1) << (6 - bit);
+                nodes[node] = edges[at + (1 << (6 - depth)) - 1];
+            }
+            if (depth < 5) level[depth] = _mm512_load_ps(nodes);
+            for (int j = 0; j < 2 && depth == 5; ++j) next[j] = _mm512_load_ps(nodes + 16 * j);
+            for (int j = 0; j < 4 && depth == 6; ++j) last[j] = _mm512_load_ps(nodes + 16 * j);
+        }
+    }
+
+    // The places of 16 magnitudes among the edges, their seven bits in reverse.
+    __m512i reversed(__m512 size) const {
+        __m512i at = _mm512_setzero_si512();
+#pragma GCC unroll 5
+        for (int depth = 0; depth < 5; ++depth) {
+            const __m512 edge = depth == 0 ? level[0] : _mm512_permutexvar_ps(at, level[depth]);
+            const __mmask16 reached = _mm512_cmp_ps_mask(size, edge, _CMP_GE_OQ);
+            at = _mm512_mask_or_epi32(at, reached, at, _mm512_set1_epi32(1 << depth));
+        }
+        __mmask16 reached = _mm512_cmp_ps_mask(size, _mm512_permutex2var_ps(next[0], at, next[1]), _CMP_GE_OQ);
+        at = _mm512_mask_or_epi32(at, reached, at, _mm512_set1_epi32(32));
+        const __m512 low = _mm512_permutex2var_ps(last[0], at, last[1]), high = _mm512_permutex2var_ps(last[2], at, last[3]);
+        reached = _mm512_cmp_ps_mask(size, _mm512_mask_blend_ps(reached, low, high), _CMP_GE_OQ);
+        return _mm512_mask_or_epi32(at, reached, at, _mm512_set1_epi32(64));
+    }
+
+    // Codes of 64 numbers.
+    void codes64(const float* x, uint8_t* out) const {
+        __m128i found[4];
+        uint64_t negative = 0;
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const __m512 v = _mm512_loadu_ps(x + 16 * j);
+            negative |= uint64_t(_mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_LT_OQ)) << (16 * j);
+            found[j] = _mm512_cvtepi32_epi8(reversed(_mm512_abs_ps(v)));
+        }
+        const __m256i half = _mm256_inserti128_si256(_mm256_castsi128_si256(found[0]), found[1], 1);
+        const __m256i rest = _mm256_inserti128_si256(_mm256_castsi128_si256(found[2]), found[3], 1);
+        const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(half), rest, 1);
+        // Bit 0 of what was found becomes bit 6.
+        const __m512i back = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15));
+        const __m512i four = _mm512_set1_epi8(15);
+        const __m512i low = _mm512_shuffle_epi8(back, _mm512_and_si512(all, four));
+        const __m512i high = _mm512_shuffle_epi8(back, _mm512_and_si512(_mm512_srli_epi16(all, 4), four));
+        const __m512i code = _mm512_or_si512(_mm512_slli_epi16(low, 3), _mm512_srli_epi16(high, 1));
+        _mm512_storeu_si512(out, _mm512_or_si512(code, _mm512_maskz_set1_epi8(negative, char(-128))));
+    }
+};
+
+// 128 numbers in registers.
+struct Lookup {
+    __m512 part[8];
+
+    explicit Lookup(const float* numbers) {
+        for (int j = 0; j < 8; ++j) part[j] = _mm512_loadu_ps(numbers + 16 * j);
+    }
+    // The numbers of 16 codes, negated where a code has 128 added.
+    __m512 of(const uint8_t* codes) const {
+        const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+        const __mmask16 upper = _mm512_test_epi32_mask(code, _mm512_set1_epi32(32));
+        const __mmask16 second = _mm512_test_epi32_mask(code, _mm512_set1_epi32(64));
+        const __m512 a = _mm512_mask_blend_ps(upper, _mm512_permutex2var_ps(part[0], code, part[1]),
+                                              _mm512_permutex2var_ps(part[2], code, part[3]));
+        const __m512 b = _mm512_mask_blend_ps(upper, _mm512_permutex2var_ps(part[4], code, part[5]),
+                                              _mm512_permutex2var_ps(part[6], code, part[7]));
+        const __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(code, 7), 31);
+        return _mm512_xor_ps(_mm512_mask_blend_ps(second, a, b), _mm512_castsi512_ps(sign));
+    }
+};
+#endif
+
 // --- random words --------------------------------------------------------------------------------------------------------
 
 // Words 4 first .. 4 (first + blocks) - 1 of a stream. A lane of 64 bits holds one word of one block in its lower half;

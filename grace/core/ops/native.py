@@ -179,6 +179,14 @@ class Native(ArrayOps):
     def top_indices(self, x: Array, k: int) -> Array:
         return super().top_indices(x, k) if self._floating(x) is None else self.sparsify(x, k)[1]
 
+    def top_of_sides(self, x: Array, ratio: float) -> tuple[Array, Array, Array]:
+        dtype = self._floating(x)
+        if dtype is None:
+            return super().top_of_sides(x, ratio)
+        outputs, lengths = [dtype, "int32", "int32"], [2, None, None]
+        means, positive, negative = self._run("top_of_sides", [x], (), [ratio], outputs=outputs, lengths=lengths)
+        return means, positive, negative
+
     def gather(self, x: Array, indices: Array) -> Array:
         dtype = self._floating(x)
         if dtype is None or len(indices.shape) != 1 or self._kind(indices) != "int32":
@@ -276,3 +284,16 @@ class Native(ArrayOps):
         inputs = [*codes, *(self.reshape(scale, (-1,)) for scale in scales)]
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
+
+
+    # --- small matrices -------------------------------------------------------------------------------------------
+
+    def orthogonalize(self, a: Array) -> Array:
+        rows, columns = (int(side) for side in a.shape)
+        flat = self.reshape(a, (-1,))
+        dtype = self._floating(flat)
+        if dtype is None:
+            return super().orthogonalize(a)
+        found = self._run("orthogonalize", [flat], [rows, columns], outputs=[dtype], lengths=[rows * columns])[0]
+        return self.reshape(found, (rows, columns))
+

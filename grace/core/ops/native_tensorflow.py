@@ -65,6 +65,7 @@ class NativeTensorflowOps(NativeCodings, TensorflowOps):
                 numbers=_vector(numbers, tf.float64),
                 Tout=[tf.as_dtype(dtype) for dtype in outputs],
                 kernel=kernel,
+                name=kernel,
                 lengths=static,
                 consumes=consumes,
             )

@@ -155,11 +155,34 @@ template <class T> GRACE_HD T natural_value(uint32_t exponent, uint32_t flip) {
 
 // --- tables --------------------------------------------------------------------------------------------------------------
 
-// How many of the 127 ascending edges are at most `share`.
-template <class T> GRACE_HD int32_t nearest(T share, const T* edges) {
+// How many of the 127 ascending edges are at most `size`.
+template <class T> GRACE_HD int32_t nearest(T size, const T* edges) {
     int32_t at = 0;
-    for (int32_t step = 64; step > 0; step >>= 1) at += share >= edges[at + step - 1] ? step : 0;
+    for (int32_t step = 64; step > 0; step >>= 1) at += size >= edges[at + step - 1] ? step : 0;
     return at;
+}
+
+// The least magnitude whose share of `scale`, as rounded, reaches an edge; NaN if none does. Comparing with it saves the
+// division.
+template <class T> GRACE_HD T reaching(T edge, T scale) {
+    using Word = typename Format<T>::Word;
+    constexpr Word infinite = Word((Word(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
+    const T guess = edge * scale;
+    Word low = 0, high = infinite + 1;
+    if (guess > 0 && magnitude_bits(guess) > 4 && magnitude_bits(guess) < infinite - 4) {
+        const Word below = magnitude_bits(guess) - 4, above = magnitude_bits(guess) + 4;
+        if (bits_as<T>(below) / scale < edge) low = below + 1;
+        if (bits_as<T>(above) / scale >= edge) high = above;
+    }
+    while (low < high) {
+        const Word middle = low + (high - low) / 2;
+        if (bits_as<T>(middle) / scale >= edge) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return bits_as<T>(low);
 }
 
 // --- ternary digits ------------------------------------------------------------------------------------------------------

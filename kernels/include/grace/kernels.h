@@ -46,7 +46,9 @@ namespace grace {
     X(ternary_encode) /* x, half -> uint8[m] */                                                                  \
     X(ternary_sum)    /* [onto], codes..., scales...; ranks, n, has_onto -> T[n] */                              \
     X(precision_encode) /* x; m, h; bound -> T[], int16[], int8[], tags */                                       \
-    X(precision_sum)  /* [onto], full..., words..., bytes..., tags...; ranks, m, h, n, negate, has_onto -> T[n] */
+    X(precision_sum)  /* [onto], full..., words..., bytes..., tags...; ranks, m, h, n, negate, has_onto -> T[n] */ \
+    X(top_of_sides)   /* x; ; ratio -> means T[2], positive int32[p], negative int32[q] */                       \
+    X(orthogonalize)  /* a; rows, columns -> T[rows columns] */
 
 #define GRACE_DECLARE(name) void name##_kernel(Call& call);
 GRACE_KERNELS(GRACE_DECLARE)

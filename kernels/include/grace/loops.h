@@ -36,7 +36,7 @@ struct Powers {
     uint32_t base;
 };
 
-// 127 ascending edges, and what finds a number's place among them without a search: cells of numbers with equal upper
+// 127 ascending edges, and what finds a magnitude's place among them without a search: cells of numbers with equal upper
 // bits, `lowest` the bits of the first. No cell holds more than one edge: `inside`, NaN if there is none. Of all numbers
 // of a cell `below` edges are at most. Without cells there is a search.
 template <class T> struct Edges {
@@ -87,6 +87,9 @@ template <class T> struct Loops {
     // Appends what passes; there is room for n more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);
 
+    // Appends what is at least `high` or at most `low`; counts[0] += how many are above 0, counts[1] += below 0.
+    void (*select_sides)(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts);
+
     void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n, bool around);
     void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
 
@@ -98,7 +101,8 @@ template <class T> struct Loops {
                           uint8_t* high);
     void (*natural_sum)(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto, T* out,
                         int64_t begin, int64_t end, bool around);
-    void (*table_codes)(const T* x, T scale, const Edges<T>* edges, int64_t n, uint8_t* codes);
+    // How many edges are at most |x|, + 128 if x < 0.
+    void (*table_codes)(const T* x, const Edges<T>* edges, int64_t n, uint8_t* codes);
     // out = onto + sum over ranks of values[256 r + code].
     void (*table_sum)(const uint8_t* const* codes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
                       int64_t end, bool around);

@@ -1,0 +1,189 @@
+// Exact selection of the largest among many: a bound from a random sample, one compacting pass, a choice among its finds.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "grace/kernels.h"
+
+namespace grace {
+
+// What a selecting pass found, in the order of the indices: one growing list per stretch of the array.
+template <class T> class Finds {
+  public:
+    // pass(begin, length, into) appends what it finds; n elements are shared out to as many stretches as there are threads.
+    template <class Pass> Finds(Call& call, int64_t n, Pass pass) {
+        const int64_t pieces = divide_up(n, kPiece);
+        const int64_t stretches = std::max<int64_t>(1, std::min<int64_t>(call.threads(), pieces));
+        stretches_.resize(static_cast<size_t>(stretches));
+        call.parallel(stretches, [&](int64_t s) {
+            Stretch& mine = stretches_[static_cast<size_t>(s)];
+            const int64_t begin = pieces * s / stretches * kPiece, end = std::min(n, pieces * (s + 1) / stretches * kPiece);
+            // Small steps, so that little room is asked for ahead.
+            for (int64_t at = begin; at < end; at += kStep) {
+                const int64_t length = std::min(kStep, end - at);
+                mine.reserve(length);
+                Selected<T> into{mine.values, mine.indices, mine.count};
+                pass(at, length, &into);
+                mine.count = into.count;
+            }
+        });
+    }
+
+    int64_t count() const {
+        int64_t total = 0;
+        for (const Stretch& s : stretches_) total += s.count;
+        return total;
+    }
+
+    void copy_to(T* values, int32_t* indices) const {
+        for (const Stretch& s : stretches_) {
+            std::copy(s.values, s.values + s.count, values);
+            std::copy(s.indices, s.indices + s.count, indices);
+            values += s.count;
+            indices += s.count;
+        }
+    }
+
+    // body(value, index) in order.
+    template <class Body> void each(Body body) const {
+        for (const Stretch& s : stretches_) {
+            for (int64_t i = 0; i < s.count; ++i) body(s.values[i], s.indices[i]);
+        }
+    }
+
+  private:
+    static constexpr int64_t kStep = 4096;
+
+    struct Stretch {
+        T* values = nullptr;
+        int32_t* indices = nullptr;
+        int64_t count = 0, room = 0;
+
+        Stretch() = default;
+        Stretch(const Stretch&) = delete;
+        Stretch& operator=(const Stretch&) = delete;
+        Stretch(Stretch&&) = delete;
+        ~Stretch() {
+            release(values);
+            release(indices);
+        }
+        void reserve(int64_t more) {
+            if (count + more <= room) return;
+            const int64_t wanted = 2 * room + more;
+            grow(values, wanted);
+            grow(indices, wanted);
+            room = wanted;
+        }
+        template <class U> void grow(U*& list, int64_t wanted) {
+            U* larger = static_cast<U*>(acquire(sizeof(U) * static_cast<size_t>(wanted)));
+            if (count > 0) std::memcpy(larger, list, sizeof(U) * static_cast<size_t>(count));
+            release(list);
+            list = larger;
+        }
+    };
+
+    // A list whose elements stay where they are.
+    class Stretches {
+      public:
+        void resize(size_t n) {
+            data_.reset(new Stretch[n]);
+            size_ = n;
+        }
+        Stretch& operator[](size_t i) { return data_[i]; }
+        const Stretch* begin() const { return data_.get(); }
+        const Stretch* end() const { return data_.get() + size_; }
+
+      private:
+        std::unique_ptr<Stretch[]> data_;
+        size_t size_ = 0;
+    };
+    Stretches stretches_;
+};
+
+// The k-th largest of n words (1 <= k <= n): digit by digit, counting how often each occurs.
+template <class Word> Word kth_largest(Word* words, int64_t n, int64_t k) {
+    constexpr int kDigit = 11;
+    Word found = 0;
+    for (int shift = (int(sizeof(Word)) * 8 - 1) / kDigit * kDigit; shift >= 0; shift -= kDigit) {
+        int64_t counts[1 << kDigit] = {};
+        for (int64_t i = 0; i < n; ++i) ++counts[words[i] >> shift & ((1 << kDigit) - 1)];
+        Word digit = (1 << kDigit) - 1;
+        while (counts[digit] < k) k -= counts[digit--];
+        found |= digit << shift;
+        int64_t left = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            if ((words[i] >> shift & ((1 << kDigit) - 1)) == digit) words[left++] = words[i];
+        }
+        n = left;
+    }
+    return found;
+}
+
+template <class T> using WordOf = typename Format<T>::Word;
+
+// Elements of x drawn at random. A sample at regular distances would fail: in a gradient it can hit the same columns of a
+// matrix every time.
+template <class T> class Sample {
+  public:
+    Sample(const T* x, int64_t n, int64_t draws) : n_(n), draws_(draws), drawn_(draws), words_(draws) {
+        uint64_t state = 0x9E3779B97F4A7C15u * static_cast<uint64_t>(draws + 1);
+        for (int64_t i = 0; i < draws; ++i) {
+            // splitmix64 (Steele, Lea and Flood, OOPSLA 2014); the upper bits scaled to n.
+            state += 0x9E3779B97F4A7C15u;
+            uint64_t z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9u;
+            z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+            const uint64_t word = (z ^ z >> 31) >> 32;
+            drawn_[i] = x[static_cast<int64_t>(word * static_cast<uint64_t>(n) >> 32)];
+        }
+    }
+
+    // Whether one pays where k of n are wanted: few of many.
+    static bool pays(int64_t n, int64_t k) { return n >= 8 * draws_for(n) && k < n / 4; }
+    static int64_t draws_for(int64_t n) { return std::min<int64_t>(1 << 16, std::max<int64_t>(2048, n / 512)); }
+
+    // A magnitude that about k of those elements reach of which `counts` is true, a little more rather than less.
+    template <class Counts> T bound(int64_t k, double slack, Counts counts) const {
+        int64_t eligible = 0;
+        for (int64_t i = 0; i < draws_; ++i) {
+            if (counts(drawn_[i])) words_[eligible++] = magnitude_bits(drawn_[i]);
+        }
+        const double expected = static_cast<double>(draws_) * static_cast<double>(k) / static_cast<double>(n_);
+        const int64_t rank = static_cast<int64_t>(expected + slack * std::sqrt(expected)) + 2;
+        return bits_as<T>(rank >= eligible ? WordOf<T>(0) : kth_largest(words_.data(), eligible, rank));
+    }
+    // How many of the n elements there are about of which `counts` is true.
+    template <class Counts> double share(Counts counts) const {
+        return static_cast<double>(std::count_if(drawn_.data(), drawn_.data() + draws_, counts)) / static_cast<double>(draws_);
+    }
+
+  private:
+    int64_t n_, draws_;
+    Scratch<T> drawn_;
+    Scratch<WordOf<T>> words_;
+};
+
+// The k largest magnitudes among those finds of which `counts` is true; among equal ones those of the lowest indices.
+template <class T, class Counts>
+void best_of(const Finds<T>& finds, int64_t k, Counts counts, T* values, int32_t* indices) {
+    if (k == 0) return;
+    Scratch<WordOf<T>> sizes(finds.count());
+    int64_t count = 0;
+    finds.each([&](T value, int32_t) {
+        if (counts(value)) sizes[count++] = magnitude_bits(value);
+    });
+    const WordOf<T> bound = kth_largest(sizes.data(), count, k);
+    int64_t above = 0;
+    finds.each([&](T value, int32_t) { above += counts(value) && magnitude_bits(value) > bound; });
+    int64_t ties = k - above;
+    finds.each([&](T value, int32_t index) {
+        const WordOf<T> size = magnitude_bits(value);
+        if (counts(value) && (size > bound || (size == bound && ties-- > 0))) {
+            *values++ = value;
+            *indices++ = index;
+        }
+    });
+}
+
+}  // namespace grace

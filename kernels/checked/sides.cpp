@@ -1,0 +1,149 @@
+// The largest of either sign, and small matrices.
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "selection.h"
+
+namespace grace {
+namespace {
+
+// The sum of n numbers in the order in which NumPy adds them, so that float64 results have its bits.
+double pairwise_sum(const double* x, int64_t n) {
+    if (n < 8) {
+        double sum = 0;
+        for (int64_t i = 0; i < n; ++i) sum += x[i];
+        return sum;
+    }
+    if (n > 128) {
+        const int64_t half = n / 2 - n / 2 % 8;
+        return pairwise_sum(x, half) + pairwise_sum(x + half, n - half);
+    }
+    double sums[8];
+    for (int j = 0; j < 8; ++j) sums[j] = x[j];
+    int64_t i = 8;
+    for (; i + 8 <= n; i += 8) {
+        for (int j = 0; j < 8; ++j) sums[j] += x[i + j];
+    }
+    double sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    for (; i < n; ++i) sum += x[i];
+    return sum;
+}
+
+// How many of `count` elements of one sign are kept, as the reference body computes it.
+int64_t kept_of(double ratio, int64_t count) {
+    const double kept = std::floor(static_cast<double>(count) * ratio);
+    return std::min(count, kept < 1 ? int64_t(1) : static_cast<int64_t>(kept));
+}
+
+template <class T> struct Sides {
+    const T* x;
+    int64_t n;
+    double ratio;
+
+    static bool is_positive(T x) { return x > 0; }
+    static bool is_negative(T x) { return x < 0; }
+
+    // Takes all elements from the two bounds on; false if one of them was too large for the elements that are kept.
+    bool choose(Call& call, T high, T low) const {
+        std::atomic<int64_t> positives{0}, negatives{0};
+        const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+            int64_t counts[2] = {0, 0};
+            loops<T>().select_sides(x + at, high, -low, static_cast<int32_t>(at), length, into, counts);
+            positives += counts[0];
+            negatives += counts[1];
+        });
+        int64_t found[2] = {0, 0};
+        finds.each([&](T value, int32_t) { ++found[value > 0 ? 0 : 1]; });
+        const int64_t kept[2] = {kept_of(ratio, positives), kept_of(ratio, negatives)};
+        if (found[0] < kept[0] || found[1] < kept[1]) return false;
+        T* means = call.output<T>(2);
+        for (int side = 0; side < 2; ++side) {
+            const int64_t k = kept[side];
+            Scratch<T> values(k);
+            Scratch<double> wide(k);
+            best_of(finds, k, side == 0 ? is_positive : is_negative, values.data(), call.output<int32_t>(k));
+            std::copy(values.data(), values.data() + k, wide.data());
+            means[side] = k > 0 ? static_cast<T>(pairwise_sum(wide.data(), k) / static_cast<double>(k)) : T(0);
+        }
+        return true;
+    }
+};
+
+}  // namespace
+
+void top_of_sides_kernel(Call& call) {
+    call.expect(1, 0, 1);
+    const double ratio = call.number(0);
+    if (!(ratio > 0 && ratio <= 1)) {
+        call.fail(Error::Kind::value, "expected a ratio in (0, 1], received " + std::to_string(ratio));
+    }
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        if (n > INT32_MAX) call.fail(Error::Kind::value, "int32 indices cannot address " + std::to_string(n) + " elements");
+        const Sides<T> sides{call.input<T>(0), n, ratio};
+        // What every element that is not zero reaches.
+        const T least = std::numeric_limits<T>::denorm_min();
+        if (Sample<T>::pays(n, static_cast<int64_t>(ratio * static_cast<double>(n)))) {
+            const Sample<T> sample(sides.x, n, Sample<T>::draws_for(n));
+            const auto bound = [&](bool (*counts)(T), double slack) {
+                const double expected = sample.share(counts) * ratio * static_cast<double>(n);
+                return std::max(least, sample.bound(static_cast<int64_t>(expected), slack, counts));
+            };
+            for (const double slack : {4.0, 16.0}) {
+                if (sides.choose(call, bound(sides.is_positive, slack), bound(sides.is_negative, slack))) return;
+            }
+        }
+        sides.choose(call, least, least);
+    });
+}
+
+void orthogonalize_kernel(Call& call) {
+    call.expect(1, 2, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t rows = call.length(0), columns = call.length(1);
+        const T* a = call.input<T>(0, rows * columns);
+        T* out = call.output<T>(rows * columns);
+        Scratch<T> transposed(rows * columns);
+        Scratch<double> products(rows);
+        // NumPy widens float32 by pieces of this length before it adds.
+        const int64_t piece = sizeof(T) == sizeof(float) ? 8192 : std::max<int64_t>(1, rows);
+        const auto sum = [&](auto product) {
+            double total = 0;
+            for (int64_t at = 0; at < rows; at += piece) {
+                const int64_t length = std::min(piece, rows - at);
+                for (int64_t i = 0; i < length; ++i) products[i] = static_cast<double>(product(at + i));
+                total += pairwise_sum(products.data(), length);
+            }
+            return total;
+        };
+        const auto norm = [&](const T* x) {
+            for (int64_t i = 0; i < rows; ++i) products[i] = static_cast<double>(x[i]) * static_cast<double>(x[i]);
+            return static_cast<T>(std::sqrt(pairwise_sum(products.data(), rows)));
+        };
+        for (int64_t j = 0; j < columns; ++j) {
+            T* column = &transposed[j * rows];
+            for (int64_t i = 0; i < rows; ++i) column[i] = a[i * columns + j];
+            // Products of a column of denormals would lose the few bits it has.
+            const T largest = loops<T>().max_abs(column, rows), divisor = largest > 0 ? largest : T(1);
+            for (int64_t i = 0; i < rows; ++i) column[i] /= divisor;
+            const T original = norm(column);
+            for (int64_t other = 0; other < 2 * j; ++other) {
+                const T* before = &transposed[other % j * rows];
+                const T share = static_cast<T>(sum([&](int64_t i) { return before[i] * column[i]; }));
+                for (int64_t i = 0; i < rows; ++i) column[i] -= before[i] * share;
+            }
+            // What is left of a dependent column is rounding noise; normalising it would invent a direction.
+            const T length = norm(column);
+            const bool independent = length > static_cast<T>(1e-6) * original;
+            for (int64_t i = 0; i < rows; ++i) column[i] = independent ? column[i] / length : T(0);
+        }
+        for (int64_t i = 0; i < rows; ++i) {
+            for (int64_t j = 0; j < columns; ++j) out[i * columns + j] = transposed[j * rows + i];
+        }
+    });
+}
+
+}  // namespace grace

@@ -1,0 +1,189 @@
+// Bits, and codes of 1 to 8 bits: a part of loops.inl.
+
+// --- bits ------------------------------------------------------------------------------------------------------------------
+
+GRACE_LOCAL void store_mask(uint64_t mask, uint8_t* bits, int64_t bytes) {
+    for (int64_t j = 0; j < bytes; ++j) bits[j] = uint8_t(mask >> (8 * j));
+}
+
+template <class T> static void binarize(const T* x, T threshold, uint8_t* bits, int64_t n) {
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) store_mask(mask64<Test::at_least>(x + i, threshold), bits + i / 8, 8);
+    const int rest = int(n - i);
+    if (rest > 0) store_mask(mask_of<Test::at_least>(x + i, threshold, rest), bits + i / 8, (rest + 7) / 8);
+}
+
+template <class T> struct Eight {
+    typedef T Values __attribute__((vector_size(8 * sizeof(T))));
+    typedef typename Format<T>::Signed Words __attribute__((vector_size(8 * sizeof(T))));
+};
+typedef double EightDoubles __attribute__((vector_size(64)));
+
+template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
+    using Values = typename Eight<T>::Values;
+    using Words = typename Eight<T>::Words;
+    // Two of each, so that one sum need not wait for the last.
+    EightDoubles high[2] = {}, low[2] = {};
+    int64_t count = 0, i = 0;
+    for (; i + 64 <= n; i += 64) {
+        const uint64_t mask = mask64<Test::at_least>(x + i, threshold);
+        store_mask(mask, bits + i / 8, 8);
+        count += __builtin_popcountll(mask);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+            Values value;
+            memcpy(&value, x + i + 8 * j, sizeof(value));
+            const Words above = value >= threshold;
+            high[j % 2] += __builtin_convertvector((Values)((Words)value & above), EightDoubles);
+            low[j % 2] += __builtin_convertvector((Values)((Words)value & ~above), EightDoubles);
+        }
+    }
+    const int rest = int(n - i);
+    if (rest > 0) {
+        const uint64_t mask = mask_of<Test::at_least>(x + i, threshold, rest);
+        store_mask(mask, bits + i / 8, (rest + 7) / 8);
+        count += __builtin_popcountll(mask);
+        for (int j = 0; j < rest; ++j) (mask >> j & 1 ? high : low)[0][j % 8] += double(x[i + j]);
+    }
+    sums[0] += double(count);
+    for (int l = 0; l < 8; ++l) {
+        sums[1] += high[0][l] + high[1][l];
+        sums[2] += low[0][l] + low[1][l];
+    }
+}
+
+// 32 bits as they lie in memory, of which only those of n elements are read.
+GRACE_LOCAL uint32_t bits32(const uint8_t* bits, int64_t at, int64_t n) {
+    uint32_t word = 0;
+    const int64_t bytes = lesser(4, (n - at + 7) / 8);
+    for (int64_t j = 0; j < bytes; ++j) word |= uint32_t(bits[at / 8 + j]) << (8 * j);
+    return word;
+}
+
+template <class T>
+static void binary_sum(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T* out, int64_t n,
+                       bool around) {
+    using Word = typename Format<T>::Word;
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        for (int r = 0; r < ranks; ++r) {
+            const Word low = bits_as<Word>(levels[2 * r]), differ = low ^ bits_as<Word>(levels[2 * r + 1]);
+            const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + at;
+            for (int64_t i = 0; i < length; i += 32) {
+                alignas(64) T value[32];
+                const uint32_t word = bits32(bits[r], at + i, n);
+                for (uint32_t j = 0; j < 32; ++j) {
+                    value[j] = bits_as<T>(low ^ (differ & (Word(0) - Word(word >> j & 1u))));
+                }
+                const int64_t here = lesser(32, length - i);
+                if (here == 32) {
+                    if (base == nullptr) {
+                        for (int j = 0; j < 32; ++j) target[i + j] = value[j];
+                    } else {
+                        for (int j = 0; j < 32; ++j) target[i + j] = base[i + j] + value[j];
+                    }
+                } else {
+                    for (int64_t j = 0; j < here; ++j) target[i + j] = base == nullptr ? value[j] : base[i + j] + value[j];
+                }
+            }
+        }
+    });
+}
+
+template <class T>
+static void majority(const uint8_t* const* bits, int ranks, T* out, int64_t n, bool around) {
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        for (int64_t i = 0; i < length; i += 32) {
+            int32_t votes[32];
+            for (int j = 0; j < 32; ++j) votes[j] = -ranks;
+            for (int r = 0; r < ranks; ++r) {
+                const uint32_t word = bits32(bits[r], at + i, n);
+                for (uint32_t j = 0; j < 32; ++j) votes[j] += int32_t(word >> j & 1u) * 2;
+            }
+            const int64_t here = lesser(32, length - i);
+            if (here == 32) {
+                for (int j = 0; j < 32; ++j) target[i + j] = T((votes[j] > 0) - (votes[j] < 0));
+            } else {
+                for (int64_t j = 0; j < here; ++j) target[i + j] = T((votes[j] > 0) - (votes[j] < 0));
+            }
+        }
+    });
+}
+
+// --- packing ---------------------------------------------------------------------------------------------------------------
+
+// Eight codes of `bits` bits, one per byte, as one word; and back.
+GRACE_LOCAL uint64_t gathered(uint64_t codes, int bits) {
+#if defined(__BMI2__)
+    return _pext_u64(codes, 0x0101010101010101u * ((1u << bits) - 1));
+#else
+    uint64_t word = 0;
+    for (int j = 0; j < 8; ++j) word |= (codes >> (8 * j) & 255) << (bits * j);
+    return word;
+#endif
+}
+
+GRACE_LOCAL uint64_t spread(uint64_t word, int bits) {
+#if defined(__BMI2__)
+    return _pdep_u64(word, 0x0101010101010101u * ((1u << bits) - 1));
+#else
+    uint64_t codes = 0;
+    for (int j = 0; j < 8; ++j) codes |= (word >> (bits * j) & ((1u << bits) - 1)) << (8 * j);
+    return codes;
+#endif
+}
+
+// The first `bytes` (at most 8) bytes at `from`, little end first; and back.
+GRACE_LOCAL uint64_t load_bytes(const uint8_t* from, int64_t bytes) {
+    uint64_t word = 0;
+    for (int64_t j = 0; j < bytes; ++j) word |= uint64_t(from[j]) << (8 * j);
+    return word;
+}
+
+GRACE_LOCAL void store_bytes(uint64_t word, uint8_t* to, int64_t bytes) {
+    for (int64_t j = 0; j < bytes; ++j) to[j] = uint8_t(word >> (8 * j));
+}
+
+template <int bits> GRACE_LOCAL void pack_by(const uint8_t* codes, int64_t n, uint8_t* out) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8, out += bits) {
+        uint64_t word;
+        memcpy(&word, codes + i, 8);
+        store_bytes(gathered(word, bits), out, bits);
+    }
+    if (i < n) store_bytes(gathered(load_bytes(codes + i, n - i), bits), out, ((n - i) * bits + 7) / 8);
+}
+
+template <int bits> GRACE_LOCAL void unpack_by(const uint8_t* data, int64_t n, uint8_t* codes) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8, data += bits) {
+        const uint64_t word = spread(load_bytes(data, bits), bits);
+        memcpy(codes + i, &word, 8);
+    }
+    if (i < n) store_bytes(spread(load_bytes(data, ((n - i) * bits + 7) / 8), bits), codes + i, n - i);
+}
+
+static void pack(const uint8_t* codes, int bits, int64_t n, uint8_t* out) {
+    switch (bits) {
+        case 1: return pack_by<1>(codes, n, out);
+        case 2: return pack_by<2>(codes, n, out);
+        case 3: return pack_by<3>(codes, n, out);
+        case 4: return pack_by<4>(codes, n, out);
+        case 5: return pack_by<5>(codes, n, out);
+        case 6: return pack_by<6>(codes, n, out);
+        case 7: return pack_by<7>(codes, n, out);
+        default: memcpy(out, codes, size_t(n));
+    }
+}
+
+static void unpack(const uint8_t* data, int bits, int64_t n, uint8_t* codes) {
+    switch (bits) {
+        case 1: return unpack_by<1>(data, n, codes);
+        case 2: return unpack_by<2>(data, n, codes);
+        case 3: return unpack_by<3>(data, n, codes);
+        case 4: return unpack_by<4>(data, n, codes);
+        case 5: return unpack_by<5>(data, n, codes);
+        case 6: return unpack_by<6>(data, n, codes);
+        case 7: return unpack_by<7>(data, n, codes);
+        default: memcpy(codes, data, size_t(n));
+    }
+}
