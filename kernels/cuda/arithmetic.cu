@@ -7,14 +7,6 @@ namespace {
 
 template <class T> using WordOf = typename Format<T>::Word;
 
-template <class V> struct Larger {
-    __device__ V operator()(V a, V b) const { return b > a ? b : a; }
-};
-
-struct Plus {
-    __device__ double operator()(double a, double b) const { return a + b; }
-};
-
 // Of n elements by groups: their largest magnitude, as a word.
 template <class T> struct GroupLargest {
     const T* x;
@@ -57,7 +49,7 @@ template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out) {
             for (int j = 0; j < 8; ++j) sum += double(found[j]) * double(found[j]);
             return sum;
         },
-        Plus(), [=] __device__(double sum) { *out = T(sqrt(sum)); });
+        Added<double>(), [=] __device__(double sum) { *out = T(sqrt(sum)); });
 }
 
 void half(const Stream& on, const float* x, bool brain, uint16_t* out, int64_t n) {

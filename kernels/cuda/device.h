@@ -74,6 +74,11 @@ __device__ static inline int64_t quotient(int64_t i, const Divisor& by) {
     return i / int64_t(by.number);
 }
 
+// --- faults --------------------------------------------------------------------------------------------------------------
+
+// Notes that a payload is damaged, where the host finds it.
+__device__ static inline void note_fault(int* fault) { *static_cast<volatile int*>(fault) = 1; }
+
 // --- elements ------------------------------------------------------------------------------------------------------------
 
 constexpr int kAtOnce = 4;  // elements of one thread whose reads are under way together
@@ -162,6 +167,27 @@ __device__ static inline uint32_t code_at(const uint8_t* data, int bits, int64_t
     return (word >> shift) & ((1u << bits) - 1u);
 }
 
+// Writes the codes of a group where they belong; `codes` of elements that there are not are 0.
+__device__ static inline void store_codes(const uint32_t codes[8], int bits, int64_t group, int count, int64_t n, uint8_t* out) {
+    if (bits > 8) {
+        uint32_t low[8], high[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            low[j] = codes[j] & 0xFFu;
+            high[j] = codes[j] >> 8;
+        }
+        store_bytes(out + 8 * group, packed_word(low, 8), count);
+        const int rest = bits - 8;
+        store_bytes(out + n + group * rest, packed_word(high, rest), (count * rest + 7) / 8);
+    } else {
+        store_bytes(out + group * bits, packed_word(codes, bits), (count * bits + 7) / 8);
+    }
+}
+
+__device__ static inline uint32_t load_code(const uint8_t* data, int bits, int64_t i, int64_t n) {
+    return bits > 8 ? data[i] | code_at(data + n, bits - 8, i) << 8 : code_at(data, bits, i);
+}
+
 // --- sums and other reductions -------------------------------------------------------------------------------------------
 
 // What all threads of a block hold, joined; the result is in thread 0.
@@ -205,26 +231,34 @@ static void reduce(const Stream& on, int64_t n, V none, Term term, Join join, Fi
     launch(on, 1, finish_kernel<V, Join, Finish>, parts, blocks, none, join, finish);
 }
 
-// The sum over the threads of the block before this one; `total` is that of all. Sums must fit 32 bits.
-__device__ static inline uint32_t sum_before(uint32_t mine, uint32_t* total) {
-    __shared__ uint32_t warps[kThreads / kWarp];
+// What the threads of the block before this one hold, joined; `total` is that of all. All threads take part.
+template <class V, class Join> __device__ static V joined_before(V mine, V none, Join join, V* total) {
+    __shared__ V warps[kThreads / kWarp];
     const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    uint32_t sum = mine;
+    V up_to = mine;
     for (unsigned step = 1; step < kWarp; step *= 2) {
-        const uint32_t other = __shfl_up_sync(kAll, sum, step);
-        if (lane >= step) sum += other;
+        const V other = __shfl_up_sync(kAll, up_to, step);
+        if (lane >= step) up_to = join(other, up_to);
     }
+    const V inside = __shfl_up_sync(kAll, up_to, 1u);
     __syncthreads();
-    if (lane == kWarp - 1) warps[warp] = sum;
+    if (lane == kWarp - 1) warps[warp] = up_to;
     __syncthreads();
-    uint32_t before = 0, all = 0;
+    V before = none, all = none;
     for (unsigned w = 0; w < kThreads / kWarp; ++w) {
-        if (w < warp) before += warps[w];
-        all += warps[w];
+        if (w < warp) before = join(before, warps[w]);
+        all = join(all, warps[w]);
     }
     *total = all;
-    return before + sum - mine;
+    return lane == 0 ? before : join(before, inside);
 }
+
+template <class V> struct Added {
+    __device__ V operator()(V a, V b) const { return a + b; }
+};
+template <class V> struct Larger {
+    __device__ V operator()(V a, V b) const { return b > a ? b : a; }
+};
 
 }  // namespace gpu
 }  // namespace grace

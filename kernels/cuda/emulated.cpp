@@ -121,6 +121,9 @@ void run(unsigned blocks, unsigned threads, const std::function<void()>& body) {
 }  // namespace grace
 
 #include "arithmetic.cu"
+#include "codings.cu"
 #include "device.cu"
 #include "levels.cu"
+#include "matrices.cu"
 #include "sparse.cu"
+#include "widths.cu"

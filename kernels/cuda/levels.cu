@@ -7,27 +7,6 @@ namespace grace {
 namespace gpu {
 namespace {
 
-// Writes the codes of a group where they belong; `codes` of elements that there are not are 0.
-__device__ inline void store_codes(const uint32_t codes[8], int bits, int64_t group, int count, int64_t n, uint8_t* out) {
-    if (bits > 8) {
-        uint32_t low[8], high[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            low[j] = codes[j] & 0xFFu;
-            high[j] = codes[j] >> 8;
-        }
-        store_bytes(out + 8 * group, packed_word(low, 8), count);
-        const int rest = bits - 8;
-        store_bytes(out + n + group * rest, packed_word(high, rest), (count * rest + 7) / 8);
-    } else {
-        store_bytes(out + group * bits, packed_word(codes, bits), (count * bits + 7) / 8);
-    }
-}
-
-__device__ inline uint32_t load_code(const uint8_t* data, int bits, int64_t i, int64_t n) {
-    return bits > 8 ? data[i] | code_at(data + n, bits - 8, i) << 8 : code_at(data, bits, i);
-}
-
 // One rank's share of an element.
 template <class T> struct BinaryValue {
     __device__ T operator()(const Coded<T>& rank, int64_t i) const { return rank.scales[code_at(rank.codes, 1, i)]; }

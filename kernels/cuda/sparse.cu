@@ -2,36 +2,18 @@
 //
 // A selection marks elements by bits, adds up how many there are before every stretch of the array, and then writes
 // values and indices where they belong: x is read once, and the marks of it twice.
-#include <algorithm>
-
-#include "device.h"
+#include "stretches.h"
 
 namespace grace {
 namespace gpu {
 namespace {
 
-constexpr int64_t kTile = int64_t(kThreads) * 8;  // elements that a block does at once
-constexpr int64_t kMostStretches = 4096;
 constexpr int kDigit = 11;  // bits by which the search for a magnitude goes on
 constexpr int kBins = 1 << kDigit;
 constexpr int kPerThread = kBins / kThreads;
 
-// Tiles of an array, shared out to stretches; a block does a stretch.
-struct Shares {
-    int64_t tiles, each, count;
-};
-
-Shares shares_of(int64_t n) {
-    const int64_t tiles = divide_up(n, kTile), each = std::max<int64_t>(1, divide_up(tiles, kMostStretches));
-    return {tiles, each, divide_up(tiles, each)};
-}
-
 // Two counts of less than 2^31 each, as one number: of those that pass, and of those that may.
 __device__ inline uint64_t counts_of(uint32_t passed, uint32_t tied) { return uint64_t(passed) | uint64_t(tied) << 32; }
-
-struct Sum {
-    __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
-};
 
 // Which elements pass, as bits per group, and of which the first ones only do (`tied`, null where there are none).
 struct Marks {
@@ -42,8 +24,7 @@ struct Marks {
 enum Mark { kLeft = 0, kPassed = 1, kTied = 2 };
 
 template <class T, class Test> __global__ void mark_kernel(const T* x, int64_t n, Shares shares, Test test, Marks marks) {
-    const int64_t first = int64_t(blockIdx.x) * shares.each;
-    const int64_t last = first + shares.each < shares.tiles ? first + shares.each : shares.tiles;
+    const int64_t first = first_tile(shares), last = last_tile(shares);
     uint64_t counts = 0;
     for (int64_t tile = first; tile < last; ++tile) {
         const int64_t group = tile * kThreads + threadIdx.x;
@@ -62,25 +43,8 @@ template <class T, class Test> __global__ void mark_kernel(const T* x, int64_t n
         if (marks.tied != nullptr) marks.tied[group] = uint8_t(tied);
         counts += counts_of(uint32_t(__popc(passed)), uint32_t(__popc(tied)));
     }
-    counts = joined(counts, Sum());
+    counts = joined(counts, Added<uint64_t>());
     if (threadIdx.x == 0) marks.before[blockIdx.x] = counts;
-}
-
-// Turns the counts of the stretches into the counts before them, and adds the counts of all; one block.
-__global__ void before_kernel(uint64_t* counts, int64_t n) {
-    const int64_t each = (n + kThreads - 1) / kThreads, first = each * threadIdx.x, end = first + each < n ? first + each : n;
-    uint64_t mine = 0;
-    for (int64_t i = first; i < end; ++i) mine += counts[i];
-    uint32_t total_passed, total_tied;
-    const uint32_t passed = sum_before(uint32_t(mine), &total_passed);
-    const uint32_t tied = sum_before(uint32_t(mine >> 32), &total_tied);
-    uint64_t sum = counts_of(passed, tied);
-    for (int64_t i = first; i < end; ++i) {
-        const uint64_t here = counts[i];
-        counts[i] = sum;
-        sum += here;
-    }
-    if (threadIdx.x == 0) counts[n] = counts_of(total_passed, total_tied);
 }
 
 // Writes what is marked, in order; of the tied ones the first *ties.
@@ -88,8 +52,7 @@ template <class T>
 __global__ void compact_kernel(const T* x, int64_t n, Shares shares, Marks marks, const int64_t* ties, T* values,
                                int32_t* indices) {
     const int64_t most = ties == nullptr ? 0 : *ties;
-    const int64_t first = int64_t(blockIdx.x) * shares.each;
-    const int64_t last = first + shares.each < shares.tiles ? first + shares.each : shares.tiles;
+    const int64_t first = first_tile(shares), last = last_tile(shares);
     int64_t passed_before = int64_t(marks.before[blockIdx.x] & 0xFFFFFFFFu);
     int64_t tied_before = int64_t(marks.before[blockIdx.x] >> 32);
     for (int64_t tile = first; tile < last; ++tile) {
@@ -99,8 +62,9 @@ __global__ void compact_kernel(const T* x, int64_t n, Shares shares, Marks marks
         const uint32_t tied = inside && marks.tied != nullptr ? marks.tied[group] : 0u;
         if (!__syncthreads_or(int(passed | tied))) continue;
         // At most 2048 of each in a tile: one number holds both.
+        const uint32_t mine = uint32_t(__popc(passed)) | uint32_t(__popc(tied)) << 16;
         uint32_t total;
-        const uint32_t before = sum_before(uint32_t(__popc(passed)) | uint32_t(__popc(tied)) << 16, &total);
+        const uint32_t before = joined_before(mine, 0u, Added<uint32_t>(), &total);
         int64_t at = passed_before + (before & 0xFFFFu), tie = tied_before + (before >> 16);
         for (uint32_t left = passed | tied; left != 0; left &= left - 1) {
             const int j = __ffs(int(left)) - 1;
@@ -122,7 +86,7 @@ template <class T, class Test> Marks mark(const Stream& on, const T* x, int64_t 
     const Marks marks{scratch<uint8_t>(on, groups), ties ? scratch<uint8_t>(on, groups) : nullptr,
                       scratch<uint64_t>(on, shares.count + 1)};
     launch(on, shares.count, mark_kernel<T, Test>, x, n, shares, test, marks);
-    launch(on, 1, before_kernel, marks.before, shares.count);
+    add_before(on, marks.before, shares.count);
     return marks;
 }
 
@@ -143,9 +107,14 @@ struct Search {
     int64_t rank;
 };
 
+// Of which sign elements are looked at: 1, -1, or 0 for all.
+template <class T> __device__ inline bool is_of(T x, int sign) { return sign == 0 || (sign > 0 ? x > 0 : x < 0); }
+
 template <class T> struct AgainstFound {
     const Search* search;
+    int sign;
     __device__ int operator()(T x) const {
+        if (!is_of(x, sign)) return kLeft;
         const uint64_t size = magnitude_bits(x), bound = search->known;
         return size > bound ? kPassed : size == bound ? kTied : kLeft;
     }
@@ -153,7 +122,7 @@ template <class T> struct AgainstFound {
 
 // How often each digit occurs among the magnitudes that agree with what is known above it.
 template <class T>
-__global__ void digits_kernel(const T* x, int64_t n, int shift, int bits, const Search* search, uint32_t* bins) {
+__global__ void digits_kernel(const T* x, int64_t n, int sign, int shift, int bits, const Search* search, uint32_t* bins) {
     __shared__ uint32_t mine[kBins];
     for (int b = int(threadIdx.x); b < kBins; b += kThreads) mine[b] = 0;
     __syncthreads();
@@ -166,7 +135,7 @@ __global__ void digits_kernel(const T* x, int64_t n, int shift, int bits, const 
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const uint64_t size = magnitude_bits(found[j]);
-            if (j < count && size >> (shift + bits) == known) {
+            if (j < count && is_of(found[j], sign) && size >> (shift + bits) == known) {
                 atomicAdd(&mine[(size >> shift) & ((uint64_t(1) << bits) - 1)], 1u);
             }
         }
@@ -183,7 +152,7 @@ __global__ void digit_kernel(const uint32_t* bins, int shift, Search* search) {
     const int top = kBins - 1 - kPerThread * int(threadIdx.x);
     uint32_t mine = 0, total;
     for (int j = 0; j < kPerThread; ++j) mine += bins[top - j];
-    int64_t before = sum_before(mine, &total);
+    int64_t before = joined_before(mine, 0u, Added<uint32_t>(), &total);
     if (before >= rank || rank > before + mine) return;
     int digit = top;
     while (rank > before + bins[digit]) before += bins[digit--];
@@ -191,11 +160,29 @@ __global__ void digit_kernel(const uint32_t* bins, int shift, Search* search) {
     search->rank = rank - before;
 }
 
-// Notes an index that is out of range, where the host finds it.
 __device__ inline bool inside(int32_t index, int64_t n, int* fault) {
     const bool good = index >= 0 && index < n;
-    if (!good) *static_cast<volatile int*>(fault) = 1;
+    if (!good) note_fault(fault);
     return good;
+}
+
+// The k largest magnitudes among elements of a sign, of which there are at least k > 0.
+template <class T>
+void largest(const Stream& on, const T* x, int64_t n, int sign, int64_t k, T* values, int32_t* indices) {
+    Search* search = scratch<Search>(on, 1);
+    each(on, 1, [=] __device__(int64_t) { *search = Search{0, k}; });
+    uint32_t* bins = scratch<uint32_t>(on, kBins);
+    int high = int(sizeof(T)) * 8 - 1;
+    while (high > 0) {
+        const int bits = std::min(kDigit, high), shift = high - bits;
+        check(cudaMemsetAsync(bins, 0, kBins * sizeof(uint32_t), on.handle), "zeros");
+        launch(on, std::min<int64_t>(1024, divide_up(n, kTile)), digits_kernel<T>, x, n, sign, shift, bits, search, bins);
+        launch(on, 1, digit_kernel, bins, shift, search);
+        high = shift;
+    }
+    const Shares shares = shares_of(n);
+    const Marks marks = mark(on, x, n, shares, true, AgainstFound<T>{search, sign});
+    launch(on, shares.count, compact_kernel<T>, x, n, shares, marks, &search->rank, values, indices);
 }
 
 }  // namespace
@@ -217,20 +204,35 @@ template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, 
         map(on, indices, n, [=] __device__(int64_t i) { return int32_t(i); });
         return;
     }
-    Search* search = scratch<Search>(on, 1);
-    each(on, 1, [=] __device__(int64_t) { *search = Search{0, k}; });
-    uint32_t* bins = scratch<uint32_t>(on, kBins);
-    int high = int(sizeof(T)) * 8 - 1;
-    while (high > 0) {
-        const int bits = std::min(kDigit, high), shift = high - bits;
-        check(cudaMemsetAsync(bins, 0, kBins * sizeof(uint32_t), on.handle), "zeros");
-        launch(on, std::min<int64_t>(1024, divide_up(n, kTile)), digits_kernel<T>, x, n, shift, bits, search, bins);
-        launch(on, 1, digit_kernel, bins, shift, search);
-        high = shift;
+    largest(on, x, n, 0, k, values, indices);
+}
+
+template <class T>
+void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,
+                  const std::function<Tops<T>(int64_t, int64_t)>& room) {
+    uint64_t* counts = scratch<uint64_t>(on, 1);
+    reduce(
+        on, divide_up(n, 8), uint64_t(0),
+        [=] __device__(int64_t group) {
+            T found[8];
+            load_group(x, group, group_size(group, n), found);
+            uint64_t sum = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += counts_of(found[j] > 0 ? 1u : 0u, found[j] < 0 ? 1u : 0u);
+            return sum;
+        },
+        Added<uint64_t>(), [=] __device__(uint64_t sum) { *counts = sum; });
+    const uint64_t both = fetched(on, counts);
+    const int64_t k[2] = {kept(static_cast<int64_t>(both & 0xFFFFFFFFu)), kept(static_cast<int64_t>(both >> 32))};
+    const Tops<T> out = room(k[0], k[1]);
+    for (int side = 0; side < 2; ++side) {
+        const int64_t count = k[side];
+        T *mean = out.means + side, *values = scratch<T>(on, count);
+        if (count > 0) largest(on, x, n, side == 0 ? 1 : -1, count, values, side == 0 ? out.positive : out.negative);
+        reduce(
+            on, count, 0.0, [=] __device__(int64_t i) { return double(values[i]); }, Added<double>(),
+            [=] __device__(double sum) { *mean = count > 0 ? T(sum / double(count)) : T(0); });
     }
-    const Shares shares = shares_of(n);
-    const Marks marks = mark(on, x, n, shares, true, AgainstFound<T>{search});
-    launch(on, shares.count, compact_kernel<T>, x, n, shares, marks, &search->rank, values, indices);
 }
 
 template <class T>
@@ -269,6 +271,8 @@ void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T*
 #define GRACE_MAKE(T)                                                                                    \
     template void select<T>(const Stream&, const T*, const T*, bool, bool, int64_t, const Room<T>&);     \
     template void top<T>(const Stream&, const T*, int64_t, int64_t, T*, int32_t*);                       \
+    template void top_of_sides<T>(const Stream&, const T*, int64_t, const std::function<int64_t(int64_t)>&, \
+                                  const std::function<Tops<T>(int64_t, int64_t)>&);                      \
     template void gather<T>(const Stream&, const T*, int64_t, const int32_t*, T*, int64_t);              \
     template void put<T>(const Stream&, T*, int64_t, const int32_t*, T, int64_t);                        \
     template void scatter_add<T>(const Stream&, T*, int64_t, const Entries<T>&);                            \

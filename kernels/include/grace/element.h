@@ -138,6 +138,11 @@ template <class T> GRACE_HD int32_t natural_exponent(T x, uint32_t word) {
     return code < largest ? code : largest;
 }
 
+// The reciprocal of the power of two of exponent `base` + 1, the least that has a code.
+template <class T> GRACE_HD T natural_inverse(int32_t base) {
+    return bits_as<T>(typename Format<T>::Word((1 << Format<T>::exponent) - 3 - base) << Format<T>::mantissa);
+}
+
 // The code of x among the 127 exponents above `base`, and 0; `exponent` is what natural_exponent gave.
 template <class T> GRACE_HD int32_t natural_clipped(T x, int32_t exponent, int32_t base, T inverse, uint32_t word) {
     const int32_t own = int32_t(magnitude_bits(x) >> Format<T>::mantissa);
