@@ -22,7 +22,15 @@ namespace gpu {
 
 constexpr int kThreads = 256;
 constexpr unsigned kWarp = 32, kAll = 0xFFFFFFFFu;
-constexpr int64_t kMostBlocks = 1 << 16;
+
+// How work is shared out. The emulator has little of everything, so that small arrays take every way that large ones do.
+#ifdef GRACE_EMULATED
+constexpr int kRanks = 2;
+constexpr int64_t kMostBlocks = 5, kMostParts = 3, kMostStretches = 3, kStretch = 64;
+#else
+constexpr int kRanks = 64;  // whose pointers travel as arguments of a kernel
+constexpr int64_t kMostBlocks = 1 << 16, kMostParts = 1024, kMostStretches = 4096, kStretch = 4096;
+#endif
 
 static inline void check(cudaError_t status, const char* what) {
     if (status != cudaSuccess) throw Error(Error::Kind::device, std::string(what) + ": " + cudaGetErrorString(status));
@@ -223,9 +231,8 @@ __global__ void finish_kernel(const V* parts, int64_t n, V none, Join join, Fini
 // finish(term(0) joined with ... term(n - 1)) in one thread, in an order that follows from n alone. A term may write.
 template <class V, class Term, class Join, class Finish>
 static void reduce(const Stream& on, int64_t n, V none, Term term, Join join, Finish finish) {
-    constexpr int64_t most = 1024;
     int64_t blocks = divide_up(n, int64_t(kThreads) * 4);
-    blocks = blocks < 1 ? 1 : blocks < most ? blocks : most;
+    blocks = blocks < 1 ? 1 : blocks < kMostParts ? blocks : kMostParts;
     V* parts = scratch<V>(on, blocks);
     launch(on, blocks, terms_kernel<V, Term, Join>, n, parts, none, term, join);
     launch(on, 1, finish_kernel<V, Join, Finish>, parts, blocks, none, join, finish);

@@ -96,7 +96,7 @@ template <class T, class Kind>
 void norms_by(const Stream& on, const T* x, int64_t n, int64_t width, T* norms) {
     using Value = typename Kind::Value;
     const int64_t buckets = divide_up(n, width), reached = width < n ? width : n;
-    const int64_t length = std::max<int64_t>(4096, divide_up(reached, 8192));
+    const int64_t length = std::max(kStretch, divide_up(reached, 8192));
     const int64_t stretches = divide_up(reached, length), all = buckets * stretches;
     Value* found = scratch<Value>(on, all);
     launch(on, blocks_for(all, kThreads / kWarp), stretch_kernel<T, Kind>, x, n, width, length, stretches, all, found);

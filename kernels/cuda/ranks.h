@@ -8,15 +8,12 @@
 namespace grace {
 namespace gpu {
 
-// Pointers of so many ranks travel as arguments of a kernel; of more, several kernels add up.
-constexpr int kRanks = 64;
-
 template <class P> struct Ranks {
     P parts[kRanks];
     int count;
 };
 
-// body(some, begins, ends) for kRanks ranks at a time.
+// body(some, begins, ends) for kRanks ranks at a time: of more, several kernels add up.
 template <class P, class Body> static void in_turns(const std::vector<P>& all, Body body) {
     for (size_t at = 0; at < all.size(); at += kRanks) {
         Ranks<P> some = {};

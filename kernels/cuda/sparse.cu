@@ -176,7 +176,7 @@ void largest(const Stream& on, const T* x, int64_t n, int sign, int64_t k, T* va
     while (high > 0) {
         const int bits = std::min(kDigit, high), shift = high - bits;
         check(cudaMemsetAsync(bins, 0, kBins * sizeof(uint32_t), on.handle), "zeros");
-        launch(on, std::min<int64_t>(1024, divide_up(n, kTile)), digits_kernel<T>, x, n, sign, shift, bits, search, bins);
+        launch(on, std::min(kMostParts, divide_up(n, kTile)), digits_kernel<T>, x, n, sign, shift, bits, search, bins);
         launch(on, 1, digit_kernel, bins, shift, search);
         high = shift;
     }

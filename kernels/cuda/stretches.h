@@ -10,7 +10,6 @@ namespace grace {
 namespace gpu {
 
 constexpr int64_t kTile = int64_t(kThreads) * 8;  // elements that a block does at once
-constexpr int64_t kMostStretches = 4096;
 
 // Tiles of an array, shared out to stretches; a block does a stretch.
 struct Shares {
