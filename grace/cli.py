@@ -18,6 +18,7 @@ from pathlib import Path
 from grace import __version__, listing
 from grace.bench.command import add_codec
 from grace.core.errors import GraceError
+from grace.core.ops.native import described
 from grace.machine import FRAMEWORKS, installed
 
 
@@ -65,6 +66,7 @@ assert hvd.size() == 2, "expected 2 ranks, found %d" % hvd.size()
 assert (total == 3).all(), "expected the sum 1 + 2 = 3, received %r" % total[0]
 """
 BUILD = "import horovod.{0} as hvd; print('MPI' * hvd.mpi_built(), 'Gloo' * hvd.gloo_built())"
+KERNELS = "from grace.core.ops.native import described; print(described('tensorflow'))"
 OPEN_MPI_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
@@ -85,7 +87,7 @@ class Doctor:
         self._versions()
         mpi = self._mpi_version()
         built = self._horovod()
-        self._say("kernels", "not built: reference bodies are used")
+        self._kernels()
         launchers = self._launchers()
         if not launch:
             self._say("2-rank allreduce", "not checked (--no-launch)")
@@ -141,6 +143,14 @@ class Doctor:
                 self._say(topic, "does not load", f"{topic} cannot be imported: rebuild Horovod (scripts/setup.sh)")
                 print(_indented(output))
         return built
+
+    def _kernels(self) -> None:
+        self._say("kernels", described("torch"))
+        if installed("tensorflow"):
+            # In a process of its own, because only TensorFlow itself can tell.
+            status, output = self._run([sys.executable, "-c", KERNELS])
+            lines = output.strip().splitlines()[-1:]
+            self._say("kernels.tensorflow", lines[0] if status == 0 and lines else "not known: the check failed")
 
     def _launchers(self) -> dict[str, str]:
         """Name and path of the launchers that can be started."""

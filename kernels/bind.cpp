@@ -13,24 +13,29 @@ namespace {
 
 using Given = nb::ndarray<nb::ro, nb::c_contig>;
 
-grace::DType dtype_of(const nb::dlpack::dtype& dtype) {
+[[noreturn]] void refuse(grace::Error::Kind kind, const std::string& kernel, size_t i, const std::string& text) {
+    throw grace::Error(kind, "kernel " + kernel + ", array " + std::to_string(i) + ": " + text);
+}
+
+// Whether kernels know the dtype, and which it is.
+bool read_dtype(const nb::dlpack::dtype& dtype, grace::DType& found) {
     using grace::DType;
     using nb::dlpack::dtype_code;
     const auto is = [&](dtype_code code, int bits) {
         return dtype.code == static_cast<uint8_t>(code) && dtype.bits == bits && dtype.lanes == 1;
     };
-    if (is(dtype_code::Float, 32)) return DType::float32;
-    if (is(dtype_code::Float, 64)) return DType::float64;
-    if (is(dtype_code::Float, 16)) return DType::float16;
+    if (is(dtype_code::Float, 32)) return found = DType::float32, true;
+    if (is(dtype_code::Float, 64)) return found = DType::float64, true;
+    if (is(dtype_code::Float, 16)) return found = DType::float16, true;
     // NumPy hands bfloat16 over as uint16, because DLPack of NumPy does not know it.
-    if (is(dtype_code::Bfloat, 16) || is(dtype_code::UInt, 16)) return DType::bfloat16;
-    if (is(dtype_code::UInt, 8)) return DType::uint8;
-    if (is(dtype_code::Int, 8)) return DType::int8;
-    if (is(dtype_code::Int, 16)) return DType::int16;
-    if (is(dtype_code::Int, 32)) return DType::int32;
-    if (is(dtype_code::Int, 64)) return DType::int64;
-    if (dtype.code == static_cast<uint8_t>(dtype_code::Bool)) return DType::boolean;
-    throw grace::Error(grace::Error::Kind::type, "arrays of this dtype cannot be given to a kernel");
+    if (is(dtype_code::Bfloat, 16) || is(dtype_code::UInt, 16)) return found = DType::bfloat16, true;
+    if (is(dtype_code::UInt, 8)) return found = DType::uint8, true;
+    if (is(dtype_code::Int, 8)) return found = DType::int8, true;
+    if (is(dtype_code::Int, 16)) return found = DType::int16, true;
+    if (is(dtype_code::Int, 32)) return found = DType::int32, true;
+    if (is(dtype_code::Int, 64)) return found = DType::int64, true;
+    if (is(dtype_code::Bool, 8)) return found = DType::boolean, true;
+    return false;
 }
 
 nb::dlpack::dtype dlpack_of(grace::DType dtype, bool numpy) {
@@ -77,27 +82,46 @@ class HostCall : public grace::Call {
     int threads_;
 };
 
-// A NumPy array, or a DLPack capsule.
-template <class... Framework> nb::object wrapped(const Output& output, bool numpy) {
-    nb::capsule owner(output.data, [](void* data) noexcept { grace::release(data); });
+// A NumPy array, or a DLPack capsule, which then owns the memory.
+template <class... Framework> nb::object wrapped(Output& output, bool numpy) {
+    void* data = output.data;
+    nb::capsule owner(data, [](void* block) noexcept { grace::release(block); });
+    output.data = nullptr;
     const size_t shape[1] = {static_cast<size_t>(output.size)};
-    return nb::cast(nb::ndarray<Framework...>(output.data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
+    return nb::cast(nb::ndarray<Framework...>(data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
 }
 
-grace::Array array_of(const Given& array, bool writable) {
-    return {const_cast<void*>(static_cast<const void*>(array.data())), static_cast<int64_t>(array.size()),
-            dtype_of(array.dtype()), writable};
+// What one array of a call is, on a device; throws Error(type) for what no kernel takes.
+grace::Array array_of(const std::string& kernel, size_t i, const Given& array, int device_type, int device,
+                      bool writable) {
+    using Kind = grace::Error::Kind;
+    if (array.device_type() != device_type || array.device_id() != device) {
+        refuse(Kind::type, kernel, i, device_type == nb::device::cpu::value
+                                          ? "expected main memory, received another device"
+                                          : "expected CUDA device " + std::to_string(device) + ", received another device");
+    }
+    grace::DType dtype;
+    if (!read_dtype(array.dtype(), dtype)) {
+        refuse(Kind::type, kernel, i, "expected floats of 16 to 64 bits, integers, uint8 or bool, received another "
+                                      "dtype of " + std::to_string(array.dtype().bits) + " bits");
+    }
+    if (array.size() > 0 && reinterpret_cast<uintptr_t>(array.data()) % grace::size_of(dtype) != 0) {
+        refuse(Kind::type, kernel, i, std::string("expected an address that is a multiple of an element of ") +
+                                          grace::name_of(dtype) + ", received another; pass a copy");
+    }
+    return {const_cast<void*>(static_cast<const void*>(array.data())), static_cast<int64_t>(array.size()), dtype, writable};
 }
 
-std::vector<grace::Array> arrays_of(nb::sequence inputs, bool consumes, bool numpy, std::vector<Given>& held) {
+std::vector<grace::Array> arrays_of(const std::string& kernel, nb::sequence inputs, bool consumes, bool numpy,
+                                    std::vector<Given>& held) {
+    using Kind = grace::Error::Kind;
     std::vector<grace::Array> arrays;
     for (nb::handle handle : inputs) {
         Given array;
+        const size_t i = arrays.size();
         if (!nb::try_cast(handle, array, false)) {
-            throw grace::Error(grace::Error::Kind::type, "expected flat contiguous arrays of one framework");
-        }
-        if (array.device_type() != nb::device::cpu::value) {
-            throw grace::Error(grace::Error::Kind::type, "expected arrays in main memory");
+            refuse(Kind::type, kernel, i, "expected a contiguous array of numbers as this processor has them, received "
+                                          "another " + std::string(nb::str(handle.type()).c_str()));
         }
         // A capsule is taken once; whether what it holds is read-only, DLPack of this version cannot say.
         bool writable = consumes && arrays.empty();
@@ -105,7 +129,7 @@ std::vector<grace::Array> arrays_of(nb::sequence inputs, bool consumes, bool num
             nb::ndarray<nb::c_contig> changeable;
             writable = nb::try_cast(handle, changeable, false);
         }
-        arrays.push_back(array_of(array, writable));
+        arrays.push_back(array_of(kernel, i, array, nb::device::cpu::value, 0, writable));
         held.push_back(std::move(array));
     }
     return arrays;
@@ -121,15 +145,13 @@ nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<i
              const std::vector<double>& numbers, bool consumes, int threads, bool numpy) {
     const grace::Kernel function = kernel_of(kernel);
     std::vector<Given> held;
-    HostCall call(kernel, arrays_of(inputs, consumes, numpy, held), integers, numbers, threads);
+    HostCall call(kernel, arrays_of(kernel, inputs, consumes, numpy, held), integers, numbers, threads);
     {
         nb::gil_scoped_release released;
         function(call);
     }
     nb::list results;
-    std::vector<Output> outputs;
-    outputs.swap(call.outputs);
-    for (const Output& output : outputs) {
+    for (Output& output : call.outputs) {
         results.append(numpy ? wrapped<nb::numpy>(output, true) : wrapped<>(output, false));
     }
     return results;
@@ -182,19 +204,16 @@ class DeviceCall : public grace::Call {
 };
 
 // `inputs` are capsules of DLPack, because an array's own method may make streams wait for each other.
-std::vector<grace::Array> device_arrays_of(nb::sequence inputs, int device, std::vector<Given>& held) {
+std::vector<grace::Array> device_arrays_of(const std::string& kernel, nb::sequence inputs, int device,
+                                           std::vector<Given>& held) {
     std::vector<grace::Array> arrays;
     for (nb::handle handle : inputs) {
         Given array;
         if (!nb::try_cast(handle, array, false)) {
-            throw grace::Error(grace::Error::Kind::type, "expected capsules of flat contiguous arrays");
+            refuse(grace::Error::Kind::type, kernel, arrays.size(), "expected a capsule of a contiguous array, received "
+                                                                    "another " + std::string(nb::str(handle.type()).c_str()));
         }
-        if (array.device_type() != kDeviceType || array.device_id() != device) {
-            throw grace::Error(grace::Error::Kind::type,
-                               "expected all arrays on CUDA device " + std::to_string(device) + ", received array " +
-                                   std::to_string(arrays.size()) + " elsewhere");
-        }
-        arrays.push_back(array_of(array, true));
+        arrays.push_back(array_of(kernel, arrays.size(), array, kDeviceType, device, true));
         held.push_back(std::move(array));
     }
     return arrays;
@@ -204,7 +223,7 @@ nb::list run_on_gpu(const std::string& kernel, nb::sequence inputs, const std::v
                     const std::vector<double>& numbers, int device, uintptr_t stream, nb::callable allocate) {
     const grace::Kernel function = kernel_of(kernel);
     std::vector<Given> held;
-    const std::vector<grace::Array> arrays = device_arrays_of(inputs, device, held);
+    const std::vector<grace::Array> arrays = device_arrays_of(kernel, inputs, device, held);
     const grace::gpu::DeviceGuard current(device);
     volatile int* fault = grace::gpu::fault_word(device);
     DeviceCall call(kernel, arrays, integers, numbers, stream, const_cast<int*>(fault), std::move(allocate));

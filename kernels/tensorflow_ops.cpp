@@ -6,6 +6,7 @@
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/platform/denormal.h"
 
 #include "grace/call.h"
 #include "grace/pool.h"
@@ -80,8 +81,12 @@ class GraphCall : public grace::Call {
         return outputs.back().data();
     }
     void parallel(int64_t tasks, const std::function<void(int64_t)>& task) override {
-        grace::run_tasks(tasks, threads(), task,
-                         [this](std::function<void()> work) { workers_.workers->Schedule(std::move(work)); });
+        grace::run_tasks(tasks, threads(), task, [this](std::function<void()> work) {
+            workers_.workers->Schedule([work = std::move(work)] {
+                const tf::port::ScopedDontFlushDenormal kept;
+                work();
+            });
+        });
     }
     int threads() const override { return workers_.workers == nullptr ? 1 : workers_.num_threads; }
 
@@ -104,6 +109,8 @@ class GraceKernel : public tf::OpKernel {
     }
 
     void Compute(tf::OpKernelContext* context) override {
+        // TensorFlow's threads count denormals as zeros; the kernels' bytes are the same in every framework.
+        const tf::port::ScopedDontFlushDenormal kept;
         try {
             compute(context);
         } catch (const grace::Error& error) {

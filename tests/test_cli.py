@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import grace
 from grace import cli, listing
+from grace.core.ops import native
 
 ROOT = Path(__file__).parent.parent
 
@@ -147,8 +149,30 @@ def test_doctor_without_launch_finds_this_environment_complete():
     assert found["grace"] == grace.__version__
     assert "Gloo" in found["horovod.torch"]
     assert "Gloo" in found["horovod.tensorflow"]
-    assert found["kernels"] == "not built: reference bodies are used"
+    assert found["kernels"] == native.described("torch")
+    assert found["kernels.tensorflow"] == native.described("tensorflow")
     assert found["2-rank"] == "allreduce    not checked (--no-launch)"
+
+
+def test_doctor_says_which_kernels_are_in_use(monkeypatch):
+    built = SimpleNamespace(isa=lambda: "avx2", cuda=False)
+    monkeypatch.delenv("GRACE_NATIVE", raising=False)
+    for module, library, loads, torch, tensorflow in [
+        (built, "ops.so", True, "avx2, CPU only", "avx2, CPU only"),
+        (built, "ops.so", False, "avx2, CPU only", "built for another version, and do not load: reference bodies are"),
+        (built, None, False, "avx2, CPU only", "not built: reference bodies are used (pip install "),
+        (None, "ops.so", True, "not built: reference bodies are used (pip install ", "CPU only"),
+    ]:
+        monkeypatch.setattr(native, "module", module)
+        monkeypatch.setattr(native, "tensorflow_library", lambda library=library: library)
+        stand_in = SimpleNamespace(loads=lambda loads=loads: loads)
+        monkeypatch.setitem(sys.modules, "grace.core.ops.native_tensorflow", stand_in)
+        assert native.described("torch").startswith(torch)
+        assert native.described("tensorflow").startswith(tensorflow)
+    monkeypatch.setattr(native, "module", SimpleNamespace(isa=lambda: "avx512", cuda=True))
+    assert native.described("torch") == "avx512, CPU and CUDA"
+    monkeypatch.setenv("GRACE_NATIVE", "0")
+    assert native.described("torch") == "avx512, CPU and CUDA; not used, because GRACE_NATIVE is 0"
 
 
 def test_doctor_names_what_is_missing(monkeypatch, capsys):
@@ -180,6 +204,7 @@ def only_mpirun(monkeypatch, tmp_path):
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(cli, "installed", lambda package: "9.9")
+    monkeypatch.setattr(cli, "KERNELS", "raise SystemExit('no kernels')")
     monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"tensorflow": ["MPI"]})
     return install
 
@@ -188,6 +213,7 @@ def test_doctor_shows_the_output_of_a_failed_launch(only_mpirun, capsys):
     only_mpirun('case "$1" in --version) echo "mpirun (Open MPI) 5.0" ;; *) echo "no slots for $*"; exit 3 ;; esac')
     assert cli.main(["doctor"]) == 1
     output = capsys.readouterr().out
+    assert "kernels.tensorflow  not known: the check failed" in output
     assert "2-rank allreduce, tensorflow, mpirun: FAILED, exit status 3" in output
     assert "| no slots for --allow-run-as-root --oversubscribe --bind-to none -np 2" in output
 

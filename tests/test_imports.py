@@ -12,8 +12,14 @@ import grace
 import grace.core
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "mpi4py", "jax")
-# The one file of the core that is a framework's.
-FRAMEWORK_FILES = {"grace.core.ops.torch_ops", "grace.core.ops.tensorflow_ops", "grace.core.mpi"}
+# The files of the core that are a framework's.
+FRAMEWORK_FILES = {
+    "grace.core.mpi",
+    "grace.core.ops.native_tensorflow",
+    "grace.core.ops.native_torch",
+    "grace.core.ops.tensorflow_ops",
+    "grace.core.ops.torch_ops",
+}
 CORE = sorted(
     module.name
     for module in pkgutil.walk_packages(grace.core.__path__, "grace.core.")

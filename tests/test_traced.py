@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from grace.core.compressors.threshold import Threshold
 from grace.core.compressors.topk import TopK
 from grace.core.engine import Engine
 from grace.core.ops import get_ops
+from grace.core.ops.native import Native
 from grace.core.registry import compressors
 from grace.core.simulate import SimulatedTransport
 from grace.core.spec import TensorSpec
@@ -177,3 +179,16 @@ def test_ranks_at_different_steps_are_told_by_the_graph():
     graph.engines[1]._slots.go_to(7)
     with pytest.raises(tf.errors.InvalidArgumentError, match="MismatchError: the ranks are not at the same step"):
         graph.step(gradients(graph, 0))
+
+
+def test_the_device_of_a_variable_decides_on_the_kernels():
+    """TensorFlow's kernels are for the CPU; on a GPU the gradients stay where they are."""
+    import keras
+    import tensorflow as tf
+
+    from grace.tensorflow.gradients import device_of
+
+    assert [device_of(v) for v in (tf.Variable([1.0]), keras.Variable([1.0]))] == ["cpu", "cpu"]
+    places = {"/job:localhost/replica:0/task:0/device:GPU:1": "gpu", "/device:XPU:0": "xpu", "": "cpu"}
+    assert {place: device_of(SimpleNamespace(device=place)) for place in places} == places
+    assert not isinstance(get_ops("tensorflow", "gpu"), Native)

@@ -80,8 +80,8 @@ class LocalStep:
     Per step: `receive` computes what the other ranks send; `run` is everything that rank 0 computes itself:
     compensate, agree, compress, update of the memory, merge, finish, and what the compressor learns; `conclude` ends
     the step on the other ranks. States go on from step to step as in training. What the engine does around it is not
-    here: the check for NaN, the wire buffer, the division by the number of ranks. (Floats that are summed come divided,
-    because memories that look at what was merged expect means.)
+    here: the check for NaN, the wire buffer, the division by the number of ranks and the memory's gain with it. (Floats
+    that are summed come divided, because memories that look at what was merged expect means.)
     """
 
     def __init__(self, part: Part, ops: ArrayOps, ranks: int) -> None:

@@ -298,7 +298,8 @@ class Engine:
         size = self.transport.size if part.compressor.averages else 1
         already_mean = size == 1 or (self._average and part.half_sum)
         # Memories think in means; a sum that the caller asked for is made of what they return.
-        mean = total if already_mean else ops.scale_(total, 1.0 / size)
+        factor = part.memory.gain / (1 if already_mean else size)
+        mean = total if factor == 1 else ops.scale_(total, factor)
         gradient, memory_state = part.memory.finish(mean, entry.memory_state, site)
         if not self._average and size > 1:
             gradient = gradient * ops.cast(float(size), spec.work_dtype)

@@ -51,6 +51,13 @@ def choose(ops: ArrayOps, indices: Array, below: int, coding: str) -> Array:
     return best
 
 
+def is_known(ops: ArrayOps, word: Array, below: int) -> Array:
+    """Whether a word of the header names a coding, and a width that gaps below `below` can have."""
+    tag = ops.bit_and(word, 3)
+    narrow = ops.bit_and(word >= 0, ops.shift_right(word, 2) <= _planes(below))
+    return ops.bit_and(tag <= _BITMAP, narrow)
+
+
 def nbytes(ops: ArrayOps, word: Array, k: int, below: int) -> Array:
     """Bytes of k indices under a word of the header, as a 0-d int32 array."""
     tag = ops.bit_and(word, 3)

@@ -43,6 +43,11 @@ class Memory(ABC):
         return 1.0
 
     @property
+    def gain(self) -> float:
+        """What the mean is multiplied by before `finish` sees it, together with the division by the number of ranks."""
+        return 1.0
+
+    @property
     def needs_lr(self) -> bool:
         """`Site.lr` is read; only optimizers know it, tapes do not."""
         return False

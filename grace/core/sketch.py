@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from grace.core.errors import PayloadError
+from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array
 
@@ -22,8 +24,11 @@ def encode_keys(ops: ArrayOps, keys: Array) -> tuple[Array, Array]:
 
 
 def decode_keys(ops: ArrayOps, widths: Array, data: Array, count: int) -> Array:
-    """Inverse of encode_keys."""
+    """Inverse of encode_keys. Raises PayloadError where the bytes are not those of `count` keys."""
+    error = PayloadError("keys: expected as many bytes as their widths say, received another number.")
+    ops.require(ops.length(widths) == packed_size(count, 2), error)
     wide = ops.unpack(widths, 2, count) + 1
+    ops.require(ops.sum(wide) == ops.length(data), error)
     starts = ops.cumsum(wide) - wide
     # Four bytes from every start, of which those that belong to the next key are masked.
     padded = ops.cast(ops.concat([data, ops.zeros(3, "uint8")]), "int64")

@@ -191,6 +191,8 @@ class GatherLayout:
 
     def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: Array) -> int:
         mine: list[Payload] = [{} for _ in self.specs]
+        total = ops.length(data)
+        _require(ops, base + self._open_end <= total, "a buffer that holds all fields of fixed length", total)
 
         def take(offset: int, dtype: str, length: int) -> Array:
             return ops.from_bytes(data[offset : offset + length * ITEMSIZE[dtype]], dtype)
@@ -209,19 +211,31 @@ class GatherLayout:
         values = take(base + self._counts_offset, "int32", len(self.counts) + len(self._coded) + 1)
         received.in_step.append(values[len(self.counts) + len(self._coded)] == stamp[0])
         counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
+        for length in counts.values():
+            _require(ops, length >= 0, "lengths from 0 on", length)
+        # Where everything lies follows from the header: all is there before the first of it is read.
+        slots: list[tuple[_Slot, int, int]] = []
         for slot in self._variable:
             length = counts[slot.tensor, str(slot.field.length)]
-            mine[slot.tensor][slot.field.name] = take(end, slot.field.dtype, length)
+            slots.append((slot, end, length))
             end = end + length * ITEMSIZE[slot.field.dtype]
+        coded: list[tuple[int, Field, int, int, Array, int]] = []
         for j, (i, f) in enumerate(self._coded, len(self.counts)):
             end, below = _align(end, 4), int(f.below or 0)
             k = counts[i, f.length] if isinstance(f.length, str) else f.length
             word = ops.cast(values[j], "int64")
+            _require(ops, indices.is_known(ops, word, below), f"a coding of indices below {below}", word)
             length = ops.size(indices.nbytes(ops, word, k, below))
-            found = indices.decode(ops, take(end, "uint8", length), word, k, below)
+            coded.append((i, f, end, length, word, k))
+            end = end + length
+        _require(ops, end <= total, "a buffer that holds as many elements as its header says", total)
+        for slot, offset, length in slots:
+            mine[slot.tensor][slot.field.name] = take(offset, slot.field.dtype, length)
+        for i, f, offset, length, word, k in coded:
+            found = indices.decode(ops, take(offset, "uint8", length), word, k, int(f.below or 0))
+            _require(ops, ops.length(found) == k, "as many indices as its header says", ops.length(found))
             # Graphs forget a length that is known.
             mine[i][f.name] = found if isinstance(f.length, str) else ops.reshape(found, (f.length,))
-            end = end + length
         for i, payload in enumerate(mine):
             received.payloads[i].append(payload)
         return _align(end, ALIGNMENT)
@@ -294,6 +308,20 @@ class SumLayout:
 
 
 Layout = GatherLayout | SumLayout
+
+
+def _require(ops: ArrayOps, condition: Any, expected: str, received: Any) -> None:
+    """Raise PayloadError unless the condition holds; a number that a traced graph knows only later is not shown."""
+    if isinstance(condition, bool) and condition:
+        return
+    shown = f": {received}" if isinstance(received, int) else ""
+    error = PayloadError(
+        f"wire buffer of a rank: expected {expected}, received another{shown}. "
+        "It is truncated or damaged, or of another version or configuration."
+    )
+    if isinstance(condition, bool):
+        raise error
+    ops.require(condition, error)
 
 
 def _digest(ops: ArrayOps, stamp: int, size: int) -> Array:

@@ -23,6 +23,7 @@ from grace.tensorflow.gradients import (
     Gradient,
     as_rows,
     common_kinds,
+    device_of,
     flat,
     inside,
     is_embedding,
@@ -178,7 +179,7 @@ class Exchange(tf.Module):
             ]
         )
         specs = [
-            TensorSpec(name, tuple(v.shape), tf.as_dtype(v.dtype).name, sparse=rows)
+            TensorSpec(name, tuple(v.shape), tf.as_dtype(v.dtype).name, device_of(v), sparse=rows)
             for name, v, rows in zip(names, variables, sparse, strict=True)
         ]
         with tf.init_scope():

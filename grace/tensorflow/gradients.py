@@ -19,6 +19,11 @@ def inside(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def device_of(variable: Any) -> str:
+    """Where a variable lies, and its gradients with it: "cpu", "gpu" or another kind of device, in small letters."""
+    return str(tf.DeviceSpec.from_string(inside(variable).device or "").device_type or "cpu").lower()
+
+
 def common_kinds(ranks: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
     """The kinds of gradients that ranks have; None where no rank has one. Raises MismatchError if they differ."""
     common: dict[str, str | None] = {}

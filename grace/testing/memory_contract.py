@@ -62,7 +62,9 @@ class MemoryContract:
         x, progress = memory.compensate(x, state, at)
         ex = exchange(compressor, ops, self.spec, [host(ops, x)], step=step, memory=progress)
         progress = memory.update(x, ex.payloads[0], compressor, progress, ex.sites[0])
-        return memory.finish(compressor.merge(ex.payloads, ex.sites[0]), progress, ex.sites[0])
+        mean = compressor.merge(ex.payloads, ex.sites[0])
+        mean = mean if memory.gain == 1 else ops.scale_(mean, memory.gain)
+        return memory.finish(mean, progress, ex.sites[0])
 
     def run(self, memory: Memory, compressor: Compressor, ops: ArrayOps, steps: int = 3) -> list[Snapshot]:
         """Copies of the gradient and the state after every step."""

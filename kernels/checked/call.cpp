@@ -52,13 +52,32 @@ const Array& Call::checked(int i, DType dtype, int64_t size) const {
 }
 
 const Array& Call::writable(const Array& array) const {
-    if (!array.writable) fail(Error::Kind::value, "the array to be changed is read-only");
+    if (!array.writable) fail(Error::Kind::value, "array 0: expected one that may be changed, received a read-only one");
     return array;
 }
 
+int64_t Call::integer(int i) const {
+    if (i < 0 || i >= static_cast<int>(integers_.size())) {
+        fail(Error::Kind::value, "expected an integer " + std::to_string(i) + ", received " +
+                                     std::to_string(integers_.size()) + " integers");
+    }
+    return integers_[i];
+}
+
+double Call::number(int i) const {
+    if (i < 0 || i >= static_cast<int>(numbers_.size())) {
+        fail(Error::Kind::value,
+             "expected a number " + std::to_string(i) + ", received " + std::to_string(numbers_.size()) + " numbers");
+    }
+    return numbers_[i];
+}
+
 int64_t Call::length(int i) const {
-    const int64_t n = integers_.at(i);
-    if (n < 0) fail(Error::Kind::value, "expected a length of at least 0, received " + std::to_string(n));
+    const int64_t n = integer(i);
+    if (n < 0 || n > kMost) {
+        fail(Error::Kind::value,
+             "expected a length from 0 to " + std::to_string(kMost) + ", received " + std::to_string(n));
+    }
     return n;
 }
 

@@ -17,7 +17,7 @@ int bits_at(const Call& call, int i, int most) {
 int64_t width_at(const Call& call, int i) {
     const int64_t width = call.integer(i);
     if (width < 1) call.fail(Error::Kind::value, "expected a bucket of at least 1 element, received " + std::to_string(width));
-    return width;
+    return std::min(width, kMost);
 }
 
 // How many scales there must be; of nothing any number, as a scale for a whole array is there also when that is empty.
@@ -167,7 +167,7 @@ void binary_sum_kernel(Call& call) {
 
 void majority_kernel(Call& call) {
     const int ranks = call.inputs();
-    call.expect(ranks, 2, 0);
+    call.expect(std::max(1, ranks), 2, 0);
     const int64_t n = call.length(0);
     const auto body = [&](auto* type) {
         using T = of_pointer<decltype(type)>;

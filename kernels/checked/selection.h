@@ -4,21 +4,23 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "grace/kernels.h"
 
 namespace grace {
 
-// What a selecting pass found, in the order of the indices: one growing list per stretch of the array.
+// What a selecting pass found, in the order of the indices.
 template <class T> class Finds {
   public:
-    // pass(begin, length, into) appends what it finds; n elements are shared out to as many stretches as there are threads.
+    // pass(begin, length, into) appends what it finds; n elements are shared out to as many stretches as there are threads,
+    // with a growing list each.
     template <class Pass> Finds(Call& call, int64_t n, Pass pass) {
         const int64_t pieces = divide_up(n, kPiece);
         const int64_t stretches = std::max<int64_t>(1, std::min<int64_t>(call.threads(), pieces));
-        stretches_.resize(static_cast<size_t>(stretches));
+        const std::unique_ptr<List[]> lists(new List[static_cast<size_t>(stretches)]);
         call.parallel(stretches, [&](int64_t s) {
-            Stretch& mine = stretches_[static_cast<size_t>(s)];
+            List& mine = lists[static_cast<size_t>(s)];
             const int64_t begin = pieces * s / stretches * kPiece, end = std::min(n, pieces * (s + 1) / stretches * kPiece);
             // Small steps, so that little room is asked for ahead.
             for (int64_t at = begin; at < end; at += kStep) {
@@ -29,43 +31,32 @@ template <class T> class Finds {
                 mine.count = into.count;
             }
         });
+        std::swap(all_, lists[0]);
+        for (int64_t s = 1; s < stretches; ++s) all_.append(lists[static_cast<size_t>(s)]);
     }
 
-    int64_t count() const {
-        int64_t total = 0;
-        for (const Stretch& s : stretches_) total += s.count;
-        return total;
-    }
-
-    void copy_to(T* values, int32_t* indices) const {
-        for (const Stretch& s : stretches_) {
-            std::copy(s.values, s.values + s.count, values);
-            std::copy(s.indices, s.indices + s.count, indices);
-            values += s.count;
-            indices += s.count;
-        }
-    }
-
-    // body(value, index) in order.
-    template <class Body> void each(Body body) const {
-        for (const Stretch& s : stretches_) {
-            for (int64_t i = 0; i < s.count; ++i) body(s.values[i], s.indices[i]);
-        }
-    }
+    int64_t count() const { return all_.count; }
+    const T* values() const { return all_.values; }
+    const int32_t* indices() const { return all_.indices; }
 
   private:
     static constexpr int64_t kStep = 4096;
 
-    struct Stretch {
+    struct List {
         T* values = nullptr;
         int32_t* indices = nullptr;
         int64_t count = 0, room = 0;
 
-        Stretch() = default;
-        Stretch(const Stretch&) = delete;
-        Stretch& operator=(const Stretch&) = delete;
-        Stretch(Stretch&&) = delete;
-        ~Stretch() {
+        List() = default;
+        List(List&& other) noexcept { *this = std::move(other); }
+        List& operator=(List&& other) noexcept {
+            std::swap(values, other.values);
+            std::swap(indices, other.indices);
+            std::swap(count, other.count);
+            std::swap(room, other.room);
+            return *this;
+        }
+        ~List() {
             release(values);
             release(indices);
         }
@@ -76,6 +67,12 @@ template <class T> class Finds {
             grow(indices, wanted);
             room = wanted;
         }
+        void append(const List& other) {
+            reserve(other.count);
+            std::copy(other.values, other.values + other.count, values + count);
+            std::copy(other.indices, other.indices + other.count, indices + count);
+            count += other.count;
+        }
         template <class U> void grow(U*& list, int64_t wanted) {
             U* larger = static_cast<U*>(acquire(sizeof(U) * static_cast<size_t>(wanted)));
             if (count > 0) std::memcpy(larger, list, sizeof(U) * static_cast<size_t>(count));
@@ -84,22 +81,7 @@ template <class T> class Finds {
         }
     };
 
-    // A list whose elements stay where they are.
-    class Stretches {
-      public:
-        void resize(size_t n) {
-            data_.reset(new Stretch[n]);
-            size_ = n;
-        }
-        Stretch& operator[](size_t i) { return data_[i]; }
-        const Stretch* begin() const { return data_.get(); }
-        const Stretch* end() const { return data_.get() + size_; }
-
-      private:
-        std::unique_ptr<Stretch[]> data_;
-        size_t size_ = 0;
-    };
-    Stretches stretches_;
+    List all_;
 };
 
 // The k-th largest of n words (1 <= k <= n): digit by digit, counting how often each occurs.
@@ -164,26 +146,23 @@ template <class T> class Sample {
     Scratch<WordOf<T>> words_;
 };
 
-// The k largest magnitudes among those finds of which `counts` is true; among equal ones those of the lowest indices.
-template <class T, class Counts>
-void best_of(const Finds<T>& finds, int64_t k, Counts counts, T* values, int32_t* indices) {
+// The k largest magnitudes of a list; among equal ones those of the lowest indices.
+template <class T>
+void best_of(const T* from, const int32_t* indices_from, int64_t count, int64_t k, T* values, int32_t* indices) {
     if (k == 0) return;
-    Scratch<WordOf<T>> sizes(finds.count());
-    int64_t count = 0;
-    finds.each([&](T value, int32_t) {
-        if (counts(value)) sizes[count++] = magnitude_bits(value);
-    });
+    Scratch<WordOf<T>> sizes(count);
+    for (int64_t i = 0; i < count; ++i) sizes[i] = magnitude_bits(from[i]);
     const WordOf<T> bound = kth_largest(sizes.data(), count, k);
     int64_t above = 0;
-    finds.each([&](T value, int32_t) { above += counts(value) && magnitude_bits(value) > bound; });
+    for (int64_t i = 0; i < count; ++i) above += magnitude_bits(from[i]) > bound;
     int64_t ties = k - above;
-    finds.each([&](T value, int32_t index) {
-        const WordOf<T> size = magnitude_bits(value);
-        if (counts(value) && (size > bound || (size == bound && ties-- > 0))) {
-            *values++ = value;
-            *indices++ = index;
+    for (int64_t i = 0; i < count; ++i) {
+        const WordOf<T> size = magnitude_bits(from[i]);
+        if (size > bound || (size == bound && ties-- > 0)) {
+            *values++ = from[i];
+            *indices++ = indices_from[i];
         }
-    });
+    }
 }
 
 }  // namespace grace

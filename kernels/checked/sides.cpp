@@ -36,39 +36,43 @@ int64_t kept_of(double ratio, int64_t count) {
     return std::min(count, kept < 1 ? int64_t(1) : static_cast<int64_t>(kept));
 }
 
-template <class T> struct Sides {
-    const T* x;
-    int64_t n;
-    double ratio;
-
-    static bool is_positive(T x) { return x > 0; }
-    static bool is_negative(T x) { return x < 0; }
-
-    // Takes all elements from the two bounds on; false if one of them was too large for the elements that are kept.
-    bool choose(Call& call, T high, T low) const {
-        std::atomic<int64_t> positives{0}, negatives{0};
-        const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
-            int64_t counts[2] = {0, 0};
-            loops<T>().select_sides(x + at, high, -low, static_cast<int32_t>(at), length, into, counts);
-            positives += counts[0];
-            negatives += counts[1];
-        });
-        int64_t found[2] = {0, 0};
-        finds.each([&](T value, int32_t) { ++found[value > 0 ? 0 : 1]; });
-        const int64_t kept[2] = {kept_of(ratio, positives), kept_of(ratio, negatives)};
-        if (found[0] < kept[0] || found[1] < kept[1]) return false;
-        T* means = call.output<T>(2);
-        for (int side = 0; side < 2; ++side) {
-            const int64_t k = kept[side];
-            Scratch<T> values(k);
-            Scratch<double> wide(k);
-            best_of(finds, k, side == 0 ? is_positive : is_negative, values.data(), call.output<int32_t>(k));
-            std::copy(values.data(), values.data() + k, wide.data());
-            means[side] = k > 0 ? static_cast<T>(pairwise_sum(wide.data(), k) / static_cast<double>(k)) : T(0);
+// Takes the largest of all elements from the two bounds on; false if one was too large for what is kept.
+template <class T> bool choose(Call& call, const T* x, int64_t n, double ratio, T high, T low) {
+    std::atomic<int64_t> positives{0}, negatives{0};
+    const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+        int64_t counts[2] = {0, 0};
+        loops<T>().select_sides(x + at, high, -low, static_cast<int32_t>(at), length, into, counts);
+        positives += counts[0];
+        negatives += counts[1];
+    });
+    // Two lists without a condition, whose outcome would be a coin's.
+    const int64_t count = finds.count();
+    Scratch<T> values(2 * (count + 1));
+    Scratch<int32_t> indices(2 * (count + 1));
+    int64_t found[2] = {0, count + 1};
+    for (int64_t i = 0; i < count; ++i) {
+        const int side = finds.values()[i] > 0 ? 0 : 1;
+        for (const int64_t at : found) {
+            values[at] = finds.values()[i];
+            indices[at] = finds.indices()[i];
         }
-        return true;
+        found[0] += 1 - side;
+        found[1] += side;
     }
-};
+    const int64_t counts[2] = {found[0], found[1] - (count + 1)};
+    const int64_t kept[2] = {kept_of(ratio, positives), kept_of(ratio, negatives)};
+    if (counts[0] < kept[0] || counts[1] < kept[1]) return false;
+    T* means = call.output<T>(2);
+    for (int side = 0; side < 2; ++side) {
+        const int64_t k = kept[side], first = side * (count + 1);
+        Scratch<T> best(k);
+        Scratch<double> wide(k);
+        best_of(&values[first], &indices[first], counts[side], k, best.data(), call.output<int32_t>(k));
+        std::copy(best.data(), best.data() + k, wide.data());
+        means[side] = k > 0 ? static_cast<T>(pairwise_sum(wide.data(), k) / static_cast<double>(k)) : T(0);
+    }
+    return true;
+}
 
 }  // namespace
 
@@ -91,20 +95,21 @@ void top_of_sides_kernel(Call& call) {
                       out.negative = call.output<int32_t>(negative);
                       return out;
                   });
-        const Sides<T> sides{x, n, ratio};
         // What every element that is not zero reaches.
         const T least = std::numeric_limits<T>::denorm_min();
         if (Sample<T>::pays(n, static_cast<int64_t>(ratio * static_cast<double>(n)))) {
-            const Sample<T> sample(sides.x, n, Sample<T>::draws_for(n));
-            const auto bound = [&](bool (*counts)(T), double slack) {
+            const Sample<T> sample(x, n, Sample<T>::draws_for(n));
+            const auto bound = [&](double slack, auto counts) {
                 const double expected = sample.share(counts) * ratio * static_cast<double>(n);
                 return std::max(least, sample.bound(static_cast<int64_t>(expected), slack, counts));
             };
             for (const double slack : {4.0, 16.0}) {
-                if (sides.choose(call, bound(sides.is_positive, slack), bound(sides.is_negative, slack))) return;
+                const T high = bound(slack, [](T value) { return value > 0; });
+                const T low = bound(slack, [](T value) { return value < 0; });
+                if (choose(call, x, n, ratio, high, low)) return;
             }
         }
-        sides.choose(call, least, least);
+        choose(call, x, n, ratio, least, least);
     });
 }
 

@@ -37,8 +37,8 @@ void select_kernel(Call& call) {
         const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
             loops<T>().select(x + at, *bound, strict, nonzero, static_cast<int32_t>(at), length, into);
         });
-        T* values = call.output<T>(finds.count());
-        finds.copy_to(values, call.output<int32_t>(finds.count()));
+        std::copy(finds.values(), finds.values() + finds.count(), call.output<T>(finds.count()));
+        std::copy(finds.indices(), finds.indices() + finds.count(), call.output<int32_t>(finds.count()));
     });
 }
 
@@ -68,7 +68,9 @@ void top_kernel(Call& call) {
                 const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
                     loops<T>().select(x + at, bound, false, false, static_cast<int32_t>(at), length, into);
                 });
-                if (finds.count() >= k) return best_of(finds, k, any, values, indices);
+                if (finds.count() >= k) {
+                    return best_of(finds.values(), finds.indices(), finds.count(), k, values, indices);
+                }
             }
         }
         Scratch<WordOf<T>> sizes(n);
@@ -178,7 +180,7 @@ void sparse_sum_kernel(Call& call) {
             for (const Entries<T>& list : lists) {
                 at.push_back(std::lower_bound(list.indices, list.indices + list.count, begin) - list.indices);
             }
-            constexpr int64_t kCached = 4096;
+            constexpr int64_t kCached = 512;
             alignas(64) T buffer[kCached];
             for (int64_t from = begin; from < end; from += kCached) {
                 const int64_t length = std::min(kCached, end - from);

@@ -8,20 +8,24 @@
 namespace grace {
 namespace GRACE_ISA {
 
-constexpr int64_t kBlock = 1024;  // elements that stay in the first cache between two passes
-
 GRACE_LOCAL int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Runs body(begin, length, target) over blocks of an output; the target is the output itself, or a buffer that is then
 // written around the cache.
 template <class T, class Body> GRACE_LOCAL void in_blocks(T* out, int64_t n, bool around, Body body) {
-    alignas(64) T buffer[kBlock];
-    for (int64_t at = 0; at < n; at += kBlock) {
-        const int64_t length = lesser(kBlock, n - at);
-        body(at, length, around ? buffer : out + at);
-        if (around) write_around(out + at, buffer, length * int64_t(sizeof(T)));
+    // Short blocks: long bursts of writes around the cache hold up the reads that go on meanwhile.
+    constexpr int64_t short_block = 1024 / int64_t(sizeof(T));
+    alignas(64) T buffer[short_block];
+    if (around) {
+        for (int64_t at = 0; at < n; at += short_block) {
+            const int64_t length = lesser(short_block, n - at);
+            body(at, length, buffer);
+            write_around(out + at, buffer, length * int64_t(sizeof(T)));
+        }
+        settle();
+    } else {
+        for (int64_t at = 0; at < n; at += kBlock) body(at, lesser(kBlock, n - at), out + at);
     }
-    if (around) settle();
 }
 
 template <class T>
@@ -230,6 +234,7 @@ static void sample(const Permutation* permutation, uint32_t n, int64_t begin, in
 
 #include "loops_select.inl"
 #include "loops_codings.inl"
+#include "loops_sketch.inl"
 
 }  // namespace GRACE_ISA
 
@@ -265,7 +270,9 @@ template <class T> static constexpr Loops<T> make_loops() {
             ternary_sum<T>,
             precision_tags<T>,
             precision_split<T>,
-            precision_sum<T>};
+            precision_sum<T>,
+            sketch_row<T>,
+            sketch_medians<T>};
 }
 
 extern const Loops<float> GRACE_NAME(float_loops_, GRACE_ISA);

@@ -43,7 +43,11 @@ template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* b
         const uint64_t mask = mask_of<Test::at_least>(x + i, threshold, rest);
         store_mask(mask, bits + i / 8, (rest + 7) / 8);
         count += __builtin_popcountll(mask);
-        for (int j = 0; j < rest; ++j) (mask >> j & 1 ? high : low)[0][j % 8] += double(x[i + j]);
+        for (int j = 0; j < rest; ++j) {
+            // In one expression GCC 12 takes another lane when its sanitizer of undefined behaviour is on.
+            EightDoubles& side = (mask >> j & 1) != 0 ? high[0] : low[0];
+            side[j % 8] += double(x[i + j]);
+        }
     }
     sums[0] += double(count);
     for (int l = 0; l < 8; ++l) {

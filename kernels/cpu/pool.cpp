@@ -1,5 +1,6 @@
 #include "grace/pool.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -11,15 +12,32 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace grace {
 namespace {
 
+// AddressSanitizer is told what of a block nobody may touch: the end that was not asked for, and all of a kept one.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kGuard = 64;
+void forbid(void* from, size_t bytes) { __asan_poison_memory_region(from, bytes); }
+void allow(void* from, size_t bytes) { __asan_unpoison_memory_region(from, bytes); }
+#else
+constexpr size_t kGuard = 0;
+void forbid(void*, size_t) {}
+void allow(void*, size_t) {}
+#endif
+
 constexpr size_t kHeader = 64;        // in front of every block; keeps the alignment
 constexpr size_t kHuge = 2u << 20;    // from here on blocks are mapped, in huge pages where the system allows them
+constexpr size_t kLargest = size_t(1) << 46;
 
 struct Header {
     size_t bytes;  // of the whole block, header included
@@ -31,9 +49,14 @@ struct Blocks {
     size_t kept = 0, in_use = 0, peak = 0;
 };
 
-// Never destroyed: arrays may outlive the module.
+// Never destroyed: arrays may outlive the module. A process that forks while another thread holds the mutex would leave
+// it locked in the child for ever.
 Blocks& blocks() {
-    static Blocks* all = new Blocks;
+    static Blocks* all = [] {
+        pthread_atfork([] { blocks().mutex.lock(); }, [] { blocks().mutex.unlock(); },
+                       [] { blocks().mutex.unlock(); });
+        return new Blocks;
+    }();
     return *all;
 }
 
@@ -66,6 +89,7 @@ void* from_system(size_t bytes) {
 }
 
 void to_system(void* block, size_t bytes) {
+    allow(block, bytes);
     if (bytes < kHuge) {
         std::free(block);
     } else {
@@ -76,7 +100,8 @@ void to_system(void* block, size_t bytes) {
 }  // namespace
 
 void* acquire(size_t bytes) {
-    const size_t size = size_class(bytes + kHeader);
+    if (bytes > kLargest) throw std::bad_alloc();
+    const size_t size = size_class(kHeader + bytes + kGuard);
     Blocks& all = blocks();
     void* block = nullptr;
     {
@@ -99,8 +124,11 @@ void* acquire(size_t bytes) {
             throw;
         }
     }
+    allow(block, size);
     static_cast<Header*>(block)->bytes = size;
-    return static_cast<char*>(block) + kHeader;
+    char* data = static_cast<char*>(block) + kHeader;
+    forbid(data + bytes, size - kHeader - bytes);
+    return data;
 }
 
 void release(void* data) noexcept {
@@ -115,6 +143,7 @@ void release(void* data) noexcept {
             try {
                 all.free[size].push_back(block);
                 all.kept += size;
+                forbid(block, size);
                 return;
             } catch (...) {
                 // No memory to remember the block by: then it goes back.
@@ -161,13 +190,19 @@ struct Job {
 
 class Helpers {
   public:
-    // There are at least `helpers` threads afterwards.
+    // There are at least `helpers` threads afterwards, if the system gives them.
     void hire(int helpers) {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (; threads_ < helpers; ++threads_) std::thread([this] { serve(); }).detach();
+        try {
+            for (; threads_ < helpers; ++threads_) std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+            // The system gives no more threads: those that there are, and the caller, do the work.
+        }
     }
     void offer(std::function<void()> work) {
         std::lock_guard<std::mutex> lock(mutex_);
+        // Nobody would ever come for it.
+        if (threads_ == 0) return;
         waiting_.push_back(std::move(work));
         wake_.notify_one();
     }
@@ -193,14 +228,19 @@ class Helpers {
 };
 
 // A forked child has none of its parent's threads, and gets helpers of its own.
+std::atomic<Helpers*> of_process{nullptr};
+
 Helpers& helpers() {
-    static std::mutex mutex;
-    static Helpers* mine = nullptr;
-    static pid_t owner = 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (owner != getpid()) {
-        mine = new Helpers;
-        owner = getpid();
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { of_process = nullptr; });
+    static_cast<void>(registered);
+    Helpers* mine = of_process;
+    if (mine == nullptr) {
+        Helpers* made = new Helpers;
+        if (of_process.compare_exchange_strong(mine, made)) {
+            mine = made;
+        } else {
+            delete made;
+        }
     }
     return *mine;
 }

@@ -7,5 +7,6 @@ import pytest
 from grace.core.ops import native
 from grace.testing.harness import FRAMEWORKS
 
-BACKENDS = tuple(framework for framework in FRAMEWORKS if native.serves(framework, "cpu"))
+# What the module grace._native serves.
+BACKENDS = tuple(framework for framework in ("numpy", "torch") if framework in FRAMEWORKS)
 needs_kernels = pytest.mark.skipif(native.module is None, reason="the kernels were not built: `grace doctor` says why")

@@ -158,7 +158,8 @@ def results(name: str, given: Given) -> list[Any]:
 
 def free(ops: ArrayOps, g: Given, value: Array) -> Any:
     """A sum of the numbers drawn last, rounded to their dtype: that settles float32, in float64 the order shows."""
-    return Loose(value, g.size()) if g.dtype == "float64" else value
+    # Of one element PyTorch takes the magnitude for the norm, where the square is lost below 2^-537.
+    return Loose(value, g.size() + 1e-140) if g.dtype == "float64" else value
 
 
 # --- arithmetic ----------------------------------------------------------------------------------------------------
@@ -493,11 +494,11 @@ def sketch_estimate(ops, g):
 
 
 def plans(thorough: bool = True) -> Iterator[tuple[int, str, int]]:
-    """Size, kind and seed of the calls that every case makes."""
-    for n in SMALL:
+    """Size, kind and seed of the calls that every case makes; fewer for what only hands arrays to the same kernels."""
+    for n in SMALL if thorough else (0, 1, 9, 65):
         for seed, kind in enumerate(KINDS):
             yield n, kind, seed
-    for seed, n in enumerate(LARGE):
+    for seed, n in enumerate(LARGE if thorough else (1000, 65537)):
         yield n, "normal", seed
         yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
     if thorough:

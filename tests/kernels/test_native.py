@@ -15,18 +15,27 @@ from grace.core.ops import get_ops, native
 from grace.core.ops.codings import Codings
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.helpers import Helpers
+from grace.core.ops.native_codings import NativeCodings
 from tests.kernels import BACKENDS, cases, needs_kernels
 from tests.kernels.__main__ import digests
 
 pytestmark = needs_kernels
 
 
-def both(name, framework, dtype, n, kind, seed):
-    """The results of a case by kernels and by reference bodies."""
-    return [
-        cases.results(name, cases.Given(get_ops(framework, native=is_native), n, dtype, kind, seed))
-        for is_native in (True, False)
-    ]
+def differences(name, framework, dtype, *given):
+    """Per result of a case what differs between kernels and reference bodies, None if nothing."""
+
+    def results(framework, native):
+        n, kind, seed = given
+        return cases.results(name, cases.Given(get_ops(framework, native=native), n, dtype, kind, seed))
+
+    got, wanted = results(framework, True), results("numpy" if framework == "tensorflow" else framework, False)
+    found = [cases.difference(*pair) for pair in zip(got, wanted, strict=True)]
+    if framework == "tensorflow" and any(found):
+        # What no kernel serves is left to TensorFlow, which counts denormals as zeros; the kernels give NumPy's bytes.
+        own = [cases.difference(*pair) for pair in zip(got, results(framework, False), strict=True)]
+        found = [difference and own[i] for i, difference in enumerate(found)]
+    return found
 
 
 @pytest.mark.parametrize("dtype", native.FLOATS)
@@ -34,12 +43,8 @@ def both(name, framework, dtype, n, kind, seed):
 @pytest.mark.parametrize("framework", BACKENDS)
 def test_same_bytes(framework, name, dtype):
     for n, kind, seed in cases.plans(thorough=framework == "numpy"):
-        got, wanted = both(name, framework, dtype, n, kind, seed)
-        assert len(got) == len(wanted)
-        for i, pair in enumerate(zip(got, wanted, strict=True)):
-            assert cases.difference(*pair) is None, (
-                f"{kind}, n = {n}, seed {seed}, result {i}: {cases.difference(*pair)}"
-            )
+        for i, difference in enumerate(differences(name, framework, dtype, n, kind, seed)):
+            assert difference is None, f"{kind}, n = {n}, seed {seed}, result {i}: {difference}"
 
 
 def test_a_difference_is_seen():
@@ -54,10 +59,9 @@ def test_a_difference_is_seen():
 
 
 def test_every_operation_has_a_case():
-    made = {
-        name for cls in (Helpers, Codings, ArrayOps, native.Native) for name in vars(cls) if not name.startswith("_")
-    }
-    assert set(cases.CASES) == {name for name in made if inspect.isfunction(getattr(native.Native, name))}
+    classes = {Helpers, Codings, ArrayOps} | set(NativeCodings.__mro__) - set(ArrayOps.__mro__)
+    made = {name: body for cls in classes for name, body in vars(cls).items()}
+    assert set(cases.CASES) == {name for name, body in made.items() if inspect.isfunction(body) and name[0] != "_"}
 
 
 def test_every_kernel_is_run_by_a_case(monkeypatch):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from grace.core.compressor import Compressor, keep_count
 from grace.core.compressors.topk import check_ratio
-from grace.core.errors import ConfigError
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_words
 from grace.core.registry import compressors
@@ -148,9 +148,13 @@ class SketchML(Compressor):
         """Values and their indices."""
         ops, each = at.ops, self._per_group(at.spec)
         count = ops.size(payload["count"][0])
-        places = self._places(decode_keys(ops, payload["widths"], payload["keys"], count), at)
+        error = PayloadError("sketchml: expected keys and buckets below their numbers; some are not.")
+        keys = decode_keys(ops, payload["widths"], payload["keys"], count)
+        ops.require(ops.max(keys) < 2 * self.groups * max(1, at.spec.numel), error)
+        places = self._places(keys, at)
         bins = ops.unpack(payload["sketch"], self._bits(at.spec), places.bin_count)
         found = ops.reshape(ops.gather(bins, places.bins), (self.rows, count))
+        ops.require(ops.max(found) < each, error)
         bucket = places.lists * each + ops.cast(ops.max(found, axis=0), "int32")
         means = ops.gather(payload["means"], bucket)
         return ops.where(places.lists < self.groups, means, -means), places.indices

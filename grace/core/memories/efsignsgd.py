@@ -31,6 +31,10 @@ class EFSignMemory(Memory):
     def residual_scale(self) -> float:
         return self.lr
 
+    @property
+    def gain(self) -> float:
+        return 1.0 / self.lr
+
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
@@ -39,6 +43,3 @@ class EFSignMemory(Memory):
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": compressor.residual_(x_, payload, at)}
-
-    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        return merged * at.ops.cast(1.0 / self.lr, at.spec.work_dtype), state

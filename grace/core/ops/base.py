@@ -8,7 +8,7 @@ a compressor branches on an array's value, so that the same code can be traced i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import ClassVar
 
 from grace.core.spec import Array
@@ -245,6 +245,11 @@ class Primitives(ABC):
         """Raise the error unless the 0-d condition holds."""
         if not condition:
             raise error
+
+
+def unknown(wanted: str, dtypes: Iterable[str], x: Array) -> str:
+    """The message for what is no array of a framework, or of none of its dtypes."""
+    return f"expected {wanted} of {', '.join(dtypes)} or bool, received {type(x)} of {getattr(x, 'dtype', 'no dtype')}."
 
 
 def packed_size(n: int, bits: int) -> int:

@@ -58,6 +58,17 @@ def serves(framework: str, device: str) -> bool:
     return kind == "cpu" or (kind == "cuda" and module.cuda and bool(module.serves_gpu(int(index or 0))))
 
 
+def described(framework: str) -> str:
+    """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are."""
+    built = (tensorflow_library() if framework == "tensorflow" else module) is not None
+    if not built or not serves(framework, "cpu"):
+        fault = "built for another version, and do not load" if built else "not built"
+        return f"{fault}: reference bodies are used (pip install --no-build-isolation . builds the kernels)"
+    what = [str(module.isa())] if module is not None else []
+    what.append("CPU and CUDA" if framework != "tensorflow" and module.cuda else "CPU only")
+    return ", ".join(what) + ("" if wanted() else "; not used, because GRACE_NATIVE is 0")
+
+
 def wanted() -> bool:
     """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
@@ -94,7 +105,7 @@ class Native(ArrayOps):
         """The dtype of an array; None of a number, and of an array of another framework or of a rare dtype."""
         try:
             return self.dtype(x)
-        except (AttributeError, KeyError):
+        except (AttributeError, KeyError, TypeError):
             return None
 
     def _total(
@@ -285,6 +296,19 @@ class Native(ArrayOps):
         integers = [len(codes), width, levels, bits, n]
         return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
 
+    # --- sketches -------------------------------------------------------------------------------------------------
+
+    def count_sketch(self, x: Array, rows: int, columns: int, key: Key) -> Array:
+        if self._floating(x) is None:
+            return super().count_sketch(x, rows, columns, key)
+        integers, lengths = [rows, columns, *self._key(key)], [rows * columns]
+        return self._run("count_sketch", [x], integers, outputs=[self.dtype(x)], lengths=lengths)[0]
+
+    def sketch_estimate(self, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array:
+        if self._floating(sketch) is None:
+            return super().sketch_estimate(sketch, n, rows, columns, key)
+        integers = [n, rows, columns, *self._key(key)]
+        return self._run("sketch_estimate", [sketch], integers, outputs=[self.dtype(sketch)], lengths=[n])[0]
 
     # --- small matrices -------------------------------------------------------------------------------------------
 
@@ -296,4 +320,3 @@ class Native(ArrayOps):
             return super().orthogonalize(a)
         found = self._run("orthogonalize", [flat], [rows, columns], outputs=[dtype], lengths=[rows * columns])[0]
         return self.reshape(found, (rows, columns))
-

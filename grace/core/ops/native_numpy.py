@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.errors import PayloadError
+from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, module
 from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
@@ -23,11 +24,16 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self._threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
+        # OpenMP allows one number per level of nesting.
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        self._threads = int(threads) if threads.isdecimal() else 1
 
     def _floating(self, x: Array) -> str | None:
         # The character of a dtype is found faster than the dtype itself.
-        return _FLOATS.get(x.dtype.char) if x.ndim == 1 else None
+        try:
+            return _FLOATS.get(x.dtype.char) if x.ndim == 1 else None
+        except AttributeError:
+            raise TypeError(unknown("a NumPy array", DTYPES, x)) from None
 
     def _run(
         self,
@@ -45,8 +51,8 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
-            # A step between the elements is rare enough to be found by the failure.
-            given = [np.ascontiguousarray(x) for x in inputs]
+            # A step between the elements, or an odd address, is rare enough to be found by the failure.
+            given = [np.require(x, requirements=["C", "ALIGNED"]) for x in inputs]
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
             return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)

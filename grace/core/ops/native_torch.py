@@ -9,6 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from grace.core.errors import PayloadError
+from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, module
 from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.torch_ops import DTYPES, TorchOps
@@ -25,7 +26,10 @@ class NativeTorchOps(NativeCodings, TorchOps):
     """
 
     def _floating(self, x: Array) -> str | None:
-        return _FLOATS.get(x.dtype) if x.dim() == 1 else None
+        try:
+            return _FLOATS.get(x.dtype) if x.dim() == 1 else None
+        except AttributeError:
+            raise TypeError(unknown("a PyTorch tensor", FLOATS, x)) from None
 
     def _run(
         self,
@@ -45,10 +49,10 @@ class NativeTorchOps(NativeCodings, TorchOps):
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
-            # A step between the elements is rare enough to be found by the failure.
-            if consumes or all(x.is_contiguous() for x in inputs):
+            # A step between the elements, or an odd address, is rare enough to be found by the failure.
+            given = [x if _is_plain(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs]
+            if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
-            given = [x.contiguous() for x in inputs]
             return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
         return [inputs[0]] if consumes else results
 
@@ -72,3 +76,7 @@ class NativeTorchOps(NativeCodings, TorchOps):
             kernel, inputs, integers, numbers, index, stream.cuda_stream, allocate
         )
         return results
+
+
+def _is_plain(x: Array) -> bool:
+    return bool(x.is_contiguous()) and x.data_ptr() % x.element_size() == 0

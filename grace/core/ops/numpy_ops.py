@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
+from grace.core.ops.base import unknown
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array
 
@@ -45,7 +46,10 @@ class NumpyOps(ArrayOps):
         return x.copy()
 
     def dtype(self, x: Array) -> str:
-        return _NAMES[x.dtype]
+        try:
+            return _NAMES[x.dtype]
+        except (AttributeError, KeyError):
+            raise TypeError(unknown("a NumPy array", DTYPES, x)) from None
 
     def to_bytes(self, x: Array) -> Array:
         return np.ascontiguousarray(x).reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Array operations on TensorFlow tensors, eager and traced; the only file of the core that imports TensorFlow.
+"""Array operations on TensorFlow tensors, eager and traced; with the kernels' the only file that imports TensorFlow.
 
 Tensors cannot be changed, so consuming operations return new ones. Lengths are ints where the shape is static, and 0-d
 tensors where it is known only when the graph runs.

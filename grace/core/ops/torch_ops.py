@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from grace.core.ops.base import unknown
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array
 
@@ -44,7 +45,10 @@ class TorchOps(ArrayOps):
         return x.clone()
 
     def dtype(self, x: Array) -> str:
-        return _NAMES[x.dtype]
+        try:
+            return _NAMES[x.dtype]
+        except (AttributeError, KeyError):
+            raise TypeError(unknown("a PyTorch tensor", DTYPES, x)) from None
 
     def to_bytes(self, x: Array) -> Array:
         # An expanded scalar or an empty array counts as contiguous with a stride of 0, which `view` refuses.

@@ -44,6 +44,9 @@ class Error : public std::runtime_error {
     const Kind kind;
 };
 
+// No array is longer: sizes in bytes and bits stay far from the end of an int64.
+constexpr int64_t kMost = int64_t(1) << 40;
+
 class Call {
   public:
     Call(std::string kernel, std::vector<Array> inputs, std::vector<int64_t> integers, std::vector<double> numbers)
@@ -68,9 +71,10 @@ class Call {
     template <class T> T* consumed(int i, int64_t size = -1) const {
         return static_cast<T*>(writable(checked(i, dtype_of<T>(), size)).data);
     }
-    int64_t integer(int i) const { return integers_.at(i); }
-    double number(int i) const { return numbers_.at(i); }
-    // Integer i as a length: throws Error(value) if it is negative.
+    // Integer and number i; throw Error(value) if the call has fewer.
+    int64_t integer(int i) const;
+    double number(int i) const;
+    // Integer i as a length; throws Error(value) unless it is in [0, kMost].
     int64_t length(int i) const;
 
     // The next output, of n elements, not initialised. The memory stays the caller's.

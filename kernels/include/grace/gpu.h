@@ -150,6 +150,11 @@ void precision_encode(const Stream& on, const T* x, T bound, T byte_end, T word_
 template <class T>
 void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T byte_step, T word_step, bool negate,
                    const T* onto, T* out, int64_t n);
+// Of at most 2^32 elements. A bucket is added in the order of its elements, by one thread.
+template <class T>
+void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t columns, const RandomKey& key, T* out);
+template <class T>
+void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t columns, const RandomKey& key, T* out, int64_t n);
 template <class T> void orthogonalize(const Stream& on, const T* a, int64_t rows, int64_t columns, T* out);
 
 }  // namespace gpu

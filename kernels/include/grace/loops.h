@@ -10,6 +10,8 @@
 
 namespace grace {
 
+constexpr int64_t kBlock = 1024;  // elements that stay in the first cache between two passes
+
 // Growing lists of what a pass selected.
 template <class T> struct Selected {
     T* values;
@@ -118,6 +120,12 @@ template <class T> struct Loops {
     // Adds to onto, which is out, or to zeros, and moves the lists of numbers on behind what it took.
     void (*precision_sum)(Widths<T>* ranks, int count, T byte_step, T word_step, bool negate, const T* onto, T* out,
                           int64_t n, bool around);
+
+    // Adds every element to the bucket of its hash, in their order.
+    void (*sketch_row)(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums);
+    // Medians over the rows for elements begin .. end - 1; `found` has room for kBlock integers per row.
+    void (*sketch_medians)(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin, int64_t end,
+                           typename Format<T>::Signed* found, T* out, bool around);
 };
 
 struct IntegerLoops {

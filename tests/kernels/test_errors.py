@@ -1,0 +1,310 @@
+"""What kernels refuse: a Python exception that says what was expected and what was received, and no crash."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grace.core.errors import PayloadError
+from grace.core.ops import get_ops, native
+from grace.core.spec import Key
+from grace.testing.harness import array
+from tests.kernels import BACKENDS, needs_kernels
+
+pytestmark = needs_kernels
+KEY = Key(1, 2)
+TEN = np.arange(10.0)
+DTYPES = ["float32", "float64", "uint8", "int8", "int16", "int32", "int64", "float16"]
+every_backend = pytest.mark.parametrize("framework", BACKENDS)
+
+
+class Make:
+    """Arrays of a framework: f(loats), i(ndices) and b(ytes)."""
+
+    def __init__(self, ops):
+        self.ops = ops
+
+    def f(self, n, dtype="float32"):
+        return array(self.ops, np.arange(n), dtype)
+
+    def i(self, *values, dtype="int32"):
+        return array(self.ops, values, dtype)
+
+    def b(self, n, value=0):
+        return array(self.ops, [value] * n, "uint8")
+
+
+# A call of ten elements, the error, and its text.
+REFUSED = {
+    "codes of another dtype": (lambda o, m: o.unpack(m.i(1, 2), 8, 2), TypeError, "expected uint8, received int32"),
+    "bits of another dtype": (lambda o, m: o.majority([m.i(0, 0)], 10, "float32"), TypeError, "expected uint8"),
+    "int64 indices": (
+        lambda o, m: o.put_(m.f(10), m.i(1, dtype="int64"), 1.0),
+        TypeError,
+        "expected int32, received int64",
+    ),
+    "values of two dtypes": (
+        lambda o, m: o.sparse_sum([m.f(1), m.f(1, "float64")], [m.i(1), m.i(2)], 10),
+        TypeError,
+        "expected float32, received float64",
+    ),
+    "levels of integers": (
+        lambda o, m: o.binary_sum([m.b(2)], [m.i(1, 2)], 10),
+        TypeError,
+        "expected float32 or float64, received int32",
+    ),
+    "onto of another dtype": (
+        lambda o, m: o.binary_sum([m.b(2)], [m.f(2)], 10, m.f(10, "float64")),
+        TypeError,
+        "expected float32, received float64",
+    ),
+    "packed codes truncated": (lambda o, m: o.unpack(m.b(4), 4, 10), PayloadError, "expected 5 .*, received 4"),
+    "packed codes too long": (lambda o, m: o.unpack(m.b(6), 4, 10), PayloadError, "expected 5 .*, received 6"),
+    "a negative length": (lambda o, m: o.unpack(m.b(0), 4, -1), ValueError, "from 0 to .*, received -1"),
+    "a length beyond all memory": (lambda o, m: o.uniform(2**62, KEY), ValueError, f"received {2**62}"),
+    "0 bits": (lambda o, m: o.pack(m.b(10), 0), ValueError, "expected 1 to 16 bits, received 0"),
+    "17 bits": (lambda o, m: o.unpack(m.b(99), 17, 10), ValueError, "expected 1 to 16 bits, received 17"),
+    "more draws than elements": (
+        lambda o, m: o.sample(3, 4, KEY),
+        ValueError,
+        "k = 4 and n = 3",
+    ),
+    "a negative k": (lambda o, m: o.sparsify(m.f(10), -1), ValueError, "received -1"),
+    "an index too large": (lambda o, m: o.gather(m.f(10), m.i(3, 10)), PayloadError, "from 0 to 9, received 10"),
+    "a negative index": (lambda o, m: o.gather(m.f(10), m.i(-1)), PayloadError, "from 0 to 9, received -1"),
+    "a negative place": (lambda o, m: o.put_(m.f(10), m.i(2, -5), 1.0), PayloadError, "received -5"),
+    "a place too large": (
+        lambda o, m: o.scatter_add_(m.f(10), m.i(2, 2**31 - 1), m.f(2)),
+        PayloadError,
+        f"received {2**31 - 1}",
+    ),
+    "fewer values than places": (
+        lambda o, m: o.scatter_add_(m.f(10), m.i(1, 2, 3), m.f(2)),
+        PayloadError,
+        "expected 3 elements, received 2",
+    ),
+    "sparse: an index too large": (lambda o, m: o.sparse_sum([m.f(1)], [m.i(10)], 10), PayloadError, "received 10"),
+    "sparse: a negative index": (
+        lambda o, m: o.sparse_sum([m.f(2), m.f(2)], [m.i(0, 1), m.i(-3, 4)], 10, m.f(10)),
+        PayloadError,
+        "received -3",
+    ),
+    "sparse: an index of no elements": (lambda o, m: o.sparse_sum([m.f(1)], [m.i(0)], 0), PayloadError, "received 0"),
+    "sparse: more values than indices": (
+        lambda o, m: o.sparse_sum([m.f(3)], [m.i(1, 2)], 10),
+        PayloadError,
+        "expected 2 elements, received 3",
+    ),
+    "sparse: ranks missing": (lambda o, m: o.sparse_sum([m.f(1)], [m.i(1)] * 2, 10), ValueError, "expected 2 arrays"),
+    "sparse: onto too short": (
+        lambda o, m: o.sparse_sum([m.f(1)], [m.i(1)], 10, m.f(9)),
+        PayloadError,
+        "expected 10 elements, received 9",
+    ),
+    "sums of two lengths": (
+        lambda o, m: o.weighted_sum(m.f(10), 0.5, m.f(9), 0.5),
+        PayloadError,
+        "expected 10 elements, received 9",
+    ),
+    "signs: truncated": (lambda o, m: o.binary_sum([m.b(1)], [m.f(2)], 10), PayloadError, "expected 2 .*, received 1"),
+    "signs: three levels": (
+        lambda o, m: o.binary_sum([m.b(2)], [m.f(3)], 10),
+        PayloadError,
+        "expected 2 .*, received 3",
+    ),
+    "signs: onto too long": (
+        lambda o, m: o.binary_sum([m.b(2)], [m.f(2)], 10, m.f(11)),
+        PayloadError,
+        "expected 10 .*, received 11",
+    ),
+    "votes: truncated": (
+        lambda o, m: o.majority([m.b(2), m.b(1)], 10, "float32"),
+        PayloadError,
+        "expected 2 .*, received 1",
+    ),
+    "votes: of nobody": (lambda o, m: o.majority([], 10, "float32"), ValueError, "expected 1 arrays.* received 0"),
+    "levels: truncated": (
+        lambda o, m: o.dequantize_sum([m.b(9)], [m.f(2)], 5, 127, 8, 10),
+        PayloadError,
+        "expected 10 .*, received 9",
+    ),
+    "levels: scales missing": (
+        lambda o, m: o.dequantize_sum([m.b(10)], [m.f(1)], 5, 127, 8, 10),
+        PayloadError,
+        "expected 2 .*, received 1",
+    ),
+    "levels: buckets of nothing": (
+        lambda o, m: o.dequantize_sum([m.b(10)], [m.f(2)], 0, 127, 8, 10),
+        ValueError,
+        "at least 1 element, received 0",
+    ),
+    "levels: none": (
+        lambda o, m: o.dequantize_sum([m.b(10)], [m.f(2)], 5, 0, 8, 10),
+        ValueError,
+        "expected 1 to 32767 levels, received 0",
+    ),
+    "levels: too many for their bits": (
+        lambda o, m: o.quantize_packed(m.f(10), m.f(2), 5, 200, 8, KEY),
+        ValueError,
+        "fit 8 bits, received 200",
+    ),
+    "levels: scales too few": (
+        lambda o, m: o.quantize_packed(m.f(10), m.f(1), 5, 7, 8, KEY),
+        PayloadError,
+        "expected 2 elements, received 1",
+    ),
+    "powers: truncated": (
+        lambda o, m: o.natural_sum([m.b(11)], [m.i(0)], 10, "float32", False),
+        PayloadError,
+        "expected 12 .*, received 11",
+    ),
+    "powers: no base": (
+        lambda o, m: o.natural_sum([m.b(10)], [], 10, "float32", True),
+        ValueError,
+        "expected 2 arrays",
+    ),
+    "table: of 100": (
+        lambda o, m: o.table_sum([m.b(10)], [m.f(1)], m.f(100)),
+        PayloadError,
+        "expected 128 elements, received 100",
+    ),
+    "table: codes of two lengths": (
+        lambda o, m: o.table_sum([m.b(10), m.b(9)], [m.f(1), m.f(1)], m.f(128)),
+        PayloadError,
+        "expected 10 elements, received 9",
+    ),
+    "digits: truncated": (lambda o, m: o.ternary_sum([m.b(1, 121)], [m.f(1)], 10), PayloadError, "decode to 2 bytes"),
+    "digits: a run too long": (lambda o, m: o.ternary_sum([m.b(1, 255)], [m.f(1)], 10), PayloadError, "decode to 2"),
+    "digits: a run beyond the end": (
+        lambda o, m: o.ternary_sum([m.i(121, 244, dtype="uint8")], [m.f(1)], 10),
+        PayloadError,
+        "decode to 2 bytes",
+    ),
+    "widths: a number too many": (
+        lambda o, m: o.precision_sum([(m.f(1), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3))], 5, 0, 10, "float32"),
+        PayloadError,
+        "expected 0 numbers.*received 1",
+    ),
+    "widths: tags truncated": (
+        lambda o, m: o.precision_sum([(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(2))], 5, 0, 10, "float32"),
+        PayloadError,
+        "expected 3 .*, received 2",
+    ),
+    "widths: words missing": (
+        lambda o, m: o.precision_sum([(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3, 2))], 5, 0, 10, "float32"),
+        PayloadError,
+        "expected 3 numbers.*tags 2.*received 0",
+    ),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(framework, name):
+    call, error, text = REFUSED[name]
+    ops = get_ops(framework, native=True)
+    with pytest.raises(error, match=text):
+        call(ops, Make(ops))
+
+
+def run(kernel, *inputs, integers=(), numbers=(), consumes=False):
+    return native.module.run(kernel, list(inputs), list(integers), list(numbers), consumes, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([1.0, 2.0], "received another .*list"),
+        (None, "NoneType"),
+        (TEN[::2], "contiguous"),
+        (TEN.astype(">f4"), "as this processor has them"),
+        (TEN.astype(np.float16), "expected float32 or float64, received float16"),
+        (TEN.astype(np.complex64), "another dtype of 64 bits"),
+        (np.array([None]), "array of numbers"),
+        (np.zeros(41, np.uint8)[1:].view(np.float32), "multiple of an element of float32"),
+    ],
+)
+def test_the_module_takes_flat_aligned_arrays_only(given, text):
+    with pytest.raises(TypeError, match=text):
+        run("max_abs", given)
+
+
+def test_the_module_counts_its_arguments():
+    with pytest.raises(ValueError, match="there is no kernel 'maximum'"):
+        run("maximum", TEN)
+    with pytest.raises(ValueError, match="expected 1 arrays, 0 integers and 0 numbers, received 0, 0 and 0"):
+        run("max_abs")
+    with pytest.raises(ValueError, match="received 2, 1 and 1"):
+        run("max_abs", TEN, TEN, integers=[1], numbers=[2.0])
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        run("uniform", integers=[2**64, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("kernel", native.module.kernels() if native.module else [])
+def test_every_kernel_refuses_to_be_called_with_nothing_or_with_rubbish(kernel):
+    with pytest.raises(ValueError, match=r"expected .* received"):
+        run(kernel)
+    rng = np.random.default_rng(0)
+    for seed in range(300):
+        dtypes = rng.choice(DTYPES, rng.integers(5))
+        if seed % 2:
+            dtypes[:] = dtypes[0] if dtypes.size else dtypes
+        inputs = [rng.integers(-3, 20, rng.choice([0, 1, 2, 3, 16, 128])).astype(dtype) for dtype in dtypes]
+        integers = rng.choice([0, 1, 2, 3, 8, 16, 128, -1, 2**40, 2**62, -(2**63)], rng.integers(8)).tolist()
+        # Lengths of outputs that would be given, if only slowly, are no fault.
+        if kernel in ("words", "uniform", "sample", "majority") and 2**40 in integers[:2]:
+            continue
+        try:
+            run(kernel, *inputs, integers=integers, numbers=rng.standard_normal(rng.integers(3)), consumes=seed % 3 > 0)
+        except (TypeError, ValueError, MemoryError):
+            continue
+
+
+@every_backend
+def test_what_is_changed_in_place_must_be_writable_and_in_order(framework):
+    ops = get_ops(framework, native=True)
+    where = array(ops, [1], "int32")
+    with pytest.raises(TypeError, match="contiguous"):
+        ops.put_(array(ops, np.zeros(20), "float32")[::2], where, 1.0)
+    if framework == "numpy":
+        fixed = np.zeros(10, np.float32)
+        fixed.flags.writeable = False
+        with pytest.raises(ValueError, match="may be changed, received a read-only one"):
+            ops.put_(fixed, where, 1.0)
+        assert not fixed.any()
+
+
+@every_backend
+def test_what_is_only_read_may_have_steps_odd_addresses_or_be_read_only(framework):
+    ops = get_ops(framework, native=True)
+    wanted = np.arange(10.0, dtype=np.float32)
+    steps = ops.cast(np.repeat(wanted, 2), "float32")[::2]
+    data = np.concatenate([np.zeros(1, np.uint8), wanted.view(np.uint8)])
+    if framework == "numpy":
+        fixed = wanted.copy()
+        fixed.flags.writeable = False
+        odd = [data[1:].view(np.float32), fixed]
+    else:
+        torch = pytest.importorskip("torch")
+        odd = [torch.frombuffer(bytearray(data.tobytes()), dtype=torch.float32, offset=1)]
+    for x in (steps, *odd):
+        assert float(ops.max_abs(x)) == 9.0
+        values, indices = ops.select(x, 7.0, strict=True)
+        assert (values.tolist(), indices.tolist()) == ([8.0, 9.0], [8, 9])
+        assert ops.weighted_sum(x, 1, x, 1).tolist() == (2 * wanted).tolist()
+
+
+def test_arrays_of_another_framework_are_refused_by_name():
+    torch = pytest.importorskip("torch")
+    x, tensor = np.zeros(3, np.float32), torch.zeros(3)
+    with pytest.raises(TypeError, match=r"expected a NumPy array of .*, received .*Tensor"):
+        get_ops("numpy", native=True).max_abs(tensor)
+    with pytest.raises(TypeError, match=r"expected a PyTorch tensor of .*, received .*ndarray"):
+        get_ops("torch", native=True).max_abs(x)
+    with pytest.raises(TypeError, match=r"must be Tensor, not numpy\.ndarray"):
+        get_ops("torch", native=True).binary_sum([np.zeros(2, np.uint8)], [torch.zeros(2)], 10)
+    with pytest.raises(BufferError, match="meta"):
+        get_ops("torch", native=True).max_abs(torch.zeros(3, device="meta"))
+    for cls, x in (("NumPy array", [1.0]), ("PyTorch tensor", 1.0)):
+        with pytest.raises(TypeError, match=f"expected a {cls}"):
+            get_ops({"NumPy array": "numpy", "PyTorch tensor": "torch"}[cls], native=True).dtype(x)

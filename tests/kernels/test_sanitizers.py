@@ -1,0 +1,76 @@
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the same cases, and the same broken arguments.
+
+They are built into build/sanitized, and a process of its own loads them by GRACE_NATIVE.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import needs_kernels
+from tests.kernels.__main__ import digests
+
+pytestmark = needs_kernels
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "sanitized"
+MODULE = FOLDER / "modules" / "_native.so"
+FLAGS = "-fsanitize=address,undefined"
+# What CPython keeps until it ends is no leak of the kernels.
+ASAN = "detect_leaks=0:detect_stack_use_after_return=1:strict_init_order=1:check_initialization_order=1"
+
+
+def tell(command, **options):
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200, **options)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """What a process runs with that loads the sanitized kernels."""
+    compiler = os.environ.get("CXX") or "c++"
+    program = tmp_path_factory.mktemp("sanitizers") / "program"
+    command = [compiler, FLAGS, "-x", "c++", "-", "-o", program]
+    try:
+        subprocess.run(command, input=b"int main() {}", capture_output=True, check=True)
+        subprocess.run([program], capture_output=True, check=True, env=os.environ | {"ASAN_OPTIONS": ASAN})
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{compiler} has no sanitizers (install libasan and libubsan of its version): {error}")
+    if shutil.which("cmake") is None:
+        pytest.skip("there is no cmake on the PATH: activate .venv")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
+        # Two processes of pytest may want it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        define = ["-DGRACE_SANITIZE=ON", f"-DGRACE_PYTHON={sys.executable}", "-DGRACE_SUFFIX=.so"]
+        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        tell(["cmake", "-S", ROOT / "kernels", "-B", FOLDER, *generator, *define])
+        tell(["cmake", "--build", FOLDER, "--target", "_native", "--parallel", "2"])
+    # The runtimes come before everything else, and with them the library whose exceptions they watch.
+    libraries = re.findall(r"=> (\S*/lib(?:asan|ubsan|stdc\+\+)\.so\S*)", tell(["ldd", MODULE]))
+    assert len(libraries) == 3, libraries
+    own = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": ASAN, "UBSAN_OPTIONS": "print_stacktrace=1"}
+    return os.environ | own | {"GRACE_NATIVE": str(MODULE), "OMP_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize("isa", ["best", "baseline"])
+def test_no_case_is_reported_and_the_bytes_are_the_same(environment, isa):
+    choice = {} if isa == "best" else {"GRACE_ISA": isa}
+    there = json.loads(tell([sys.executable, "-m", "tests.kernels"], cwd=ROOT, env=environment | choice))
+    assert there["endured"] > 0
+    assert there["digests"] == digests()
+
+
+def test_no_broken_argument_is_reported(environment):
+    files = [f"tests/kernels/test_{name}.py" for name in ("errors", "corrupt", "properties", "threads")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--noconftest", "-p", "no:cacheprovider", "-k", "not torch"]
+    assert " passed" in tell([*command, *files], cwd=ROOT, env=environment)
