@@ -74,8 +74,8 @@ def test_the_timed_step_is_that_of_the_engine(name):
     part = make_part(name, numel)
     step = LocalStep(part, get_ops("numpy"), RANKS)
     simulation = Simulation(RANKS, [part.spec], {"compressor": name, "default_rules": False})
-    # What is gathered is added up; the division is the engine's.
-    factor = 1 if part.communicator.sums or not part.compressor.averages else RANKS
+    # What is gathered is added up; the division is the engine's, and the memory's gain with it.
+    factor = (1 if part.communicator.sums or not part.compressor.averages else RANKS) / part.memory.gain
     # gradiveq begins to compress after ten steps.
     for number in range(12):
         gradients = drawn(numel, number)

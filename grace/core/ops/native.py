@@ -11,6 +11,7 @@ import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any, Literal
@@ -39,6 +40,7 @@ module: Any = _load()
 FLOATS = ("float32", "float64")
 
 
+@cache
 def tensorflow_library() -> str | None:
     """The path of the library of TensorFlow's operation; None if it was not built."""
     spec = importlib.util.find_spec("grace._tensorflow_ops")
@@ -46,13 +48,16 @@ def tensorflow_library() -> str | None:
 
 
 def serves(framework: str, device: str) -> bool:
-    """Whether there are kernels for the arrays of a framework on a device."""
+    """Whether there are kernels for the arrays of a framework on a device: "cpu", "cuda" or "cuda:1"."""
     if framework == "tensorflow":
         # The operation is there for the CPU only: for a gradient elsewhere TensorFlow would copy it back and forth.
         if not device.startswith("cpu") or tensorflow_library() is None:
             return False
         return bool(importlib.import_module("grace.core.ops.native_tensorflow").loads())
-    return module is not None and (device.startswith("cpu") or bool(module.cuda))
+    if module is None:
+        return False
+    kind, _, index = device.partition(":")
+    return kind == "cpu" or (kind == "cuda" and module.cuda and bool(module.serves_gpu(int(index or 0))))
 
 
 def described(framework: str) -> str:

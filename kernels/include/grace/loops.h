@@ -25,6 +25,13 @@ template <class T> struct Coded {
     const T* scales;
 };
 
+// A list of elements of an array, as a sparsifier sends it.
+template <class T> struct Entries {
+    const T* values;
+    const int32_t* indices;
+    int64_t count;
+};
+
 // One rank's natural codes, and what its exponents lie above.
 struct Powers {
     const uint8_t* codes;
@@ -116,7 +123,7 @@ template <class T> struct Loops {
 
     // Adds every element to the bucket of its hash, in their order.
     void (*sketch_row)(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums);
-    // Medians over the rows for elements begin .. end - 1; `found` has room for kBlock integers per row.
+    // Medians over the rows for elements begin .. end - 1; `found` has room for as many integers per row.
     void (*sketch_medians)(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin, int64_t end,
                            typename Format<T>::Signed* found, T* out, bool around);
 };
