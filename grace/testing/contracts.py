@@ -245,10 +245,11 @@ class CompressorContract:
                     continue
                 below = flushed_below(ops, spec.work_dtype)
                 seen = np.where(np.abs(x) < below, np.zeros_like(x), x)
-                if exact and same(seen, x):
+                if exact:
                     mine, theirs = (wire_bytes(compressor, o, spec, x) for o in (ops, reference))
-                    assert mine == theirs, (spec, case, ops.name)
-                    continue
+                    assert mine == theirs or not same(seen, x), (spec, case, ops.name)
+                    if mine == theirs:
+                        continue
                 # A framework that computes with 0 in place of denormals may still move them into the payload.
                 decoded = [self._decoded(compressor, o, spec, given) for o, given in ((ops, x), (reference, seen))]
                 # Vectors of close singular values lose some more digits than sums.

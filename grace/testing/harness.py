@@ -45,7 +45,8 @@ def array(ops: ArrayOps, values: Any, dtype: str) -> Array:
 def flushed_below(ops: ArrayOps, dtype: str) -> float:
     """The magnitude below which the framework computes with 0: where denormals are kept, nothing is below it.
 
-    TensorFlow computes with flushed denormals, eagerly and in graphs; what only moves or selects elements keeps them.
+    TensorFlow computes with flushed denormals, eagerly and in graphs; kernels, and what only moves or selects elements,
+    keep them.
     """
     smallest = array(ops, [SMALLEST[dtype]], dtype)
     return 0.0 if host(ops, smallest + smallest).any() else _NORMAL[dtype]

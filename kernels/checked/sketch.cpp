@@ -26,6 +26,9 @@ int64_t columns_at(const Call& call, int i) {
     return columns;
 }
 
+// Elements whose estimates are found together: enough to make a row of the sketch worth loading.
+constexpr int64_t kTile = 1 << 18;
+
 }  // namespace
 
 void count_sketch_kernel(Call& call) {
@@ -64,8 +67,9 @@ void sketch_estimate_kernel(Call& call) {
         T* out = call.output<T>(n);
         GRACE_GPU(call, sketch_estimate, sketch, rows, columns, key, out, n);
         const auto hashes = hashes_of(key, rows);
-        over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            Scratch<typename Format<T>::Signed> found(rows * kBlock);
+        call.parallel(divide_up(n, kTile), [&](int64_t tile) {
+            const int64_t begin = tile * kTile, end = std::min(n, begin + kTile);
+            Scratch<typename Format<T>::Signed> found(rows * (end - begin));
             loops<T>().sketch_medians(sketch, hashes.data(), rows, static_cast<uint32_t>(columns), begin, end, found.data(),
                                       out, is_large<T>(n));
         });

@@ -12,6 +12,23 @@ constexpr int kDigits = 5, kLongestRun = 14;
 constexpr uint8_t kZeroByte = 121, kFirstRun = 243;
 constexpr int64_t kSlack = 16;  // bytes read and written behind the end
 
+// The digits 0 to 2 of every byte, most significant first; filled up, for copies of eight.
+struct DigitTable {
+    uint8_t of[kFirstRun][8];
+};
+
+constexpr DigitTable make_digits() {
+    DigitTable table{};
+    for (int byte = 0; byte < kFirstRun; ++byte) {
+        for (int j = 0, power = 81; j < 8; ++j, power = power > 1 ? power / 3 : 1) {
+            table.of[byte][j] = static_cast<uint8_t>(byte / power % 3);
+        }
+    }
+    return table;
+}
+
+constexpr DigitTable kDigitTable = make_digits();
+
 int64_t load64(const uint8_t* bytes) {
     int64_t word;
     std::memcpy(&word, bytes, 8);
@@ -122,12 +139,10 @@ void ternary_sum_kernel(Call& call) {
                                                     " bytes of digits; they decode to another number");
             }
             bytes.push_back(mine);
-            for (int byte = 0; byte < kFirstRun; ++byte) {
-                T* digits = &values[(r * kFirstRun + byte) * 8];
-                for (int j = 0, power = 81; j < 8; ++j, power /= 3) {
-                    digits[j] = power > 0 ? static_cast<T>(byte / power % 3 - 1) * *one.scale : T(0);
-                }
-            }
+            const T scale = *one.scale;
+            const T of_digit[3] = {T(-1) * scale, T(0) * scale, scale};
+            T* digits = &values[r * kFirstRun * 8];
+            for (int i = 0; i < kFirstRun * 8; ++i) digits[i] = of_digit[kDigitTable.of[i / 8][i % 8]];
         }
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().ternary_sum(bytes.data(), values.data(), ranks, to.onto, to.out, begin, end, to.around);

@@ -88,12 +88,13 @@ template <class Word> GRACE_LOCAL void least_first(Word* found, int least, int r
     }
 }
 
-// Medians of `rows` blocks of kBlock integers; a number of rows known to the compiler stays in registers.
-template <int known, class Word> GRACE_LOCAL void medians(const Word* found, int rows, int64_t n, Word* out) {
+// Medians over rows that begin every `stride` integers; a number of rows known to the compiler stays in registers.
+template <int known, class Word>
+GRACE_LOCAL void medians(const Word* found, int64_t stride, int rows, int64_t n, Word* out) {
     if constexpr (known > 0) {
         for (int64_t i = 0; i < n; ++i) {
             Word mine[known];
-            for (int row = 0; row < known; ++row) mine[row] = found[row * kBlock + i];
+            for (int row = 0; row < known; ++row) mine[row] = found[row * stride + i];
 #pragma GCC unroll 4
             for (int least = 0; least <= known / 2; ++least) least_first(mine, least, known);
             out[i] = mine[known / 2];
@@ -103,11 +104,11 @@ template <int known, class Word> GRACE_LOCAL void medians(const Word* found, int
     for (int64_t i = 0; i < n; ++i) {
         // Selection by counting: as many are below the median as above it.
         for (int row = 0; row < rows; ++row) {
-            const Word mine = found[row * kBlock + i];
+            const Word mine = found[row * stride + i];
             int below = 0, equal = 0;
             for (int other = 0; other < rows; ++other) {
-                below += found[other * kBlock + i] < mine;
-                equal += found[other * kBlock + i] == mine;
+                below += found[other * stride + i] < mine;
+                equal += found[other * stride + i] == mine;
             }
             if (below <= rows / 2 && rows / 2 < below + equal) out[i] = mine;
         }
@@ -118,27 +119,32 @@ template <class T>
 static void sketch_medians(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
                            int64_t end, typename Format<T>::Signed* found, T* out, bool around) {
     using Signed = typename Format<T>::Signed;
-    in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
-        alignas(64) uint32_t buckets[kBlock];
-        alignas(64) T values[kBlock];
-        alignas(64) Signed median[kBlock];
-        uint16_t signs[kBlock / 16];
-        for (int row = 0; row < rows; ++row) {
-            const T* mine = sketch + int64_t(row) * columns;
-            Signed* into = found + row * kBlock;
-            hash_block(hashes[row], columns, begin + from, length, buckets, signs);
+    // Row by row, so that one row at a time wants a place in the cache.
+    for (int row = 0; row < rows; ++row) {
+        const T* mine = sketch + int64_t(row) * columns;
+        for (int64_t at = begin; at < end; at += kBlock) {
+            alignas(64) uint32_t buckets[kBlock];
+            alignas(64) T values[kBlock];
+            uint16_t signs[kBlock / 16];
+            const int64_t length = lesser(kBlock, end - at);
+            Signed* into = found + row * (end - begin) + (at - begin);
+            hash_block(hashes[row], columns, at, length, buckets, signs);
             each_bucket(buckets, length, [&](int64_t i, uint64_t bucket) { values[i] = mine[bucket]; });
             for (int64_t i = 0; i + 16 <= length; i += 16) {
                 for (int j = 0; j < 16; ++j) into[i + j] = ordered(signed_by(signs + i / 16, j, values[i + j]));
             }
             for (int64_t i = length / 16 * 16; i < length; ++i) into[i] = ordered(signed_by(signs, i, values[i]));
         }
+    }
+    in_blocks(out + begin, end - begin, around, [&](int64_t at, int64_t length, T* target) {
+        alignas(64) Signed median[kBlock];
+        const Signed* here = found + at;
         switch (rows) {
-            case 1: medians<1>(found, rows, length, median); break;
-            case 3: medians<3>(found, rows, length, median); break;
-            case 5: medians<5>(found, rows, length, median); break;
-            case 7: medians<7>(found, rows, length, median); break;
-            default: medians<0>(found, rows, length, median);
+            case 1: medians<1>(here, end - begin, rows, length, median); break;
+            case 3: medians<3>(here, end - begin, rows, length, median); break;
+            case 5: medians<5>(here, end - begin, rows, length, median); break;
+            case 7: medians<7>(here, end - begin, rows, length, median); break;
+            default: medians<0>(here, end - begin, rows, length, median);
         }
         for (int64_t i = 0; i < length; ++i) target[i] = from_ordered<T>(median[i]);
     });

@@ -294,7 +294,7 @@ def test_what_is_only_read_may_have_steps_odd_addresses_or_be_read_only(framewor
         assert ops.weighted_sum(x, 1, x, 1).tolist() == (2 * wanted).tolist()
 
 
-def test_arrays_of_another_framework_are_refused_by_name():
+def test_arrays_of_numpy_and_of_torch_are_told_apart():
     torch = pytest.importorskip("torch")
     x, tensor = np.zeros(3, np.float32), torch.zeros(3)
     with pytest.raises(TypeError, match=r"expected a NumPy array of .*, received .*Tensor"):

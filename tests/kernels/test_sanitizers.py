@@ -70,7 +70,22 @@ def test_no_case_is_reported_and_the_bytes_are_the_same(environment, isa):
     assert there["digests"] == digests()
 
 
+def test_threads_share_memory_and_work_without_races(tmp_path):
+    program, compiler = tmp_path / "stress", os.environ.get("CXX") or "c++"
+    command = [compiler, "-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-o", program, "-x", "c++"]
+    try:
+        subprocess.run([*command, "-"], input=b"int main() {}", capture_output=True, check=True)
+        subprocess.run([program], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{compiler} has no ThreadSanitizer that runs here (install libtsan of its version): {error}")
+    sources = [ROOT / "tests" / "kernels" / "pool_stress.cpp", ROOT / "kernels" / "cpu" / "pool.cpp"]
+    tell([*command, *sources, f"-I{ROOT / 'kernels' / 'include'}"])
+    assert tell([program], env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}) == "all right\n"
+
+
 def test_no_broken_argument_is_reported(environment):
     files = [f"tests/kernels/test_{name}.py" for name in ("errors", "corrupt", "properties", "threads")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--noconftest", "-p", "no:cacheprovider", "-k", "not torch"]
+    # Not captured: what a sanitizer says before it ends the process would be lost.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "--noconftest", "-p", "no:cacheprovider"]
+    command += ["-k", "not torch"]
     assert " passed" in tell([*command, *files], cwd=ROOT, env=environment)

@@ -11,6 +11,7 @@ import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any, Literal
@@ -39,6 +40,7 @@ module: Any = _load()
 FLOATS = ("float32", "float64")
 
 
+@cache
 def tensorflow_library() -> str | None:
     """The path of the library of TensorFlow's operation; None if it was not built."""
     spec = importlib.util.find_spec("grace._tensorflow_ops")
