@@ -72,9 +72,7 @@ class NativeTorchOps(NativeCodings, TorchOps):
                 made = torch.empty(n, dtype=DTYPES[dtype], device=f"cuda:{index}")
             return made, made.data_ptr()
 
-        results: list[Array] = module.run_on_gpu(
-            kernel, inputs, integers, numbers, index, stream.cuda_stream, allocate
-        )
+        results: list[Array] = module.run_on_gpu(kernel, inputs, integers, numbers, index, stream.cuda_stream, allocate)
         return results
 
 
