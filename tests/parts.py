@@ -11,10 +11,22 @@ from grace.core.compressor import Compressor
 from grace.core.config import Parts
 from grace.core.errors import IncompatibleError
 from grace.core.memory import Memory
+from grace.core.ops import get_ops
+from grace.core.ops.composites import ArrayOps
 from grace.core.registry import communicators, compressors, memories
 from grace.testing.harness import FRAMEWORKS
 
 every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
+
+# The frameworks as they come, and with reference bodies where they come with kernels of the same module.
+BACKENDS = (*FRAMEWORKS, *(f"{name}-reference" for name in ("numpy", "torch") if name in FRAMEWORKS))
+
+
+def ops_of(backend: str) -> ArrayOps:
+    """The array operations of one of BACKENDS."""
+    framework, _, reference = backend.partition("-")
+    return get_ops(framework, native=False if reference else None)
+
 
 EXTRA_COMPRESSORS = [
     {"name": "3lc", "sparsity_multiplier": 1.9},

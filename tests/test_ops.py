@@ -17,6 +17,7 @@ from grace.core.spec import Key
 from grace.testing.harness import EPS, FRAMEWORKS, array, flushed_below, host, same
 from grace.testing.traced import traced_ops
 from tests import composites
+from tests.parts import BACKENDS, ops_of
 
 N = 1003
 KEY = Key(77, 5)
@@ -64,13 +65,13 @@ def in_graph(call):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("backend", [*FRAMEWORKS[1:], "graph"])
+@pytest.mark.parametrize("backend", [*BACKENDS[1:], "graph"])
 def test_backends_agree_bit_for_bit(backend, name, dtype):
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, N)).astype(dtype)
     call, results = CALLS[name], []
-    for framework, run in (("numpy", call), ("tensorflow", in_graph(call)) if backend == "graph" else (backend, call)):
-        ops = get_ops(framework)
+    for of, run in (("numpy", call), ("tensorflow", in_graph(call)) if backend == "graph" else (backend, call)):
+        ops = ops_of(of)
         results.append(host(ops, run(ops, array(ops, x, dtype), array(ops, y, dtype))))
     if (name, dtype) in LAST_BIT:
         assert np.allclose(*results, rtol=2 * EPS[dtype], atol=0)
@@ -118,9 +119,9 @@ def test_denormals_count_as_zeros_in_tensorflow_only():
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 1003])
 def test_packed_bytes_agree(bits, n):
     codes = np.random.default_rng(bits).integers(0, 2**bits, n)
-    packed = [host(ops, ops.pack(array(ops, codes, "int64"), bits)) for ops in map(get_ops, FRAMEWORKS)]
+    packed = [host(ops, ops.pack(array(ops, codes, "int64"), bits)) for ops in map(ops_of, BACKENDS)]
     assert all(same(packed[0], other) for other in packed[1:])
-    reference = host(get_ops("numpy"), ArrayOps.pack(get_ops("numpy"), codes, bits))
+    reference = ArrayOps.pack(ops_of("numpy-reference"), codes, bits)
     assert packed[0].tolist() == reference.tolist(), "an override must be the reference body, only faster"
 
 
@@ -148,10 +149,10 @@ def check_composite(ops, call):
     ("n", "dtype"), [*((n, "float32") for n in composites.SIZES), (9, "float64"), (1000, "float64")]
 )
 @pytest.mark.parametrize("name", composites.CASES)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_composites_equal_plain_numpy(framework, name, n, dtype):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_composites_equal_plain_numpy(backend, name, n, dtype):
     for call in composites.CASES[name](n, dtype):
-        check_composite(get_ops(framework), call)
+        check_composite(ops_of(backend), call)
 
 
 @pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")

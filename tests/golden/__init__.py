@@ -37,9 +37,8 @@ def made(compressor: Compressor, ops: ArrayOps) -> Exchange:
     return exchange(compressor, ops, SPEC, [gradient()], step=STEP)
 
 
-def encode(compressor: Compressor, framework: str) -> bytes:
+def encode(compressor: Compressor, ops: ArrayOps) -> bytes:
     """The wire buffer of the fixed gradient."""
-    ops = get_ops(framework)
     layout = GatherLayout([SPEC], [compressor.wire(SPEC)], [True])
     return bytes(host(ops, layout.encode(ops, made(compressor, ops).payloads, [False], STEP)))
 
@@ -53,7 +52,7 @@ def write() -> list[str]:
     """Store the bytes of every case as NumPy makes them; removes files of no case. Returns what changed."""
     changed = []
     for name, compressor in cases().items():
-        data = encode(compressor, "numpy")
+        data = encode(compressor, get_ops("numpy"))
         text = json.dumps({"tensor": list(SPEC.shape), "bytes": len(data), "hex": data.hex()}, indent=1) + "\n"
         if not path(name).exists() or path(name).read_text(encoding="utf-8") != text:
             path(name).write_text(text, encoding="utf-8")
