@@ -52,6 +52,11 @@ template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out) {
         Added<double>(), [=] __device__(double sum) { *out = T(sqrt(sum)); });
 }
 
+template <class T> void norm_max(const Stream& on, const T* x, int64_t n, T* out, T* most) {
+    norm(on, x, n, out);
+    max_abs(on, x, n, most);
+}
+
 void half(const Stream& on, const float* x, bool brain, uint16_t* out, int64_t n) {
     if (brain) {
         map(on, out, n, [=] __device__(int64_t i) { return to_bfloat16(x[i]); });
@@ -105,7 +110,8 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
     template void weighted_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t);       \
     template void max_abs<T>(const Stream&, const T*, int64_t, T*);                            \
     template void finite<T>(const Stream&, const T*, int64_t, uint8_t*);                       \
-    template void norm<T>(const Stream&, const T*, int64_t, T*);
+    template void norm<T>(const Stream&, const T*, int64_t, T*);                                \
+    template void norm_max<T>(const Stream&, const T*, int64_t, T*, T*);
 GRACE_MAKE(float)
 GRACE_MAKE(double)
 #undef GRACE_MAKE

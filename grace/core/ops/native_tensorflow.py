@@ -59,19 +59,29 @@ class NativeTensorflowOps(NativeCodings, TensorflowOps):
         eager = tf.executing_eagerly()
         static = [] if eager else [n if isinstance(n, int) else -1 for n in lengths]
         try:
-            results = operation()(
-                arrays=list(inputs),
-                integers=_vector(integers, tf.int64),
-                numbers=_vector(numbers, tf.float64),
-                Tout=[tf.as_dtype(dtype) for dtype in outputs],
-                kernel=kernel,
-                name=kernel,
-                lengths=static,
-                consumes=consumes,
-            )
+            with tf.control_dependencies(_readers(inputs[0]) if consumes and not eager else []):
+                results = operation()(
+                    arrays=list(inputs),
+                    integers=_vector(integers, tf.int64),
+                    numbers=_vector(numbers, tf.float64),
+                    Tout=[tf.as_dtype(dtype) for dtype in outputs],
+                    kernel=kernel,
+                    name=kernel,
+                    lengths=static,
+                    consumes=consumes,
+                )
         except tf.errors.InvalidArgumentError as error:
             raise _of_core(error) from None
         return list(results)
+
+
+def _readers(x: Any) -> list[Any]:
+    """The operations of the graph that read an array so far.
+
+    What consumes the array comes last by waiting for them: where one of them still held it, a copy would be made.
+    """
+    within = getattr(x, "graph", None) is tf.compat.v1.get_default_graph()
+    return list(x.consumers()) if within else []
 
 
 def _vector(values: Sequence[Any], dtype: Any) -> Any:
