@@ -1,4 +1,5 @@
-// The module grace._native: every kernel through one function, for NumPy arrays and PyTorch tensors (DLPack).
+// The module grace._native: every kernel through one function, for NumPy arrays and PyTorch tensors (DLPack), and
+// through another one for what lies on a GPU.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -90,6 +91,27 @@ template <class... Framework> nb::object wrapped(Output& output, bool numpy) {
     return nb::cast(nb::ndarray<Framework...>(data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
 }
 
+// What one array of a call is, on a device; throws Error(type) for what no kernel takes.
+grace::Array array_of(const std::string& kernel, size_t i, const Given& array, int device_type, int device,
+                      bool writable) {
+    using Kind = grace::Error::Kind;
+    if (array.device_type() != device_type || array.device_id() != device) {
+        refuse(Kind::type, kernel, i, device_type == nb::device::cpu::value
+                                          ? "expected main memory, received another device"
+                                          : "expected CUDA device " + std::to_string(device) + ", received another device");
+    }
+    grace::DType dtype;
+    if (!read_dtype(array.dtype(), dtype)) {
+        refuse(Kind::type, kernel, i, "expected floats of 16 to 64 bits, integers, uint8 or bool, received another "
+                                      "dtype of " + std::to_string(array.dtype().bits) + " bits");
+    }
+    if (array.size() > 0 && reinterpret_cast<uintptr_t>(array.data()) % grace::size_of(dtype) != 0) {
+        refuse(Kind::type, kernel, i, std::string("expected an address that is a multiple of an element of ") +
+                                          grace::name_of(dtype) + ", received another; pass a copy");
+    }
+    return {const_cast<void*>(static_cast<const void*>(array.data())), static_cast<int64_t>(array.size()), dtype, writable};
+}
+
 std::vector<grace::Array> arrays_of(const std::string& kernel, nb::sequence inputs, bool consumes, bool numpy,
                                     std::vector<Given>& held) {
     using Kind = grace::Error::Kind;
@@ -101,36 +123,27 @@ std::vector<grace::Array> arrays_of(const std::string& kernel, nb::sequence inpu
             refuse(Kind::type, kernel, i, "expected a contiguous array of numbers as this processor has them, received "
                                           "another " + std::string(nb::str(handle.type()).c_str()));
         }
-        if (array.device_type() != nb::device::cpu::value) {
-            refuse(Kind::type, kernel, i, "expected main memory, received another device; these kernels were built "
-                                          "without CUDA");
-        }
-        grace::DType dtype;
-        if (!read_dtype(array.dtype(), dtype)) {
-            refuse(Kind::type, kernel, i, "expected floats of 16 to 64 bits, integers, uint8 or bool, received another "
-                                          "dtype of " + std::to_string(array.dtype().bits) + " bits");
-        }
-        if (array.size() > 0 && reinterpret_cast<uintptr_t>(array.data()) % grace::size_of(dtype) != 0) {
-            refuse(Kind::type, kernel, i, std::string("expected an address that is a multiple of an element of ") +
-                                               grace::name_of(dtype) + ", received another; pass a copy");
-        }
         // A capsule is taken once; whether what it holds is read-only, DLPack of this version cannot say.
         bool writable = consumes && arrays.empty();
         if (writable && numpy) {
             nb::ndarray<nb::c_contig> changeable;
             writable = nb::try_cast(handle, changeable, false);
         }
-        arrays.push_back({const_cast<void*>(static_cast<const void*>(array.data())),
-                          static_cast<int64_t>(array.size()), dtype, writable});
+        arrays.push_back(array_of(kernel, i, array, nb::device::cpu::value, 0, writable));
         held.push_back(std::move(array));
     }
     return arrays;
 }
 
+grace::Kernel kernel_of(const std::string& name) {
+    const grace::Kernel function = grace::find(name);
+    if (function == nullptr) throw grace::Error(grace::Error::Kind::value, "there is no kernel '" + name + "'");
+    return function;
+}
+
 nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
              const std::vector<double>& numbers, bool consumes, int threads, bool numpy) {
-    const grace::Kernel function = grace::find(kernel);
-    if (function == nullptr) throw grace::Error(grace::Error::Kind::value, "there is no kernel '" + kernel + "'");
+    const grace::Kernel function = kernel_of(kernel);
     std::vector<Given> held;
     HostCall call(kernel, arrays_of(kernel, inputs, consumes, numpy, held), integers, numbers, threads);
     {
@@ -144,9 +157,99 @@ nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<i
     return results;
 }
 
+#ifdef GRACE_CUDA
+
+#ifdef GRACE_EMULATED
+constexpr int kDeviceType = nb::device::cpu::value;
+#else
+constexpr int kDeviceType = nb::device::cuda::value;
+#endif
+
+// A call on a GPU: memory comes from the framework, through allocate(dtype, n) -> (array, address).
+class DeviceCall : public grace::Call {
+  public:
+    DeviceCall(std::string kernel, std::vector<grace::Array> inputs, std::vector<int64_t> integers,
+               std::vector<double> numbers, uintptr_t stream, int* fault, nb::callable allocate)
+        : Call(std::move(kernel), std::move(inputs), std::move(integers), std::move(numbers)),
+          allocate_(std::move(allocate)),
+          at_{reinterpret_cast<CUstream_st*>(stream), [this](int64_t bytes) { return scratch(bytes); }, fault} {}
+
+    void* allocate(grace::DType dtype, int64_t n) override {
+        const nb::gil_scoped_acquire held;
+        return made(grace::name_of(dtype), n, results);
+    }
+    void parallel(int64_t, const std::function<void(int64_t)>&) override {
+        fail(grace::Error::Kind::type, "there is no such kernel for GPUs");
+    }
+    int threads() const override { return 1; }
+    const grace::gpu::Stream* gpu() const override { return &at_; }
+
+    nb::list results;
+
+  private:
+    // The framework gives it to others only after what is on the stream now.
+    void* scratch(int64_t bytes) {
+        const nb::gil_scoped_acquire held;
+        return made("uint8", bytes, scratch_);
+    }
+    void* made(const char* dtype, int64_t n, nb::list& into) {
+        const nb::tuple pair = nb::cast<nb::tuple>(allocate_(dtype, n));
+        into.append(pair[0]);
+        return reinterpret_cast<void*>(nb::cast<uintptr_t>(pair[1]));
+    }
+
+    nb::callable allocate_;
+    nb::list scratch_;
+    grace::gpu::Stream at_;
+};
+
+// `inputs` are capsules of DLPack, because an array's own method may make streams wait for each other.
+std::vector<grace::Array> device_arrays_of(const std::string& kernel, nb::sequence inputs, int device,
+                                           std::vector<Given>& held) {
+    std::vector<grace::Array> arrays;
+    for (nb::handle handle : inputs) {
+        Given array;
+        if (!nb::try_cast(handle, array, false)) {
+            refuse(grace::Error::Kind::type, kernel, arrays.size(), "expected a capsule of a contiguous array, received "
+                                                                    "another " + std::string(nb::str(handle.type()).c_str()));
+        }
+        arrays.push_back(array_of(kernel, arrays.size(), array, kDeviceType, device, true));
+        held.push_back(std::move(array));
+    }
+    return arrays;
+}
+
+nb::list run_on_gpu(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
+                    const std::vector<double>& numbers, int device, uintptr_t stream, nb::callable allocate) {
+    const grace::Kernel function = kernel_of(kernel);
+    std::vector<Given> held;
+    const std::vector<grace::Array> arrays = device_arrays_of(kernel, inputs, device, held);
+    const grace::gpu::DeviceGuard current(device);
+    volatile int* fault = grace::gpu::fault_word(device);
+    DeviceCall call(kernel, arrays, integers, numbers, stream, const_cast<int*>(fault), std::move(allocate));
+    const auto report = [&] {
+        if (*fault == 0) return;
+        *fault = 0;
+        call.fail(grace::Error::Kind::payload, "a kernel that ran before on CUDA device " + std::to_string(device) +
+                                                   " met an index out of range, and left the element out");
+    };
+    report();
+    {
+        nb::gil_scoped_release released;
+        function(call);
+    }
+    return call.results;
+}
+
+#endif
+
 }  // namespace
 
-NB_MODULE(_native, module) {
+#ifndef GRACE_MODULE
+#define GRACE_MODULE _native
+#endif
+
+NB_MODULE(GRACE_MODULE, module) {
     module.doc() = "Kernels of grace on NumPy arrays and PyTorch tensors.";
     module.def("run", &run, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"), nb::arg("numbers"),
                nb::arg("consumes"), nb::arg("threads"), nb::arg("numpy"),
@@ -154,18 +257,30 @@ NB_MODULE(_native, module) {
     module.def("kernels", &grace::names, "The names of all kernels.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");
+#ifdef GRACE_CUDA
+    module.attr("cuda") = true;
+    module.def("run_on_gpu", &run_on_gpu, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"),
+               nb::arg("numbers"), nb::arg("device"), nb::arg("stream"), nb::arg("allocate"),
+               "Results of a kernel of capsules (DLPack) on a CUDA device and stream; "
+               "allocate(dtype, n) gives an array and its address.");
+    module.def("serves_gpu", &grace::gpu::serves, nb::arg("device"),
+               "Whether there is this CUDA device, and code for it.");
+#else
     module.attr("cuda") = false;
+#endif
     static nb::exception<grace::Error> corrupt(module, "CorruptPayload", PyExc_ValueError);
     nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
         try {
             std::rethrow_exception(pointer);
         } catch (const grace::Error& error) {
-            const bool type = error.kind == grace::Error::Kind::type;
-            if (error.kind == grace::Error::Kind::payload) {
-                PyErr_SetString(corrupt.ptr(), error.what());
-            } else {
-                PyErr_SetString(type ? PyExc_TypeError : PyExc_ValueError, error.what());
+            PyObject* kind = PyExc_ValueError;
+            switch (error.kind) {
+                case grace::Error::Kind::type: kind = PyExc_TypeError; break;
+                case grace::Error::Kind::payload: kind = corrupt.ptr(); break;
+                case grace::Error::Kind::device: kind = PyExc_RuntimeError; break;
+                default: break;
             }
+            PyErr_SetString(kind, error.what());
         }
     });
 }

@@ -13,6 +13,7 @@ void weighted_sum_kernel(Call& call) {
         const T *x = call.input<T>(0), *y = call.input<T>(1, n);
         const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
         T* out = call.output<T>(n);
+        GRACE_GPU(call, weighted_sum, x, a, y, b, out, n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().weighted_sum(x + begin, a, y + begin, b, out + begin, end - begin, is_large<T>(n));
         });
@@ -25,11 +26,13 @@ void max_abs_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
+        T* out = call.output<T>(1);
+        GRACE_GPU(call, max_abs, x, n, out);
         Scratch<T> most(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             most[begin / kPiece] = loops<T>().max_abs(x + begin, end - begin);
         });
-        *call.output<T>(1) = loops<T>().max_abs(most.data(), divide_up(n, kPiece));
+        *out = loops<T>().max_abs(most.data(), divide_up(n, kPiece));
     });
 }
 
@@ -39,13 +42,15 @@ void norm_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
+        T* out = call.output<T>(1);
+        GRACE_GPU(call, norm, x, n, out);
         Scratch<double> squares(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             squares[begin / kPiece] = loops<T>().sum_squares(x + begin, end - begin);
         });
         double sum = 0;
         for (int64_t i = 0; i < divide_up(n, kPiece); ++i) sum += squares[i];
-        *call.output<T>(1) = static_cast<T>(std::sqrt(sum));
+        *out = static_cast<T>(std::sqrt(sum));
     });
 }
 
@@ -55,13 +60,15 @@ void finite_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
+        uint8_t* out = call.output<uint8_t>(1);
+        GRACE_GPU(call, finite, x, n, out);
         Scratch<uint8_t> good(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             good[begin / kPiece] = loops<T>().finite(x + begin, end - begin);
         });
         uint8_t all = 1;
         for (int64_t i = 0; i < divide_up(n, kPiece); ++i) all &= good[i];
-        *call.output<uint8_t>(1) = all;
+        *out = all;
     });
 }
 
@@ -71,6 +78,7 @@ void half_kernel(Call& call) {
     const float* x = call.input<float>(0);
     const bool brain = call.integer(0) != 0;
     uint16_t* out = static_cast<uint16_t*>(call.allocate(brain ? DType::bfloat16 : DType::float16, n));
+    GRACE_GPU(call, half, x, brain, out, n);
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
         loops<float>().to_half(x + begin, brain, out + begin, end - begin, is_large<uint16_t>(n));
     });
@@ -84,6 +92,7 @@ void wide_kernel(Call& call) {
     }
     const uint16_t* from = static_cast<const uint16_t*>(x.data);
     float* out = call.output<float>(x.size);
+    GRACE_GPU(call, wide, from, x.dtype == DType::bfloat16, out, x.size);
     over_pieces(call, x.size, [&](int64_t begin, int64_t end) {
         loops<float>().from_half(from + begin, x.dtype == DType::bfloat16, out + begin, end - begin,
                                  is_large<float>(x.size));
@@ -95,6 +104,7 @@ void words_kernel(Call& call) {
     const int64_t n = call.length(0);
     const RandomKey key = key_at(call, 1);
     int64_t* out = call.output<int64_t>(n);
+    GRACE_GPU(call, words, key, out, n);
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
         uint32_t random[256];
         for (int64_t at = begin; at < end; at += 256) {
@@ -110,6 +120,7 @@ void uniform_kernel(Call& call) {
     const int64_t n = call.length(0);
     const RandomKey key = key_at(call, 1);
     float* out = call.output<float>(n);
+    GRACE_GPU(call, uniform, key, out, n);
     over_pieces(call, n, [&](int64_t begin, int64_t end) { integer_loops().uniform(&key, begin, end, out + begin); });
 }
 
@@ -133,6 +144,7 @@ void sample_kernel(Call& call) {
     permutation.low_mask = (1u << permutation.low) - 1;
     permutation.high_mask = (1u << (bits - permutation.low)) - 1;
     int32_t* out = call.output<int32_t>(k);
+    GRACE_GPU(call, sample, permutation, static_cast<uint32_t>(n), out, k);
     over_pieces(call, k, [&](int64_t begin, int64_t end) {
         integer_loops().sample(&permutation, static_cast<uint32_t>(n), begin, end, out + begin);
     });

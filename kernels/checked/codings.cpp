@@ -88,8 +88,10 @@ void natural_encode_kernel(Call& call) {
         // Bits of a code above the low eight.
         const int more = clipped ? 0 : Format<T>::exponent - 7;
         uint8_t* codes = call.output<uint8_t>(clipped ? n : packed_size(n, 8 + more));
+        int32_t* least = call.output<int32_t>(1);
+        GRACE_GPU(call, natural_encode, x, clipped, key, codes, least, n);
         const int32_t base = clipped ? natural_base(call, x, n, key) : -1;
-        *call.output<int32_t>(1) = std::max(0, base);
+        *least = std::max(0, base);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().natural_codes(x, &key, base, begin, end, codes + begin, codes + n + begin / 8 * more);
         });
@@ -103,12 +105,15 @@ void natural_sum_kernel(Call& call) {
     const bool clipped = call.integer(3) != 0, negate = call.integer(4) != 0;
     const auto body = [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        std::vector<Powers> payloads;
+        std::vector<gpu::NaturalCodes> lists;
         for (int r = 0; r < ranks; ++r) {
-            payloads.push_back({call.input<uint8_t>(first + r, packed_size(n, clipped ? 8 : Format<T>::exponent + 1)),
-                                static_cast<uint32_t>(call.scalar<int32_t>(first + ranks + r))});
+            lists.push_back({call.input<uint8_t>(first + r, packed_size(n, clipped ? 8 : Format<T>::exponent + 1)),
+                             call.input<int32_t>(first + ranks + r, 1)});
         }
         const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, natural_sum, lists, clipped, negate, to.onto, to.out, n);
+        std::vector<Powers> payloads;
+        for (const gpu::NaturalCodes& one : lists) payloads.push_back({one.codes, static_cast<uint32_t>(*one.base)});
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().natural_sum(payloads.data(), ranks, clipped, negate, n, to.onto, to.out, begin, end, to.around);
         });
@@ -122,8 +127,10 @@ void table_encode_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
-        const Cells<T> cells(call.input<T>(2, kMagnitudes), call.scalar<T>(1), n);
+        const T *scale = call.input<T>(1, 1), *table = call.input<T>(2, kMagnitudes);
         uint8_t* codes = call.output<uint8_t>(n);
+        GRACE_GPU(call, table_encode, x, scale, table, codes, n);
+        const Cells<T> cells(table, *scale, n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().table_codes(x + begin, cells.edges(), end - begin, codes + begin);
         });
@@ -137,18 +144,22 @@ void table_sum_kernel(Call& call) {
     dispatch(call, call.input(first + 2 * ranks), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const T* table = call.input<T>(first + 2 * ranks, kMagnitudes);
+        std::vector<Coded<T>> lists;
+        for (int r = 0; r < ranks; ++r) {
+            lists.push_back({call.input<uint8_t>(first + r, n), call.input<T>(first + ranks + r, 1)});
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, table_sum, lists, table, to.onto, to.out, n);
         Scratch<T> values(2 * kMagnitudes * ranks);
         std::vector<const uint8_t*> codes;
-        for (int r = 0; r < ranks; ++r) {
-            codes.push_back(call.input<uint8_t>(first + r, n));
-            const T scale = call.scalar<T>(first + ranks + r);
-            T* mine = values.data() + 2 * kMagnitudes * r;
+        for (const Coded<T>& one : lists) {
+            T* mine = values.data() + 2 * kMagnitudes * static_cast<int64_t>(codes.size());
+            codes.push_back(one.codes);
             for (int i = 0; i < kMagnitudes; ++i) {
-                mine[i] = table[i] * scale;
+                mine[i] = table[i] * *one.scales;
                 mine[kMagnitudes + i] = -mine[i];
             }
         }
-        const Target<T> to = target_of<T>(call, first == 1, n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().table_sum(codes.data(), values.data(), ranks, to.onto, to.out, begin, end, to.around);
         });

@@ -24,8 +24,7 @@ int64_t width_at(const Call& call, int i) {
 int64_t buckets_of(int64_t n, int64_t width) { return n == 0 ? -1 : divide_up(n, width); }
 
 // codes(begin, end, low, high) fills in the low and, above 8 bits, the high bytes of the codes of a piece.
-template <class Codes> void packed(Call& call, int64_t n, int bits, Codes codes) {
-    uint8_t* out = call.output<uint8_t>(packed_size(n, bits));
+template <class Codes> void packed(Call& call, uint8_t* out, int64_t n, int bits, Codes codes) {
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
         uint8_t low[1024], high[1024];
         for (int64_t at = begin; at < end; at += 1024) {
@@ -69,13 +68,16 @@ void pack_kernel(Call& call) {
     if (codes.dtype == DType::uint8 && bits <= 8) {
         const uint8_t* from = call.input<uint8_t>(0);
         uint8_t* out = call.output<uint8_t>(packed_size(codes.size, bits));
+        GRACE_GPU(call, pack, from, bits, out, codes.size);
         over_pieces(call, codes.size, [&](int64_t begin, int64_t end) {
             integer_loops().pack(from + begin, bits, end - begin, out + begin / 8 * bits);
         });
         return;
     }
     const int64_t* from = call.input<int64_t>(0);
-    packed(call, codes.size, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t* high) {
+    uint8_t* out = call.output<uint8_t>(packed_size(codes.size, bits));
+    GRACE_GPU(call, pack, from, bits, out, codes.size);
+    packed(call, out, codes.size, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t* high) {
         for (int64_t i = begin; i < end; ++i) {
             low[i - begin] = static_cast<uint8_t>(from[i]);
             high[i - begin] = static_cast<uint8_t>(from[i] >> 8);
@@ -89,6 +91,7 @@ void unpack_kernel(Call& call) {
     const int64_t n = call.length(1);
     const uint8_t* data = call.input<uint8_t>(0, packed_size(n, bits));
     int64_t* out = call.output<int64_t>(n);
+    GRACE_GPU(call, unpack, data, bits, out, n);
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
         uint8_t low[1024], high[1024];
         for (int64_t at = begin; at < end; at += 1024) {
@@ -110,9 +113,11 @@ void binarize_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
+        const T threshold = static_cast<T>(call.number(0));
         uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
+        GRACE_GPU(call, binarize, x, threshold, bits, n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            loops<T>().binarize(x + begin, static_cast<T>(call.number(0)), bits + begin / 8, end - begin);
+            loops<T>().binarize(x + begin, threshold, bits + begin / 8, end - begin);
         });
     });
 }
@@ -125,11 +130,13 @@ void binarize_sums_kernel(Call& call) {
         const T* x = call.input<T>(0);
         uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
         double* sums = call.output<double>(3);
+        const T threshold = static_cast<T>(call.number(0));
+        GRACE_GPU(call, binarize_sums, x, threshold, bits, sums, n);
         Scratch<double> of_piece(3 * pieces);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             double* mine = of_piece.data() + begin / kPiece * 3;
             mine[0] = mine[1] = mine[2] = 0;
-            loops<T>().binarize_sums(x + begin, static_cast<T>(call.number(0)), bits + begin / 8, mine, end - begin);
+            loops<T>().binarize_sums(x + begin, threshold, bits + begin / 8, mine, end - begin);
         });
         for (int j = 0; j < 3; ++j) {
             sums[j] = 0;
@@ -145,12 +152,12 @@ void binary_sum_kernel(Call& call) {
     dispatch(call, call.input(first + ranks), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const auto bits = bits_of<T>(call, first, ranks, n);
-        std::vector<T> levels;
-        for (int r = 0; r < ranks; ++r) {
-            const T* pair = call.input<T>(first + ranks + r, 2);
-            levels.insert(levels.end(), pair, pair + 2);
-        }
+        std::vector<Coded<T>> payloads;
+        for (int r = 0; r < ranks; ++r) payloads.push_back({bits[r], call.input<T>(first + ranks + r, 2)});
         const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, binary_sum, payloads, to.onto, to.out, n);
+        std::vector<T> levels;
+        for (const Coded<T>& one : payloads) levels.insert(levels.end(), one.scales, one.scales + 2);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().binary_sum(moved(bits, begin).data(), levels.data(), ranks,
                                   to.onto == nullptr ? nullptr : to.onto + begin, to.out + begin, end - begin, to.around);
@@ -166,6 +173,7 @@ void majority_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const auto bits = bits_of<T>(call, 0, ranks, n);
         T* out = call.output<T>(n);
+        GRACE_GPU(call, majority, bits, out, n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().majority(moved(bits, begin).data(), ranks, out + begin, end - begin, is_large<T>(n));
         });
@@ -180,6 +188,7 @@ void bucket_norms_kernel(Call& call) {
         const int64_t n = call.input(0).size, width = width_at(call, 0), buckets = divide_up(n, width);
         const T* x = call.input<T>(0);
         T* norms = call.output<T>(buckets);
+        GRACE_GPU(call, bucket_norms, x, n, width, call.integer(1) != 0, norms);
         const int64_t each = std::max<int64_t>(1, kPiece / width);
         call.parallel(divide_up(buckets, each), [&](int64_t task) {
             loops<T>().bucket_norms(x, n, width, call.integer(1) != 0, norms, task * each,
@@ -201,7 +210,9 @@ void quantize_packed_kernel(Call& call) {
         const T *x = call.input<T>(0), *scales = call.input<T>(1, buckets_of(n, width));
         const T* limit = call.inputs() == 3 ? call.input<T>(2, 1) : nullptr;
         const RandomKey key = key_at(call, 3);
-        packed(call, n, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t* high) {
+        uint8_t* out = call.output<uint8_t>(packed_size(n, bits));
+        GRACE_GPU(call, quantize_packed, x, scales, width, static_cast<int>(levels), bits, limit, key, out, n);
+        packed(call, out, n, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t* high) {
             if (bits <= 8) {
                 loops<T>().levels8(x, scales, width, static_cast<T>(levels), limit, &key, begin, end, low);
             } else {
@@ -229,6 +240,7 @@ void dequantize_sum_kernel(Call& call) {
                                 call.input<T>(first + ranks + r, buckets_of(n, width))});
         }
         const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, dequantize_sum, payloads, width, static_cast<int>(levels), bits, to.onto, to.out, n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().dequantize_sum(payloads.data(), ranks, width, static_cast<int>(levels), bits, n, to.onto, to.out,
                                       begin, end, to.around);

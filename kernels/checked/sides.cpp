@@ -87,6 +87,14 @@ void top_of_sides_kernel(Call& call) {
         const int64_t n = call.input(0).size;
         if (n > INT32_MAX) call.fail(Error::Kind::value, "int32 indices cannot address " + std::to_string(n) + " elements");
         const T* x = call.input<T>(0);
+        GRACE_GPU(call, top_of_sides<T>, x, n, [ratio](int64_t count) { return kept_of(ratio, count); },
+                  [&](int64_t positive, int64_t negative) {
+                      gpu::Tops<T> out;
+                      out.means = call.output<T>(2);
+                      out.positive = call.output<int32_t>(positive);
+                      out.negative = call.output<int32_t>(negative);
+                      return out;
+                  });
         // What every element that is not zero reaches.
         const T least = std::numeric_limits<T>::denorm_min();
         if (Sample<T>::pays(n, static_cast<int64_t>(ratio * static_cast<double>(n)))) {
@@ -112,6 +120,7 @@ void orthogonalize_kernel(Call& call) {
         const int64_t rows = call.length(0), columns = call.length(1);
         const T* a = call.input<T>(0, rows * columns);
         T* out = call.output<T>(rows * columns);
+        GRACE_GPU(call, orthogonalize, a, rows, columns, out);
         Scratch<T> transposed(rows * columns);
         Scratch<double> products(rows);
         // NumPy widens float32 by pieces of this length before it adds.

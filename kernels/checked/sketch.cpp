@@ -4,18 +4,9 @@
 namespace grace {
 namespace {
 
-// Two hashes per row as `hash_words` in grace/core/ops/random.py draws them: first those of all buckets, then all signs.
 std::vector<SketchHash> hashes_of(const RandomKey& key, int rows) {
-    std::vector<uint32_t> words(static_cast<size_t>(12 * rows));
-    integer_loops().words(&key, 0, 3 * rows, words.data());
-    const auto drawn = [&](int i) {
-        const uint32_t* part = words.data() + 3 * i;
-        return static_cast<uint64_t>(part[0] >> 8) << 40 ^ static_cast<uint64_t>(part[1] >> 8) << 16 ^ part[2] >> 16;
-    };
     std::vector<SketchHash> hashes;
-    for (int j = 0; j < rows; ++j) {
-        hashes.push_back({drawn(2 * j), drawn(2 * j + 1), drawn(2 * (rows + j)), drawn(2 * (rows + j) + 1)});
-    }
+    for (int row = 0; row < rows; ++row) hashes.push_back(hash_of_row(key, row, rows));
     return hashes;
 }
 
@@ -44,16 +35,19 @@ void count_sketch_kernel(Call& call) {
     call.expect(1, 6, 0);
     const int rows = rows_at(call, 0);
     const int64_t columns = columns_at(call, 1);
-    const auto hashes = hashes_of(key_at(call, 2), rows);
+    const RandomKey key = key_at(call, 2);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
         T* out = call.output<T>(rows * columns);
+        GRACE_GPU(call, count_sketch, x, n, rows, columns, key, out);
+        const auto hashes = hashes_of(key, rows);
         // Row by row, because the order within a bucket is that of the elements.
         call.parallel(rows, [&](int64_t row) {
             Scratch<double> sums(columns);
             std::fill(sums.data(), sums.data() + columns, 0.0);
-            loops<T>().sketch_row(x, &hashes[static_cast<size_t>(row)], static_cast<uint32_t>(columns), call.input(0).size,
+            loops<T>().sketch_row(x, &hashes[static_cast<size_t>(row)], static_cast<uint32_t>(columns), n,
                                   sums.data());
             std::copy(sums.data(), sums.data() + columns, out + row * columns);
         });
@@ -66,11 +60,13 @@ void sketch_estimate_kernel(Call& call) {
     const int rows = rows_at(call, 1);
     const int64_t columns = columns_at(call, 2);
     if (rows % 2 == 0) call.fail(Error::Kind::value, "expected an odd number of rows, received " + std::to_string(rows));
-    const auto hashes = hashes_of(key_at(call, 3), rows);
+    const RandomKey key = key_at(call, 3);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const T* sketch = call.input<T>(0, rows * columns);
         T* out = call.output<T>(n);
+        GRACE_GPU(call, sketch_estimate, sketch, rows, columns, key, out, n);
+        const auto hashes = hashes_of(key, rows);
         call.parallel(divide_up(n, kTile), [&](int64_t tile) {
             const int64_t begin = tile * kTile, end = std::min(n, begin + kTile);
             Scratch<typename Format<T>::Signed> found(rows * (end - begin));

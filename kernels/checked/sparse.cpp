@@ -23,12 +23,6 @@ bool check_indices(const Call& call, const int32_t* indices, int64_t count, int6
 
 constexpr int64_t kAhead = 24;  // how far ahead memory is asked for that is read out of order
 
-template <class T> struct Entries {
-    const T* values;
-    const int32_t* indices;
-    int64_t count;
-};
-
 }  // namespace
 
 void select_kernel(Call& call) {
@@ -37,11 +31,11 @@ void select_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         if (n > INT32_MAX) call.fail(Error::Kind::value, "int32 indices cannot address " + std::to_string(n) + " elements");
-        const T* x = call.input<T>(0);
-        const T bound = call.scalar<T>(1);
         const bool strict = call.integer(0) != 0, nonzero = call.integer(1) != 0;
+        const T *x = call.input<T>(0), *bound = call.input<T>(1, 1);
+        GRACE_GPU(call, select, x, bound, strict, nonzero, n, room_of<T>(call));
         const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
-            loops<T>().select(x + at, bound, strict, nonzero, static_cast<int32_t>(at), length, into);
+            loops<T>().select(x + at, *bound, strict, nonzero, static_cast<int32_t>(at), length, into);
         });
         std::copy(finds.values(), finds.values() + finds.count(), call.output<T>(finds.count()));
         std::copy(finds.indices(), finds.indices() + finds.count(), call.output<int32_t>(finds.count()));
@@ -57,6 +51,7 @@ void top_kernel(Call& call) {
         const T* x = call.input<T>(0);
         T* values = call.output<T>(k);
         int32_t* indices = call.output<int32_t>(k);
+        GRACE_GPU(call, top, x, n, k, values, indices);
         if (k == n) {
             std::copy(x, x + n, values);
             for (int64_t i = 0; i < n; ++i) indices[i] = static_cast<int32_t>(i);
@@ -101,8 +96,9 @@ void gather_kernel(Call& call) {
         const int64_t n = call.input(0).size, count = call.input(1).size;
         const T* x = call.input<T>(0);
         const int32_t* indices = call.input<int32_t>(1);
-        check_indices(call, indices, count, n);
         T* out = call.output<T>(count);
+        GRACE_GPU(call, gather, x, n, indices, out, count);
+        check_indices(call, indices, count, n);
         over_pieces(call, count, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) {
                 __builtin_prefetch(x + indices[std::min(i + kAhead, count - 1)]);
@@ -116,11 +112,12 @@ void put_kernel(Call& call) {
     call.expect(2, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        const int64_t count = call.input(1).size;
+        const int64_t n = call.input(0).size, count = call.input(1).size;
         T* x = call.consumed<T>(0);
         const int32_t* indices = call.input<int32_t>(1);
-        check_indices(call, indices, count, call.input(0).size);
         const T value = static_cast<T>(call.number(0));
+        GRACE_GPU(call, put, x, n, indices, value, count);
+        check_indices(call, indices, count, n);
         for (int64_t i = 0; i < count; ++i) {
             __builtin_prefetch(x + indices[std::min(i + kAhead, count - 1)], 1);
             x[indices[i]] = value;
@@ -132,11 +129,12 @@ void scatter_add_kernel(Call& call) {
     call.expect(3, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        const int64_t count = call.input(1).size;
+        const int64_t n = call.input(0).size, count = call.input(1).size;
         T* x = call.consumed<T>(0);
         const int32_t* indices = call.input<int32_t>(1);
         const T* values = call.input<T>(2, count);
-        check_indices(call, indices, count, call.input(0).size);
+        GRACE_GPU(call, scatter_add, x, n, Entries<T>{values, indices, count});
+        check_indices(call, indices, count, n);
         for (int64_t i = 0; i < count; ++i) {
             __builtin_prefetch(x + indices[std::min(i + kAhead, count - 1)], 1);
             x[indices[i]] += values[i];
@@ -151,13 +149,14 @@ void sparse_sum_kernel(Call& call) {
     dispatch(call, call.input(first), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         std::vector<Entries<T>> lists;
-        bool ascending = true;
         for (int r = 0; r < ranks; ++r) {
             const int64_t count = call.input(first + ranks + r).size;
             lists.push_back({call.input<T>(first + r, count), call.input<int32_t>(first + ranks + r), count});
-            ascending &= check_indices(call, lists.back().indices, count, n);
         }
         const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, sparse_sum, lists, to.onto, to.out, n);
+        bool ascending = true;
+        for (const Entries<T>& list : lists) ascending &= check_indices(call, list.indices, list.count, n);
         const auto scatter = [&](const Entries<T>& list, int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) {
                 __builtin_prefetch(to.out + list.indices[std::min(i + kAhead, end - 1)], 1);

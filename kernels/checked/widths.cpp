@@ -102,12 +102,13 @@ void ternary_encode_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
-        const T half = call.scalar<T>(1);
+        const T* half = call.input<T>(1, 1);
+        GRACE_GPU(call, ternary_encode, x, half, n, [&](int64_t count) { return call.output<uint8_t>(count); });
         // A multiple of what the loop takes at once.
         constexpr int64_t piece = 60 * 1024;
         Scratch<uint8_t> bytes(divide_up(n, kDigits) + kSlack);
         call.parallel(divide_up(n, piece), [&](int64_t i) {
-            loops<T>().ternary_bytes(x + i * piece, half, std::min(piece, n - i * piece), &bytes[i * piece / kDigits]);
+            loops<T>().ternary_bytes(x + i * piece, *half, std::min(piece, n - i * piece), &bytes[i * piece / kDigits]);
         });
         const int64_t count = encode_runs(bytes.data(), divide_up(n, kDigits));
         std::memcpy(call.output<uint8_t>(count), bytes.data(), static_cast<size_t>(count));
@@ -120,22 +121,29 @@ void ternary_sum_kernel(Call& call) {
     const int64_t n = call.length(1), size = divide_up(n, kDigits);
     dispatch(call, call.input(first + ranks), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
+        std::vector<gpu::TernaryCodes<T>> lists;
+        for (int r = 0; r < ranks; ++r) {
+            lists.push_back({call.input<uint8_t>(first + r), call.input(first + r).size,
+                             call.input<T>(first + ranks + r, 1)});
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, ternary_sum, lists, to.onto, to.out, n);
         Scratch<uint8_t> decoded(ranks * (size + kSlack));
         Scratch<T> values(ranks * kFirstRun * 8);
         std::vector<const uint8_t*> bytes;
-        for (int r = 0; r < ranks; ++r) {
+        for (int64_t r = 0; r < ranks; ++r) {
+            const gpu::TernaryCodes<T>& one = lists[static_cast<size_t>(r)];
             uint8_t* mine = &decoded[r * (size + kSlack)];
-            if (!decode_runs(call.input<uint8_t>(first + r), call.input(first + r).size, mine, size)) {
+            if (!decode_runs(one.codes, one.count, mine, size)) {
                 call.fail(Error::Kind::payload, "the codes must decode to " + std::to_string(size) +
                                                     " bytes of digits; they decode to another number");
             }
             bytes.push_back(mine);
-            const T scale = call.scalar<T>(first + ranks + r);
+            const T scale = *one.scale;
             const T of_digit[3] = {T(-1) * scale, T(0) * scale, scale};
             T* digits = &values[r * kFirstRun * 8];
             for (int i = 0; i < kFirstRun * 8; ++i) digits[i] = of_digit[kDigitTable.of[i / 8][i % 8]];
         }
-        const Target<T> to = target_of<T>(call, first == 1, n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().ternary_sum(bytes.data(), values.data(), ranks, to.onto, to.out, begin, end, to.around);
         });
@@ -151,6 +159,15 @@ void precision_encode_kernel(Call& call) {
         const T* x = call.input<T>(0);
         const T bound = static_cast<T>(call.number(0));
         const auto power = [](int exponent) { return static_cast<T>(std::ldexp(1.0, exponent)); };
+        GRACE_GPU(call, precision_encode<T>, x, bound, power(-ends.m), power(-ends.h), power(ends.m + 7), power(ends.h + 15), n,
+                  [&](int64_t full, int64_t words, int64_t bytes) {
+                      gpu::Split<T> out;
+                      out.full = call.output<T>(full);
+                      out.words = call.output<int16_t>(words);
+                      out.bytes = call.output<int8_t>(bytes);
+                      out.tags = call.output<uint8_t>(packed_size(n, 2));
+                      return out;
+                  });
         Scratch<uint8_t> tags(packed_size(n, 2));
         Starts starts(n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
@@ -178,34 +195,38 @@ void precision_sum_kernel(Call& call) {
     const bool negate = call.integer(4) != 0;
     dispatch(call, call.input(first), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        std::vector<Widths<T>> payloads;
-        std::vector<Starts> starts;
+        std::vector<gpu::WidthCodes<T>> payloads;
         for (int r = 0; r < ranks; ++r) {
-            const uint8_t* tags = call.input<uint8_t>(first + 3 * ranks + r, packed_size(n, 2));
-            starts.emplace_back(n);
-            Starts& mine = starts.back();
-            over_pieces(call, n, [&](int64_t begin, int64_t end) {
-                integer_loops().count_tags(tags + begin / 4, end - begin, mine.of(begin / kPiece));
-            });
-            mine.add_up();
-            const int lists[3] = {first + 2 * ranks + r, first + ranks + r, first + r};
-            for (int tag = 1; tag <= 3; ++tag) {
-                if (call.input(lists[tag - 1]).size == mine.total(tag)) continue;
-                call.fail(Error::Kind::payload, "expected " + std::to_string(mine.total(tag)) + " numbers, as many as tags " +
-                                                    std::to_string(tag) + ", received " +
-                                                    std::to_string(call.input(lists[tag - 1]).size));
-            }
-            payloads.push_back({tags, call.input<T>(lists[2]), call.input<int16_t>(lists[1]), call.input<int8_t>(lists[0])});
+            const int full = first + r, words = full + ranks, bytes = words + ranks, tags = bytes + ranks;
+            payloads.push_back({{call.input<uint8_t>(tags, packed_size(n, 2)), call.input<T>(full),
+                                 call.input<int16_t>(words), call.input<int8_t>(bytes)},
+                                {call.input(bytes).size, call.input(words).size, call.input(full).size}});
         }
         const T sign = negate ? T(-1) : T(1);
         const T byte_step = sign * static_cast<T>(std::ldexp(1.0, -(ends.m + 7)));
         const T word_step = sign * static_cast<T>(std::ldexp(1.0, -(ends.h + 15)));
         const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, precision_sum, payloads, byte_step, word_step, negate, to.onto, to.out, n);
+        std::vector<Starts> starts;
+        for (const gpu::WidthCodes<T>& one : payloads) {
+            starts.emplace_back(n);
+            Starts& mine = starts.back();
+            over_pieces(call, n, [&](int64_t begin, int64_t end) {
+                integer_loops().count_tags(one.lists.tags + begin / 4, end - begin, mine.of(begin / kPiece));
+            });
+            mine.add_up();
+            for (int tag = 1; tag <= 3; ++tag) {
+                if (one.counts[tag - 1] == mine.total(tag)) continue;
+                call.fail(Error::Kind::payload, "expected " + std::to_string(mine.total(tag)) + " numbers, as many as tags " +
+                                                    std::to_string(tag) + ", received " +
+                                                    std::to_string(one.counts[tag - 1]));
+            }
+        }
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             std::vector<Widths<T>> here;
             for (int r = 0; r < ranks; ++r) {
                 const int64_t* at = starts[static_cast<size_t>(r)].before(begin / kPiece);
-                const Widths<T>& all = payloads[static_cast<size_t>(r)];
+                const Widths<T>& all = payloads[static_cast<size_t>(r)].lists;
                 here.push_back({all.tags + begin / 4, all.full + at[3], all.words + at[2], all.bytes + at[1]});
             }
             loops<T>().precision_sum(here.data(), ranks, byte_step, word_step, negate,

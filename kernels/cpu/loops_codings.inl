@@ -42,7 +42,7 @@ static void natural_codes(const T* x, const RandomKey* key, int32_t base, int64_
                           uint8_t* high) {
     using Word = typename Format<T>::Word;
     constexpr int exponent = Format<T>::exponent, sign = exponent + Format<T>::mantissa;
-    const T inverse = bits_as<T>(Word((1 << exponent) - 3 - (base < 0 ? 0 : base)) << Format<T>::mantissa);
+    const T inverse = natural_inverse<T>(base < 0 ? 0 : base);
     alignas(64) uint32_t random[kBlock];
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t length = lesser(kBlock, end - at);

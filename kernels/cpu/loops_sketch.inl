@@ -79,19 +79,6 @@ static void sketch_row(const T* x, const SketchHash* hash, uint32_t columns, int
     }
 }
 
-// Floating numbers as integers of the same order, -0 before 0 and NaN last.
-template <class T> GRACE_LOCAL typename Format<T>::Signed ordered(T x) {
-    using Signed = typename Format<T>::Signed;
-    constexpr Signed infinite = Signed((int64_t(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
-    const Signed size = bits_as<Signed>(magnitude(x)), own = bits_as<Signed>(x);
-    return own >= 0 || size > infinite ? size : ~size;
-}
-
-template <class T> GRACE_LOCAL T from_ordered(typename Format<T>::Signed word) {
-    using Word = typename Format<T>::Word;
-    return bits_as<T>(word >= 0 ? Word(word) : Word(~word) | Word(1) << (8 * sizeof(T) - 1));
-}
-
 // Moves the least of the rows from `least` on to the front.
 template <class Word> GRACE_LOCAL void least_first(Word* found, int least, int rows) {
     for (int row = rows - 1; row > least; --row) {

@@ -48,13 +48,16 @@ def tensorflow_library() -> str | None:
 
 
 def serves(framework: str, device: str) -> bool:
-    """Whether there are kernels for the arrays of a framework on a device."""
+    """Whether there are kernels for the arrays of a framework on a device: "cpu", "cuda" or "cuda:1"."""
     if framework == "tensorflow":
         # The operation is there for the CPU only: for a gradient elsewhere TensorFlow would copy it back and forth.
         if not device.startswith("cpu") or tensorflow_library() is None:
             return False
         return bool(importlib.import_module("grace.core.ops.native_tensorflow").loads())
-    return module is not None and (device.startswith("cpu") or bool(module.cuda))
+    if module is None:
+        return False
+    kind, _, index = device.partition(":")
+    return kind == "cpu" or (kind == "cuda" and module.cuda and bool(module.serves_gpu(int(index or 0))))
 
 
 def described(framework: str) -> str:

@@ -12,14 +12,18 @@ from grace.core.errors import PayloadError
 from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, module
 from grace.core.ops.native_codings import NativeCodings
-from grace.core.ops.torch_ops import TorchOps
+from grace.core.ops.torch_ops import DTYPES, TorchOps
 from grace.core.spec import Array
 
 _FLOATS = {getattr(torch, name): name for name in FLOATS}
 
 
 class NativeTorchOps(NativeCodings, TorchOps):
-    """PyTorch tensors in main memory; as many threads as PyTorch uses."""
+    """PyTorch tensors; in main memory by as many threads as PyTorch uses, on a GPU on its current stream.
+
+    On a GPU memory comes from PyTorch, and only a result whose length depends on the data makes the host wait for the
+    stream. Indices out of range are left out there; the next kernel that starts on the device raises PayloadError.
+    """
 
     def _floating(self, x: Array) -> str | None:
         try:
@@ -41,7 +45,7 @@ class NativeTorchOps(NativeCodings, TorchOps):
         # Capsules, because the module would ask tensors for theirs through slow Python code.
         capsules = [to_dlpack(x) for x in inputs]
         try:
-            results = module.run(kernel, capsules, integers, numbers, consumes, torch.get_num_threads(), False)
+            results = self._start(kernel, capsules, integers, numbers, consumes)
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
@@ -50,7 +54,26 @@ class NativeTorchOps(NativeCodings, TorchOps):
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
             return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
-        return [inputs[0]] if consumes else [from_dlpack(x) for x in results]
+        return [inputs[0]] if consumes else results
+
+    def _start(
+        self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any], consumes: bool
+    ) -> list[Array]:
+        if not self.device.startswith("cuda"):
+            capsules = module.run(kernel, inputs, integers, numbers, consumes, torch.get_num_threads(), False)
+            return [from_dlpack(x) for x in capsules]
+        device = torch.device(self.device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        stream = torch.cuda.current_stream(index)
+
+        def allocate(dtype: str, n: int) -> tuple[Array, int]:
+            # What is freed is given out again in the order of the stream it was made for.
+            with torch.cuda.stream(stream):
+                made = torch.empty(n, dtype=DTYPES[dtype], device=f"cuda:{index}")
+            return made, made.data_ptr()
+
+        results: list[Array] = module.run_on_gpu(kernel, inputs, integers, numbers, index, stream.cuda_stream, allocate)
+        return results
 
 
 def _is_plain(x: Array) -> bool:

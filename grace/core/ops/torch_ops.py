@@ -11,8 +11,8 @@ from grace.core.ops.base import unknown
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import ITEMSIZE, Array
 
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.bool: "bool"}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.bool: "bool"}
 
 
 class TorchOps(ArrayOps):
@@ -25,19 +25,21 @@ class TorchOps(ArrayOps):
         self.device = device
 
     def zeros(self, n: int, dtype: str) -> Array:
-        return torch.zeros(n, dtype=_DTYPES[dtype], device=self.device)
+        return torch.zeros(n, dtype=DTYPES[dtype], device=self.device)
 
     def full(self, n: int, value: Array, dtype: str) -> Array:
-        return torch.full((n,), value, dtype=_DTYPES[dtype], device=self.device)
+        return torch.full((n,), value, dtype=DTYPES[dtype], device=self.device)
 
     def arange(self, n: int, dtype: str) -> Array:
-        return torch.arange(n, dtype=_DTYPES[dtype], device=self.device)
+        return torch.arange(n, dtype=DTYPES[dtype], device=self.device)
 
     def cast(self, x: Array, dtype: str) -> Array:
         if isinstance(x, torch.Tensor):
-            return x.to(self.device, _DTYPES[dtype])
-        # PyTorch by itself would round a Python number to float32 on the way to float64.
-        return torch.as_tensor(x, dtype=_DTYPES[dtype], device=self.device)
+            return x.to(self.device, DTYPES[dtype])
+        if isinstance(x, (int, float)):
+            # Unlike a copy from the host, this waits for no device.
+            return torch.full((), x, dtype=DTYPES[dtype], device=self.device)
+        return torch.as_tensor(x, dtype=DTYPES[dtype], device=self.device)
 
     def copy(self, x: Array) -> Array:
         return x.clone()
@@ -46,14 +48,14 @@ class TorchOps(ArrayOps):
         try:
             return _NAMES[x.dtype]
         except (AttributeError, KeyError):
-            raise TypeError(unknown("a PyTorch tensor", _DTYPES, x)) from None
+            raise TypeError(unknown("a PyTorch tensor", DTYPES, x)) from None
 
     def to_bytes(self, x: Array) -> Array:
         # An expanded scalar or an empty array counts as contiguous with a stride of 0, which `view` refuses.
         return x.reshape(-1).contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
     def from_bytes(self, data: Array, dtype: str) -> Array:
-        return data.view(_DTYPES[dtype])
+        return data.view(DTYPES[dtype])
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
         return x.reshape(shape)

@@ -9,6 +9,9 @@
 #include <vector>
 
 namespace grace {
+namespace gpu {
+struct Stream;
+}
 
 enum class DType { float16, bfloat16, float32, float64, boolean, uint8, int8, int16, int32, int64 };
 
@@ -33,10 +36,10 @@ struct Array {
 };
 
 // What is wrong with a call. `type` and `value` are faults of the caller; `payload` says that bytes from another rank
-// are not what the format allows.
+// are not what the format allows, `device` that CUDA refused.
 class Error : public std::runtime_error {
   public:
-    enum class Kind { type, value, payload };
+    enum class Kind { type, value, payload, device };
     Error(Kind kind, const std::string& text) : std::runtime_error(text), kind(kind) {}
     const Kind kind;
 };
@@ -62,7 +65,7 @@ class Call {
     template <class T> const T* input(int i, int64_t size = -1) const {
         return static_cast<const T*>(checked(i, dtype_of<T>(), size).data);
     }
-    // The only element of input i.
+    // The only element of input i; on the CPU only, as nothing may wait for a device.
     template <class T> T scalar(int i) const { return *input<T>(i, 1); }
     // Input i, which the caller gave up, to be changed in place.
     template <class T> T* consumed(int i, int64_t size = -1) const {
@@ -82,9 +85,8 @@ class Call {
     virtual void parallel(int64_t tasks, const std::function<void(int64_t)>& task) = 0;
     virtual int threads() const = 0;
 
-    // The CUDA stream to work on, or null on the CPU.
-    virtual bool on_gpu() const { return false; }
-    virtual void* stream() const { return nullptr; }
+    // Where on a GPU to work; null on the CPU. Then the arrays lie on the device, and the host must not read them.
+    virtual const gpu::Stream* gpu() const { return nullptr; }
 
     [[noreturn]] void fail(Error::Kind kind, const std::string& text) const;
 

@@ -138,6 +138,11 @@ template <class T> GRACE_HD int32_t natural_exponent(T x, uint32_t word) {
     return code < largest ? code : largest;
 }
 
+// The reciprocal of the power of two of exponent `base` + 1, the least that has a code.
+template <class T> GRACE_HD T natural_inverse(int32_t base) {
+    return bits_as<T>(typename Format<T>::Word((1 << Format<T>::exponent) - 3 - base) << Format<T>::mantissa);
+}
+
 // The code of x among the 127 exponents above `base`, and 0; `exponent` is what natural_exponent gave.
 template <class T> GRACE_HD int32_t natural_clipped(T x, int32_t exponent, int32_t base, T inverse, uint32_t word) {
     const int32_t own = int32_t(magnitude_bits(x) >> Format<T>::mantissa);
@@ -234,7 +239,40 @@ struct SketchHash {
 
 GRACE_HD uint32_t hashed(uint64_t item, uint64_t factor, uint64_t term) { return uint32_t((item * factor + term) >> 32); }
 
+// Number i of those that the hash functions are made of, 64 bits from three words of a stream.
+GRACE_HD uint64_t hash_number(const RandomKey& key, int64_t i) {
+    uint32_t parts[3];
+    for (int64_t j = 0; j < 3; ++j) {
+        uint32_t random[4];
+        philox(key, uint32_t((3 * i + j) / 4), random);
+        parts[j] = random[(3 * i + j) % 4];
+    }
+    return uint64_t(parts[0] >> 8) << 40 ^ uint64_t(parts[1] >> 8) << 16 ^ parts[2] >> 16;
+}
+
+// Those of a row, as `hash_words` in grace/core/ops/random.py draws them: first the numbers of all buckets, then of all
+// signs.
+GRACE_HD SketchHash hash_of_row(const RandomKey& key, int64_t row, int64_t rows) {
+    return {hash_number(key, 2 * row), hash_number(key, 2 * row + 1), hash_number(key, 2 * (rows + row)),
+            hash_number(key, 2 * (rows + row) + 1)};
+}
+
 // A hash as one of so many buckets.
 GRACE_HD uint32_t bucket_of(uint32_t hash, uint32_t columns) { return uint32_t(uint64_t(hash) * columns >> 32); }
+
+// --- order ---------------------------------------------------------------------------------------------------------------
+
+// Floating numbers as integers of the same order, -0 before 0 and NaN last.
+template <class T> GRACE_HD typename Format<T>::Signed ordered(T x) {
+    using Signed = typename Format<T>::Signed;
+    constexpr Signed infinite = Signed((int64_t(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
+    const Signed size = bits_as<Signed>(magnitude(x)), own = bits_as<Signed>(x);
+    return own >= 0 || size > infinite ? size : ~size;
+}
+
+template <class T> GRACE_HD T from_ordered(typename Format<T>::Signed word) {
+    using Word = typename Format<T>::Word;
+    return bits_as<T>(word >= 0 ? Word(word) : Word(~word) | Word(1) << (8 * sizeof(T) - 1));
+}
 
 }  // namespace grace

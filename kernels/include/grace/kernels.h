@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "grace/call.h"
+#include "grace/gpu.h"
 #include "grace/loops.h"
 #include "grace/pool.h"
 
@@ -80,6 +81,14 @@ template <class T> Target<T> target_of(Call& call, bool has_onto, int64_t n) {
         return {out, out, false};
     }
     return {nullptr, call.output<T>(n), is_large<T>(n)};
+}
+
+// Makes the two outputs of a selection.
+template <class T> gpu::Room<T> room_of(Call& call) {
+    return [&call](int64_t count) {
+        T* values = call.output<T>(count);
+        return gpu::Found<T>{values, call.output<int32_t>(count)};
+    };
 }
 
 // Integer i as a number of ranks; throws Error(value) unless it is at least 1.

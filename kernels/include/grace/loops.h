@@ -25,6 +25,13 @@ template <class T> struct Coded {
     const T* scales;
 };
 
+// A list of elements of an array, as a sparsifier sends it.
+template <class T> struct Entries {
+    const T* values;
+    const int32_t* indices;
+    int64_t count;
+};
+
 // One rank's natural codes, and what its exponents lie above.
 struct Powers {
     const uint8_t* codes;

@@ -1,0 +1,114 @@
+// Sums, norms, conversions and random numbers.
+#include "device.h"
+
+namespace grace {
+namespace gpu {
+namespace {
+
+template <class T> using WordOf = typename Format<T>::Word;
+
+// Of n elements by groups: their largest magnitude, as a word.
+template <class T> struct GroupLargest {
+    const T* x;
+    int64_t n;
+    __device__ WordOf<T> operator()(int64_t group) const {
+        T found[8];
+        load_group(x, group, group_size(group, n), found);
+        WordOf<T> most = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) most = Larger<WordOf<T>>()(most, magnitude_bits(found[j]));
+        return most;
+    }
+};
+
+}  // namespace
+
+template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n) {
+    map(on, out, n, [=] __device__(int64_t i) { return x[i] * a + y[i] * b; });
+}
+
+template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out) {
+    reduce(on, divide_up(n, 8), WordOf<T>(0), GroupLargest<T>{x, n}, Larger<WordOf<T>>(),
+           [=] __device__(WordOf<T> most) { *out = bits_as<T>(most); });
+}
+
+template <class T> void finite(const Stream& on, const T* x, int64_t n, uint8_t* out) {
+    constexpr WordOf<T> infinity = ((WordOf<T>(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
+    reduce(on, divide_up(n, 8), WordOf<T>(0), GroupLargest<T>{x, n}, Larger<WordOf<T>>(),
+           [=] __device__(WordOf<T> most) { *out = most < infinity ? 1 : 0; });
+}
+
+template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out) {
+    reduce(
+        on, divide_up(n, 8), 0.0,
+        [=] __device__(int64_t group) {
+            T found[8];
+            load_group(x, group, group_size(group, n), found);
+            double sum = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += double(found[j]) * double(found[j]);
+            return sum;
+        },
+        Added<double>(), [=] __device__(double sum) { *out = T(sqrt(sum)); });
+}
+
+void half(const Stream& on, const float* x, bool brain, uint16_t* out, int64_t n) {
+    if (brain) {
+        map(on, out, n, [=] __device__(int64_t i) { return to_bfloat16(x[i]); });
+    } else {
+        map(on, out, n, [=] __device__(int64_t i) { return to_float16(x[i]); });
+    }
+}
+
+void wide(const Stream& on, const uint16_t* x, bool brain, float* out, int64_t n) {
+    if (brain) {
+        map(on, out, n, [=] __device__(int64_t i) { return from_bfloat16(x[i]); });
+    } else {
+        map(on, out, n, [=] __device__(int64_t i) { return from_float16(x[i]); });
+    }
+}
+
+void words(const Stream& on, const RandomKey& key, int64_t* out, int64_t n) {
+    const RandomKey mine = key;
+    each(on, divide_up(n, 4), [=] __device__(int64_t block) {
+        uint32_t random[4];
+        philox(mine, uint32_t(block), random);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (4 * block + j < n) out[4 * block + j] = int64_t(random[j]);
+        }
+    });
+}
+
+void uniform(const Stream& on, const RandomKey& key, float* out, int64_t n) {
+    const RandomKey mine = key;
+    each(on, divide_up(n, 4), [=] __device__(int64_t block) {
+        uint32_t random[4];
+        philox(mine, uint32_t(block), random);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (4 * block + j < n) out[4 * block + j] = grace::uniform(random[j]);
+        }
+    });
+}
+
+void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_t* out, int64_t k) {
+    const Permutation mine = permutation;
+    map(on, out, k, [=] __device__(int64_t i) {
+        uint32_t found = permuted(mine, uint32_t(i));
+        while (found >= n) found = permuted(mine, found);
+        return int32_t(found);
+    });
+}
+
+#define GRACE_MAKE(T)                                                                          \
+    template void weighted_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t);       \
+    template void max_abs<T>(const Stream&, const T*, int64_t, T*);                            \
+    template void finite<T>(const Stream&, const T*, int64_t, uint8_t*);                       \
+    template void norm<T>(const Stream&, const T*, int64_t, T*);
+GRACE_MAKE(float)
+GRACE_MAKE(double)
+#undef GRACE_MAKE
+
+}  // namespace gpu
+}  // namespace grace

@@ -1,0 +1,143 @@
+// Powers of two and tables of 128 magnitudes.
+#include "ranks.h"
+
+namespace grace {
+namespace gpu {
+namespace {
+
+constexpr int kEdges = 127;
+
+// The random words of the elements of a group.
+__device__ inline void group_words(const RandomKey& key, int64_t group, uint32_t random[8]) {
+    philox(key, uint32_t(2 * group), random);
+    philox(key, uint32_t(2 * group + 1), random + 4);
+}
+
+template <class T> __device__ inline uint32_t sign_of(T x) {
+    return uint32_t(bits_as<typename Format<T>::Word>(x) >> (Format<T>::exponent + Format<T>::mantissa));
+}
+
+// Exponent and sign of one rank's element.
+template <class T> struct NaturalValue {
+    int64_t n;
+    bool clipped;
+    uint32_t flip;
+    __device__ T operator()(const NaturalCodes& rank, int64_t i) const {
+        if (clipped) {
+            const uint32_t code = rank.codes[i] & 127u;
+            return natural_value<T>(code + (code > 0 ? uint32_t(*rank.base) : 0u), uint32_t(rank.codes[i] >> 7) ^ flip);
+        }
+        constexpr int exponent = Format<T>::exponent;
+        const uint32_t code = load_code(rank.codes, exponent + 1, i, n);
+        return natural_value<T>(code & ((1u << exponent) - 1u), (code >> exponent) ^ flip);
+    }
+};
+
+template <class T> struct TableValue {
+    const T* table;
+    __device__ T operator()(const Coded<T>& rank, int64_t i) const {
+        const uint32_t code = rank.codes[i];
+        const T size = table[code & 127u] * *rank.scales;
+        return code > 127u ? -size : size;
+    }
+};
+
+}  // namespace
+
+template <class T>
+void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey& key, uint8_t* codes, int32_t* base,
+                    int64_t n) {
+    const RandomKey mine = key;
+    if (!clipped) {
+        each(on, 1, [=] __device__(int64_t) { *base = 0; });
+        each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+            const int count = group_size(group, n);
+            T found[8];
+            load_group(x, group, count, found);
+            uint32_t random[8], made[8];
+            group_words(mine, group, random);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const uint32_t code = uint32_t(natural_exponent(found[j], random[j]));
+                made[j] = j < count ? code | sign_of(found[j]) << Format<T>::exponent : 0u;
+            }
+            store_codes(made, Format<T>::exponent + 1, group, count, n, codes);
+        });
+        return;
+    }
+    reduce(
+        on, divide_up(n, 8), int32_t(0),
+        [=] __device__(int64_t group) {
+            const int count = group_size(group, n);
+            T found[8];
+            load_group(x, group, count, found);
+            uint32_t random[8];
+            group_words(mine, group, random);
+            int32_t most = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const int32_t exponent = j < count ? natural_exponent(found[j], random[j]) : 0;
+                most = exponent > most ? exponent : most;
+            }
+            return most;
+        },
+        Larger<int32_t>(), [=] __device__(int32_t most) { *base = most > 127 ? most - 127 : 0; });
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8];
+        load_group(x, group, count, found);
+        uint32_t random[8], made[8];
+        group_words(mine, group, random);
+        const int32_t above = *base;
+        const T inverse = natural_inverse<T>(above);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int32_t exponent = natural_exponent(found[j], random[j]);
+            made[j] = uint32_t(natural_clipped(found[j], exponent, above, inverse, random[j])) | sign_of(found[j]) << 7;
+        }
+        store_codes(made, 8, group, count, n, codes);
+    });
+}
+
+template <class T>
+void natural_sum(const Stream& on, const std::vector<NaturalCodes>& ranks, bool clipped, bool negate, const T* onto,
+                 T* out, int64_t n) {
+    sum_parts(on, ranks, onto, out, n, NaturalValue<T>{n, clipped, negate ? 1u : 0u});
+}
+
+template <class T>
+void table_encode(const Stream& on, const T* x, const T* scale, const T* table, uint8_t* codes, int64_t n) {
+    T* edges = scratch<T>(on, kEdges);
+    each(on, kEdges, [=] __device__(int64_t i) {
+        const T safe = *scale > 0 ? *scale : T(1);
+        edges[i] = reaching((table[i] + table[i + 1]) * T(0.5), safe);
+    });
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8];
+        load_group(x, group, count, found);
+        uint32_t made[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            made[j] = uint32_t(nearest(magnitude(found[j]), edges)) | (found[j] < 0 ? 128u : 0u);
+        }
+        store_codes(made, 8, group, count, n, codes);
+    });
+}
+
+template <class T>
+void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* table, const T* onto, T* out, int64_t n) {
+    sum_parts(on, ranks, onto, out, n, TableValue<T>{table});
+}
+
+#define GRACE_MAKE(T)                                                                                              \
+    template void natural_encode<T>(const Stream&, const T*, bool, const RandomKey&, uint8_t*, int32_t*, int64_t); \
+    template void natural_sum<T>(const Stream&, const std::vector<NaturalCodes>&, bool, bool, const T*, T*, int64_t); \
+    template void table_encode<T>(const Stream&, const T*, const T*, const T*, uint8_t*, int64_t);                 \
+    template void table_sum<T>(const Stream&, const std::vector<Coded<T>>&, const T*, const T*, T*, int64_t);
+GRACE_MAKE(float)
+GRACE_MAKE(double)
+#undef GRACE_MAKE
+
+}  // namespace gpu
+}  // namespace grace

@@ -1,0 +1,248 @@
+// Signs and levels: quantizers, and the packing of bits. A thread does 8 elements, which make whole bytes.
+#include <algorithm>
+
+#include "ranks.h"
+
+namespace grace {
+namespace gpu {
+namespace {
+
+// One rank's share of an element.
+template <class T> struct BinaryValue {
+    __device__ T operator()(const Coded<T>& rank, int64_t i) const { return rank.scales[code_at(rank.codes, 1, i)]; }
+};
+template <class T> struct LevelValue {
+    Divisor width;
+    int levels, bits;
+    int64_t n;
+    __device__ T operator()(const Coded<T>& rank, int64_t i) const {
+        const T unit = rank.scales[quotient(i, width)] / T(levels);
+        return T(int(load_code(rank.codes, bits, i, n)) - levels) * unit;
+    }
+};
+
+// The votes of some ranks, added to those of the ranks before: whole numbers in `out`, fewer than 2^24.
+template <class T> struct Votes {
+    Ranks<const uint8_t*> some;
+    const T* out;
+    bool begins, ends;
+    __device__ T operator()(int64_t i) const {
+        int votes = begins ? 0 : int(out[i]);
+        for (int r = 0; r < some.count; ++r) votes += 2 * int(code_at(some.parts[r], 1, i)) - 1;
+        return T(ends ? int(votes > 0) - int(votes < 0) : votes);
+    }
+};
+
+struct Sides {
+    double count, high, low;
+};
+
+struct JoinSides {
+    __device__ Sides operator()(const Sides& a, const Sides& b) const {
+        return {a.count + b.count, a.high + b.high, a.low + b.low};
+    }
+};
+
+// What a bucket's norm adds up, and how it ends.
+template <class T> struct SumOfSquares {
+    using Value = double;
+    __device__ static double term(T x) { return double(x) * double(x); }
+    __device__ static double join(double a, double b) { return a + b; }
+    __device__ double operator()(double a, double b) const { return a + b; }
+    __device__ static T finish(double sum) { return T(sqrt(sum)); }
+};
+template <class T> struct Largest {
+    using Value = typename Format<T>::Word;
+    __device__ static Value term(T x) { return magnitude_bits(x); }
+    __device__ static Value join(Value a, Value b) { return b > a ? b : a; }
+    __device__ Value operator()(Value a, Value b) const { return b > a ? b : a; }
+    __device__ static T finish(Value most) { return bits_as<T>(most); }
+};
+
+// One value for every stretch of `length` elements of every bucket, by one warp. The last stretch of a bucket may be
+// shorter, and so may the last bucket.
+template <class T, class Kind>
+__global__ void stretch_kernel(const T* x, int64_t n, int64_t width, int64_t length, int64_t stretches, int64_t all,
+                               typename Kind::Value* found) {
+    using Value = typename Kind::Value;
+    const int lane = int(threadIdx.x % kWarp);
+    const int64_t warps = int64_t(gridDim.x) * (kThreads / kWarp);
+    // The same for all threads of a warp: they leave the loop together.
+    for (int64_t s = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp; s < all; s += warps) {
+        const int64_t bucket = s / stretches, first = bucket * width + s % stretches * length;
+        int64_t end = first + length;
+        if (end > (bucket + 1) * width) end = (bucket + 1) * width;
+        if (end > n) end = n;
+        Value mine = 0;
+#pragma unroll 4
+        for (int64_t i = first + lane; i < end; i += kWarp) mine = Kind::join(mine, Kind::term(x[i]));
+        for (int step = kWarp / 2; step > 0; step /= 2) mine = Kind::join(mine, __shfl_xor_sync(kAll, mine, step));
+        if (lane == 0) found[s] = mine;
+    }
+}
+
+// The norm of a bucket from its stretches, by one block.
+template <class T, class Kind>
+__global__ void bucket_kernel(const typename Kind::Value* found, int64_t stretches, int64_t buckets, T* norms) {
+    for (int64_t bucket = blockIdx.x; bucket < buckets; bucket += gridDim.x) {
+        typename Kind::Value mine = 0;
+        for (int64_t s = threadIdx.x; s < stretches; s += kThreads) mine = Kind::join(mine, found[bucket * stretches + s]);
+        mine = joined(mine, Kind());
+        if (threadIdx.x == 0) norms[bucket] = Kind::finish(mine);
+    }
+}
+
+template <class T, class Kind>
+void norms_by(const Stream& on, const T* x, int64_t n, int64_t width, T* norms) {
+    using Value = typename Kind::Value;
+    const int64_t buckets = divide_up(n, width), reached = width < n ? width : n;
+    const int64_t length = std::max(kStretch, divide_up(reached, 8192));
+    const int64_t stretches = divide_up(reached, length), all = buckets * stretches;
+    Value* found = scratch<Value>(on, all);
+    launch(on, blocks_for(all, kThreads / kWarp), stretch_kernel<T, Kind>, x, n, width, length, stretches, all, found);
+    if (stretches > 32) {
+        launch(on, blocks_for(buckets, 1), bucket_kernel<T, Kind>, found, stretches, buckets, norms);
+        return;
+    }
+    map(on, norms, buckets, [=] __device__(int64_t bucket) {
+        Value sum = found[bucket * stretches];
+        for (int64_t s = 1; s < stretches; ++s) sum = Kind::join(sum, found[bucket * stretches + s]);
+        return Kind::finish(sum);
+    });
+}
+
+// The level of the 8 elements of a group, plus `levels`.
+template <class T>
+__device__ void levels_of(const T* x, const T* scales, const Divisor& width, int levels, const T* limit,
+                          const RandomKey& key, int64_t group, int count, uint32_t codes[8]) {
+    T found[8];
+    load_group(x, group, count, found);
+    uint32_t random[8];
+    philox(key, uint32_t(2 * group), random);
+    philox(key, uint32_t(2 * group + 1), random + 4);
+    const T most = limit == nullptr ? T(0) : *limit;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const T value = limit == nullptr ? found[j] : limited(found[j], most);
+        // Beyond the end there is no bucket.
+        const T scale = j < count ? scales[quotient(8 * group + j, width)] : T(0);
+        const int32_t level = level_of(value, scale, T(levels), T(grace::uniform(random[j])));
+        codes[j] = j < count ? uint32_t(level + levels) : 0u;
+    }
+}
+
+}  // namespace
+
+template <class Code> void pack(const Stream& on, const Code* codes, int bits, uint8_t* out, int64_t n) {
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        Code found[8];
+        load_group(codes, group, count, found);
+        uint32_t low[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) low[j] = uint32_t(found[j]) & 0xFFFFu;
+        store_codes(low, bits, group, count, n, out);
+    });
+}
+
+void unpack(const Stream& on, const uint8_t* data, int bits, int64_t* out, int64_t n) {
+    map(on, out, n, [=] __device__(int64_t i) { return int64_t(load_code(data, bits, i, n)); });
+}
+
+template <class T> void binarize(const Stream& on, const T* x, T threshold, uint8_t* bits, int64_t n) {
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8];
+        load_group(x, group, count, found);
+        uint32_t byte = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) byte |= uint32_t(j < count && found[j] >= threshold) << j;
+        bits[group] = uint8_t(byte);
+    });
+}
+
+template <class T>
+void binarize_sums(const Stream& on, const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
+    reduce(
+        on, divide_up(n, 8), Sides{0, 0, 0},
+        [=] __device__(int64_t group) {
+            const int count = group_size(group, n);
+            T found[8];
+            load_group(x, group, count, found);
+            uint32_t byte = 0;
+            Sides sides{0, 0, 0};
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const bool above = found[j] >= threshold;
+                byte |= uint32_t(j < count && above) << j;
+                sides.count += j < count && above ? 1.0 : 0.0;
+                sides.high += double(above ? found[j] : T(0));
+                sides.low += double(above ? T(0) : found[j]);
+            }
+            bits[group] = uint8_t(byte);
+            return sides;
+        },
+        JoinSides(),
+        [=] __device__(const Sides& sides) {
+            sums[0] = sides.count;
+            sums[1] = sides.high;
+            sums[2] = sides.low;
+        });
+}
+
+template <class T>
+void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* onto, T* out, int64_t n) {
+    sum_parts(on, ranks, onto, out, n, BinaryValue<T>());
+}
+
+template <class T> void majority(const Stream& on, const std::vector<const uint8_t*>& bits, T* out, int64_t n) {
+    in_turns(bits, [&](const Ranks<const uint8_t*>& some, bool begins, bool ends) {
+        map(on, out, n, Votes<T>{some, out, begins, ends});
+    });
+}
+
+template <class T>
+void bucket_norms(const Stream& on, const T* x, int64_t n, int64_t width, bool largest, T* norms) {
+    if (largest) {
+        norms_by<T, Largest<T>>(on, x, n, width, norms);
+    } else {
+        norms_by<T, SumOfSquares<T>>(on, x, n, width, norms);
+    }
+}
+
+template <class T>
+void quantize_packed(const Stream& on, const T* x, const T* scales, int64_t width, int levels, int bits,
+                     const T* limit, const RandomKey& key, uint8_t* out, int64_t n) {
+    const Divisor by = divisor(width);
+    const RandomKey mine = key;
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        uint32_t codes[8];
+        levels_of(x, scales, by, levels, limit, mine, group, count, codes);
+        store_codes(codes, bits, group, count, n, out);
+    });
+}
+
+template <class T>
+void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t width, int levels, int bits,
+                    const T* onto, T* out, int64_t n) {
+    sum_parts(on, ranks, onto, out, n, LevelValue<T>{divisor(width), levels, bits, n});
+}
+
+#define GRACE_MAKE(T)                                                                                                 \
+    template void binarize<T>(const Stream&, const T*, T, uint8_t*, int64_t);                                         \
+    template void binarize_sums<T>(const Stream&, const T*, T, uint8_t*, double*, int64_t);                           \
+    template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, const T*, T*, int64_t);                   \
+    template void majority<T>(const Stream&, const std::vector<const uint8_t*>&, T*, int64_t);                        \
+    template void bucket_norms<T>(const Stream&, const T*, int64_t, int64_t, bool, T*);                               \
+    template void quantize_packed<T>(const Stream&, const T*, const T*, int64_t, int, int, const T*, const RandomKey&, \
+                                     uint8_t*, int64_t);                                                              \
+    template void dequantize_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, int, int, const T*, T*, int64_t);
+GRACE_MAKE(float)
+GRACE_MAKE(double)
+#undef GRACE_MAKE
+template void pack<uint8_t>(const Stream&, const uint8_t*, int, uint8_t*, int64_t);
+template void pack<int64_t>(const Stream&, const int64_t*, int, uint8_t*, int64_t);
+
+}  // namespace gpu
+}  // namespace grace

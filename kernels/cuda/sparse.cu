@@ -1,0 +1,285 @@
+// Selection of elements, and what is done at a list of indices.
+//
+// A selection marks elements by bits, adds up how many there are before every stretch of the array, and then writes
+// values and indices where they belong: x is read once, and the marks of it twice.
+#include "stretches.h"
+
+namespace grace {
+namespace gpu {
+namespace {
+
+constexpr int kDigit = 11;  // bits by which the search for a magnitude goes on
+constexpr int kBins = 1 << kDigit;
+constexpr int kPerThread = kBins / kThreads;
+
+// Two counts of less than 2^31 each, as one number: of those that pass, and of those that may.
+__device__ inline uint64_t counts_of(uint32_t passed, uint32_t tied) { return uint64_t(passed) | uint64_t(tied) << 32; }
+
+// Which elements pass, as bits per group, and of which the first ones only do (`tied`, null where there are none).
+struct Marks {
+    uint8_t *passed, *tied;
+    uint64_t* before;  // counts before every stretch, and in the end the counts of all
+};
+
+enum Mark { kLeft = 0, kPassed = 1, kTied = 2 };
+
+template <class T, class Test> __global__ void mark_kernel(const T* x, int64_t n, Shares shares, Test test, Marks marks) {
+    const int64_t first = first_tile(shares), last = last_tile(shares);
+    uint64_t counts = 0;
+    for (int64_t tile = first; tile < last; ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        if (8 * group >= n) break;
+        const int count = group_size(group, n);
+        T found[8];
+        load_group(x, group, count, found);
+        uint32_t passed = 0, tied = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int mark = j < count ? test(found[j]) : kLeft;
+            passed |= uint32_t(mark == kPassed) << j;
+            tied |= uint32_t(mark == kTied) << j;
+        }
+        marks.passed[group] = uint8_t(passed);
+        if (marks.tied != nullptr) marks.tied[group] = uint8_t(tied);
+        counts += counts_of(uint32_t(__popc(passed)), uint32_t(__popc(tied)));
+    }
+    counts = joined(counts, Added<uint64_t>());
+    if (threadIdx.x == 0) marks.before[blockIdx.x] = counts;
+}
+
+// Writes what is marked, in order; of the tied ones the first *ties.
+template <class T>
+__global__ void compact_kernel(const T* x, int64_t n, Shares shares, Marks marks, const int64_t* ties, T* values,
+                               int32_t* indices) {
+    const int64_t most = ties == nullptr ? 0 : *ties;
+    const int64_t first = first_tile(shares), last = last_tile(shares);
+    int64_t passed_before = int64_t(marks.before[blockIdx.x] & 0xFFFFFFFFu);
+    int64_t tied_before = int64_t(marks.before[blockIdx.x] >> 32);
+    for (int64_t tile = first; tile < last; ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        const bool inside = 8 * group < n;
+        const uint32_t passed = inside ? marks.passed[group] : 0u;
+        const uint32_t tied = inside && marks.tied != nullptr ? marks.tied[group] : 0u;
+        if (!__syncthreads_or(int(passed | tied))) continue;
+        // At most 2048 of each in a tile: one number holds both.
+        const uint32_t mine = uint32_t(__popc(passed)) | uint32_t(__popc(tied)) << 16;
+        uint32_t total;
+        const uint32_t before = joined_before(mine, 0u, Added<uint32_t>(), &total);
+        int64_t at = passed_before + (before & 0xFFFFu), tie = tied_before + (before >> 16);
+        for (uint32_t left = passed | tied; left != 0; left &= left - 1) {
+            const int j = __ffs(int(left)) - 1;
+            const bool is_tied = (tied >> j & 1u) != 0;
+            if (!is_tied || tie < most) {
+                const int64_t to = at + (tie < most ? tie : most), i = 8 * group + j;
+                values[to] = x[i];
+                indices[to] = int32_t(i);
+            }
+            is_tied ? ++tie : ++at;
+        }
+        passed_before += total & 0xFFFFu;
+        tied_before += total >> 16;
+    }
+}
+
+template <class T, class Test> Marks mark(const Stream& on, const T* x, int64_t n, const Shares& shares, bool ties, Test test) {
+    const int64_t groups = divide_up(n, 8);
+    const Marks marks{scratch<uint8_t>(on, groups), ties ? scratch<uint8_t>(on, groups) : nullptr,
+                      scratch<uint64_t>(on, shares.count + 1)};
+    launch(on, shares.count, mark_kernel<T, Test>, x, n, shares, test, marks);
+    add_before(on, marks.before, shares.count);
+    return marks;
+}
+
+template <class T> struct Exceeds {
+    const T* bound;
+    bool strict, nonzero;
+    __device__ int operator()(T x) const {
+        const T size = magnitude(x);
+        const bool passes = strict ? size > *bound : size >= *bound;
+        return passes && (!nonzero || size > T(0)) ? kPassed : kLeft;
+    }
+};
+
+// The search for the k-th largest magnitude: its upper bits as far as they are known, and its rank among those that
+// agree with them.
+struct Search {
+    uint64_t known;
+    int64_t rank;
+};
+
+// Of which sign elements are looked at: 1, -1, or 0 for all.
+template <class T> __device__ inline bool is_of(T x, int sign) { return sign == 0 || (sign > 0 ? x > 0 : x < 0); }
+
+template <class T> struct AgainstFound {
+    const Search* search;
+    int sign;
+    __device__ int operator()(T x) const {
+        if (!is_of(x, sign)) return kLeft;
+        const uint64_t size = magnitude_bits(x), bound = search->known;
+        return size > bound ? kPassed : size == bound ? kTied : kLeft;
+    }
+};
+
+// How often each digit occurs among the magnitudes that agree with what is known above it.
+template <class T>
+__global__ void digits_kernel(const T* x, int64_t n, int sign, int shift, int bits, const Search* search, uint32_t* bins) {
+    __shared__ uint32_t mine[kBins];
+    for (int b = int(threadIdx.x); b < kBins; b += kThreads) mine[b] = 0;
+    __syncthreads();
+    const uint64_t known = search->known >> (shift + bits);
+    for (int64_t group = int64_t(blockIdx.x) * kThreads + threadIdx.x; 8 * group < n;
+         group += int64_t(gridDim.x) * kThreads) {
+        const int count = group_size(group, n);
+        T found[8];
+        load_group(x, group, count, found);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const uint64_t size = magnitude_bits(found[j]);
+            if (j < count && is_of(found[j], sign) && size >> (shift + bits) == known) {
+                atomicAdd(&mine[(size >> shift) & ((uint64_t(1) << bits) - 1)], 1u);
+            }
+        }
+    }
+    __syncthreads();
+    for (int b = int(threadIdx.x); b < kBins; b += kThreads) {
+        if (mine[b] != 0) atomicAdd(&bins[b], mine[b]);
+    }
+}
+
+// Takes the digit that the wanted rank falls on; one block, thread 0 with the largest digits.
+__global__ void digit_kernel(const uint32_t* bins, int shift, Search* search) {
+    const int64_t rank = search->rank;
+    const int top = kBins - 1 - kPerThread * int(threadIdx.x);
+    uint32_t mine = 0, total;
+    for (int j = 0; j < kPerThread; ++j) mine += bins[top - j];
+    int64_t before = joined_before(mine, 0u, Added<uint32_t>(), &total);
+    if (before >= rank || rank > before + mine) return;
+    int digit = top;
+    while (rank > before + bins[digit]) before += bins[digit--];
+    search->known |= uint64_t(digit) << shift;
+    search->rank = rank - before;
+}
+
+__device__ inline bool inside(int32_t index, int64_t n, int* fault) {
+    const bool good = index >= 0 && index < n;
+    if (!good) note_fault(fault);
+    return good;
+}
+
+// The k largest magnitudes among elements of a sign, of which there are at least k > 0.
+template <class T>
+void largest(const Stream& on, const T* x, int64_t n, int sign, int64_t k, T* values, int32_t* indices) {
+    Search* search = scratch<Search>(on, 1);
+    each(on, 1, [=] __device__(int64_t) { *search = Search{0, k}; });
+    uint32_t* bins = scratch<uint32_t>(on, kBins);
+    int high = int(sizeof(T)) * 8 - 1;
+    while (high > 0) {
+        const int bits = std::min(kDigit, high), shift = high - bits;
+        check(cudaMemsetAsync(bins, 0, kBins * sizeof(uint32_t), on.handle), "zeros");
+        launch(on, std::min(kMostParts, divide_up(n, kTile)), digits_kernel<T>, x, n, sign, shift, bits, search, bins);
+        launch(on, 1, digit_kernel, bins, shift, search);
+        high = shift;
+    }
+    const Shares shares = shares_of(n);
+    const Marks marks = mark(on, x, n, shares, true, AgainstFound<T>{search, sign});
+    launch(on, shares.count, compact_kernel<T>, x, n, shares, marks, &search->rank, values, indices);
+}
+
+}  // namespace
+
+template <class T>
+void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room) {
+    const Shares shares = shares_of(n);
+    const Marks marks = mark(on, x, n, shares, false, Exceeds<T>{bound, strict, nonzero});
+    const int64_t count = int64_t(fetched(on, marks.before + shares.count) & 0xFFFFFFFFu);
+    const Found<T> out = room(count);
+    if (count == 0) return;
+    launch(on, shares.count, compact_kernel<T>, x, n, shares, marks, nullptr, out.values, out.indices);
+}
+
+template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices) {
+    if (k == 0) return;
+    if (k == n) {
+        map(on, values, n, [=] __device__(int64_t i) { return x[i]; });
+        map(on, indices, n, [=] __device__(int64_t i) { return int32_t(i); });
+        return;
+    }
+    largest(on, x, n, 0, k, values, indices);
+}
+
+template <class T>
+void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,
+                  const std::function<Tops<T>(int64_t, int64_t)>& room) {
+    uint64_t* counts = scratch<uint64_t>(on, 1);
+    reduce(
+        on, divide_up(n, 8), uint64_t(0),
+        [=] __device__(int64_t group) {
+            T found[8];
+            load_group(x, group, group_size(group, n), found);
+            uint64_t sum = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += counts_of(found[j] > 0 ? 1u : 0u, found[j] < 0 ? 1u : 0u);
+            return sum;
+        },
+        Added<uint64_t>(), [=] __device__(uint64_t sum) { *counts = sum; });
+    const uint64_t both = fetched(on, counts);
+    const int64_t k[2] = {kept(static_cast<int64_t>(both & 0xFFFFFFFFu)), kept(static_cast<int64_t>(both >> 32))};
+    const Tops<T> out = room(k[0], k[1]);
+    for (int side = 0; side < 2; ++side) {
+        const int64_t count = k[side];
+        T *mean = out.means + side, *values = scratch<T>(on, count);
+        if (count > 0) largest(on, x, n, side == 0 ? 1 : -1, count, values, side == 0 ? out.positive : out.negative);
+        reduce(
+            on, count, 0.0, [=] __device__(int64_t i) { return double(values[i]); }, Added<double>(),
+            [=] __device__(double sum) { *mean = count > 0 ? T(sum / double(count)) : T(0); });
+    }
+}
+
+template <class T>
+void gather(const Stream& on, const T* x, int64_t n, const int32_t* indices, T* out, int64_t count) {
+    int* fault = on.fault;
+    map(on, out, count, [=] __device__(int64_t i) {
+        const int32_t index = indices[i];
+        return inside(index, n, fault) ? x[index] : T(0);
+    });
+}
+
+template <class T>
+void put(const Stream& on, T* x, int64_t n, const int32_t* indices, T value, int64_t count) {
+    int* fault = on.fault;
+    each(on, count, [=] __device__(int64_t i) {
+        const int32_t index = indices[i];
+        if (inside(index, n, fault)) x[index] = value;
+    });
+}
+
+template <class T> void scatter_add(const Stream& on, T* x, int64_t n, const Entries<T>& list) {
+    int* fault = on.fault;
+    const Entries<T> mine = list;
+    each(on, mine.count, [=] __device__(int64_t i) {
+        const int32_t index = mine.indices[i];
+        if (inside(index, n, fault)) x[index] += mine.values[i];
+    });
+}
+
+template <class T>
+void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T* onto, T* out, int64_t n) {
+    if (onto == nullptr && n > 0) check(cudaMemsetAsync(out, 0, sizeof(T) * static_cast<size_t>(n), on.handle), "zeros");
+    for (const Entries<T>& list : lists) scatter_add(on, out, n, list);
+}
+
+#define GRACE_MAKE(T)                                                                                    \
+    template void select<T>(const Stream&, const T*, const T*, bool, bool, int64_t, const Room<T>&);     \
+    template void top<T>(const Stream&, const T*, int64_t, int64_t, T*, int32_t*);                       \
+    template void top_of_sides<T>(const Stream&, const T*, int64_t, const std::function<int64_t(int64_t)>&, \
+                                  const std::function<Tops<T>(int64_t, int64_t)>&);                      \
+    template void gather<T>(const Stream&, const T*, int64_t, const int32_t*, T*, int64_t);              \
+    template void put<T>(const Stream&, T*, int64_t, const int32_t*, T, int64_t);                        \
+    template void scatter_add<T>(const Stream&, T*, int64_t, const Entries<T>&);                            \
+    template void sparse_sum<T>(const Stream&, const std::vector<Entries<T>>&, const T*, T*, int64_t);
+GRACE_MAKE(float)
+GRACE_MAKE(double)
+#undef GRACE_MAKE
+
+}  // namespace gpu
+}  // namespace grace

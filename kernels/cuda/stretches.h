@@ -1,0 +1,53 @@
+// What writes a number of results that follows from the data: counts per stretch of the array, the sums of those before
+// each, and then a pass that writes where they say.
+#pragma once
+
+#include <algorithm>
+
+#include "device.h"
+
+namespace grace {
+namespace gpu {
+
+constexpr int64_t kTile = int64_t(kThreads) * 8;  // elements that a block does at once
+
+// Tiles of an array, shared out to stretches; a block does a stretch.
+struct Shares {
+    int64_t tiles, each, count;
+};
+
+static inline Shares shares_of(int64_t n) {
+    const int64_t tiles = divide_up(n, kTile), each = std::max<int64_t>(1, divide_up(tiles, kMostStretches));
+    return {tiles, each, divide_up(tiles, each)};
+}
+
+__device__ static inline int64_t first_tile(const Shares& shares) { return int64_t(blockIdx.x) * shares.each; }
+__device__ static inline int64_t last_tile(const Shares& shares) {
+    const int64_t last = first_tile(shares) + shares.each;
+    return last < shares.tiles ? last : shares.tiles;
+}
+
+// Of `n` values and room for one more: what comes before each, joined, and at the end what all are together. A block
+// does one such list; the lists follow each other.
+template <class V, class Join> __global__ void before_kernel(V* lists, int64_t n, V none, Join join) {
+    V* values = lists + int64_t(blockIdx.x) * (n + 1);
+    const int64_t each = (n + kThreads - 1) / kThreads, first = each * threadIdx.x;
+    const int64_t end = first + each < n ? first + each : n;
+    V mine = none, total;
+    for (int64_t i = first; i < end; ++i) mine = join(mine, values[i]);
+    V sum = joined_before(mine, none, join, &total);
+    for (int64_t i = first; i < end; ++i) {
+        const V here = values[i];
+        values[i] = sum;
+        sum = join(sum, here);
+    }
+    if (threadIdx.x == 0) values[n] = total;
+}
+
+// The sums before every stretch, of one list or several.
+static inline void add_before(const Stream& on, uint64_t* lists, int64_t n, int64_t count = 1) {
+    launch(on, count, before_kernel<uint64_t, Added<uint64_t>>, lists, n, uint64_t(0), Added<uint64_t>());
+}
+
+}  // namespace gpu
+}  // namespace grace

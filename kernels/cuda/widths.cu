@@ -1,0 +1,340 @@
+// Codes of several lengths: ternary digits with runs of zeros, numbers of 0, 8, 16 or all bits.
+#include "ranks.h"
+#include "stretches.h"
+
+namespace grace {
+namespace gpu {
+namespace {
+
+// The bytes of 3LC, as in grace/core/ops/ternary.py.
+constexpr int kDigits = 5, kLongestRun = 14;
+constexpr uint32_t kZeroByte = 121, kFirstRun = 243;
+
+// Five digits, the first one highest; elements that there are not are zeros.
+template <class T> struct TernaryByte {
+    const T* x;
+    const T* half;
+    int64_t n;
+    __device__ uint8_t operator()(int64_t byte) const {
+        uint32_t digits = 0;
+        for (int j = 0; j < kDigits; ++j) {
+            const int64_t i = byte * kDigits + j;
+            digits = 3 * digits + (i < n ? digit_of(x[i], *half) : 1u);
+        }
+        return uint8_t(digits);
+    }
+};
+
+// The last byte of every stretch that is not zeros, -1 if there is none.
+__global__ void last_kernel(const uint8_t* bytes, int64_t n, Shares shares, int64_t* lasts) {
+    int64_t mine = -1;
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        for (int64_t i = 8 * group; i < 8 * group + 8 && i < n; ++i) mine = bytes[i] != kZeroByte ? i : mine;
+    }
+    mine = joined(mine, Larger<int64_t>());
+    if (threadIdx.x == 0) lasts[blockIdx.x] = mine;
+}
+
+// Which bytes begin a code, as bits per group: all but those that a run before them holds. A run of zeros begins after
+// the last other byte, and every 14 bytes from there on.
+__global__ void begins_kernel(const uint8_t* bytes, int64_t n, Shares shares, const int64_t* lasts, uint8_t* begins,
+                              uint64_t* counts) {
+    int64_t last = lasts[blockIdx.x];
+    uint64_t count = 0;
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        int64_t mine = -1, total;
+        for (int64_t i = 8 * group; i < 8 * group + 8 && i < n; ++i) mine = bytes[i] != kZeroByte ? i : mine;
+        int64_t before = joined_before(mine, int64_t(-1), Larger<int64_t>(), &total);
+        before = before > last ? before : last;
+        uint32_t bits = 0;
+        for (int64_t i = 8 * group; i < 8 * group + 8 && i < n; ++i) {
+            const bool other = bytes[i] != kZeroByte;
+            bits |= uint32_t(other || (i - before - 1) % kLongestRun == 0) << (i - 8 * group);
+            before = other ? i : before;
+        }
+        if (8 * group < n) begins[group] = uint8_t(bits);
+        count += uint64_t(__popc(bits));
+        last = total > last ? total : last;
+    }
+    count = joined(count, Added<uint64_t>());
+    if (threadIdx.x == 0) counts[blockIdx.x] = count;
+}
+
+__global__ void runs_kernel(const uint8_t* bytes, int64_t n, Shares shares, const uint8_t* begins,
+                            const uint64_t* before, uint8_t* codes) {
+    uint64_t at = before[blockIdx.x];
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        const uint32_t bits = 8 * group < n ? begins[group] : 0u;
+        uint32_t total;
+        uint64_t to = at + joined_before(uint32_t(__popc(bits)), 0u, Added<uint32_t>(), &total);
+        for (uint32_t left = bits; left != 0; left &= left - 1) {
+            const int64_t i = 8 * group + __ffs(int(left)) - 1;
+            int run = 0;
+            while (run < kLongestRun && i + run < n && bytes[i + run] == kZeroByte) ++run;
+            codes[to++] = uint8_t(run > 1 ? kFirstRun - 2 + uint32_t(run) : bytes[i]);
+        }
+        at += total;
+    }
+}
+
+__device__ inline uint32_t run_of(uint8_t code) { return code >= kFirstRun ? code - (kFirstRun - 2) : 1u; }
+
+__global__ void run_lengths_kernel(const uint8_t* codes, int64_t n, Shares shares, uint64_t* counts) {
+    uint64_t count = 0;
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        for (int64_t i = 8 * group; i < 8 * group + 8 && i < n; ++i) count += run_of(codes[i]);
+    }
+    count = joined(count, Added<uint64_t>());
+    if (threadIdx.x == 0) counts[blockIdx.x] = count;
+}
+
+// Writes the bytes that are no runs among `size` bytes of zeros.
+__global__ void decode_kernel(const uint8_t* codes, int64_t n, Shares shares, const uint64_t* before, uint8_t* bytes,
+                              uint64_t size) {
+    uint64_t at = before[blockIdx.x];
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        uint32_t mine = 0, total;
+        for (int64_t i = 8 * group; i < 8 * group + 8 && i < n; ++i) mine += run_of(codes[i]);
+        uint64_t to = at + joined_before(mine, 0u, Added<uint32_t>(), &total);
+        for (int64_t i = 8 * group; i < 8 * group + 8 && i < n; ++i) {
+            if (codes[i] < kFirstRun && to < size) bytes[to] = codes[i];
+            to += run_of(codes[i]);
+        }
+        at += total;
+    }
+}
+
+template <class T> struct TernaryValue {
+    __device__ T operator()(const Coded<T>& rank, int64_t i) const {
+        const int digit = int(i % kDigits);
+        const uint32_t power = digit == 0 ? 81u : digit == 1 ? 27u : digit == 2 ? 9u : digit == 3 ? 3u : 1u;
+        return T(int(rank.codes[i / kDigits] / power % 3u) - 1) * *rank.scales;
+    }
+};
+
+// Numbers of the tags 1, 2 and 3.
+struct Three {
+    uint64_t of[3];
+};
+struct AddThree {
+    __device__ Three operator()(const Three& a, const Three& b) const {
+        return {{a.of[0] + b.of[0], a.of[1] + b.of[1], a.of[2] + b.of[2]}};
+    }
+};
+
+__device__ inline void count_tags(uint32_t tags, Three* counts) {
+    const uint32_t low = tags & 0x5555u, high = tags >> 1 & 0x5555u;
+    counts->of[0] += uint64_t(__popc(low & ~high));
+    counts->of[1] += uint64_t(__popc(high & ~low));
+    counts->of[2] += uint64_t(__popc(low & high));
+}
+
+// The tags of a group, 0 beyond the end.
+__device__ inline uint32_t load_tags(const uint8_t* tags, int64_t group, int64_t n) {
+    if (8 * group >= n) return 0;
+    const int count = group_size(group, n);
+    uint32_t word = tags[2 * group];
+    if (count > 4) word |= uint32_t(tags[2 * group + 1]) << 8;
+    return count < 8 ? word & ((1u << (2 * count)) - 1u) : word;
+}
+
+// Places in the three lists, for a thread that goes through the elements of its group.
+struct Places {
+    uint64_t of[3];
+};
+
+__device__ inline Places places_before(uint32_t tags, const Three& before, Three* total) {
+    Three mine = {{0, 0, 0}};
+    count_tags(tags, &mine);
+    // At most 2048 of each in a tile.
+    uint64_t all;
+    const uint64_t packed = joined_before(mine.of[0] | mine.of[1] << 16 | mine.of[2] << 32, uint64_t(0),
+                                          Added<uint64_t>(), &all);
+    Places places;
+    for (int t = 0; t < 3; ++t) {
+        places.of[t] = before.of[t] + (packed >> (16 * t) & 0xFFFFu);
+        total->of[t] = before.of[t] + (all >> (16 * t) & 0xFFFFu);
+    }
+    return places;
+}
+
+__device__ inline Three before_stretch(const uint64_t* lists, int64_t count) {
+    const int64_t s = blockIdx.x;
+    return {{lists[s], lists[s + count + 1], lists[s + 2 * (count + 1)]}};
+}
+
+__device__ inline void store_counts(const Three& mine, uint64_t* lists, int64_t count) {
+    const Three all = joined(mine, AddThree());
+    if (threadIdx.x != 0) return;
+    for (int t = 0; t < 3; ++t) lists[blockIdx.x + t * (count + 1)] = all.of[t];
+}
+
+template <class T>
+__global__ void tags_kernel(const T* x, int64_t n, T bound, T byte_end, T word_end, Shares shares, uint8_t* tags,
+                            uint64_t* lists) {
+    Three counts = {{0, 0, 0}};
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        if (8 * group >= n) break;
+        const int count = group_size(group, n);
+        T found[8];
+        load_group(x, group, count, found);
+        uint32_t word = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j < count) word |= precision_tag(found[j], bound, byte_end, word_end) << (2 * j);
+        }
+        store_bytes(tags + 2 * group, word, (count + 3) / 4);
+        count_tags(word, &counts);
+    }
+    store_counts(counts, lists, shares.count);
+}
+
+__global__ void count_kernel(const uint8_t* tags, int64_t n, Shares shares, uint64_t* lists) {
+    Three counts = {{0, 0, 0}};
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        count_tags(load_tags(tags, tile * kThreads + threadIdx.x, n), &counts);
+    }
+    store_counts(counts, lists, shares.count);
+}
+
+template <class T>
+__global__ void split_kernel(const T* x, int64_t n, T byte_steps, T word_steps, Shares shares, const uint8_t* tags,
+                             const uint64_t* lists, Split<T> out) {
+    Three before = before_stretch(lists, shares.count);
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        const uint32_t word = load_tags(tags, group, n);
+        Places at = places_before(word, before, &before);
+        if (8 * group < n) store_bytes(out.tags + 2 * group, word, (group_size(group, n) + 3) / 4);
+        for (int j = 0; j < 8; ++j) {
+            const uint32_t tag = word >> (2 * j) & 3u;
+            if (tag == 0) continue;
+            const T value = x[8 * group + j];
+            if (tag == 1) out.bytes[at.of[0]++] = int8_t(int32_t(value * byte_steps));
+            if (tag == 2) out.words[at.of[1]++] = int16_t(int32_t(value * word_steps));
+            if (tag == 3) out.full[at.of[2]++] = value;
+        }
+    }
+}
+
+template <class T>
+__global__ void unite_kernel(WidthCodes<T> rank, int64_t n, T byte_step, T word_step, bool negate, Shares shares,
+                             const uint64_t* lists, const T* onto, T* out) {
+    Three before = before_stretch(lists, shares.count);
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        const uint32_t word = load_tags(rank.lists.tags, group, n);
+        Places at = places_before(word, before, &before);
+        for (int j = 0; j < 8 && 8 * group + j < n; ++j) {
+            const int64_t i = 8 * group + j;
+            T sum = onto == nullptr ? T(0) : onto[i];
+            const uint32_t tag = word >> (2 * j) & 3u;
+            if (tag != 0) {
+                const uint64_t from = at.of[tag - 1]++;
+                if (from < uint64_t(rank.counts[tag - 1])) {
+                    const T full = tag == 3 ? rank.lists.full[from] : T(0);
+                    sum += tag == 1   ? T(rank.lists.bytes[from]) * byte_step
+                           : tag == 2 ? T(rank.lists.words[from]) * word_step
+                           : negate   ? -full
+                                      : full;
+                }
+            }
+            out[i] = sum;
+        }
+    }
+}
+
+}  // namespace
+
+template <class T>
+void ternary_encode(const Stream& on, const T* x, const T* half, int64_t n,
+                    const std::function<uint8_t*(int64_t count)>& room) {
+    const int64_t size = divide_up(n, kDigits);
+    const Shares shares = shares_of(size);
+    uint8_t *bytes = scratch<uint8_t>(on, size), *begins = scratch<uint8_t>(on, divide_up(size, 8));
+    int64_t* lasts = scratch<int64_t>(on, shares.count + 1);
+    uint64_t* before = scratch<uint64_t>(on, shares.count + 1);
+    map(on, bytes, size, TernaryByte<T>{x, half, n});
+    launch(on, shares.count, last_kernel, bytes, size, shares, lasts);
+    launch(on, 1, before_kernel<int64_t, Larger<int64_t>>, lasts, shares.count, int64_t(-1), Larger<int64_t>());
+    launch(on, shares.count, begins_kernel, bytes, size, shares, lasts, begins, before);
+    add_before(on, before, shares.count);
+    uint8_t* codes = room(static_cast<int64_t>(fetched(on, before + shares.count)));
+    launch(on, shares.count, runs_kernel, bytes, size, shares, begins, before, codes);
+}
+
+template <class T>
+void ternary_sum(const Stream& on, const std::vector<TernaryCodes<T>>& ranks, const T* onto, T* out, int64_t n) {
+    const int64_t size = divide_up(n, kDigits);
+    int* fault = on.fault;
+    std::vector<Coded<T>> decoded;
+    for (const TernaryCodes<T>& rank : ranks) {
+        const Shares shares = shares_of(rank.count);
+        uint8_t* bytes = scratch<uint8_t>(on, size);
+        uint64_t* before = scratch<uint64_t>(on, shares.count + 1);
+        const uint64_t* total = before + shares.count;
+        if (size > 0) check(cudaMemsetAsync(bytes, kZeroByte, static_cast<size_t>(size), on.handle), "digits of zeros");
+        launch(on, shares.count, run_lengths_kernel, rank.codes, rank.count, shares, before);
+        add_before(on, before, shares.count);
+        each(on, 1, [=] __device__(int64_t) {
+            if (*total != uint64_t(size)) note_fault(fault);
+        });
+        launch(on, shares.count, decode_kernel, rank.codes, rank.count, shares, before, bytes, uint64_t(size));
+        decoded.push_back({bytes, rank.scale});
+    }
+    sum_parts(on, decoded, onto, out, n, TernaryValue<T>());
+}
+
+template <class T>
+void precision_encode(const Stream& on, const T* x, T bound, T byte_end, T word_end, T byte_steps, T word_steps,
+                      int64_t n, const std::function<Split<T>(int64_t full, int64_t words, int64_t bytes)>& room) {
+    const Shares shares = shares_of(n);
+    const int64_t count = shares.count;
+    uint8_t* tags = scratch<uint8_t>(on, packed_size(n, 2));
+    uint64_t* lists = scratch<uint64_t>(on, 3 * (count + 1));
+    Three* totals = scratch<Three>(on, 1);
+    launch(on, count, tags_kernel<T>, x, n, bound, byte_end, word_end, shares, tags, lists);
+    add_before(on, lists, count, 3);
+    each(on, 3, [=] __device__(int64_t t) { totals->of[t] = lists[count + t * (count + 1)]; });
+    const Three found = fetched(on, totals);
+    const Split<T> out = room(static_cast<int64_t>(found.of[2]), static_cast<int64_t>(found.of[1]),
+                              static_cast<int64_t>(found.of[0]));
+    launch(on, count, split_kernel<T>, x, n, byte_steps, word_steps, shares, tags, lists, out);
+}
+
+template <class T>
+void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T byte_step, T word_step, bool negate,
+                   const T* onto, T* out, int64_t n) {
+    const Shares shares = shares_of(n);
+    const int64_t count = shares.count;
+    int* fault = on.fault;
+    uint64_t* lists = scratch<uint64_t>(on, 3 * (count + 1));
+    for (size_t r = 0; r < ranks.size(); ++r) {
+        const WidthCodes<T> rank = ranks[r];
+        launch(on, count, count_kernel, rank.lists.tags, n, shares, lists);
+        add_before(on, lists, count, 3);
+        each(on, 3, [=] __device__(int64_t t) {
+            if (lists[count + t * (count + 1)] != uint64_t(rank.counts[t])) note_fault(fault);
+        });
+        launch(on, count, unite_kernel<T>, rank, n, byte_step, word_step, negate, shares, lists, r > 0 ? out : onto, out);
+    }
+}
+
+#define GRACE_MAKE(T)                                                                                                  \
+    template void ternary_encode<T>(const Stream&, const T*, const T*, int64_t, const std::function<uint8_t*(int64_t)>&); \
+    template void ternary_sum<T>(const Stream&, const std::vector<TernaryCodes<T>>&, const T*, T*, int64_t);            \
+    template void precision_encode<T>(const Stream&, const T*, T, T, T, T, T, int64_t,                                 \
+                                      const std::function<Split<T>(int64_t, int64_t, int64_t)>&);                      \
+    template void precision_sum<T>(const Stream&, const std::vector<WidthCodes<T>>&, T, T, bool, const T*, T*, int64_t);
+GRACE_MAKE(float)
+GRACE_MAKE(double)
+#undef GRACE_MAKE
+
+}  // namespace gpu
+}  // namespace grace

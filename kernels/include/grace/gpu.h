@@ -1,0 +1,169 @@
+// Functions on device pointers for a GPU, the counterpart of grace/loops.h: each works on a whole array, on the caller's
+// stream, and returns before the work is done.
+//
+// Where a length follows from the data, the host must know it to make the result: such functions say that they wait for
+// the stream, once. Memory that a
+// function needs comes from the caller. What the host does not know (a bound, levels, scales) stays on the device. Where
+// an index from a payload is out of range, the entry is left out and a word of the host is set (see Stream::fault).
+// The number of blocks follows from the length alone, so that sums are the same on every device.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "grace/loops.h"
+
+struct CUstream_st;  // what cudaStream_t points to
+
+namespace grace {
+namespace gpu {
+
+// Where the work is done.
+struct Stream {
+    CUstream_st* handle;
+    // Memory of the device that nobody else uses until what was put on the stream is done.
+    std::function<void*(int64_t bytes)> scratch;
+    // A word of the host that kernels set when they find an index out of range; see fault_word.
+    int* fault;
+};
+
+// Makes a device current, and the one before it at the end of the scope.
+class DeviceGuard {
+  public:
+    explicit DeviceGuard(int device);
+    ~DeviceGuard();
+    DeviceGuard(const DeviceGuard&) = delete;
+    DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+  private:
+    int before_;
+};
+
+// The word of a device in page-locked memory of the host, which kernels reach as well: it costs nothing while all is
+// well, and can be read at any time without waiting for the device. Made with the first call.
+int* fault_word(int device);
+// Whether the driver knows that device, and this build has code for it.
+bool serves(int device);
+
+// The outputs of a selection, and what makes them once their length is known.
+template <class T> struct Found {
+    T* values;
+    int32_t* indices;
+};
+template <class T> using Room = std::function<Found<T>(int64_t count)>;
+template <class T> struct Tops {
+    T* means;
+    int32_t *positive, *negative;
+};
+template <class T> struct Split {
+    T* full;
+    int16_t* words;
+    int8_t* bytes;
+    uint8_t* tags;
+};
+
+// Coded arrays of one rank whose other numbers lie on the device, as all of it does.
+struct NaturalCodes {
+    const uint8_t* codes;
+    const int32_t* base;
+};
+template <class T> struct TernaryCodes {
+    const uint8_t* codes;
+    int64_t count;
+    const T* scale;
+};
+// Numbers of each width, and how many of them there are: of 8 bits, 16 bits, all bits.
+template <class T> struct WidthCodes {
+    Widths<T> lists;
+    int64_t counts[3];
+};
+
+template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n);
+template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out);
+template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out);
+template <class T> void finite(const Stream& on, const T* x, int64_t n, uint8_t* out);
+void half(const Stream& on, const float* x, bool brain, uint16_t* out, int64_t n);
+void wide(const Stream& on, const uint16_t* x, bool brain, float* out, int64_t n);
+void words(const Stream& on, const RandomKey& key, int64_t* out, int64_t n);
+void uniform(const Stream& on, const RandomKey& key, float* out, int64_t n);
+void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_t* out, int64_t k);
+
+// Code: uint8_t or int64_t.
+template <class Code> void pack(const Stream& on, const Code* codes, int bits, uint8_t* out, int64_t n);
+void unpack(const Stream& on, const uint8_t* data, int bits, int64_t* out, int64_t n);
+template <class T> void binarize(const Stream& on, const T* x, T threshold, uint8_t* bits, int64_t n);
+template <class T> void binarize_sums(const Stream& on, const T* x, T threshold, uint8_t* bits, double* sums, int64_t n);
+// Coded::scales: the two levels of the rank. `onto` may be `out` or null.
+template <class T>
+void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* onto, T* out, int64_t n);
+template <class T> void majority(const Stream& on, const std::vector<const uint8_t*>& bits, T* out, int64_t n);
+template <class T>
+void bucket_norms(const Stream& on, const T* x, int64_t n, int64_t width, bool largest, T* norms);
+template <class T>
+void quantize_packed(const Stream& on, const T* x, const T* scales, int64_t width, int levels, int bits,
+                     const T* limit, const RandomKey& key, uint8_t* out, int64_t n);
+template <class T>
+void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t width, int levels, int bits,
+                    const T* onto, T* out, int64_t n);
+
+// Waits for the stream.
+template <class T>
+void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room);
+// The k largest magnitudes, 0 <= k <= n < 2^31, by their indices; among equal ones the lower index.
+template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
+// Waits for the stream. Of each sign the kept(count) largest; their means are added up in float64.
+template <class T>
+void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,
+                  const std::function<Tops<T>(int64_t positive, int64_t negative)>& room);
+template <class T>
+void gather(const Stream& on, const T* x, int64_t n, const int32_t* indices, T* out, int64_t count);
+template <class T>
+void put(const Stream& on, T* x, int64_t n, const int32_t* indices, T value, int64_t count);
+// The indices of one list must differ from each other, else the sums there are wrong.
+template <class T> void scatter_add(const Stream& on, T* x, int64_t n, const Entries<T>& list);
+template <class T>
+void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T* onto, T* out, int64_t n);
+
+template <class T>
+void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey& key, uint8_t* codes, int32_t* base,
+                    int64_t n);
+template <class T>
+void natural_sum(const Stream& on, const std::vector<NaturalCodes>& ranks, bool clipped, bool negate, const T* onto,
+                 T* out, int64_t n);
+template <class T>
+void table_encode(const Stream& on, const T* x, const T* scale, const T* table, uint8_t* codes, int64_t n);
+template <class T>
+void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* table, const T* onto, T* out, int64_t n);
+// Waits for the stream.
+template <class T>
+void ternary_encode(const Stream& on, const T* x, const T* half, int64_t n,
+                    const std::function<uint8_t*(int64_t count)>& room);
+// Codes of another number of digits count as a fault, and as zeros.
+template <class T>
+void ternary_sum(const Stream& on, const std::vector<TernaryCodes<T>>& ranks, const T* onto, T* out, int64_t n);
+// Waits for the stream. Numbers of 8 and 16 bits are multiples of 1 / byte_steps and 1 / word_steps.
+template <class T>
+void precision_encode(const Stream& on, const T* x, T bound, T byte_end, T word_end, T byte_steps, T word_steps,
+                      int64_t n, const std::function<Split<T>(int64_t full, int64_t words, int64_t bytes)>& room);
+// Lists that do not fit their tags are a fault, and what is missing counts as zero.
+template <class T>
+void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T byte_step, T word_step, bool negate,
+                   const T* onto, T* out, int64_t n);
+// Of at most 2^32 elements. A bucket is added in the order of its elements, by one thread.
+template <class T>
+void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t columns, const RandomKey& key, T* out);
+template <class T>
+void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t columns, const RandomKey& key, T* out, int64_t n);
+template <class T> void orthogonalize(const Stream& on, const T* a, int64_t rows, int64_t columns, T* out);
+
+}  // namespace gpu
+}  // namespace grace
+
+// In a checked kernel, after its checks: on a GPU the kernel is gpu::name with these arguments.
+#ifdef GRACE_CUDA
+#define GRACE_GPU(call, name, ...) \
+    if ((call).gpu() != nullptr) return gpu::name(*(call).gpu(), __VA_ARGS__)
+#else
+#define GRACE_GPU(call, name, ...) static_cast<void>(0)
+#endif
