@@ -22,7 +22,8 @@ step "types" mypy
 found=0
 tests() {
     local status=0
-    step "tests" python -m pytest -q --durations=5 "${@}" || status=$?
+    # With the reasons of what was left out, such as a compiler without sanitizers.
+    step "tests" python -m pytest -q -rs --durations=5 "${@}" || status=$?
     # 5 means that the arguments name no test of this kind, which is all right for one of the two.
     if [ "$status" -eq 0 ]; then found=1; elif [ "$status" -ne 5 ]; then exit "$status"; fi
 }

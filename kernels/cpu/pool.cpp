@@ -153,7 +153,7 @@ void release(void* data) noexcept {
             forbid(block, size);
             block = nullptr;
             // What has lain longest goes: else sizes that nobody asks for any more would keep out those in use.
-            while (all.kept > all.peak) {
+            while (all.in_use + all.kept > 2 * all.peak) {
                 auto oldest = all.free.end();
                 for (auto at = all.free.begin(); at != all.free.end(); ++at) {
                     if (at->second.empty()) continue;

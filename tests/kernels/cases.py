@@ -501,16 +501,31 @@ def sketch_estimate(ops, g):
         yield ops.sketch_estimate(g.x(rows * columns), g.n, rows, columns, g.key()) + 0.0
 
 
-def plans(thorough: bool = True) -> Iterator[tuple[int, str, int]]:
-    """Size, kind and seed of the calls that every case makes; fewer for what only hands arrays to the same kernels."""
-    for n in SMALL if thorough else (0, 1, 9, 65):
+def plans() -> Iterator[tuple[int, str, int]]:
+    """Size, kind and seed of the calls that every case makes."""
+    for n in SMALL:
         for seed, kind in enumerate(KINDS):
             yield n, kind, seed
-    for seed, n in enumerate(LARGE if thorough else (1000, 65537)):
+    for seed, n in enumerate(LARGE):
         yield n, "normal", seed
         yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
-    if thorough:
-        yield AROUND, "normal", 0
+    yield AROUND, "normal", 0
+
+
+def sizes() -> Iterator[tuple[int, str, int]]:
+    """Of the calls of `plans` one or two per size: for kernels that are known to be right with other instructions."""
+    for seed, n in enumerate(SMALL + LARGE):
+        yield n, "normal", seed
+        if n in SMALL:
+            yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
+    yield AROUND, "normal", 0
+
+
+def few() -> Iterator[tuple[int, str, int]]:
+    """For a framework that hands its arrays to the same kernels."""
+    for n in (0, 1, 9, 65, 65537):
+        for seed, kind in enumerate(KINDS if n < 65537 else KINDS[:1]):
+            yield n, kind, seed
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from grace.core.ops.codings import Codings
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.helpers import Helpers
 from grace.core.ops.native_codings import NativeCodings
-from tests.kernels import BACKENDS, cases, needs_kernels
+from tests.kernels import SERVED, cases, needs_kernels
 from tests.kernels.__main__ import digests
 
 pytestmark = needs_kernels
@@ -40,9 +40,9 @@ def differences(name, framework, dtype, *given):
 
 @pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize("name", cases.CASES)
-@pytest.mark.parametrize("framework", BACKENDS)
+@pytest.mark.parametrize("framework", SERVED)
 def test_same_bytes(framework, name, dtype):
-    for n, kind, seed in cases.plans(thorough=framework == "numpy"):
+    for n, kind, seed in cases.plans() if framework == "numpy" else cases.few():
         for i, difference in enumerate(differences(name, framework, dtype, n, kind, seed)):
             assert difference is None, f"{kind}, n = {n}, seed {seed}, result {i}: {difference}"
 
@@ -125,6 +125,7 @@ def other_process(**environment):
 def test_every_instruction_set_gives_the_same_bytes(isa):
     """And so do four threads."""
     there = other_process(GRACE_ISA=isa, OMP_NUM_THREADS="4")
+    # Asked for what it has not, a processor takes the next best.
     if there["isa"] != isa:
         pytest.skip(f"this processor has no {isa}; its best is {there['isa']}")
     assert there["digests"] == digests()

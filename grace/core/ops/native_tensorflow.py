@@ -58,12 +58,12 @@ class NativeTensorflowOps(NativeCodings, TensorflowOps):
         # Shapes are of use in graphs only; eager, TensorFlow would keep an operation for each of them.
         eager = tf.executing_eagerly()
         static = [] if eager else [n if isinstance(n, int) else -1 for n in lengths]
+        vectors = _vector(integers, tf.int64), _vector(numbers, tf.float64)
         try:
-            with tf.control_dependencies(_readers(inputs[0]) if consumes and not eager else []):
+            with tf.control_dependencies(_readers(inputs[:1]) if consumes and not eager else []):
                 results = operation()(
-                    arrays=list(inputs),
-                    integers=_vector(integers, tf.int64),
-                    numbers=_vector(numbers, tf.float64),
+                    list(inputs),
+                    *vectors,
                     Tout=[tf.as_dtype(dtype) for dtype in outputs],
                     kernel=kernel,
                     name=kernel,
@@ -75,13 +75,13 @@ class NativeTensorflowOps(NativeCodings, TensorflowOps):
         return list(results)
 
 
-def _readers(x: Any) -> list[Any]:
-    """The operations of the graph that read an array so far.
+def _readers(arrays: Sequence[Array]) -> list[Any]:
+    """The operations of the graph that read the arrays so far.
 
-    What consumes the array comes last by waiting for them: where one of them still held it, a copy would be made.
+    What consumes an array comes last by waiting for them: where one of them still held it, a copy would be made.
     """
-    within = getattr(x, "graph", None) is tf.compat.v1.get_default_graph()
-    return list(x.consumers()) if within else []
+    graph = tf.compat.v1.get_default_graph()
+    return [reader for x in arrays if getattr(x, "graph", None) is graph for reader in x.consumers()]
 
 
 def _vector(values: Sequence[Any], dtype: Any) -> Any:
