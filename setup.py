@@ -63,9 +63,20 @@ class BuildKernels(build_ext):
         try:
             if ext.name == TENSORFLOW_OPS:
                 options.update(tensorflow_options())
-            define = [f"-D{name}={value}" for name, value in options.items()]
-            subprocess.run(["cmake", "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
-            subprocess.run(["cmake", "--build", folder, "--target", name, "--parallel"], check=True)
+
+            def build(cuda: str) -> None:
+                define = [f"-D{name}={value}" for name, value in {**options, "GRACE_CUDA": cuda}.items()]
+                subprocess.run(["cmake", "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
+                subprocess.run(["cmake", "--build", folder, "--target", name, "--parallel"], check=True)
+
+            cuda = os.environ.get("GRACE_CUDA", "ON")
+            try:
+                build(cuda)
+            except subprocess.CalledProcessError:
+                if cuda == "OFF":
+                    raise
+                self.warn("the kernels were not built; trying again without those for GPUs")
+                build("OFF")
         except (OSError, subprocess.CalledProcessError) as error:
             raise CompileError(f"the kernels were not built ({error}): the reference bodies will be used") from error
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -231,7 +231,8 @@ nb::list run_on_gpu(const std::string& kernel, nb::sequence inputs, const std::v
         if (*fault == 0) return;
         *fault = 0;
         call.fail(grace::Error::Kind::payload, "a kernel that ran before on CUDA device " + std::to_string(device) +
-                                                   " met an index out of range, and left the element out");
+                                                   " met a damaged payload (an index out of range, or codes of another number) and left out "
+                                                   "what does not fit");
     };
     report();
     {

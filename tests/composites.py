@@ -97,6 +97,13 @@ def max_abs(n, dtype):
 
 
 @case
+def norm_max(n, dtype):
+    x = numbers(n, dtype)
+    norm = np.array(np.sqrt(np.sum(x.astype(np.float64) ** 2)), dtype)
+    yield Call("norm_max", (x,), {}, (norm, np.array(max(abs(x), default=0), dtype)))
+
+
+@case
 def words(n, dtype):
     drawn = NumpyOps().uniform(n, KEY, 3)
     result = NumpyOps().words(n, KEY, 3)

@@ -28,7 +28,7 @@ def decode_keys(ops: ArrayOps, widths: Array, data: Array, count: int) -> Array:
     error = PayloadError("keys: expected as many bytes as their widths say, received another number.")
     ops.require(ops.length(widths) == packed_size(count, 2), error)
     wide = ops.unpack(widths, 2, count) + 1
-    ops.require(ops.sum(wide) == ops.length(data), error)
+    ops.require(ops.sum(wide) == ops.full(1, ops.length(data), "int64")[0], error)
     starts = ops.cumsum(wide) - wide
     # Four bytes from every start, of which those that belong to the next key are masked.
     padded = ops.cast(ops.concat([data, ops.zeros(3, "uint8")]), "int64")

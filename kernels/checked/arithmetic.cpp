@@ -36,18 +36,33 @@ void max_abs_kernel(Call& call) {
     });
 }
 
-void norm_kernel(Call& call) {
+void norm_max_kernel(Call& call) {
     call.expect(1, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
         T* out = call.output<T>(1);
-        GRACE_GPU(call, norm, x, n, out);
+        T* most = call.output<T>(1);
+        GRACE_GPU(call, norm_max, x, n, out, most);
         Scratch<double> squares(divide_up(n, kPiece));
+        Scratch<T> largest(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            squares[begin / kPiece] = loops<T>().sum_squares(x + begin, end - begin);
+            // In steps that stay in the first cache, so that memory is read once.
+            constexpr int64_t step = 4096;
+            double sum = 0;
+            T found = 0;
+            for (int64_t at = begin; at < end; at += step) {
+                const int64_t length = std::min(step, end - at);
+                sum += loops<T>().sum_squares(x + at, length);
+                const T here = loops<T>().max_abs(x + at, length);
+                // By bits, in whose order NaN is last.
+                found = magnitude_bits(here) > magnitude_bits(found) ? here : found;
+            }
+            squares[begin / kPiece] = sum;
+            largest[begin / kPiece] = found;
         });
+        *most = loops<T>().max_abs(largest.data(), divide_up(n, kPiece));
         double sum = 0;
         for (int64_t i = 0; i < divide_up(n, kPiece); ++i) sum += squares[i];
         *out = static_cast<T>(std::sqrt(sum));

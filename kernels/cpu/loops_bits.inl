@@ -19,24 +19,43 @@ template <class T> struct Eight {
 };
 typedef double EightDoubles __attribute__((vector_size(64)));
 
-template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
+// Bits and sums of 64 elements; returns the bits.
+template <class T>
+GRACE_LOCAL uint64_t sums64(const T* x, T threshold, EightDoubles* high, EightDoubles* low) {
     using Values = typename Eight<T>::Values;
     using Words = typename Eight<T>::Words;
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+        Values value;
+        memcpy(&value, x + 8 * j, sizeof(value));
+        const Words above = value >= threshold;
+        high[j % 2] += __builtin_convertvector((Values)((Words)value & above), EightDoubles);
+        low[j % 2] += __builtin_convertvector((Values)((Words)value & ~above), EightDoubles);
+    }
+    return mask64<Test::at_least>(x, threshold);
+}
+#if defined(__AVX512F__)
+GRACE_LOCAL uint64_t sums64(const float* x, float threshold, EightDoubles* high, EightDoubles* low) {
+    const uint64_t mask = mask64<Test::at_least>(x, threshold);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+        const __m512d value = _mm512_cvtps_pd(_mm256_loadu_ps(x + 8 * j));
+        const __mmask8 above = __mmask8(mask >> (8 * j)), below = __mmask8(~above);
+        high[j % 2] = (EightDoubles)_mm512_mask_add_pd((__m512d)high[j % 2], above, (__m512d)high[j % 2], value);
+        low[j % 2] = (EightDoubles)_mm512_mask_add_pd((__m512d)low[j % 2], below, (__m512d)low[j % 2], value);
+    }
+    return mask;
+}
+#endif
+
+template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
     // Two of each, so that one sum need not wait for the last.
     EightDoubles high[2] = {}, low[2] = {};
     int64_t count = 0, i = 0;
     for (; i + 64 <= n; i += 64) {
-        const uint64_t mask = mask64<Test::at_least>(x + i, threshold);
+        const uint64_t mask = sums64(x + i, threshold, high, low);
         store_mask(mask, bits + i / 8, 8);
         count += __builtin_popcountll(mask);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) {
-            Values value;
-            memcpy(&value, x + i + 8 * j, sizeof(value));
-            const Words above = value >= threshold;
-            high[j % 2] += __builtin_convertvector((Values)((Words)value & above), EightDoubles);
-            low[j % 2] += __builtin_convertvector((Values)((Words)value & ~above), EightDoubles);
-        }
     }
     const int rest = int(n - i);
     if (rest > 0) {
@@ -64,15 +83,44 @@ GRACE_LOCAL uint32_t bits32(const uint8_t* bits, int64_t at, int64_t n) {
     return word;
 }
 
+// The elements of a block that fill whole vectors; returns how many.
+#if defined(__AVX512F__)
+GRACE_LOCAL int64_t binary_vectors(const uint8_t* const* bits, const float* levels, int ranks, const float* base,
+                                   float* target, int64_t at, int64_t length) {
+    int64_t i = 0;
+    for (; i + 16 <= length; i += 16) {
+        const auto carried = [&](int r) {
+            uint16_t mask;
+            memcpy(&mask, bits[r] + (at + i) / 8, sizeof(mask));
+            return _mm512_mask_blend_ps(mask, _mm512_set1_ps(levels[2 * r]), _mm512_set1_ps(levels[2 * r + 1]));
+        };
+        __m512 sum = base == nullptr ? carried(0) : _mm512_add_ps(_mm512_loadu_ps(base + i), carried(0));
+        for (int r = 1; r < ranks; ++r) sum = _mm512_add_ps(sum, carried(r));
+        _mm512_storeu_ps(target + i, sum);
+    }
+    return i;
+}
+GRACE_LOCAL int64_t binary_vectors(const uint8_t* const*, const double*, int, const double*, double*, int64_t, int64_t) {
+    return 0;
+}
+#else
+template <class T>
+GRACE_LOCAL int64_t binary_vectors(const uint8_t* const*, const T*, int, const T*, T*, int64_t, int64_t) {
+    return 0;
+}
+#endif
+
 template <class T>
 static void binary_sum(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T* out, int64_t n,
                        bool around) {
     using Word = typename Format<T>::Word;
     in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        const T* from = onto == nullptr ? nullptr : onto + at;
+        const int64_t done = binary_vectors(bits, levels, ranks, from, target, at, length);
         for (int r = 0; r < ranks; ++r) {
             const Word low = bits_as<Word>(levels[2 * r]), differ = low ^ bits_as<Word>(levels[2 * r + 1]);
-            const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + at;
-            for (int64_t i = 0; i < length; i += 32) {
+            const T* base = r > 0 ? target : from;
+            for (int64_t i = done; i < length; i += 32) {
                 alignas(64) T value[32];
                 const uint32_t word = bits32(bits[r], at + i, n);
                 for (uint32_t j = 0; j < 32; ++j) {

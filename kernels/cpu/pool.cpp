@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -43,10 +44,16 @@ struct Header {
     size_t bytes;  // of the whole block, header included
 };
 
+struct Kept {
+    void* block;
+    uint64_t since;  // how many releases there had been
+};
+
 struct Blocks {
     std::mutex mutex;
-    std::map<size_t, std::vector<void*>> free;  // by size class
+    std::map<size_t, std::deque<Kept>> free;  // by size class, the oldest first
     size_t kept = 0, in_use = 0, peak = 0;
+    uint64_t releases = 0;
 };
 
 // Never destroyed: arrays may outlive the module. A process that forks while another thread holds the mutex would leave
@@ -108,7 +115,7 @@ void* acquire(size_t bytes) {
         std::lock_guard<std::mutex> lock(all.mutex);
         auto found = all.free.find(size);
         if (found != all.free.end() && !found->second.empty()) {
-            block = found->second.back();
+            block = found->second.back().block;
             found->second.pop_back();
             all.kept -= size;
         }
@@ -136,21 +143,32 @@ void release(void* data) noexcept {
     void* block = static_cast<char*>(data) - kHeader;
     const size_t size = static_cast<Header*>(block)->bytes;
     Blocks& all = blocks();
+    std::vector<std::pair<void*, size_t>> dropped;
     {
         std::lock_guard<std::mutex> lock(all.mutex);
         all.in_use -= size;
-        if (all.kept + size <= all.peak) {
-            try {
-                all.free[size].push_back(block);
-                all.kept += size;
-                forbid(block, size);
-                return;
-            } catch (...) {
-                // No memory to remember the block by: then it goes back.
+        try {
+            all.free[size].push_back({block, ++all.releases});
+            all.kept += size;
+            forbid(block, size);
+            block = nullptr;
+            // What has lain longest goes: else sizes that nobody asks for any more would keep out those in use.
+            while (all.in_use + all.kept > 2 * all.peak) {
+                auto oldest = all.free.end();
+                for (auto at = all.free.begin(); at != all.free.end(); ++at) {
+                    if (at->second.empty()) continue;
+                    if (oldest == all.free.end() || at->second.front().since < oldest->second.front().since) oldest = at;
+                }
+                dropped.push_back({oldest->second.front().block, oldest->first});
+                oldest->second.pop_front();
+                all.kept -= oldest->first;
             }
+        } catch (...) {
+            // No memory to remember blocks by: what is not yet kept goes back, the rest is kept for now.
         }
     }
-    to_system(block, size);
+    if (block != nullptr) to_system(block, size);
+    for (const auto& [old, bytes] : dropped) to_system(old, bytes);
 }
 
 size_t kept_bytes() {

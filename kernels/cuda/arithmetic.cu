@@ -21,6 +21,17 @@ template <class T> struct GroupLargest {
     }
 };
 
+// The sum of squares, and the largest magnitude as a word.
+template <class T> struct Size {
+    double squares;
+    WordOf<T> most;
+};
+template <class T> struct JoinSizes {
+    __device__ Size<T> operator()(const Size<T>& a, const Size<T>& b) const {
+        return {a.squares + b.squares, b.most > a.most ? b.most : a.most};
+    }
+};
+
 }  // namespace
 
 template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n) {
@@ -50,6 +61,26 @@ template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out) {
             return sum;
         },
         Added<double>(), [=] __device__(double sum) { *out = T(sqrt(sum)); });
+}
+
+template <class T> void norm_max(const Stream& on, const T* x, int64_t n, T* out, T* most) {
+    reduce(
+        on, divide_up(n, 8), Size<T>{0, 0},
+        [=] __device__(int64_t group) {
+            T found[8];
+            load_group(x, group, group_size(group, n), found);
+            Size<T> size{0, 0};
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                size = JoinSizes<T>()(size, {double(found[j]) * double(found[j]), magnitude_bits(found[j])});
+            }
+            return size;
+        },
+        JoinSizes<T>(),
+        [=] __device__(const Size<T>& size) {
+            *out = T(sqrt(size.squares));
+            *most = bits_as<T>(size.most);
+        });
 }
 
 void half(const Stream& on, const float* x, bool brain, uint16_t* out, int64_t n) {
@@ -105,7 +136,8 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
     template void weighted_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t);       \
     template void max_abs<T>(const Stream&, const T*, int64_t, T*);                            \
     template void finite<T>(const Stream&, const T*, int64_t, uint8_t*);                       \
-    template void norm<T>(const Stream&, const T*, int64_t, T*);
+    template void norm<T>(const Stream&, const T*, int64_t, T*);                                \
+    template void norm_max<T>(const Stream&, const T*, int64_t, T*, T*);
 GRACE_MAKE(float)
 GRACE_MAKE(double)
 #undef GRACE_MAKE

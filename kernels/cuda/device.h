@@ -26,10 +26,10 @@ constexpr unsigned kWarp = 32, kAll = 0xFFFFFFFFu;
 // How work is shared out. The emulator has little of everything, so that small arrays take every way that large ones do.
 #ifdef GRACE_EMULATED
 constexpr int kRanks = 2;
-constexpr int64_t kMostBlocks = 5, kMostParts = 3, kMostStretches = 3, kStretch = 64;
+constexpr int64_t kMostBlocks = 5, kMostParts = 3, kMostStretches = 3, kMostSorted = 2, kStretch = 64;
 #else
 constexpr int kRanks = 64;  // whose pointers travel as arguments of a kernel
-constexpr int64_t kMostBlocks = 1 << 16, kMostParts = 1024, kMostStretches = 4096, kStretch = 4096;
+constexpr int64_t kMostBlocks = 1 << 16, kMostParts = 1024, kMostStretches = 4096, kMostSorted = 512, kStretch = 4096;
 #endif
 
 static inline void check(cudaError_t status, const char* what) {

@@ -81,7 +81,8 @@ __device__ inline int64_t bucket_at(const SketchHash& hash, int64_t i, int64_t c
 
 template <class T>
 void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t columns, const RandomKey& key, T* out) {
-    const Shares shares = shares_of(n);
+    // Fewer, because every stretch has a count for every digit.
+    const Shares shares = shares_of(n, kMostSorted);
     uint32_t* lists[4];
     for (uint32_t*& list : lists) list = scratch<uint32_t>(on, n);
     uint64_t* before = scratch<uint64_t>(on, kRadix * shares.count + 1);

@@ -16,8 +16,8 @@ struct Shares {
     int64_t tiles, each, count;
 };
 
-static inline Shares shares_of(int64_t n) {
-    const int64_t tiles = divide_up(n, kTile), each = std::max<int64_t>(1, divide_up(tiles, kMostStretches));
+static inline Shares shares_of(int64_t n, int64_t most = kMostStretches) {
+    const int64_t tiles = divide_up(n, kTile), each = std::max<int64_t>(1, divide_up(tiles, most));
     return {tiles, each, divide_up(tiles, each)};
 }
 

@@ -177,6 +177,13 @@ def max_abs(ops, g):
 
 
 @case
+def norm_max(ops, g):
+    norm, most = ops.norm_max(g.x())
+    yield free(ops, g, norm)
+    yield most
+
+
+@case
 def norm(ops, g):
     yield free(ops, g, ops.norm(g.x()))
     if g.is_small and g.n:

@@ -9,7 +9,7 @@ from grace.core.errors import PayloadError
 from grace.core.ops import get_ops, native
 from grace.core.spec import Key
 from grace.testing.harness import array
-from tests.kernels import BACKENDS, needs_kernels
+from tests.kernels import BACKENDS, SERVED, needs_kernels
 
 pytestmark = needs_kernels
 KEY = Key(1, 2)
@@ -198,7 +198,7 @@ REFUSED = {
 }
 
 
-@every_backend
+@pytest.mark.parametrize("framework", SERVED)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(framework, name):
     call, error, text = REFUSED[name]

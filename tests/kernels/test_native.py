@@ -17,7 +17,7 @@ from grace.core.ops.codings import Codings
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.helpers import Helpers
 from grace.core.ops.native_codings import NativeCodings
-from tests.kernels import BACKENDS, cases, needs_kernels
+from tests.kernels import SERVED, cases, needs_kernels
 from tests.kernels.__main__ import digests
 
 pytestmark = needs_kernels
@@ -41,7 +41,7 @@ def differences(name, framework, dtype, *given):
 
 @pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize("name", cases.CASES)
-@pytest.mark.parametrize("framework", BACKENDS)
+@pytest.mark.parametrize("framework", SERVED)
 def test_same_bytes(framework, name, dtype):
     for n, kind, seed in cases.plans() if framework == "numpy" else cases.few():
         for i, difference in enumerate(differences(name, framework, dtype, n, kind, seed)):

@@ -69,25 +69,23 @@ class TernGrad(Compressor):
         return (Field("scale", spec.work_dtype, 1),) if self.shared_scale else ()
 
     def agree(self, x: Array, at: Site) -> Proposal | None:
-        return Proposal(self._scale(x, self._limit(x, at), at), "max") if self.shared_scale else None
+        return Proposal(self._scale(x, at)[0], "max") if self.shared_scale else None
 
-    def _limit(self, x: Array, at: Site) -> Array | None:
-        """To which magnitude elements are clipped; None if not at all."""
+    def _scale(self, x: Array, at: Site) -> tuple[Array, Array | None]:
+        """The largest magnitude after clipping, of shape (1,), and to which magnitude (None: not clipped)."""
+        ops = at.ops
         if self.clip_factor is None or not at.spec.numel:
-            return None
-        return at.ops.norm(x) * (self.clip_factor / math.sqrt(at.spec.numel))
-
-    def _scale(self, x: Array, limit: Array | None, at: Site) -> Array:
-        """The largest magnitude after clipping, of shape (1,)."""
-        ops, largest = at.ops, at.ops.max_abs(x)
-        return ops.reshape(largest if limit is None else ops.where(limit < largest, limit, largest), (1,))
+            return ops.reshape(ops.max_abs(x), (1,)), None
+        norm, largest = ops.norm_max(x)
+        limit = norm * (self.clip_factor / math.sqrt(at.spec.numel))
+        return ops.reshape(ops.where(limit < largest, limit, largest), (1,)), limit
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, limit, width = at.ops, self._limit(x, at), max(1, at.spec.numel)
+        ops, width = at.ops, max(1, at.spec.numel)
+        scale, limit = self._scale(x, at)
         if self.shared_scale:
             x = x if limit is None else ops.clip(x, -limit, limit)
             return {"words": _to_words(ops, ops.quantize(x, at.agreed, 1, at.private_key))}
-        scale = self._scale(x, limit, at)
         return {"scale": scale, "codes": ops.quantize_packed(x, scale, width, 1, 2, at.private_key, limit=limit)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:

@@ -24,6 +24,10 @@ class Helpers(Primitives):
         """Largest magnitude, in x's dtype; 0 of an empty array."""
         return self.max(self.abs(x))
 
+    def norm_max(self, x: Array) -> tuple[Array, Array]:
+        """Euclidean norm and largest magnitude of a flat array, in x's dtype."""
+        return self.norm(x), self.max_abs(x)
+
     # --- random -------------------------------------------------------------------------------------------------
 
     def words(self, n: int, key: Key, stream: int = 0) -> Array:

@@ -132,11 +132,17 @@ class Native(ArrayOps):
             return super().max_abs(x)
         return self.reshape(self._run("max_abs", [x], outputs=[dtype], lengths=[1])[0], ())
 
-    def norm(self, x: Array, axis: int | None = None) -> Array:
+    def norm_max(self, x: Array) -> tuple[Array, Array]:
         dtype = self._floating(x)
-        if axis is not None or dtype is None:
+        if dtype is None:
+            return super().norm_max(x)
+        norm, most = self._run("norm_max", [x], outputs=[dtype, dtype], lengths=[1, 1])
+        return self.reshape(norm, ()), self.reshape(most, ())
+
+    def norm(self, x: Array, axis: int | None = None) -> Array:
+        if axis is not None or self._floating(x) is None:
             return super().norm(x, axis)
-        return self.reshape(self._run("norm", [x], outputs=[dtype], lengths=[1])[0], ())
+        return self.norm_max(x)[0]
 
     def finite(self, x: Array) -> Array:
         if self._floating(x) is None:

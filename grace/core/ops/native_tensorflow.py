@@ -58,20 +58,30 @@ class NativeTensorflowOps(NativeCodings, TensorflowOps):
         # Shapes are of use in graphs only; eager, TensorFlow would keep an operation for each of them.
         eager = tf.executing_eagerly()
         static = [] if eager else [n if isinstance(n, int) else -1 for n in lengths]
+        vectors = _vector(integers, tf.int64), _vector(numbers, tf.float64)
         try:
-            results = operation()(
-                arrays=list(inputs),
-                integers=_vector(integers, tf.int64),
-                numbers=_vector(numbers, tf.float64),
-                Tout=[tf.as_dtype(dtype) for dtype in outputs],
-                kernel=kernel,
-                name=kernel,
-                lengths=static,
-                consumes=consumes,
-            )
+            with tf.control_dependencies(_readers(inputs[:1]) if consumes and not eager else []):
+                results = operation()(
+                    list(inputs),
+                    *vectors,
+                    Tout=[tf.as_dtype(dtype) for dtype in outputs],
+                    kernel=kernel,
+                    name=kernel,
+                    lengths=static,
+                    consumes=consumes,
+                )
         except tf.errors.InvalidArgumentError as error:
             raise _of_core(error) from None
         return list(results)
+
+
+def _readers(arrays: Sequence[Array]) -> list[Any]:
+    """The operations of the graph that read the arrays so far.
+
+    What consumes an array comes last by waiting for them: where one of them still held it, a copy would be made.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return [reader for x in arrays if getattr(x, "graph", None) is graph for reader in x.consumers()]
 
 
 def _vector(values: Sequence[Any], dtype: Any) -> Any:

@@ -64,15 +64,14 @@ class NativeTorchOps(NativeCodings, TorchOps):
             return [from_dlpack(x) for x in capsules]
         device = torch.device(self.device)
         index = torch.cuda.current_device() if device.index is None else device.index
-        stream = torch.cuda.current_stream(index)
+        stream = torch.cuda.current_stream(index).cuda_stream
 
         def allocate(dtype: str, n: int) -> tuple[Array, int]:
-            # What is freed is given out again in the order of the stream it was made for.
-            with torch.cuda.stream(stream):
-                made = torch.empty(n, dtype=DTYPES[dtype], device=f"cuda:{index}")
+            # On the current stream, in whose order PyTorch gives out again what is freed.
+            made = torch.empty(n, dtype=DTYPES[dtype], device=f"cuda:{index}")
             return made, made.data_ptr()
 
-        results: list[Array] = module.run_on_gpu(kernel, inputs, integers, numbers, index, stream.cuda_stream, allocate)
+        results: list[Array] = module.run_on_gpu(kernel, inputs, integers, numbers, index, stream, allocate)
         return results
 
 

@@ -82,6 +82,7 @@ template <class T> struct WidthCodes {
 template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n);
 template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out);
 template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out);
+template <class T> void norm_max(const Stream& on, const T* x, int64_t n, T* out, T* most);
 template <class T> void finite(const Stream& on, const T* x, int64_t n, uint8_t* out);
 void half(const Stream& on, const float* x, bool brain, uint16_t* out, int64_t n);
 void wide(const Stream& on, const uint16_t* x, bool brain, float* out, int64_t n);

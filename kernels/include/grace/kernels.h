@@ -17,7 +17,7 @@ namespace grace {
 #define GRACE_KERNELS(X)                                                                                       \
     X(weighted_sum)   /* x, y; ; a, b -> a x + b y */                                                            \
     X(max_abs)        /* x -> T[1] */                                                                            \
-    X(norm)           /* x -> T[1], added in float64 */                                                          \
+    X(norm_max)       /* x -> T[1], added in float64; T[1] */                                                      \
     X(finite)         /* x -> uint8[1] */                                                                        \
     X(half)           /* x float32; brain -> float16 or bfloat16 */                                              \
     X(wide)           /* float16 or bfloat16 -> float32 */                                                       \

@@ -11,7 +11,7 @@ namespace grace {
 void* acquire(size_t bytes);
 void release(void* block) noexcept;
 
-// Bytes that are kept for use again; never more than were in use at once at some time.
+// Bytes that are kept for use again: together with those in use at most twice what was ever in use at once.
 size_t kept_bytes();
 
 // Has a function run on some other thread, soon.
