@@ -82,7 +82,7 @@ def test_links_lead_somewhere(name):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_named_in_prose_exist(name):
-    for path in re.findall(r"`((?:grace|tests|scripts|examples|docs)/[\w./]*\w)`", read(name)):
+    for path in re.findall(r"`((?:benchmarks|docs|examples|grace|kernels|scripts|tests)/[\w./]*\w)`", read(name)):
         assert (ROOT / path).exists(), f"{name} names {path}, which does not exist"
 
 

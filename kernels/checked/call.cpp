@@ -52,7 +52,9 @@ const Array& Call::checked(int i, DType dtype, int64_t size) const {
 }
 
 const Array& Call::writable(const Array& array) const {
-    if (!array.writable) fail(Error::Kind::value, "array 0: expected one that may be changed, received a read-only one");
+    if (!array.writable) {
+        fail(Error::Kind::value, "array 0: expected one that may be changed, received a read-only one");
+    }
     return array;
 }
 

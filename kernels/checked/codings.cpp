@@ -29,8 +29,8 @@ template <class T> int32_t natural_base(Call& call, const T* x, int64_t n, const
     return std::max(0, code - clipped);
 }
 
-// Cells for magnitudes, whose shares of the scale have their place in an ascending table; they pay for themselves by the
-// number of elements.
+// Cells for magnitudes, whose shares of the scale have their place in an ascending table. They pay for themselves by
+// the number of elements.
 template <class T> class Cells {
   public:
     Cells(const T* table, T scale, int64_t elements) : below_(kMost), inside_(kMost), edges_(kEdges) {

@@ -9,14 +9,17 @@ namespace {
 int bits_at(const Call& call, int i, int most) {
     const int64_t bits = call.integer(i);
     if (bits < 1 || bits > most) {
-        call.fail(Error::Kind::value, "expected 1 to " + std::to_string(most) + " bits, received " + std::to_string(bits));
+        call.fail(Error::Kind::value,
+                  "expected 1 to " + std::to_string(most) + " bits, received " + std::to_string(bits));
     }
     return static_cast<int>(bits);
 }
 
 int64_t width_at(const Call& call, int i) {
     const int64_t width = call.integer(i);
-    if (width < 1) call.fail(Error::Kind::value, "expected a bucket of at least 1 element, received " + std::to_string(width));
+    if (width < 1) {
+        call.fail(Error::Kind::value, "expected a bucket of at least 1 element, received " + std::to_string(width));
+    }
     return std::min(width, kMost);
 }
 
@@ -159,8 +162,9 @@ void binary_sum_kernel(Call& call) {
         std::vector<T> levels;
         for (const Coded<T>& one : payloads) levels.insert(levels.end(), one.scales, one.scales + 2);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            loops<T>().binary_sum(moved(bits, begin).data(), levels.data(), ranks,
-                                  to.onto == nullptr ? nullptr : to.onto + begin, to.out + begin, end - begin, to.around);
+            const T* onto = to.onto == nullptr ? nullptr : to.onto + begin;
+            loops<T>().binary_sum(moved(bits, begin).data(), levels.data(), ranks, onto, to.out + begin, end - begin,
+                                  to.around);
         });
     });
 }
@@ -204,8 +208,8 @@ void quantize_packed_kernel(Call& call) {
         const int64_t n = call.input(0).size, width = width_at(call, 0), levels = call.integer(1);
         const int bits = bits_at(call, 2, 16);
         if (levels < 1 || 2 * levels >= int64_t(1) << bits) {
-            call.fail(Error::Kind::value, "expected levels from 1 that fit " + std::to_string(bits) + " bits, received " +
-                                              std::to_string(levels));
+            call.fail(Error::Kind::value, "expected levels from 1 that fit " + std::to_string(bits) + " bits, " +
+                                              "received " + std::to_string(levels));
         }
         const T *x = call.input<T>(0), *scales = call.input<T>(1, buckets_of(n, width));
         const T* limit = call.inputs() == 3 ? call.input<T>(2, 1) : nullptr;

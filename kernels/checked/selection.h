@@ -1,4 +1,4 @@
-// Exact selection of the largest among many: a bound from a random sample, one compacting pass, a choice among its finds.
+// Exact selection of the largest among many: a bound from a random sample, a compacting pass, a choice among its finds.
 #pragma once
 
 #include <cmath>
@@ -10,18 +10,26 @@
 
 namespace grace {
 
+// Throws Error(value) for more elements than int32 indices can address.
+inline void check_addressable(const Call& call, int64_t n) {
+    if (n > INT32_MAX) {
+        call.fail(Error::Kind::value, "int32 indices cannot address " + std::to_string(n) + " elements");
+    }
+}
+
 // What a selecting pass found, in the order of the indices.
 template <class T> class Finds {
   public:
-    // pass(begin, length, into) appends what it finds; n elements are shared out to as many stretches as there are threads,
-    // with a growing list each.
+    // pass(begin, length, into) appends what it finds; n elements are shared out to as many stretches as there are
+    // threads, with a growing list each.
     template <class Pass> Finds(Call& call, int64_t n, Pass pass) {
         const int64_t pieces = divide_up(n, kPiece);
         const int64_t stretches = std::max<int64_t>(1, std::min<int64_t>(call.threads(), pieces));
         const std::unique_ptr<List[]> lists(new List[static_cast<size_t>(stretches)]);
         call.parallel(stretches, [&](int64_t s) {
             List& mine = lists[static_cast<size_t>(s)];
-            const int64_t begin = pieces * s / stretches * kPiece, end = std::min(n, pieces * (s + 1) / stretches * kPiece);
+            const int64_t begin = pieces * s / stretches * kPiece;
+            const int64_t end = std::min(n, pieces * (s + 1) / stretches * kPiece);
             // Small steps, so that little room is asked for ahead.
             for (int64_t at = begin; at < end; at += kStep) {
                 const int64_t length = std::min(kStep, end - at);
@@ -105,8 +113,8 @@ template <class Word> Word kth_largest(Word* words, int64_t n, int64_t k) {
 
 template <class T> using WordOf = typename Format<T>::Word;
 
-// Elements of x drawn at random. A sample at regular distances would fail: in a gradient it can hit the same columns of a
-// matrix every time.
+// Elements of x drawn at random. A sample at regular distances would fail: in a gradient it can hit the same columns
+// of a matrix every time.
 template <class T> class Sample {
   public:
     Sample(const T* x, int64_t n, int64_t draws) : n_(n), draws_(draws), drawn_(draws), words_(draws) {
@@ -135,9 +143,10 @@ template <class T> class Sample {
         const int64_t rank = static_cast<int64_t>(expected + slack * std::sqrt(expected)) + 2;
         return bits_as<T>(rank >= eligible ? WordOf<T>(0) : kth_largest(words_.data(), eligible, rank));
     }
-    // How many of the n elements there are about of which `counts` is true.
+    // About which share of all elements `counts` is true of.
     template <class Counts> double share(Counts counts) const {
-        return static_cast<double>(std::count_if(drawn_.data(), drawn_.data() + draws_, counts)) / static_cast<double>(draws_);
+        const int64_t found = std::count_if(drawn_.data(), drawn_.data() + draws_, counts);
+        return static_cast<double>(found) / static_cast<double>(draws_);
     }
 
   private:

@@ -85,7 +85,7 @@ void top_of_sides_kernel(Call& call) {
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
-        if (n > INT32_MAX) call.fail(Error::Kind::value, "int32 indices cannot address " + std::to_string(n) + " elements");
+        check_addressable(call, n);
         const T* x = call.input<T>(0);
         GRACE_GPU(call, top_of_sides<T>, x, n, [ratio](int64_t count) { return kept_of(ratio, count); },
                   [&](int64_t positive, int64_t negative) {

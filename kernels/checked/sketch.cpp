@@ -59,7 +59,9 @@ void sketch_estimate_kernel(Call& call) {
     const int64_t n = call.length(0);
     const int rows = rows_at(call, 1);
     const int64_t columns = columns_at(call, 2);
-    if (rows % 2 == 0) call.fail(Error::Kind::value, "expected an odd number of rows, received " + std::to_string(rows));
+    if (rows % 2 == 0) {
+        call.fail(Error::Kind::value, "expected an odd number of rows, received " + std::to_string(rows));
+    }
     const RandomKey key = key_at(call, 3);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -70,8 +72,8 @@ void sketch_estimate_kernel(Call& call) {
         call.parallel(divide_up(n, kTile), [&](int64_t tile) {
             const int64_t begin = tile * kTile, end = std::min(n, begin + kTile);
             Scratch<typename Format<T>::Signed> found(rows * (end - begin));
-            loops<T>().sketch_medians(sketch, hashes.data(), rows, static_cast<uint32_t>(columns), begin, end, found.data(),
-                                      out, is_large<T>(n));
+            loops<T>().sketch_medians(sketch, hashes.data(), rows, static_cast<uint32_t>(columns), begin, end,
+                                      found.data(), out, is_large<T>(n));
         });
     });
 }

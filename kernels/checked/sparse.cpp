@@ -30,7 +30,7 @@ void select_kernel(Call& call) {
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
-        if (n > INT32_MAX) call.fail(Error::Kind::value, "int32 indices cannot address " + std::to_string(n) + " elements");
+        check_addressable(call, n);
         const bool strict = call.integer(0) != 0, nonzero = call.integer(1) != 0;
         const T *x = call.input<T>(0), *bound = call.input<T>(1, 1);
         GRACE_GPU(call, select, x, bound, strict, nonzero, n, room_of<T>(call));
@@ -47,7 +47,7 @@ void top_kernel(Call& call) {
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size, k = std::min(n, call.length(0));
-        if (n > INT32_MAX) call.fail(Error::Kind::value, "int32 indices cannot address " + std::to_string(n) + " elements");
+        check_addressable(call, n);
         const T* x = call.input<T>(0);
         T* values = call.output<T>(k);
         int32_t* indices = call.output<int32_t>(k);

@@ -159,7 +159,8 @@ void precision_encode_kernel(Call& call) {
         const T* x = call.input<T>(0);
         const T bound = static_cast<T>(call.number(0));
         const auto power = [](int exponent) { return static_cast<T>(std::ldexp(1.0, exponent)); };
-        GRACE_GPU(call, precision_encode<T>, x, bound, power(-ends.m), power(-ends.h), power(ends.m + 7), power(ends.h + 15), n,
+        const T steps[2] = {power(ends.m + 7), power(ends.h + 15)};
+        GRACE_GPU(call, precision_encode<T>, x, bound, power(-ends.m), power(-ends.h), steps[0], steps[1], n,
                   [&](int64_t full, int64_t words, int64_t bytes) {
                       gpu::Split<T> out;
                       out.full = call.output<T>(full);
@@ -180,7 +181,7 @@ void precision_encode_kernel(Call& call) {
         int8_t* bytes = call.output<int8_t>(starts.total(1));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             const int64_t* at = starts.before(begin / kPiece);
-            loops<T>().precision_split(x + begin, &tags[begin / 4], power(ends.m + 7), power(ends.h + 15), end - begin,
+            loops<T>().precision_split(x + begin, &tags[begin / 4], steps[0], steps[1], end - begin,
                                        full + at[3], words + at[2], bytes + at[1]);
         });
         std::memcpy(call.output<uint8_t>(packed_size(n, 2)), tags.data(), static_cast<size_t>(packed_size(n, 2)));

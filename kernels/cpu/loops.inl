@@ -90,7 +90,7 @@ template <class T> static void copy(const T* x, T* out, int64_t n, bool around) 
 
 #include "loops_bits.inl"
 
-// --- stochastic levels -----------------------------------------------------------------------------------------------------
+// --- stochastic levels -----------------------------------------------------------------------------------------------
 
 template <class T>
 static void bucket_norms(const T* x, int64_t n, int64_t width, bool largest, T* norms, int64_t begin, int64_t end) {
@@ -205,7 +205,7 @@ static void dequantize_sum(const Coded<T>* ranks, int count, int64_t width, int 
     });
 }
 
-// --- half precision --------------------------------------------------------------------------------------------------------
+// --- half precision --------------------------------------------------------------------------------------------------
 
 template <class T> static void to_half(const T* x, bool brain, uint16_t* out, int64_t n, bool around) {
     in_blocks(out, n, around, [&](int64_t at, int64_t length, uint16_t* target) {
@@ -245,7 +245,7 @@ template <class T> static void from_half(const uint16_t* x, bool brain, T* out, 
     });
 }
 
-// --- random numbers --------------------------------------------------------------------------------------------------------
+// --- random numbers --------------------------------------------------------------------------------------------------
 
 static void stream_words(const RandomKey* key, uint32_t first, int64_t blocks, uint32_t* out) {
     words(*key, first, blocks, out);

@@ -1,6 +1,6 @@
 // Bits, and codes of 1 to 8 bits: a part of loops.inl.
 
-// --- bits ------------------------------------------------------------------------------------------------------------------
+// --- bits ------------------------------------------------------------------------------------------------------------
 
 GRACE_LOCAL void store_mask(uint64_t mask, uint8_t* bits, int64_t bytes) {
     for (int64_t j = 0; j < bytes; ++j) bits[j] = uint8_t(mask >> (8 * j));
@@ -161,7 +161,7 @@ static void majority(const uint8_t* const* bits, int ranks, T* out, int64_t n, b
     });
 }
 
-// --- packing ---------------------------------------------------------------------------------------------------------------
+// --- packing ---------------------------------------------------------------------------------------------------------
 
 // Eight codes of `bits` bits, one per byte, as one word; and back.
 GRACE_LOCAL uint64_t gathered(uint64_t codes, int bits) {

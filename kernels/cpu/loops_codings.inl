@@ -18,7 +18,7 @@ GRACE_LOCAL void sum_ranks(int ranks, const T* onto, T* out, int64_t begin, int6
     });
 }
 
-// --- powers of two -----------------------------------------------------------------------------------------------------------
+// --- powers of two ---------------------------------------------------------------------------------------------------
 
 template <class T>
 static bool natural_rises(const T* x, const RandomKey* key, int32_t exponent, int64_t begin, int64_t end) {
@@ -51,7 +51,8 @@ static void natural_codes(const T* x, const RandomKey* key, int32_t base, int64_
         uint8_t* codes = low + (at - begin);
         if (base >= 0) {
             for (int64_t i = 0; i < length; ++i) {
-                const int32_t code = natural_clipped(mine[i], natural_exponent(mine[i], random[i]), base, inverse, random[i]);
+                const int32_t own = natural_exponent(mine[i], random[i]);
+                const int32_t code = natural_clipped(mine[i], own, base, inverse, random[i]);
                 codes[i] = uint8_t(uint32_t(code) | uint32_t(bits_as<Word>(mine[i]) >> sign) << 7);
             }
         } else if constexpr (exponent > 8) {
@@ -69,7 +70,9 @@ static void natural_codes(const T* x, const RandomKey* key, int32_t base, int64_
             for (; i + 64 <= length; i += 64) store_mask(signs64(mine + i), signs + i / 8, 8);
             for (uint8_t* byte = signs + i / 8; i < length; i += 8) {
                 uint32_t bits = 0;
-                for (int64_t j = 0; j < lesser(8, length - i); ++j) bits |= uint32_t(bits_as<Word>(mine[i + j]) >> sign) << j;
+                for (int64_t j = 0; j < lesser(8, length - i); ++j) {
+                    bits |= uint32_t(bits_as<Word>(mine[i + j]) >> sign) << j;
+                }
                 *byte++ = uint8_t(bits);
             }
         }
@@ -98,16 +101,19 @@ static void natural_sum(const Powers* ranks, int count, bool clipped, bool negat
             int64_t i = 0;
             for (; i + 32 <= length; i += 32) {
                 const uint32_t signs = bits32(data + n, at + i, n);
-                for (uint32_t j = 0; j < 32; ++j) values[i + j] = natural_value<T>(codes[i + j], (signs >> j & 1u) ^ flip);
+                for (uint32_t j = 0; j < 32; ++j) {
+                    values[i + j] = natural_value<T>(codes[i + j], (signs >> j & 1u) ^ flip);
+                }
             }
             for (; i < length; ++i) {
-                values[i] = natural_value<T>(codes[i], (uint32_t(data[n + (at + i) / 8]) >> ((at + i) % 8) & 1u) ^ flip);
+                const uint32_t sign = uint32_t(data[n + (at + i) / 8]) >> ((at + i) % 8) & 1u;
+                values[i] = natural_value<T>(codes[i], sign ^ flip);
             }
         }
     });
 }
 
-// --- tables --------------------------------------------------------------------------------------------------------------------
+// --- tables ----------------------------------------------------------------------------------------------------------
 
 template <class T> static void table_codes(const T* x, const Edges<T>* table, int64_t n, uint8_t* codes) {
     using Signed = typename Format<T>::Signed;
@@ -166,7 +172,7 @@ static void table_sum(const uint8_t* const* codes, const T* values, int ranks, c
     });
 }
 
-// --- ternary digits --------------------------------------------------------------------------------------------------------
+// --- ternary digits --------------------------------------------------------------------------------------------------
 
 // What five bits, the first element lowest, add up to as digits of one byte, the first digit highest.
 struct DigitSums {
@@ -211,7 +217,7 @@ static void ternary_sum(const uint8_t* const* bytes, const T* values, int ranks,
     });
 }
 
-// --- numbers of several widths ---------------------------------------------------------------------------------------------
+// --- numbers of several widths ---------------------------------------------------------------------------------------
 
 // The even bits of a word, one after another.
 GRACE_LOCAL uint64_t even_bits(uint64_t word) {

@@ -11,13 +11,17 @@ GRACE_LOCAL int64_t append(const T* x, uint64_t mask, int32_t first, int64_t cou
     return count;
 }
 
+template <Test test, class T> GRACE_LOCAL uint64_t mask_up_to_64(const T* x, T bound, int64_t n) {
+    return n >= 64 ? mask64<test>(x, bound) : mask_of<test>(x, bound, int(n));
+}
+
 template <Test test, class T>
 GRACE_LOCAL void select_by(const T* x, T bound, bool nonzero, int32_t first, int64_t n, Selected<T>* into) {
     int64_t count = into->count;
     for (int64_t i = 0; i < n; i += 64) {
         const int64_t length = lesser(64, n - i);
-        uint64_t mask = length == 64 ? mask64<test>(x + i, bound) : mask_of<test>(x + i, bound, int(length));
-        if (nonzero) mask &= length == 64 ? mask64<Test::size_above>(x + i, T(0)) : mask_of<Test::size_above>(x + i, T(0), int(length));
+        uint64_t mask = mask_up_to_64<test>(x + i, bound, length);
+        if (nonzero) mask &= mask_up_to_64<Test::size_above>(x + i, T(0), length);
         count = append(x + i, mask, first + int32_t(i), count, into);
     }
     into->count = count;
@@ -30,10 +34,6 @@ static void select(const T* x, T bound, bool strict, bool nonzero, int32_t first
     } else {
         select_by<Test::size_at_least>(x, bound, nonzero, first, n, into);
     }
-}
-
-template <Test test, class T> GRACE_LOCAL uint64_t mask_up_to_64(const T* x, T bound, int64_t n) {
-    return n >= 64 ? mask64<test>(x, bound) : mask_of<test>(x, bound, int(n));
 }
 
 template <class T>

@@ -15,7 +15,7 @@
 namespace grace {
 namespace GRACE_ISA {
 
-// --- 64 comparisons as 64 bits -----------------------------------------------------------------------------------------
+// --- 64 comparisons as 64 bits ---------------------------------------------------------------------------------------
 
 enum class Test { at_least, above, at_most, below, size_at_least, size_above };
 
@@ -154,7 +154,7 @@ GRACE_LOCAL void spread64(const float* list, uint64_t mask, float* out) {
 }
 #endif
 
-// --- tables of 128 numbers ---------------------------------------------------------------------------------------------
+// --- tables of 128 numbers -------------------------------------------------------------------------------------------
 
 // Keeps a loop that looks up tables from being vectorized: loads one by one are faster than what gathers them.
 #if defined(__GNUC__)
@@ -193,7 +193,8 @@ struct EdgeTree {
         }
         __mmask16 reached = _mm512_cmp_ps_mask(size, _mm512_permutex2var_ps(next[0], at, next[1]), _CMP_GE_OQ);
         at = _mm512_mask_or_epi32(at, reached, at, _mm512_set1_epi32(32));
-        const __m512 low = _mm512_permutex2var_ps(last[0], at, last[1]), high = _mm512_permutex2var_ps(last[2], at, last[3]);
+        const __m512 low = _mm512_permutex2var_ps(last[0], at, last[1]);
+        const __m512 high = _mm512_permutex2var_ps(last[2], at, last[3]);
         reached = _mm512_cmp_ps_mask(size, _mm512_mask_blend_ps(reached, low, high), _CMP_GE_OQ);
         return _mm512_mask_or_epi32(at, reached, at, _mm512_set1_epi32(64));
     }
@@ -212,7 +213,8 @@ struct EdgeTree {
         const __m256i rest = _mm256_inserti128_si256(_mm256_castsi128_si256(found[2]), found[3], 1);
         const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(half), rest, 1);
         // Bit 0 of what was found becomes bit 6.
-        const __m512i back = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15));
+        const __m512i back =
+            _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15));
         const __m512i four = _mm512_set1_epi8(15);
         const __m512i low = _mm512_shuffle_epi8(back, _mm512_and_si512(all, four));
         const __m512i high = _mm512_shuffle_epi8(back, _mm512_and_si512(_mm512_srli_epi16(all, 4), four));
@@ -243,7 +245,7 @@ struct Lookup {
 };
 #endif
 
-// --- random words --------------------------------------------------------------------------------------------------------
+// --- random words ----------------------------------------------------------------------------------------------------
 
 // Words 4 first .. 4 (first + blocks) - 1 of a stream. A lane of 64 bits holds one word of one block in its lower half;
 // the upper half is what no product reads. Two groups of blocks run side by side, because a round waits for the last.
@@ -334,7 +336,7 @@ GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uin
 }
 #endif
 
-// --- writing around the cache ----------------------------------------------------------------------------------------------
+// --- writing around the cache ----------------------------------------------------------------------------------------
 
 // Copies to memory that nobody reads soon. Ordinary stores would read every line before they fill it.
 GRACE_LOCAL void write_around(void* to, const void* from, int64_t bytes) {

@@ -497,8 +497,7 @@ def count_sketch(ops, g):
 @case
 def sketch_estimate(ops, g):
     for rows, columns in g.some([(1, 7), (3, 100), (5, 1000)]):
-        # Which of two zeros of unlike sign is in the middle is up to the sort.
-        yield ops.sketch_estimate(g.x(rows * columns), g.n, rows, columns, g.key()) + 0.0
+        yield ops.sketch_estimate(g.x(rows * columns), g.n, rows, columns, g.key())
 
 
 def plans() -> Iterator[tuple[int, str, int]]:

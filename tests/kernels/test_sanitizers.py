@@ -29,8 +29,9 @@ ASAN = "detect_leaks=0:detect_stack_use_after_return=1:strict_init_order=1:check
 
 
 def tell(command, **options):
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200, **options)
-    assert done.returncode == 0, f"{command} failed:\n{done.stdout[-6000:]}"
+    # Apart: TensorFlow's log goes to the standard error, the results that are read to the standard output.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, **options)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
 

@@ -67,7 +67,9 @@ class ArrayOps(Codings):
         for j, (bucket, odd) in enumerate(self._hashes(n, rows, columns, key)):
             values = self.gather(sketch[j * columns : (j + 1) * columns], bucket)
             found.append(self.where(odd, -values, values))
-        return self.sort(self.stack(found, axis=1))[:, rows // 2]
+        median = self.sort(self.stack(found, axis=1))[:, rows // 2]
+        # Which of several zeros comes first, 0 or -0, differs between sorts.
+        return self.where(median == 0, 0.0, median)
 
     def _hashes(self, n: int, rows: int, columns: int, key: Key) -> Iterator[tuple[Array, Array]]:
         """Per row the bucket of every element, and whether its sign is negative."""

@@ -42,7 +42,7 @@ template <class T> GRACE_HD typename Format<T>::Word magnitude_bits(T x) {
 
 template <class T> GRACE_HD T magnitude(T x) { return bits_as<T>(magnitude_bits(x)); }
 
-// --- random bits: Philox4x32-10 (Salmon et al., SC 2011) -----------------------------------------------------------------
+// --- random bits: Philox4x32-10 (Salmon et al., SC 2011) -------------------------------------------------------------
 
 constexpr uint32_t kPhilox0 = 0xD2511F53u, kPhilox1 = 0xCD9E8D57u, kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
 
@@ -71,7 +71,7 @@ GRACE_HD void philox(const RandomKey& key, uint32_t block, uint32_t out[4]) {
 // A multiple of 2^-24 in [0, 1).
 GRACE_HD float uniform(uint32_t word) { return float(int32_t(word >> 8)) * 5.9604644775390625e-8f; }
 
-// --- stochastic levels ---------------------------------------------------------------------------------------------------
+// --- stochastic levels -----------------------------------------------------------------------------------------------
 
 // The level of x, in [-levels, levels], with mean levels * x / scale for a uniform u in [0, 1); 0 if the scale is 0.
 template <class T> GRACE_HD int32_t level_of(T x, T scale, T levels, T u) {
@@ -87,7 +87,7 @@ template <class T> GRACE_HD T limited(T x, T limit) {
     return x > limit ? limit : x;
 }
 
-// --- half precision ------------------------------------------------------------------------------------------------------
+// --- half precision --------------------------------------------------------------------------------------------------
 
 // To bfloat16, nearest, ties to even; NaN stays NaN.
 GRACE_HD uint16_t to_bfloat16(float x) {
@@ -120,7 +120,7 @@ GRACE_HD float from_float16(uint16_t half) {
     return bits_as<float>(word | sign);
 }
 
-// --- natural compression -------------------------------------------------------------------------------------------------
+// --- natural compression ---------------------------------------------------------------------------------------------
 
 // The exponent after stochastic rounding, as it stands in the bits of a float; `word` a random word.
 template <class T> GRACE_HD int32_t natural_exponent(T x, uint32_t word) {
@@ -151,14 +151,14 @@ template <class T> GRACE_HD int32_t natural_clipped(T x, int32_t exponent, int32
     return own > base ? exponent - base : up;
 }
 
-// The power of two of an exponent, which a damaged payload may have made too large for its place; `flip` is 1 to negate.
+// The power of two of an exponent, which a damaged payload may have made too large for its place; 1 as `flip` negates.
 template <class T> GRACE_HD T natural_value(uint32_t exponent, uint32_t flip) {
     using Word = typename Format<T>::Word;
     constexpr int mantissa = Format<T>::mantissa;
     return bits_as<T>((Word(exponent) << mantissa) ^ (Word(flip) << (mantissa + Format<T>::exponent)));
 }
 
-// --- tables --------------------------------------------------------------------------------------------------------------
+// --- tables ----------------------------------------------------------------------------------------------------------
 
 // How many of the 127 ascending edges are at most `size`.
 template <class T> GRACE_HD int32_t nearest(T size, const T* edges) {
@@ -167,8 +167,8 @@ template <class T> GRACE_HD int32_t nearest(T size, const T* edges) {
     return at;
 }
 
-// The least magnitude whose share of `scale`, as rounded, reaches an edge; NaN if none does. Comparing with it saves the
-// division.
+// The least magnitude whose share of `scale`, as rounded, reaches an edge; NaN if none does. Comparing with it saves
+// the division.
 template <class T> GRACE_HD T reaching(T edge, T scale) {
     using Word = typename Format<T>::Word;
     constexpr Word infinite = Word((Word(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
@@ -190,12 +190,12 @@ template <class T> GRACE_HD T reaching(T edge, T scale) {
     return bits_as<T>(low);
 }
 
-// --- ternary digits ------------------------------------------------------------------------------------------------------
+// --- ternary digits --------------------------------------------------------------------------------------------------
 
 // 0, 1, 2 for -1, 0, 1; of a half of 0 both sides hold, which makes 1.
 template <class T> GRACE_HD uint32_t digit_of(T x, T half) { return uint32_t(x >= half) + 1u - uint32_t(x <= -half); }
 
-// --- precision by size ---------------------------------------------------------------------------------------------------
+// --- precision by size -----------------------------------------------------------------------------------------------
 
 // 0: nothing, 1: 8 bits, 2: 16 bits, 3: all bits.
 template <class T> GRACE_HD uint32_t precision_tag(T x, T bound, T byte_end, T word_end) {
@@ -204,7 +204,7 @@ template <class T> GRACE_HD uint32_t precision_tag(T x, T bound, T byte_end, T w
     return size < bound ? 0u : tag;
 }
 
-// --- keyed permutation (Feistel) -----------------------------------------------------------------------------------------
+// --- keyed permutation (Feistel) -------------------------------------------------------------------------------------
 
 struct Permutation {
     uint32_t keys[8];
@@ -230,14 +230,16 @@ GRACE_HD uint32_t permuted(const Permutation& p, uint32_t index) {
     return left + (right << p.low);
 }
 
-// --- hashing (multiply-shift) --------------------------------------------------------------------------------------------
+// --- hashing (multiply-shift) ----------------------------------------------------------------------------------------
 
 // The hash functions of one row of a sketch.
 struct SketchHash {
     uint64_t bucket_factor, bucket_term, sign_factor, sign_term;
 };
 
-GRACE_HD uint32_t hashed(uint64_t item, uint64_t factor, uint64_t term) { return uint32_t((item * factor + term) >> 32); }
+GRACE_HD uint32_t hashed(uint64_t item, uint64_t factor, uint64_t term) {
+    return uint32_t((item * factor + term) >> 32);
+}
 
 // Number i of those that the hash functions are made of, 64 bits from three words of a stream.
 GRACE_HD uint64_t hash_number(const RandomKey& key, int64_t i) {
@@ -260,14 +262,14 @@ GRACE_HD SketchHash hash_of_row(const RandomKey& key, int64_t row, int64_t rows)
 // A hash as one of so many buckets.
 GRACE_HD uint32_t bucket_of(uint32_t hash, uint32_t columns) { return uint32_t(uint64_t(hash) * columns >> 32); }
 
-// --- order ---------------------------------------------------------------------------------------------------------------
+// --- order -----------------------------------------------------------------------------------------------------------
 
-// Floating numbers as integers of the same order, -0 before 0 and NaN last.
+// Floating numbers as integers of the same order, -0 as 0 and NaN last.
 template <class T> GRACE_HD typename Format<T>::Signed ordered(T x) {
     using Signed = typename Format<T>::Signed;
     constexpr Signed infinite = Signed((int64_t(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
     const Signed size = bits_as<Signed>(magnitude(x)), own = bits_as<Signed>(x);
-    return own >= 0 || size > infinite ? size : ~size;
+    return own >= 0 || size == 0 || size > infinite ? size : ~size;
 }
 
 template <class T> GRACE_HD T from_ordered(typename Format<T>::Signed word) {

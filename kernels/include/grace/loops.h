@@ -38,9 +38,9 @@ struct Powers {
     uint32_t base;
 };
 
-// 127 ascending edges, and what finds a magnitude's place among them without a search: cells of numbers with equal upper
-// bits, `lowest` the bits of the first. No cell holds more than one edge: `inside`, NaN if there is none. Of all numbers
-// of a cell `below` edges are at most. Without cells there is a search.
+// 127 ascending edges, and what finds a magnitude's place among them without a search: cells of numbers with equal
+// upper bits, `lowest` those of the first. A cell holds at most one edge, `inside`, NaN if none, after `below` others.
+// Without cells there is a search.
 template <class T> struct Edges {
     const T* edges;
     int64_t cells;
@@ -124,8 +124,8 @@ template <class T> struct Loops {
     // Adds every element to the bucket of its hash, in their order.
     void (*sketch_row)(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums);
     // Medians over the rows for elements begin .. end - 1; `found` has room for as many integers per row.
-    void (*sketch_medians)(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin, int64_t end,
-                           typename Format<T>::Signed* found, T* out, bool around);
+    void (*sketch_medians)(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
+                           int64_t end, typename Format<T>::Signed* found, T* out, bool around);
 };
 
 struct IntegerLoops {
