@@ -17,6 +17,7 @@ from pathlib import Path
 
 from grace import __version__, listing
 from grace.bench.command import add_codec
+from grace.bench.step.command import add_step
 from grace.core.errors import GraceError
 from grace.core.ops.native import described
 from grace.machine import FRAMEWORKS, installed
@@ -37,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="per check (default: 120)")
     doctor.set_defaults(run=lambda args: Doctor(args.timeout).examine(launch=not args.no_launch))
 
-    bench = commands.add_parser("bench", help="measure what compression costs here")
-    add_codec(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
+    bench = commands.add_parser("bench", help="measure what compression costs and gains here")
+    benchmarks = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    add_codec(benchmarks)
+    add_step(benchmarks)
 
     args = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = args.run

@@ -11,6 +11,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grace.bench.progress import Progress
 from grace.core.errors import ConfigError, nearest
 from grace.core.registry import compressors
 from grace.listing import required
@@ -52,10 +53,10 @@ def run_codec(args: argparse.Namespace) -> int:
     for option in ("ranks", "threads", "repetitions"):
         if getattr(args, option) < 1:
             raise ConfigError(f"--{option}: expected at least 1, received {getattr(args, option)}.")
-    names = _names(args.compressors)
+    names = names_of(args.compressors)
     sizes = _sizes(args.numel) if args.numel else FIGURE if args.plot else (NUMEL,)
     for path in filter(None, (args.json, args.plot)):
-        _check_writable(path)
+        check_writable(path)
     # Imports wait until the number of threads is known: NumPy reads it when it is imported.
     from grace.bench.codec import make_part
     from grace.bench.frameworks import set_up
@@ -64,7 +65,7 @@ def run_codec(args: argparse.Namespace) -> int:
     from grace.bench.measure import Setting
 
     if args.plot:
-        _check_plot(args.plot)
+        check_plot(args.plot)
     setting = Setting(framework, args.ranks, args.threads, args.repetitions)
     parts = [(name, make_part(name, numel, args.device)) for numel in sizes for name in names]
     for _, part in parts:
@@ -82,7 +83,7 @@ def run_codec(args: argparse.Namespace) -> int:
     return status
 
 
-def _names(given: Sequence[str] | None) -> list[str]:
+def names_of(given: Sequence[str] | None) -> list[str]:
     """The methods asked for; of all of them those that need no options."""
     if given is None:
         return [name for name in compressors if not required(compressors.get(name))]
@@ -115,7 +116,7 @@ def _size(text: str) -> int:
     return int(numel)
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     existed = path.exists()
     try:
         with path.open("ab"):
@@ -126,7 +127,7 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def _check_plot(path: Path) -> None:
+def check_plot(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed here; install it, or leave --plot out.")
     from grace.bench.plot import formats
@@ -142,7 +143,7 @@ def _measure(parts: Sequence[tuple[str, Part]], setting: Setting, results: list[
 
     table = Table([name for name, _ in parts])
     print(table.title(setting), table.head(), sep="\n", flush=True)
-    with _Progress(len(parts) * (WARM_UP + setting.repetitions)) as progress:
+    with Progress(len(parts) * (WARM_UP + setting.repetitions)) as progress:
         bench, shape = None, ()
         for name, part in parts:
             if bench is None or part.spec.shape != shape:
@@ -152,40 +153,6 @@ def _measure(parts: Sequence[tuple[str, Part]], setting: Setting, results: list[
             progress.say(f"{name}, {part.spec.numel:,}")
             results.append(bench.measure(name, part, progress.update))
             progress.write(table.row(results[-1]))
-
-
-class _Progress:
-    """A bar where tqdm is installed and someone looks at it; lines for the output go around it."""
-
-    def __init__(self, steps: int) -> None:
-        self._bar: Any = None
-        if importlib.util.find_spec("tqdm") is not None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=steps, unit="step", leave=False, disable=None)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def say(self, what: str) -> None:
-        """What is measured now."""
-        if self._bar is not None:
-            self._bar.set_description(what)
-
-    def update(self, steps: int) -> None:
-        """So many steps are over."""
-        if self._bar is not None:
-            self._bar.update(steps)
-
-    def write(self, line: str) -> None:
-        """Print a line."""
-        if self._bar is not None:
-            self._bar.clear()
-        print(line, flush=True)
 
 
 def _write(args: argparse.Namespace, results: Sequence[Result]) -> None:

@@ -36,11 +36,11 @@ class Table:
         low, high = result.spread
         cells = (
             f"{result.numel:,}",
-            *(_scaled(value, SECONDS) for value in (result.median, low, high, result.copy)),
-            _digits(result.ratio),
-            _digits(result.gb_per_s),
-            _digits(result.bits_per_element),
-            "never" if result.break_even is None else _scaled(result.break_even, GBITS),
+            *(scaled(value, SECONDS) for value in (result.median, low, high, result.copy)),
+            digits(result.ratio),
+            digits(result.gb_per_s),
+            digits(result.bits_per_element),
+            "never" if result.break_even is None else scaled(result.break_even, GBITS),
             str(len(result.times)),
         )
         note = f"  left dense: {result.part.reason}" if result.part.reason else ""
@@ -55,12 +55,13 @@ def _counted(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+def scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
     """Three digits, in the first unit in which that is at least one; a unit is how many of it make 1, and a name."""
     factor, unit = next((u for u in units if value * u[0] >= 0.9995), units[-1])
-    return f"{_digits(value * factor)} {unit}"
+    return f"{digits(value * factor)} {unit}"
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
+    """Three digits."""
     # From 999.5 on, :.3g would write powers of ten.
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"

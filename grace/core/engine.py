@@ -337,7 +337,8 @@ class Engine:
         """What the last step sent. Bytes are what this rank handed to collectives.
 
         `wire_bytes` counts whole buffers (fields, header, padding, proposals) and delegated tensors, `dense_bytes`
-        what they would be uncompressed, `compressed_*` the same without the dense tensors. Per tensor: `wire_bytes`
+        what they would be uncompressed, `compressed_*` the same without the dense tensors, `collectives` the bytes by
+        the kind of collective that carries them. Per tensor: `wire_bytes`
         of its fields and proposal, `residual_norm` |e| and `relative_error` |x - C(x)| / |x|, which are None unless
         `track_norms` was set before the step.
         """

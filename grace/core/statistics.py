@@ -7,7 +7,7 @@ from typing import Any
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Part, Plan
-from grace.core.registry import compressors
+from grace.core.registry import communicators, compressors
 from grace.core.state import Slots
 
 
@@ -40,9 +40,18 @@ def statistics(plan: Plan, slots: Slots, ops: Callable[[str], ArrayOps], norms: 
             "residual_norm": residual_norm(part),
         }
     sent = {bucket.name: noted("bucket", bucket.name) for bucket in plan.buckets}
+    collectives: dict[str, int] = {}
+    for bucket in plan.buckets:
+        settled = sum(part.settled_bytes for part in bucket.parts)
+        name = communicators.name_of(bucket.communicator)
+        for collective, nbytes in ((name, sent[bucket.name] - settled), ("allreduce", settled)):
+            collectives[collective] = collectives.get(collective, 0) + max(0, nbytes)
+    dense = sum(part.spec.nbytes for part in plan.delegated)
+    collectives["allreduce"] = collectives.get("allreduce", 0) + dense
     return {
         "step": int(slots.step),
-        "wire_bytes": sum(sent.values()) + sum(part.spec.nbytes for part in plan.delegated),
+        "wire_bytes": sum(sent.values()) + dense,
+        "collectives": collectives,
         "dense_bytes": sum(part.spec.nbytes for part in plan.parts),
         "compressed_dense_bytes": sum(part.spec.nbytes for part in plan.parts if not part.dense),
         "compressed_wire_bytes": sum(sent[b.name] for b in plan.buckets if not b.parts[0].dense),

@@ -1,0 +1,192 @@
+"""A shaped network of namespaces on this machine: one per rank, joined by a bridge, gone when it is left.
+
+A namespace `grace-PID-N` per rank holds one interface, `link0`, whose other end hangs on the bridge of a namespace of
+its own, so that nothing of the machine's own network changes. Both ends are shaped: what a rank sends and what it
+receives each pass at the rate of the link.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from grace.core.errors import ConfigError, GraceError, nearest
+
+# Bits per second; None: ranks share the machine's own loopback, unshaped.
+LINKS: dict[str, int | None] = {
+    "100mbit": 10**8,
+    "1gbit": 10**9,
+    "10gbit": 10**10,
+    "25gbit": 25 * 10**9,
+    "none": None,
+}
+INTERFACE = "link0"
+HUB = "hub"
+# Namespaces are apart from the machine's network, so no address of it is in the way.
+ADDRESS = "10.213.0.{}"
+PREFIX = "grace"
+HOSTS = Path("/etc/netns")
+
+_NAME = re.compile(rf"{PREFIX}-(\d+)-(?:{HUB}|\d+)")
+
+
+def check_link(link: str, latency: str | None) -> None:
+    """Raises ConfigError unless this machine can make the link; says what to do."""
+    if link not in LINKS:
+        raise ConfigError(f"--link: '{link}' is no link.{nearest(link, LINKS)}")
+    if LINKS[link] is None:
+        if latency is not None:
+            raise ConfigError("--latency needs a shaped link; name one with --link, for instance 1gbit.")
+        return
+    if os.geteuid() != 0:
+        raise ConfigError(
+            f"--link {link}: network namespaces and traffic control need root; run the command as root "
+            "(sudo), or measure without shaping: --link none."
+        )
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            raise ConfigError(f"--link {link}: '{program}' is not installed; install iproute2, or use --link none.")
+    if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
+        raise ConfigError(f"--latency: expected a time such as 100us or 2ms, received '{latency}'.")
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where one process of the test bed runs: its namespace (None: the machine's own), address and interface."""
+
+    namespace: str | None
+    address: str
+    interface: str
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """The words that run a command there."""
+        return ["ip", "netns", "exec", self.namespace, *words] if self.namespace else list(words)
+
+    def sent_bytes(self) -> int | None:
+        """Bytes that the interface has sent so far; None where ranks share one."""
+        if self.namespace is None:
+            return None
+        path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
+        return int(_run(self.command(["cat", path])))
+
+
+class Network:
+    """The namespaces of `ranks` ranks, made when it is entered and removed when it is left, whatever happened.
+
+    Raises GraceError where the kernel lacks what it takes, with the command that failed.
+    """
+
+    def __init__(self, ranks: int, link: str, latency: str | None = None) -> None:
+        check_link(link, latency)
+        self._rate = LINKS[link]
+        self._latency = latency
+        self._stem = f"{PREFIX}-{os.getpid()}"
+        if self._rate is None:
+            self.hub = Node(None, "127.0.0.1", "lo")
+            self.nodes = [self.hub] * ranks
+        else:
+            self.hub = Node(f"{self._stem}-{HUB}", ADDRESS.format(1), "bridge0")
+            self.nodes = [Node(f"{self._stem}-{rank}", ADDRESS.format(rank + 2), INTERFACE) for rank in range(ranks)]
+
+    def __enter__(self) -> Network:
+        if self._rate is not None:
+            remove_left_over()
+            try:
+                self._make()
+            except BaseException:
+                remove(self._stem)
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._rate is not None:
+            remove(self._stem)
+
+    def _make(self) -> None:
+        hub = self.hub.namespace
+        assert hub is not None
+        self._name(self.hub)
+        _run(["ip", "netns", "add", hub])
+        _run(["ip", "-n", hub, "link", "add", "bridge0", "type", "bridge"])
+        _run(["ip", "-n", hub, "addr", "add", f"{self.hub.address}/16", "dev", "bridge0"])
+        for device in ("lo", "bridge0"):
+            _run(["ip", "-n", hub, "link", "set", device, "up"])
+        for rank, node in enumerate(self.nodes):
+            own, port = str(node.namespace), f"port{rank}"
+            self._name(node)
+            _run(["ip", "netns", "add", own])
+            pair = ["peer", "name", port, "netns", hub]
+            _run(["ip", "-n", own, "link", "add", INTERFACE, "type", "veth", *pair])
+            _run(["ip", "-n", own, "addr", "add", f"{node.address}/16", "dev", INTERFACE])
+            _run(["ip", "-n", hub, "link", "set", port, "master", "bridge0"])
+            for place, device in ((own, "lo"), (own, INTERFACE), (hub, port)):
+                _run(["ip", "-n", place, "link", "set", device, "up"])
+            self._shape(own, INTERFACE)
+            self._shape(hub, port)
+
+    def _shape(self, namespace: str, device: str) -> None:
+        assert self._rate is not None
+        # A bucket of 1 ms, and no less than one packet of 64 KiB; the queue holds what a socket may send ahead.
+        burst = max(128 * 1024, self._rate // 8 // 1000)
+        limits = ["rate", f"{self._rate}bit", "burst", str(burst), "limit", str(64 * 1024 * 1024)]
+        tc = ["tc", "-n", namespace, "qdisc", "add", "dev", device]
+        _run([*tc, "root", "handle", "1:", "tbf", *limits])
+        if self._latency is not None and device == INTERFACE:
+            _run([*tc, "parent", "1:1", "netem", "delay", self._latency, "limit", "100000"])
+
+    def _name(self, node: Node) -> None:
+        """What Horovod looks its own host up by must be the namespace's address there."""
+        folder = HOSTS / str(node.namespace)
+        folder.mkdir(parents=True)
+        lines = ["127.0.0.1 localhost", f"{node.address} {os.uname().nodename}"]
+        (folder / "hosts").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def remove_left_over() -> list[str]:
+    """Remove the namespaces of processes that are no more, for instance killed; their names."""
+    dead = sorted({name for name in _present() if not Path("/proc", _NAME.fullmatch(name)[1]).exists()})  # type: ignore[index]
+    for name in dead:
+        _remove(name)
+    return dead
+
+
+def remove(stem: str) -> None:
+    """Remove the namespaces of one network, with all that runs in them."""
+    for name in _present():
+        if name.rpartition("-")[0] == stem:
+            _remove(name)
+
+
+def _present() -> set[str]:
+    """The names of all namespaces that a Network made, and of folders that it left."""
+    listed = [line.split()[0] for line in _run(["ip", "netns", "list"]).splitlines() if line.strip()]
+    folders = [path.name for path in HOSTS.iterdir()] if HOSTS.is_dir() else []
+    return {name for name in (*listed, *folders) if _NAME.fullmatch(name)}
+
+
+def _remove(name: str) -> None:
+    # Nothing here may keep the rest from being removed.
+    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout.split()
+    for pid in pids:
+        subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    shutil.rmtree(HOSTS / name, ignore_errors=True)
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip() or done.stdout.strip()
+        hint = ""
+        if "netem" in command:
+            hint = " This kernel has no netem (module sch_netem): leave --latency out."
+        raise GraceError(f"the test bed cannot be made: '{' '.join(command)}' failed: {said}.{hint}")
+    return done.stdout

@@ -1,0 +1,199 @@
+"""The processes of one communication library, a rank each, that take orders together."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from grace.bench.step.network import Network, Node
+from grace.core.errors import GraceError
+
+# Seconds that ranks get to load their libraries and find each other, and for one visit.
+START_S = 180.0
+PORT = 29_513
+
+
+class Ranks:
+    """Starts one worker per node of the network by hand, without ssh; kills what is left of them when it is left.
+
+    Raises GraceError with the end of what a worker said if one dies or does not answer in time.
+    """
+
+    def __init__(self, network: Network, framework: str, family: str, model: str, visit_s: float) -> None:
+        self._network, self._framework, self._family, self._model = network, framework, family, model
+        self._visit_s = visit_s
+        self._workers: list[subprocess.Popen[str]] = []
+        self._meeting: subprocess.Popen[str] | None = None
+        self._said = tempfile.TemporaryDirectory(prefix="grace-bench-")
+
+    def __enter__(self) -> Ranks:
+        try:
+            environments = self._horovod() if self._family == "horovod" else self._ddp()
+            for rank, (node, environment) in enumerate(zip(self._network.nodes, environments, strict=True)):
+                self._workers.append(self._start(rank, node, environment))
+            self._answers(START_S, "start")
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def visit(self, method: str, warm_up: int, steps: int) -> list[dict[str, Any]]:
+        """Have all ranks make some steps of a method; their answers."""
+        order = json.dumps({"method": method, "warm_up": warm_up, "steps": steps})
+        for worker in self._workers:
+            assert worker.stdin is not None
+            worker.stdin.write(order + "\n")
+            worker.stdin.flush()
+        return self._answers(self._visit_s, method)
+
+    def pause(self) -> None:
+        """Keep the processes from the cores, where even idle ones would talk to each other."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """The end of a pause."""
+        self._signal(signal.SIGCONT)
+
+    # --- starting -------------------------------------------------------------------------------------------------
+
+    def _horovod(self) -> list[dict[str, str]]:
+        """The environments in which Horovod's Gloo finds the other ranks."""
+        nodes, size = self._network.nodes, len(self._network.nodes)
+        alone = nodes[0].namespace is not None
+        hosts = ",".join(f"{node.address}:1" for node in nodes) if alone else f"{nodes[0].address}:{size}"
+        program = [sys.executable, "-m", "grace.bench.step.rendezvous", hosts]
+        self._meeting = subprocess.Popen(
+            self._network.hub.command(program),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log("rendezvous").open("w"),
+            text=True,
+            start_new_session=True,
+        )
+        assert self._meeting.stdout is not None
+        port = self._meeting.stdout.readline().strip()
+        if not port:
+            raise GraceError(f"Horovod's rendezvous server did not start:\n{self._tail('rendezvous')}")
+        shared = {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._network.hub.address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+        return [
+            {
+                **shared,
+                "HOROVOD_RANK": str(rank),
+                "HOROVOD_SIZE": str(size),
+                "HOROVOD_LOCAL_RANK": str(0 if alone else rank),
+                "HOROVOD_LOCAL_SIZE": str(1 if alone else size),
+                "HOROVOD_CROSS_RANK": str(rank if alone else 0),
+                "HOROVOD_CROSS_SIZE": str(size if alone else 1),
+                "HOROVOD_GLOO_IFACE": node.interface,
+                "HOROVOD_HOSTNAME": node.address,
+            }
+            for rank, node in enumerate(nodes)
+        ]
+
+    def _ddp(self) -> list[dict[str, str]]:
+        """The environments in which torch.distributed finds the other ranks."""
+        nodes = self._network.nodes
+        # A namespace has all ports to itself.
+        port = PORT if nodes[0].namespace is not None else _free_port()
+        shared = {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(nodes))}
+        return [{**shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface} for rank, node in enumerate(nodes)]
+
+    def _start(self, rank: int, node: Node, environment: dict[str, str]) -> subprocess.Popen[str]:
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // len(self._network.nodes))
+        mine = {cores[(rank * share + i) % len(cores)] for i in range(share)}
+        interface = node.interface if node.namespace is not None else "-"
+        program = [sys.executable, "-m", "grace.bench.step.worker", self._framework, self._family]
+        return subprocess.Popen(
+            node.command([*program, self._model, interface]),
+            env={**_plain(os.environ), **environment, "OMP_NUM_THREADS": str(share), "TF_CPP_MIN_LOG_LEVEL": "3"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log(str(rank)).open("w"),
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, mine),
+        )
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def _answers(self, seconds: float, what: str) -> list[dict[str, Any]]:
+        """A line of each rank."""
+        found: dict[int, dict[str, Any]] = {}
+        end = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            for rank, worker in enumerate(self._workers):
+                assert worker.stdout is not None
+                selector.register(worker.stdout, selectors.EVENT_READ, rank)
+            while len(found) < len(self._workers):
+                ready = selector.select(timeout=max(0.0, end - time.monotonic()))
+                if not ready:
+                    waiting = [str(rank) for rank in range(len(self._workers)) if rank not in found]
+                    raise GraceError(
+                        f"{what}: rank {', '.join(waiting)} did not answer in {seconds:g} s:\n{self._tail(waiting[0])}"
+                    )
+                for key, _ in ready:
+                    line = key.fileobj.readline()  # type: ignore[union-attr]
+                    if not line:
+                        raise GraceError(f"{what}: rank {key.data} died:\n{self._tail(str(key.data))}")
+                    found[key.data] = json.loads(line)
+                    selector.unregister(key.fileobj)
+        return [found[rank] for rank in range(len(self._workers))]
+
+    def _log(self, name: str) -> Path:
+        return Path(self._said.name) / f"{name}.log"
+
+    def _tail(self, name: str) -> str:
+        path = self._log(name)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        return "\n".join(f"    | {line}" for line in lines[-30:])
+
+    # --- ending ---------------------------------------------------------------------------------------------------
+
+    def _signal(self, number: int) -> None:
+        for process in self._workers:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+
+    def _end(self) -> None:
+        self._signal(signal.SIGKILL)
+        if self._meeting is not None and self._meeting.poll() is None:
+            os.killpg(self._meeting.pid, signal.SIGKILL)
+        for process in (*self._workers, *filter(None, [self._meeting])):
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+        self._said.cleanup()
+
+
+def _plain(environment: Any) -> dict[str, str]:
+    """The environment without what a launcher or a user's configuration would change in the ranks."""
+    dropped = ("HOROVOD_", "GRACE_CONFIG", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_SIZE")
+    return {name: value for name, value in environment.items() if not name.startswith(dropped)}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,104 @@
+"""Methods and baselines of `grace bench step` in PyTorch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from grace.bench.step.methods import BASELINES, COMPUTE, hops
+from grace.bench.step.models_torch import MODELS
+from grace.bench.step.worker import SEED, Side, Training
+
+
+def make(family: str, model: str) -> Side:
+    """A side of the family "horovod" or "ddp"."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return HorovodSide(model) if family == "horovod" else DdpSide(model)
+
+
+class _Step:
+    """Training on made data, new in every step."""
+
+    def __init__(self, model: Any, optimizer: Any, loss: Any, report: Any = None) -> None:
+        self._model, self._optimizer, self._loss, self._report = model, optimizer, loss, report
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._loss().backward()
+        self._optimizer.step()
+
+    def reported(self) -> int | None:
+        return None if self._report is None else self._report()
+
+
+class HorovodSide:
+    """Horovod, and grace on top of it."""
+
+    def __init__(self, model: str) -> None:
+        import horovod.torch as hvd
+
+        logging.getLogger("grace").setLevel(logging.WARNING)
+        hvd.init()
+        self._hvd, self._model = hvd, MODELS[model]
+
+    def barrier(self) -> None:
+        self._hvd.barrier()
+
+    def train(self, method: str) -> Training:
+        hvd = self._hvd
+        torch.manual_seed(SEED)
+        model = self._model()
+        torch.manual_seed(SEED + hvd.rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        if method == COMPUTE:
+            return _Step(model, optimizer, model.loss)
+        named = list(model.named_parameters())
+        if method in BASELINES:
+            compression = hvd.Compression.fp16 if method == "horovod-fp16" else hvd.Compression.none
+            wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+            return _Step(model, wrapped, model.loss)
+        import grace.torch
+
+        wrapped = grace.torch.DistributedOptimizer(optimizer, named_parameters=named, config={"compressor": method})
+        return _Step(model, wrapped, model.loss, lambda: hops(wrapped.grace, hvd.size()))
+
+
+class DdpSide:
+    """PyTorch's own DistributedDataParallel over Gloo."""
+
+    def __init__(self, model: str) -> None:
+        torch.distributed.init_process_group("gloo", init_method="env://")
+        self._model = MODELS[model]
+
+    def barrier(self) -> None:
+        torch.distributed.barrier()
+
+    def train(self, method: str) -> Training:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        torch.manual_seed(SEED)
+        model = self._model()
+        torch.manual_seed(SEED + torch.distributed.get_rank())
+        ddp = torch.nn.parallel.DistributedDataParallel(_Loss(model))
+        if method == "ddp-fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif method == "ddp-powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        return _Step(model, optimizer, ddp)
+
+
+class _Loss(torch.nn.Module):
+    """DistributedDataParallel acts on `forward`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model.loss()
+        return loss

@@ -1,0 +1,109 @@
+"""One rank of `grace bench step`: takes orders from its standard input, a line of JSON each, and answers likewise.
+
+An order is {"method": ..., "warm_up": n, "steps": n}; the answer is a `Visit`. The end of the input is the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+SEED = 1234
+
+
+@dataclass
+class Visit:
+    """What one rank saw of some steps of one method."""
+
+    times: list[float]
+    # Bytes that the rank's interface sent in these steps, None where there is no interface of its own.
+    sent: int | None
+    # Bytes that the method says it sends in a step; None of a baseline.
+    reported: int | None
+    peak_bytes: int
+
+
+class Training(Protocol):
+    """One model and optimizer, ready to make steps."""
+
+    def step(self) -> None:
+        """Forward, backward, exchange, update."""
+
+    def reported(self) -> int | None:
+        """Bytes that the method says a rank sends in a step, all hops counted."""
+
+
+class Side(Protocol):
+    """One communication library in one framework, initialized."""
+
+    def train(self, method: str) -> Training:
+        """A model under a method's optimizer."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+
+def serve(make_side: Callable[[str], Side], family: str, interface: str | None) -> None:
+    """Answer orders until the input ends."""
+    # What frameworks print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    side = make_side(family)
+    _say(answers, {"ready": os.getpid()})
+    for line in sys.stdin:
+        order = json.loads(line)
+        _say(answers, asdict(visit(side, order["method"], order["warm_up"], order["steps"], interface)))
+
+
+def visit(side: Side, method: str, warm_up: int, steps: int, interface: str | None) -> Visit:
+    """Make a model under the method and time its steps."""
+    training = side.train(method)
+    for _ in range(warm_up):
+        training.step()
+    times = []
+    side.barrier()
+    before = _sent(interface)
+    for _ in range(steps):
+        start = time.perf_counter()
+        training.step()
+        times.append(time.perf_counter() - start)
+    side.barrier()
+    after = _sent(interface)
+    reported = training.reported()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    del training
+    gc.collect()
+    return Visit(times, None if before is None or after is None else after - before, reported, peak)
+
+
+def _say(answers: Any, what: dict[str, Any]) -> None:
+    answers.write(json.dumps(what) + "\n")
+    answers.flush()
+
+
+def _sent(interface: str | None) -> int | None:
+    if interface is None:
+        return None
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def main() -> None:
+    """`python -m grace.bench.step.worker FRAMEWORK FAMILY MODEL INTERFACE|-`."""
+    framework, family, model, interface = sys.argv[1:]
+    if framework == "torch":
+        from grace.bench.step import side_torch as sides
+    else:
+        from grace.bench.step import side_tensorflow as sides  # type: ignore[no-redef]
+    serve(lambda name: sides.make(name, model), family, None if interface == "-" else interface)
+
+
+if __name__ == "__main__":
+    main()
