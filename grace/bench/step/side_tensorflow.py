@@ -1,0 +1,82 @@
+"""Methods and baselines of `grace bench step` in TensorFlow with Keras' optimizers: steps are traced functions."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from grace.bench.step.methods import BASELINES, COMPUTE, hops
+from grace.bench.step.models_tensorflow import MODELS
+from grace.bench.step.worker import SEED, Side, Training
+
+
+def make(family: str, model: str) -> Side:
+    """The side of Horovod, the only one here."""
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    # Exchange and gradients wait for each other in operations of their own.
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    return HorovodSide(model)
+
+
+class _Step:
+    """Training on made data, new in every step."""
+
+    def __init__(self, step: Callable[[], Any], report: Callable[[], int] | None = None) -> None:
+        self._step, self._report = tf.function(step, jit_compile=False), report
+
+    def step(self) -> None:
+        # Until the value is there, so that the next step does not begin beside this one.
+        self._step().numpy()
+
+    def reported(self) -> int | None:
+        return None if self._report is None else self._report()
+
+
+class HorovodSide:
+    """Horovod's DistributedGradientTape, because its Keras optimizer does not reduce under Keras 3; and grace."""
+
+    def __init__(self, model: str) -> None:
+        logging.getLogger("grace").setLevel(logging.WARNING)
+        hvd.init()
+        self._model = MODELS[model]
+
+    def barrier(self) -> None:
+        hvd.allreduce(tf.zeros(1), name="grace.bench.barrier")
+
+    def train(self, method: str) -> Training:
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(SEED)
+        model, loss = self._model()
+        keras.utils.set_random_seed(SEED + hvd.rank())
+        optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
+        report = None
+        if method != COMPUTE and method not in BASELINES:
+            import grace.tensorflow
+
+            config = {"compressor": method}
+            optimizer = grace.tensorflow.DistributedOptimizer(optimizer, config=config, sparse_as_dense=True)
+            exchange = optimizer.grace
+            report = lambda: hops(exchange, hvd.size())  # noqa: E731
+        variables = model.trainable_variables
+        # Horovod asks for TensorFlow's own variables.
+        sources = [variable.value for variable in variables]
+        optimizer.build(variables)
+
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                value = loss()
+            if method in BASELINES:
+                fp16 = method == "horovod-fp16"
+                compression = hvd.Compression.fp16 if fp16 else hvd.Compression.none
+                tape = hvd.DistributedGradientTape(tape, compression=compression, sparse_as_dense=True)
+            optimizer.apply(tape.gradient(value, sources), variables)
+            return value
+
+        return _Step(step, report)
