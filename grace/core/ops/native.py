@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -20,6 +21,15 @@ from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, Array, Key
 
+logger = logging.getLogger("grace")
+
+
+@cache
+def module_file() -> str | None:
+    """The path of the module for NumPy and PyTorch; None if it was not built."""
+    spec = importlib.util.find_spec("grace._native")
+    return None if spec is None else spec.origin
+
 
 def _load() -> Any:
     """The module of kernels that was built with the package, or the build that GRACE_NATIVE names by its path."""
@@ -27,7 +37,9 @@ def _load() -> Any:
     if not path.endswith(".so"):
         try:
             return importlib.import_module("grace._native")
-        except ImportError:
+        except ImportError as error:
+            if module_file() is not None:
+                logger.warning("the kernels do not load, and are not used; install grace anew. %s", error)
             return None
     loader = ExtensionFileLoader("grace._native", path)
     loaded = module_from_spec(ModuleSpec("grace._native", loader, origin=path))
@@ -62,9 +74,9 @@ def serves(framework: str, device: str) -> bool:
 
 def described(framework: str) -> str:
     """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are."""
-    built = (tensorflow_library() if framework == "tensorflow" else module) is not None
-    if not built or not serves(framework, "cpu"):
-        fault = "built for another version, and do not load" if built else "not built"
+    if not serves(framework, "cpu"):
+        built = tensorflow_library() if framework == "tensorflow" else module_file()
+        fault = "not built" if built is None else "built for another version, and do not load"
         return f"{fault}: reference bodies are used (pip install --no-build-isolation . builds the kernels)"
     what = [str(module.isa())] if module is not None else []
     what.append("CPU and CUDA" if framework != "tensorflow" and module.cuda else "CPU only")
