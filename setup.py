@@ -66,7 +66,7 @@ class BuildKernels(build_ext):
                 options.update(tensorflow_options())
 
             def build(cuda: str) -> None:
-                define = [f"-D{name}={value}" for name, value in {**options, "GRACE_CUDA": cuda}.items()]
+                define = [f"-D{option}={value}" for option, value in {**options, "GRACE_CUDA": cuda}.items()]
                 subprocess.run(["cmake", "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
                 subprocess.run(["cmake", "--build", folder, "--target", name, "--parallel"], check=True)
 

@@ -173,8 +173,10 @@ def test_doctor_says_which_kernels_are_in_use(monkeypatch):
     monkeypatch.setattr(native, "module", None)
     monkeypatch.setattr(native, "module_file", lambda: "native.so")
     assert native.described("torch").startswith("built for another version, and do not load: reference bodies are")
-    monkeypatch.setattr(native, "module", SimpleNamespace(isa=lambda: "avx512", cuda=True))
-    assert native.described("torch") == "avx512, CPU and CUDA"
+    for there, where in ((False, "CPU; built for CUDA too, which finds no device here"), (True, "CPU and CUDA")):
+        built = SimpleNamespace(isa=lambda: "avx512", cuda=True, serves_gpu=lambda device, there=there: there)
+        monkeypatch.setattr(native, "module", built)
+        assert native.described("torch") == f"avx512, {where}"
     monkeypatch.setenv("GRACE_NATIVE", "0")
     assert native.described("torch") == "avx512, CPU and CUDA; not used, because GRACE_NATIVE is 0"
 

@@ -79,7 +79,10 @@ def described(framework: str) -> str:
         fault = "not built" if built is None else "built for another version, and do not load"
         return f"{fault}: reference bodies are used (pip install --no-build-isolation . builds the kernels)"
     what = [str(module.isa())] if module is not None else []
-    what.append("CPU and CUDA" if framework != "tensorflow" and module.cuda else "CPU only")
+    if framework == "tensorflow" or not module.cuda:
+        what.append("CPU only")
+    else:
+        what.append("CPU and CUDA" if module.serves_gpu(0) else "CPU; built for CUDA too, which finds no device here")
     return ", ".join(what) + ("" if wanted() else "; not used, because GRACE_NATIVE is 0")
 
 
