@@ -1,81 +1,54 @@
 // Count-Sketches: a part of loops.inl.
 
-// Buckets of elements first .. first + n - 1 (n at most kBlock), and the bits of their signs, 16 per number.
-GRACE_LOCAL void hash_block(const SketchHash& hash, uint32_t columns, int64_t first, int64_t n, uint32_t* buckets,
-                            uint16_t* signs) {
-    uint64_t bucket = uint64_t(first) * hash.bucket_factor + hash.bucket_term;
-    uint64_t sign = uint64_t(first) * hash.sign_factor + hash.sign_term;
+constexpr int64_t kSketchAhead = 12;  // how many blocks ahead their columns are asked for
+
+// to[lane] = from[lane ^ flip] of a block.
+template <class T> GRACE_LOCAL void flip_block(const T* from, uint32_t flip, T* to) {
+    for (uint32_t lane = 0; lane < kSketchBlock; ++lane) to[lane] = from[lane ^ flip];
+}
 #if defined(__AVX512F__)
-    const __m512i lanes = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), many = _mm512_set1_epi64(columns);
-    const __m512i upper = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    const auto start = [&](uint64_t from, uint64_t factor) {
-        return _mm512_add_epi64(_mm512_set1_epi64(int64_t(from)),
-                                _mm512_mullo_epi64(lanes, _mm512_set1_epi64(int64_t(factor))));
-    };
-    const __m512i bucket_step = _mm512_set1_epi64(int64_t(8 * hash.bucket_factor));
-    const __m512i sign_step = _mm512_set1_epi64(int64_t(8 * hash.sign_factor));
-    __m512i b = start(bucket, hash.bucket_factor), s = start(sign, hash.sign_factor);
-    for (int64_t i = 0; i < n; i += 16) {
-        const __m512i low = _mm512_mul_epu32(_mm512_srli_epi64(b, 32), many);
-        const uint32_t low_signs = _mm512_movepi64_mask(s);
-        b = _mm512_add_epi64(b, bucket_step);
-        s = _mm512_add_epi64(s, sign_step);
-        const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(b, 32), many);
-        signs[i / 16] = uint16_t(low_signs | uint32_t(_mm512_movepi64_mask(s)) << 8);
-        b = _mm512_add_epi64(b, bucket_step);
-        s = _mm512_add_epi64(s, sign_step);
-        _mm512_storeu_si512(buckets + i, _mm512_permutex2var_epi32(low, upper, high));
+GRACE_LOCAL void flip_block(const float* from, uint32_t flip, float* to) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i order = _mm512_xor_si512(lanes, _mm512_set1_epi32(int32_t(flip)));
+    _mm512_storeu_ps(to, _mm512_permutexvar_ps(order, _mm512_loadu_ps(from)));
+}
+GRACE_LOCAL void flip_block(const double* from, uint32_t flip, double* to) {
+    const __m512i lanes = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i order = _mm512_xor_si512(lanes, _mm512_set1_epi64(flip % 8));
+    for (uint32_t half = 0; half < 16; half += 8) {
+        const __m512d v = _mm512_loadu_pd(from + (half ^ (flip & 8)));
+        _mm512_storeu_pd(to + half, _mm512_permutexvar_pd(order, v));
     }
-#else
-    for (int64_t i = 0; i < n; ++i) {
-        buckets[i] = bucket_of(uint32_t(bucket >> 32), columns);
-        bucket += hash.bucket_factor;
+}
+#elif defined(__AVX2__)
+GRACE_LOCAL void flip_block(const float* from, uint32_t flip, float* to) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i order = _mm256_xor_si256(lanes, _mm256_set1_epi32(int32_t(flip % 8)));
+    for (uint32_t half = 0; half < 16; half += 8) {
+        const __m256 v = _mm256_loadu_ps(from + (half ^ (flip & 8)));
+        _mm256_storeu_ps(to + half, _mm256_permutevar8x32_ps(v, order));
     }
-    for (int64_t i = 0; i < n; i += 16) {
-        uint32_t bits = 0;
-        for (int j = 0; j < 16; ++j) {
-            bits |= uint32_t(sign >> 63) << j;
-            sign += hash.sign_factor;
-        }
-        signs[i / 16] = uint16_t(bits);
-    }
+}
 #endif
-}
-
-// x, negated where a sign bit is set.
-template <class T> GRACE_LOCAL T signed_by(const uint16_t* signs, int64_t i, T x) {
-    using Word = typename Format<T>::Word;
-    return bits_as<T>(bits_as<Word>(x) ^ (Word(uint32_t(signs[i / 16]) >> (i % 16) & 1u) << (8 * sizeof(T) - 1)));
-}
-
-// body(i, bucket) for n buckets, two per load.
-template <class Body> GRACE_LOCAL void each_bucket(const uint32_t* buckets, int64_t n, Body body) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        for (int j = 0; j < 8; j += 2) {
-            uint64_t pair;
-            memcpy(&pair, buckets + i + j, 8);
-            GRACE_ONE_BY_ONE(pair);
-            body(i + j, pair & 0xFFFFFFFFu);
-            body(i + j + 1, pair >> 32);
-        }
-    }
-    for (; i < n; ++i) body(i, uint64_t(buckets[i]));
-}
 
 template <class T>
 static void sketch_row(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums) {
-    alignas(64) uint32_t buckets[kBlock];
-    alignas(64) double values[kBlock];
-    uint16_t signs[kBlock / 16];
-    for (int64_t at = 0; at < n; at += kBlock) {
-        const int64_t length = lesser(kBlock, n - at);
-        hash_block(*hash, columns, at, length, buckets, signs);
-        for (int64_t i = 0; i + 16 <= length; i += 16) {
-            for (int j = 0; j < 16; ++j) values[i + j] = double(signed_by(signs + i / 16, j, x[at + i + j]));
-        }
-        for (int64_t i = length / 16 * 16; i < length; ++i) values[i] = double(signed_by(signs, i, x[at + i]));
-        each_bucket(buckets, length, [&](int64_t i, uint64_t bucket) { sums[bucket] += values[i]; });
+    const SketchHash mine = *hash;
+    const int64_t whole = n / kSketchBlock;
+    for (int64_t block = 0; block < whole; ++block, x += kSketchBlock) {
+        const double* later = sums + sketch_column(mine, uint64_t(block + kSketchAhead), columns) / kSketchBlock * kSketchBlock;
+        __builtin_prefetch(later, 1);
+        __builtin_prefetch(later + kSketchBlock / 2, 1);
+        const SketchPlace place = place_of(mine, uint64_t(block), columns);
+        alignas(64) T values[kSketchBlock], flipped[kSketchBlock];
+        for (int lane = 0; lane < kSketchBlock; ++lane) values[lane] = signed_by(place.signs, lane, x[lane]);
+        flip_block(values, place.column % kSketchBlock, flipped);
+        double* into = sums + place.column / kSketchBlock * kSketchBlock;
+        for (int lane = 0; lane < kSketchBlock; ++lane) into[lane] += double(flipped[lane]);
+    }
+    const SketchPlace place = place_of(mine, uint64_t(whole), columns);
+    for (int lane = 0; lane < int(n % kSketchBlock); ++lane) {
+        sums[place.column ^ uint32_t(lane)] += double(signed_by(place.signs, lane, x[lane]));
     }
 }
 
@@ -88,64 +61,77 @@ template <class Word> GRACE_LOCAL void least_first(Word* found, int least, int r
     }
 }
 
-// Medians over rows that begin every `stride` integers; a number of rows known to the compiler stays in registers.
-template <int known, class Word>
-GRACE_LOCAL void medians(const Word* found, int64_t stride, int rows, int64_t n, Word* out) {
+// Medians over rows of one block; a number of rows known to the compiler stays in registers.
+template <int known, class Word> GRACE_LOCAL void medians(const Word* found, int rows, Word* out) {
     if constexpr (known > 0) {
-        for (int64_t i = 0; i < n; ++i) {
+        for (int lane = 0; lane < kSketchBlock; ++lane) {
             Word mine[known];
-            for (int row = 0; row < known; ++row) mine[row] = found[row * stride + i];
+            for (int row = 0; row < known; ++row) mine[row] = found[row * kSketchBlock + lane];
 #pragma GCC unroll 4
             for (int least = 0; least <= known / 2; ++least) least_first(mine, least, known);
-            out[i] = mine[known / 2];
+            out[lane] = mine[known / 2];
         }
         return;
     }
-    for (int64_t i = 0; i < n; ++i) {
+    for (int lane = 0; lane < kSketchBlock; ++lane) {
         // Selection by counting: as many are below the median as above it.
         for (int row = 0; row < rows; ++row) {
-            const Word mine = found[row * stride + i];
+            const Word mine = found[row * kSketchBlock + lane];
             int below = 0, equal = 0;
             for (int other = 0; other < rows; ++other) {
-                below += found[other * stride + i] < mine;
-                equal += found[other * stride + i] == mine;
+                below += found[other * kSketchBlock + lane] < mine;
+                equal += found[other * kSketchBlock + lane] == mine;
             }
-            if (below <= rows / 2 && rows / 2 < below + equal) out[i] = mine;
+            if (below <= rows / 2 && rows / 2 < below + equal) out[lane] = mine;
         }
     }
+}
+
+// Estimates of `count` elements of a block.
+template <int known, class T>
+GRACE_LOCAL void estimate_block(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t block,
+                                typename Format<T>::Signed* found, int64_t count, T* out) {
+    if (known > 0) rows = known;
+    for (int row = 0; row < rows; ++row) {
+        const T* mine = sketch + int64_t(row) * columns;
+        const T* later = mine + sketch_column(hashes[row], uint64_t(block + kSketchAhead), columns) / kSketchBlock * kSketchBlock;
+        for (int64_t i = 0; i < kSketchBlock; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + i);
+        const SketchPlace place = place_of(hashes[row], uint64_t(block), columns);
+        alignas(64) T values[kSketchBlock];
+        flip_block(mine + place.column / kSketchBlock * kSketchBlock, place.column % kSketchBlock, values);
+        for (int lane = 0; lane < kSketchBlock; ++lane) {
+            found[row * kSketchBlock + lane] = ordered(signed_by(place.signs, lane, values[lane]));
+        }
+    }
+    alignas(64) typename Format<T>::Signed median[kSketchBlock];
+    medians<known>(found, rows, median);
+    if (count == kSketchBlock) {
+        for (int lane = 0; lane < kSketchBlock; ++lane) out[lane] = finite_estimate(from_ordered<T>(median[lane]));
+    } else {
+        for (int lane = 0; lane < count; ++lane) out[lane] = finite_estimate(from_ordered<T>(median[lane]));
+    }
+}
+
+template <int known, class T>
+static void estimates(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
+                      int64_t end, typename Format<T>::Signed* found, T* out, bool around) {
+    in_blocks(out + begin, end - begin, around, [&](int64_t at, int64_t length, T* target) {
+        alignas(64) typename Format<T>::Signed here[(known > 0 ? known : 1) * kSketchBlock];
+        for (int64_t i = 0; i < length; i += kSketchBlock) {
+            estimate_block<known>(sketch, hashes, rows, columns, (begin + at + i) / kSketchBlock, known > 0 ? here : found,
+                                  lesser(kSketchBlock, length - i), target + i);
+        }
+    });
 }
 
 template <class T>
 static void sketch_medians(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
                            int64_t end, typename Format<T>::Signed* found, T* out, bool around) {
-    using Signed = typename Format<T>::Signed;
-    // Row by row, so that one row at a time wants a place in the cache.
-    for (int row = 0; row < rows; ++row) {
-        const T* mine = sketch + int64_t(row) * columns;
-        for (int64_t at = begin; at < end; at += kBlock) {
-            alignas(64) uint32_t buckets[kBlock];
-            alignas(64) T values[kBlock];
-            uint16_t signs[kBlock / 16];
-            const int64_t length = lesser(kBlock, end - at);
-            Signed* into = found + row * (end - begin) + (at - begin);
-            hash_block(hashes[row], columns, at, length, buckets, signs);
-            each_bucket(buckets, length, [&](int64_t i, uint64_t bucket) { values[i] = mine[bucket]; });
-            for (int64_t i = 0; i + 16 <= length; i += 16) {
-                for (int j = 0; j < 16; ++j) into[i + j] = ordered(signed_by(signs + i / 16, j, values[i + j]));
-            }
-            for (int64_t i = length / 16 * 16; i < length; ++i) into[i] = ordered(signed_by(signs, i, values[i]));
-        }
+    switch (rows) {
+        case 1: return estimates<1>(sketch, hashes, rows, columns, begin, end, found, out, around);
+        case 3: return estimates<3>(sketch, hashes, rows, columns, begin, end, found, out, around);
+        case 5: return estimates<5>(sketch, hashes, rows, columns, begin, end, found, out, around);
+        case 7: return estimates<7>(sketch, hashes, rows, columns, begin, end, found, out, around);
+        default: return estimates<0>(sketch, hashes, rows, columns, begin, end, found, out, around);
     }
-    in_blocks(out + begin, end - begin, around, [&](int64_t at, int64_t length, T* target) {
-        alignas(64) Signed median[kBlock];
-        const Signed* here = found + at;
-        switch (rows) {
-            case 1: medians<1>(here, end - begin, rows, length, median); break;
-            case 3: medians<3>(here, end - begin, rows, length, median); break;
-            case 5: medians<5>(here, end - begin, rows, length, median); break;
-            case 7: medians<7>(here, end - begin, rows, length, median); break;
-            default: medians<0>(here, end - begin, rows, length, median);
-        }
-        for (int64_t i = 0; i < length; ++i) target[i] = from_ordered<T>(median[i]);
-    });
 }

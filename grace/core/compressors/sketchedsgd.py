@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from grace.core.compressor import Sparsifier, keep_count
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError
+from grace.core.ops.composites import SKETCH_BLOCK
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
@@ -48,7 +49,8 @@ class SketchedSGD(Sparsifier):
             raise ConfigError(f"sketchedsgd: columns_per_k must be positive, received {self.columns_per_k!r}.")
 
     def _columns(self, spec: TensorSpec) -> int:
-        return math.ceil(self.columns_per_k * keep_count(self.compress_ratio, spec.numel))
+        wanted = self.columns_per_k * keep_count(self.compress_ratio, spec.numel)
+        return SKETCH_BLOCK * math.ceil(wanted / SKETCH_BLOCK)
 
     def unfit(self, spec: TensorSpec) -> str | None:
         sent = self.rows * self._columns(spec) + keep_count(self.compress_ratio, spec.numel)
@@ -71,10 +73,5 @@ class SketchedSGD(Sparsifier):
         return at.ops.sketch_estimate(at.agreed, at.spec.numel, self.rows, self._columns(at.spec), at.key)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
-        size = ops.abs(self.estimate(at))
-        # A sum that overflowed, or is no number after it, counts as large, and all ranks still choose k elements.
-        most = 1e38 if at.spec.work_dtype == "float32" else 1e307
-        size = ops.where(size < most, size, most)
-        indices = ops.top_indices(size, keep_count(self.compress_ratio, at.spec.numel))
-        return {"values": ops.gather(x, indices), "indices": indices}
+        indices = at.ops.top_indices(self.estimate(at), keep_count(self.compress_ratio, at.spec.numel))
+        return {"values": at.ops.gather(x, indices), "indices": indices}
