@@ -68,9 +68,10 @@ void sketch_estimate_kernel(Call& call) {
         GRACE_GPU(call, sketch_estimate, sketch, rows, columns, key, out, n);
         const auto hashes = hashes_of(key, rows);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            Scratch<SketchPlace> places(rows);
             Scratch<typename Format<T>::Signed> found(int64_t(rows) * kSketchBlock);
             loops<T>().sketch_medians(sketch, hashes.data(), rows, static_cast<uint32_t>(columns), begin, end,
-                                      found.data(), out, is_large<T>(n));
+                                      places.data(), found.data(), out, is_large<T>(n));
         });
     });
 }

@@ -1,50 +1,89 @@
 // Count-Sketches: a part of loops.inl.
 
-constexpr int64_t kSketchAhead = 12;  // how many blocks ahead their columns are asked for
+constexpr int64_t kSketchAhead = 8;  // how many blocks ahead their columns are asked for
 
-// to[lane] = from[lane ^ flip] of a block.
-template <class T> GRACE_LOCAL void flip_block(const T* from, uint32_t flip, T* to) {
-    for (uint32_t lane = 0; lane < kSketchBlock; ++lane) to[lane] = from[lane ^ flip];
-}
 #if defined(__AVX512F__)
-GRACE_LOCAL void flip_block(const float* from, uint32_t flip, float* to) {
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i order = _mm512_xor_si512(lanes, _mm512_set1_epi32(int32_t(flip)));
-    _mm512_storeu_ps(to, _mm512_permutexvar_ps(order, _mm512_loadu_ps(from)));
-}
-GRACE_LOCAL void flip_block(const double* from, uint32_t flip, double* to) {
-    const __m512i lanes = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m512i order = _mm512_xor_si512(lanes, _mm512_set1_epi64(flip % 8));
-    for (uint32_t half = 0; half < 16; half += 8) {
-        const __m512d v = _mm512_loadu_pd(from + (half ^ (flip & 8)));
-        _mm512_storeu_pd(to + half, _mm512_permutexvar_pd(order, v));
-    }
-}
+constexpr int kVector = 64;
 #elif defined(__AVX2__)
-GRACE_LOCAL void flip_block(const float* from, uint32_t flip, float* to) {
-    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i order = _mm256_xor_si256(lanes, _mm256_set1_epi32(int32_t(flip % 8)));
-    for (uint32_t half = 0; half < 16; half += 8) {
-        const __m256 v = _mm256_loadu_ps(from + (half ^ (flip & 8)));
-        _mm256_storeu_ps(to + half, _mm256_permutevar8x32_ps(v, order));
-    }
-}
+constexpr int kVector = 32;
+#else
+constexpr int kVector = 16;
 #endif
+
+// As many numbers as a vector register holds.
+template <class V> struct Vector {
+    typedef V type __attribute__((vector_size(kVector)));
+    static constexpr int lanes = kVector / int(sizeof(V));
+};
+
+template <class V> GRACE_LOCAL typename Vector<V>::type load(const V* from) {
+    typename Vector<V>::type found;
+    memcpy(&found, from, sizeof(found));
+    return found;
+}
+
+// Lane l of what is found is lane l ^ flip, of `flip` the bits that stay within a vector.
+template <class V> GRACE_LOCAL typename Vector<V>::type flipped(typename Vector<V>::type numbers, uint32_t flip) {
+    constexpr uint32_t lanes = Vector<V>::lanes;
+    typename Vector<V>::type found;
+#if defined(__AVX512F__) || defined(__AVX2__)
+    // Words of 32 bits trade places; those of a number of 64 bits stay together.
+    const int32_t words = int32_t(flip % lanes * (sizeof(V) / 4));
+#endif
+#if defined(__AVX512F__)
+    const __m512i own = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i order = _mm512_xor_si512(own, _mm512_set1_epi32(words));
+    found = (typename Vector<V>::type)_mm512_permutexvar_epi32(order, (__m512i)numbers);
+#elif defined(__AVX2__)
+    const __m256i own = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i order = _mm256_xor_si256(own, _mm256_set1_epi32(words));
+    found = (typename Vector<V>::type)_mm256_permutevar8x32_epi32((__m256i)numbers, order);
+#else
+    for (uint32_t lane = 0; lane < lanes; ++lane) found[lane] = numbers[lane ^ (flip % lanes)];
+#endif
+    return found;
+}
+
+// The sign bits of the lanes whose bits in `signs` are set.
+template <class Signed> GRACE_LOCAL typename Vector<Signed>::type sign_bits(uint32_t signs) {
+    typename Vector<Signed>::type bits, all = {};
+    for (int lane = 0; lane < Vector<Signed>::lanes; ++lane) bits[lane] = Signed(1) << lane;
+    all += Signed(signs);
+    return ((all & bits) != 0) & Signed(uint64_t(1) << (8 * sizeof(Signed) - 1));
+}
+
+// sums[lane] += numbers[lane], as float64.
+GRACE_LOCAL void add_lanes(double* sums, Vector<double>::type numbers) {
+    const Vector<double>::type sum = load(sums) + numbers;
+    memcpy(sums, &sum, sizeof(sum));
+}
+GRACE_LOCAL void add_lanes(double* sums, Vector<float>::type numbers) {
+    typedef float Half __attribute__((vector_size(kVector / 2)));
+    Half halves[2];
+    memcpy(halves, &numbers, sizeof(numbers));
+    add_lanes(sums, __builtin_convertvector(halves[0], Vector<double>::type));
+    add_lanes(sums + Vector<double>::lanes, __builtin_convertvector(halves[1], Vector<double>::type));
+}
 
 template <class T>
 static void sketch_row(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums) {
+    using Signed = typename Format<T>::Signed;
     const SketchHash mine = *hash;
     const int64_t whole = n / kSketchBlock;
     for (int64_t block = 0; block < whole; ++block, x += kSketchBlock) {
-        const double* later = sums + sketch_column(mine, uint64_t(block + kSketchAhead), columns) / kSketchBlock * kSketchBlock;
+        const uint32_t later_column = sketch_column(mine, uint64_t(block + kSketchAhead), columns);
+        const double* later = sums + later_column / kSketchBlock * kSketchBlock;
         __builtin_prefetch(later, 1);
         __builtin_prefetch(later + kSketchBlock / 2, 1);
         const SketchPlace place = place_of(mine, uint64_t(block), columns);
-        alignas(64) T values[kSketchBlock], flipped[kSketchBlock];
-        for (int lane = 0; lane < kSketchBlock; ++lane) values[lane] = signed_by(place.signs, lane, x[lane]);
-        flip_block(values, place.column % kSketchBlock, flipped);
+        const uint32_t flip = place.column % kSketchBlock;
         double* into = sums + place.column / kSketchBlock * kSketchBlock;
-        for (int lane = 0; lane < kSketchBlock; ++lane) into[lane] += double(flipped[lane]);
+#pragma GCC unroll 8
+        for (uint32_t lane = 0; lane < kSketchBlock; lane += Vector<T>::lanes) {
+            const uint32_t from = lane ^ flip / Vector<T>::lanes * Vector<T>::lanes;
+            const auto own = (typename Vector<Signed>::type)load(x + from) ^ sign_bits<Signed>(place.signs >> from);
+            add_lanes(into + lane, flipped<T>((typename Vector<T>::type)own, flip));
+        }
     }
     const SketchPlace place = place_of(mine, uint64_t(whole), columns);
     for (int lane = 0; lane < int(n % kSketchBlock); ++lane) {
@@ -53,85 +92,96 @@ static void sketch_row(const T* x, const SketchHash* hash, uint32_t columns, int
 }
 
 // Moves the least of the rows from `least` on to the front.
-template <class Word> GRACE_LOCAL void least_first(Word* found, int least, int rows) {
+template <class Words> GRACE_LOCAL void least_first(Words* found, int least, int rows) {
     for (int row = rows - 1; row > least; --row) {
-        const Word a = found[row - 1], b = found[row];
+        const Words a = found[row - 1], b = found[row];
         found[row - 1] = a < b ? a : b;
         found[row] = a < b ? b : a;
     }
 }
 
-// Medians over rows of one block; a number of rows known to the compiler stays in registers.
-template <int known, class Word> GRACE_LOCAL void medians(const Word* found, int rows, Word* out) {
+// Medians over rows, of which `known` is the number unless it is 0.
+template <int known, class Words> GRACE_LOCAL Words median_of(Words* found, int rows) {
     if constexpr (known > 0) {
-        for (int lane = 0; lane < kSketchBlock; ++lane) {
-            Word mine[known];
-            for (int row = 0; row < known; ++row) mine[row] = found[row * kSketchBlock + lane];
 #pragma GCC unroll 4
-            for (int least = 0; least <= known / 2; ++least) least_first(mine, least, known);
-            out[lane] = mine[known / 2];
-        }
-        return;
+        for (int least = 0; least <= known / 2; ++least) least_first(found, least, known);
+    } else {
+        for (int least = 0; least <= rows / 2; ++least) least_first(found, least, rows);
     }
-    for (int lane = 0; lane < kSketchBlock; ++lane) {
-        // Selection by counting: as many are below the median as above it.
-        for (int row = 0; row < rows; ++row) {
-            const Word mine = found[row * kSketchBlock + lane];
-            int below = 0, equal = 0;
-            for (int other = 0; other < rows; ++other) {
-                below += found[other * kSketchBlock + lane] < mine;
-                equal += found[other * kSketchBlock + lane] == mine;
-            }
-            if (below <= rows / 2 && rows / 2 < below + equal) out[lane] = mine;
-        }
-    }
+    return found[(known > 0 ? known : rows) / 2];
 }
 
-// Estimates of `count` elements of a block.
+// As `ordered`, with -0 next to 0.
+template <class T, class Words> GRACE_LOCAL Words in_order(Words own) {
+    using Signed = typename Format<T>::Signed;
+    constexpr Signed infinite = Signed((int64_t(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
+    const Words size = own & (Signed(~typename Format<T>::Word(0) >> 1));
+    return size > infinite ? size : own < 0 ? ~size : size;
+}
+
+// Estimates of a whole block; `found` has room for a vector per row.
 template <int known, class T>
 GRACE_LOCAL void estimate_block(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t block,
-                                typename Format<T>::Signed* found, int64_t count, T* out) {
+                                SketchPlace* places, typename Format<T>::Signed* room, T* out) {
+    using Signed = typename Format<T>::Signed;
+    using Words = typename Vector<Signed>::type;
+    using Numbers = typename Vector<T>::type;
     if (known > 0) rows = known;
+#pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) {
-        const T* mine = sketch + int64_t(row) * columns;
-        const T* later = mine + sketch_column(hashes[row], uint64_t(block + kSketchAhead), columns) / kSketchBlock * kSketchBlock;
+        const T* later = sketch + int64_t(row) * columns;
+        later += sketch_column(hashes[row], uint64_t(block + kSketchAhead), columns) / kSketchBlock * kSketchBlock;
         for (int64_t i = 0; i < kSketchBlock; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + i);
-        const SketchPlace place = place_of(hashes[row], uint64_t(block), columns);
-        alignas(64) T values[kSketchBlock];
-        flip_block(mine + place.column / kSketchBlock * kSketchBlock, place.column % kSketchBlock, values);
-        for (int lane = 0; lane < kSketchBlock; ++lane) {
-            found[row * kSketchBlock + lane] = ordered(signed_by(place.signs, lane, values[lane]));
-        }
+        places[row] = place_of(hashes[row], uint64_t(block), columns);
     }
-    alignas(64) typename Format<T>::Signed median[kSketchBlock];
-    medians<known>(found, rows, median);
-    if (count == kSketchBlock) {
-        for (int lane = 0; lane < kSketchBlock; ++lane) out[lane] = finite_estimate(from_ordered<T>(median[lane]));
-    } else {
-        for (int lane = 0; lane < count; ++lane) out[lane] = finite_estimate(from_ordered<T>(median[lane]));
+#pragma GCC unroll 8
+    for (uint32_t lane = 0; lane < kSketchBlock; lane += Vector<T>::lanes) {
+        Words here[known > 0 ? known : 1];
+        Words* found = known > 0 ? here : reinterpret_cast<Words*>(room);
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; ++row) {
+            const uint32_t from = places[row].column ^ lane, flip = from % Vector<T>::lanes;
+            const Words own = (Words)flipped<T>(load(sketch + int64_t(row) * columns + (from - flip)), flip);
+            found[row] = in_order<T>(own ^ sign_bits<Signed>(places[row].signs >> lane));
+        }
+        const Words median = median_of<known>(found, rows);
+        constexpr Signed top = Signed(typename Format<T>::Word(1) << (8 * sizeof(T) - 1));
+        const Words size = median < 0 ? ~median : median;
+        const Numbers value = (Numbers)(size | (median & top));
+        const T most = largest_estimate<T>();
+        // What is added makes 0 of -0.
+        const Numbers limited = ((Numbers)size < most ? value : Numbers{} + most) + T(0);
+        memcpy(out + lane, &limited, sizeof(limited));
     }
 }
 
 template <int known, class T>
 static void estimates(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
-                      int64_t end, typename Format<T>::Signed* found, T* out, bool around) {
+                      int64_t end, SketchPlace* places, typename Format<T>::Signed* found, T* out, bool around) {
     in_blocks(out + begin, end - begin, around, [&](int64_t at, int64_t length, T* target) {
-        alignas(64) typename Format<T>::Signed here[(known > 0 ? known : 1) * kSketchBlock];
+        SketchPlace here[known > 0 ? known : 1];
+        SketchPlace* mine = known > 0 ? here : places;
         for (int64_t i = 0; i < length; i += kSketchBlock) {
-            estimate_block<known>(sketch, hashes, rows, columns, (begin + at + i) / kSketchBlock, known > 0 ? here : found,
-                                  lesser(kSketchBlock, length - i), target + i);
+            const int64_t block = (begin + at + i) / kSketchBlock;
+            if (i + kSketchBlock <= length) {
+                estimate_block<known>(sketch, hashes, rows, columns, block, mine, found, target + i);
+            } else {
+                T last[kSketchBlock];
+                estimate_block<known>(sketch, hashes, rows, columns, block, mine, found, last);
+                memcpy(target + i, last, size_t(length - i) * sizeof(T));
+            }
         }
     });
 }
 
 template <class T>
 static void sketch_medians(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
-                           int64_t end, typename Format<T>::Signed* found, T* out, bool around) {
+                           int64_t end, SketchPlace* places, typename Format<T>::Signed* found, T* out, bool around) {
     switch (rows) {
-        case 1: return estimates<1>(sketch, hashes, rows, columns, begin, end, found, out, around);
-        case 3: return estimates<3>(sketch, hashes, rows, columns, begin, end, found, out, around);
-        case 5: return estimates<5>(sketch, hashes, rows, columns, begin, end, found, out, around);
-        case 7: return estimates<7>(sketch, hashes, rows, columns, begin, end, found, out, around);
-        default: return estimates<0>(sketch, hashes, rows, columns, begin, end, found, out, around);
+        case 1: return estimates<1>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
+        case 3: return estimates<3>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
+        case 5: return estimates<5>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
+        case 7: return estimates<7>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
+        default: return estimates<0>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
     }
 }

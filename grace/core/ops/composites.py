@@ -59,14 +59,15 @@ class ArrayOps(Codings):
     def count_sketch(self, x: Array, rows: int, columns: int, key: Key) -> Array:
         """Rows of `columns` buckets, one after another: S[j, h_j(i)] += s_j(i) x_i, with hashes drawn from the key.
 
-        Element 16 b + l is lane l of block b, and blocks are hashed, not elements: this is ours, for a block is one
-        read and one write of a vector where 16 elements of their own were 16 of each. A word of `hash_words` for b
-        gives a column c_j(b), uniform in [0, columns) (up to 2^-32), and h_j(i) = c_j(b) xor l: the 16 elements have
-        the 16 columns around c_j(b), each its own. s_j(i) is bit 16 + l of another word, negative where it is set.
+        Element 16 b + l is lane l of block b, and blocks are hashed, not elements: ours, for speed, because a block is
+        one place in memory where 16 elements with hashes of their own have 16. A word of `hash_words` for b gives a
+        column c_j(b), uniform in [0, columns) (up to 2^-32), and h_j(i) = c_j(b) xor l: the 16 elements have the 16
+        columns around c_j(b), each its own. s_j(i) is bit 16 + l of another word, negative where it is set.
         Elements of one block never collide. Those of two blocks do where c_j(b') = c_j(b) xor l xor l', which has
-        probability 1 / columns because words of two blocks are independent, as are the signs of any two elements, and
-        signs and columns. So a row's error has mean 0 and variance (|x|^2 - |block of i|^2) / columns, no more than
-        if every element had a hash of its own; only that errors of neighbours come together.
+        probability 1 / columns because words of two blocks are independent. So are the signs of any two elements, and
+        signs are independent of columns. Therefore a row's error has mean 0 and variance
+        (|x|^2 - |block of i|^2) / columns, no more than with hashes of the elements; only the errors of neighbours
+        come together.
         A bucket is added in float64 and rounded once. Raises ValueError unless columns is a multiple of 16.
         """
         hashes = self._hashes(self.length(x), rows, columns, key)

@@ -281,10 +281,11 @@ template <class T> GRACE_HD T signed_by(uint32_t signs, int lane, T x) {
     return bits_as<T>(bits_as<Word>(x) ^ (Word(signs >> lane & 1u) << (8 * sizeof(T) - 1)));
 }
 
-// What an estimate counts as: it has a size also if the sum overflowed or is no number.
+// What an estimate counts as whose sum overflowed or is no number.
+template <class T> GRACE_HD T largest_estimate() { return sizeof(T) == sizeof(float) ? T(1e38) : T(1e307); }
+
 template <class T> GRACE_HD T finite_estimate(T x) {
-    const T most = sizeof(T) == sizeof(float) ? T(1e38) : T(1e307);
-    return magnitude(x) < most ? x : most;
+    return magnitude(x) < largest_estimate<T>() ? x : largest_estimate<T>();
 }
 
 // --- order -----------------------------------------------------------------------------------------------------------
