@@ -112,7 +112,8 @@ void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t col
 }
 
 template <class T>
-void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t columns, const RandomKey& key, T* out, int64_t n) {
+void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t columns, const RandomKey& key, T* out,
+                     int64_t n) {
     SketchHash* hashes = scratch<SketchHash>(on, rows);
     const RandomKey mine = key;
     each(on, rows, [=] __device__(int64_t row) { hashes[row] = hash_of_row(mine, row, rows); });
