@@ -197,7 +197,16 @@ class OpsContract:
     def test_linear_algebra(self, ops: ArrayOps) -> None:
         a = ops.reshape(ops.arange(6, "float32"), (2, 3))
         assert host(ops, ops.transpose(a)).tolist() == [[0, 3], [1, 4], [2, 5]]
+        across = ops.reshape(ops.arange(6, "float32"), (3, 2))
+        assert host(ops, ops.matmul(a, across)).tolist() == [[10, 13], [28, 40]]
         assert host(ops, ops.matmul(a, ops.transpose(a))).tolist() == [[5, 14], [14, 50]]
+        assert host(ops, ops.matmul(a, a, transpose_b=True)).tolist() == [[5, 14], [14, 50]]
+        assert host(ops, ops.matmul(a, a, transpose_a=True)).tolist() == [[9, 12, 15], [12, 17, 22], [15, 22, 29]]
+        assert host(ops, ops.matmul(a, across, transpose_a=True, transpose_b=True)).tolist() == [
+            [3, 9, 15],
+            [4, 14, 24],
+            [5, 19, 33],
+        ]
 
     def test_singular_values(self, ops: ArrayOps) -> None:
         for shape in ((7, 4), (3, 5)):

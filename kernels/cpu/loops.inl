@@ -275,6 +275,7 @@ static void sample(const Permutation* permutation, uint32_t n, int64_t begin, in
 
 #include "loops_select.inl"
 #include "loops_codings.inl"
+#include "loops_products.inl"
 #include "loops_sketch.inl"
 
 }  // namespace GRACE_ISA
@@ -312,6 +313,9 @@ template <class T> static constexpr Loops<T> make_loops() {
             precision_tags<T>,
             precision_split<T>,
             precision_sum<T>,
+            times<T>,
+            transposed_times<T>,
+            times_transposed<T>,
             sketch_row<T>,
             sketch_medians<T>};
 }

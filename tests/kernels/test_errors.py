@@ -48,6 +48,11 @@ REFUSED = {
         TypeError,
         "expected float32, received float64",
     ),
+    "columns that fill no block": (
+        lambda o, m: o.count_sketch(m.f(10), 3, 40, KEY),
+        ValueError,
+        "expected a multiple of 16 columns.* received 40",
+    ),
     "levels of integers": (
         lambda o, m: o.binary_sum([m.b(2)], [m.i(1, 2)], 10),
         TypeError,

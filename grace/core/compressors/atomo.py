@@ -86,7 +86,7 @@ class Atomo(Compressor):
             return ops.desparsify(payload["values"], payload["indices"], at.spec.numel)
         rows, columns = matrix_shape(at.spec)
         left, right = ops.reshape(payload["left"], (-1, rows)), ops.reshape(payload["right"], (-1, columns))
-        return ops.reshape(ops.matmul(ops.transpose(left), right), (-1,))
+        return ops.reshape(ops.matmul(left, right, transpose_a=True), (-1,))
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         if self.mode == "entry":

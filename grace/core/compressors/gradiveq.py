@@ -96,7 +96,7 @@ class GradiVeQ(Compressor):
         ops, values, n = at.ops, payload["values"], at.spec.numel
 
         def gradient() -> Array:
-            slices = ops.matmul(ops.reshape(values, (-1, self.components)), ops.transpose(at.state["basis"]))
+            slices = ops.matmul(ops.reshape(values, (-1, self.components)), at.state["basis"], transpose_b=True)
             return ops.reshape(slices, (-1,))[:n]
 
         return ops.reshape(ops.choose(self._training(at), lambda: ops.copy(values), gradient), (n,))
@@ -110,7 +110,7 @@ class GradiVeQ(Compressor):
                 total = total + payload["values"]
             slices = ops.cast(self._cut(ops.reshape(total, (at.spec.numel,)), at), "float64")
             old = ops.where(position[0] > 0, at.state["moment"], 0.0)
-            return old + ops.matmul(ops.transpose(slices), slices)
+            return old + ops.matmul(slices, slices, transpose_a=True)
 
         def leading() -> Array:
             return ops.cast(ops.svd(moment)[0][:, : self.components], at.spec.work_dtype)

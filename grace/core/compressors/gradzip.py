@@ -54,11 +54,11 @@ class GradZip(TwoFactors):
         ops = at.ops
         rows, columns = matrix_shape(at.spec)
         p = ops.reshape(at.agreed, (rows, self.compress_rank))
-        p, q = self._half_step(ops.transpose(ops.reshape(x, (rows, columns))), p, ops)
+        p, q = self._half_step(ops.reshape(x, (rows, columns)), p, ops, transposed=True)
         return {"q": ops.reshape(q, (-1,)), "p": ops.reshape(p, (-1,))}
 
-    def _half_step(self, m: Array, fixed: Array, ops: ArrayOps) -> tuple[Array, Array]:
-        """The fixed factor F, scaled, and the other one M F (F^T F + l I)^-1."""
+    def _half_step(self, m: Array, fixed: Array, ops: ArrayOps, transposed: bool = False) -> tuple[Array, Array]:
+        """The fixed factor F, scaled, and the other one M F (F^T F + l I)^-1, or with M^T in the place of M."""
         r, dtype = self.compress_rank, ops.dtype(m)
         largest = ops.max(ops.abs(fixed))
         # By the largest element first: squares of factors of the order of M need not fit into a float.
@@ -67,5 +67,5 @@ class GradZip(TwoFactors):
         fixed = fixed * (ops.cast(math.sqrt(r), dtype) / ops.where(size > 0, size, 1.0))
         # By singular values, because squares of F would double the digits that small ones lose.
         u, s, v = ops.svd(ops.cast(fixed, "float64"))
-        ridge = ops.matmul(u * ops.reshape(s / (s * s + self.regularization), (1, r)), ops.transpose(v))
-        return fixed, ops.matmul(m, ops.cast(ridge, dtype))
+        ridge = ops.matmul(u * ops.reshape(s / (s * s + self.regularization), (1, r)), v, transpose_b=True)
+        return fixed, ops.matmul(m, ops.cast(ridge, dtype), transpose_a=transposed)

@@ -43,5 +43,5 @@ class PowerSGD(TwoFactors):
         ops = at.ops
         rows, columns = matrix_shape(at.spec)
         p = ops.orthogonalize(ops.reshape(at.agreed, (rows, self.compress_rank)))
-        q = ops.matmul(ops.transpose(ops.reshape(x, (rows, columns))), p)
+        q = ops.matmul(ops.reshape(x, (rows, columns)), p, transpose_a=True)
         return {"q": ops.reshape(q, (-1,)), "p": ops.reshape(p, (-1,))}

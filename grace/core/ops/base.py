@@ -117,7 +117,7 @@ class Primitives(ABC):
         """Integers shifted left."""
         return a << bits
 
-    def shift_right(self, a: Array, bits: int) -> Array:
+    def shift_right(self, a: Array, bits: int | Array) -> Array:
         """Integers shifted right, keeping the sign."""
         return a >> bits
 
@@ -205,8 +205,8 @@ class Primitives(ABC):
     # --- linear algebra (two dimensions) ------------------------------------------------------------------------
 
     @abstractmethod
-    def matmul(self, a: Array, b: Array) -> Array:
-        """Matrix product."""
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
+        """Matrix product, of the transposed matrices where so said; the order of its sums is the framework's own."""
 
     @abstractmethod
     def transpose(self, a: Array) -> Array:

@@ -51,6 +51,9 @@ module: Any = _load()
 
 FLOATS = ("float32", "float64")
 
+# Columns up to which a matrix is thin: with more of them the frameworks' own products are as fast.
+MOST_THIN = 16
+
 
 @cache
 def tensorflow_library() -> str | None:
@@ -333,7 +336,33 @@ class Native(ArrayOps):
         integers = [n, rows, columns, *self._key(key)]
         return self._run("sketch_estimate", [sketch], integers, outputs=[self.dtype(sketch)], lengths=[n])[0]
 
-    # --- small matrices -------------------------------------------------------------------------------------------
+    # --- matrices with few columns --------------------------------------------------------------------------------
+
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
+        # Frameworks' products are slow with few columns, and write to fresh memory; on a GPU theirs are good.
+        shape = self._thin(a, b, transpose_a, transpose_b) if self.device.startswith("cpu") else None
+        if shape is None:
+            return super().matmul(a, b, transpose_a, transpose_b)
+        (n, m, r), rows, columns = shape
+        inputs = [self.reshape(a, (-1,)), self.reshape(b, (-1,))]
+        integers, outputs = [n, m, r, int(transpose_a), int(transpose_b)], [self.dtype(a)]
+        found = self._run("thin_product", inputs, integers, outputs=outputs, lengths=[rows * columns])[0]
+        return self.reshape(found, (rows, columns))
+
+    def _thin(
+        self, a: Array, b: Array, transpose_a: bool, transpose_b: bool
+    ) -> tuple[tuple[int, int, int], int, int] | None:
+        """The sides n x m of the wide matrix of a product, the few columns r, and the result's sides; None if wide."""
+        sides = [*a.shape, *b.shape]
+        dtype = self.dtype(a)
+        if dtype not in FLOATS or dtype != self.dtype(b) or len(sides) != 4 or not all(sides):
+            return None
+        p, q, s, t = (int(side) for side in sides)
+        if (transpose_a and transpose_b) or (p if transpose_a else q) != (t if transpose_b else s):
+            return None
+        if transpose_b:
+            return ((p, s, q), p, s) if q <= MOST_THIN else None
+        return ((p, q, t), q if transpose_a else p, t) if t <= MOST_THIN else None
 
     def orthogonalize(self, a: Array) -> Array:
         rows, columns = (int(side) for side in a.shape)

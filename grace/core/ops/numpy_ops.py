@@ -164,8 +164,8 @@ class NumpyOps(ArrayOps):
         x *= factor
         return x
 
-    def matmul(self, a: Array, b: Array) -> Array:
-        return a @ b
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
+        return (a.T if transpose_a else a) @ (b.T if transpose_b else b)
 
     def transpose(self, a: Array) -> Array:
         return a.T

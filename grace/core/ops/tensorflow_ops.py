@@ -132,7 +132,7 @@ class TensorflowOps(ArrayOps):
     def shift_left(self, a: Array, bits: int) -> Array:
         return tf.bitwise.left_shift(*_same(a, bits))
 
-    def shift_right(self, a: Array, bits: int) -> Array:
+    def shift_right(self, a: Array, bits: int | Array) -> Array:
         return a >> bits if isinstance(a, int) else tf.bitwise.right_shift(*_same(a, bits))
 
     def sum(self, x: Array, axis: int | None = None) -> Array:
@@ -194,8 +194,8 @@ class TensorflowOps(ArrayOps):
     def scale_(self, x: Array, factor: float) -> Array:
         return _opaque(x * factor)
 
-    def matmul(self, a: Array, b: Array) -> Array:
-        return tf.matmul(a, b)
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
+        return tf.matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
 
     def transpose(self, a: Array) -> Array:
         return tf.transpose(a)

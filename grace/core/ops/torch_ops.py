@@ -156,8 +156,8 @@ class TorchOps(ArrayOps):
     def scale_(self, x: Array, factor: float) -> Array:
         return x.mul_(factor)
 
-    def matmul(self, a: Array, b: Array) -> Array:
-        return a @ b
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
+        return (a.t() if transpose_a else a) @ (b.t() if transpose_b else b)
 
     def transpose(self, a: Array) -> Array:
         return a.t()

@@ -48,6 +48,7 @@ namespace grace {
     X(precision_encode) /* x; m, h; bound -> T[], int16[], int8[], tags */                                       \
     X(precision_sum)  /* [onto], full..., words..., bytes..., tags...; ranks, m, h, n, negate, has_onto -> T[n] */ \
     X(top_of_sides)   /* x; ; ratio -> means T[2], positive int32[p], negative int32[q] */                       \
+    X(thin_product)   /* a, b; n, m, r, transpose_a, transpose_b -> T[n r], T[m r] or T[n m] */                     \
     X(orthogonalize)  /* a; rows, columns -> T[rows columns] */                                                  \
     X(count_sketch)   /* x; rows, columns, key -> T[rows columns] */                                             \
     X(sketch_estimate) /* sketch; n, rows, columns, key -> T[n] */

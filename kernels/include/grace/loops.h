@@ -121,11 +121,19 @@ template <class T> struct Loops {
     void (*precision_sum)(Widths<T>* ranks, int count, T byte_step, T word_step, bool negate, const T* onto, T* out,
                           int64_t n, bool around);
 
+    // Of a b, a having rows of m and b being given by its r columns, the rows begin .. end - 1.
+    void (*times)(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out);
+    // Of the transpose of a times b, a having n rows of m and b n rows of r, the rows begin .. end - 1.
+    void (*transposed_times)(const T* a, const T* b, int64_t n, int64_t m, int r, int64_t begin, int64_t end, T* out);
+    // Of a times the transpose of b, a having rows of r and b given by its r columns of m, elements begin .. end - 1.
+    void (*times_transposed)(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out, bool around);
+
     // Adds every element to the bucket of its hash, in their order.
     void (*sketch_row)(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums);
-    // Medians over the rows for elements begin .. end - 1; `found` has room for as many integers per row.
+    // Medians over the rows for elements begin .. end - 1, the first of a block; `places` and `found` have room
+    // for a block per row.
     void (*sketch_medians)(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
-                           int64_t end, typename Format<T>::Signed* found, T* out, bool around);
+                           int64_t end, SketchPlace* places, typename Format<T>::Signed* found, T* out, bool around);
 };
 
 struct IntegerLoops {

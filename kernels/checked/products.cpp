@@ -1,0 +1,67 @@
+// Products of matrices with few columns.
+#include "grace/kernels.h"
+
+namespace grace {
+namespace {
+
+// The rows of a times r matrix b, one after another, as its columns.
+template <class T> void transpose(const T* b, int64_t n, int64_t r, T* out) {
+    for (int64_t k = 0; k < r; ++k) {
+        for (int64_t i = 0; i < n; ++i) out[k * n + i] = b[i * r + k];
+    }
+}
+
+// a b; a has n rows of m, b has m rows of r.
+template <class T> void times_kernel(Call& call, const T* a, const T* b, int64_t n, int64_t m, int64_t r) {
+    T* out = call.output<T>(n * r);
+    Scratch<T> columns(m * r);
+    transpose(b, m, r, columns.data());
+    // Whole rows, four of which are read together.
+    const int64_t rows = divide_up(divide_up(kPiece, m), 4) * 4;
+    call.parallel(divide_up(n, rows), [&](int64_t task) {
+        const int64_t begin = task * rows, end = std::min(n, begin + rows);
+        loops<T>().times(a, columns.data(), m, static_cast<int>(r), begin, end, out);
+    });
+}
+
+// The transpose of a times b; a has n rows of m, b has n rows of r.
+template <class T> void transposed_times_kernel(Call& call, const T* a, const T* b, int64_t n, int64_t m, int64_t r) {
+    T* out = call.output<T>(m * r);
+    constexpr int64_t width = 512;
+    call.parallel(divide_up(m, width), [&](int64_t task) {
+        const int64_t begin = task * width, end = std::min(m, begin + width);
+        loops<T>().transposed_times(a, b, n, m, static_cast<int>(r), begin, end, out);
+    });
+}
+
+// a times the transpose of b; a has n rows of r, b has m rows of r.
+template <class T> void times_transposed_kernel(Call& call, const T* a, const T* b, int64_t n, int64_t m, int64_t r) {
+    T* out = call.output<T>(n * m);
+    Scratch<T> columns(m * r);
+    transpose(b, m, r, columns.data());
+    over_pieces(call, n * m, [&](int64_t begin, int64_t end) {
+        loops<T>().times_transposed(a, columns.data(), m, static_cast<int>(r), begin, end, out, is_large<T>(n * m));
+    });
+}
+
+}  // namespace
+
+void thin_product_kernel(Call& call) {
+    call.expect(2, 5, 0);
+    const int64_t n = call.length(0), m = call.length(1), r = call.length(2);
+    const bool first = call.integer(3) != 0, second = call.integer(4) != 0;
+    if (call.gpu() != nullptr || (first && second) || r < 1 || r > 16 || n < 1 || m < 1 || m > kMost / n) {
+        call.fail(Error::Kind::value, "expected matrices in main memory, one of them at most transposed, with 1 to 16 "
+                                      "columns, received n = " + std::to_string(n) + ", m = " + std::to_string(m) +
+                                      ", r = " + std::to_string(r));
+    }
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const T* a = call.input<T>(0, second ? n * r : n * m);
+        const T* b = call.input<T>(1, first ? n * r : m * r);
+        const auto kernel = first ? transposed_times_kernel<T> : second ? times_transposed_kernel<T> : times_kernel<T>;
+        kernel(call, a, b, n, m, r);
+    });
+}
+
+}  // namespace grace

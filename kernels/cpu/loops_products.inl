@@ -1,0 +1,179 @@
+// Products of a matrix and a few columns: a part of loops.inl.
+//
+// The order of every sum is fixed, whatever the instructions: lanes of 64 bytes, within them the order of the elements.
+
+template <class T> struct Lanes {
+    static constexpr int count = 64 / int(sizeof(T));
+    typedef T Vector __attribute__((vector_size(64)));
+};
+
+template <class T> GRACE_LOCAL void load_lanes(const T* x, typename Lanes<T>::Vector* out) {
+    memcpy(out, x, sizeof(*out));
+}
+
+// Elements that are added in T; sums of more are added up in float64.
+constexpr int64_t kSummed = 4096;
+
+// totals[row][k] += sum_j a[row][j] b[k][j] over `length` columns, at most kSummed.
+template <int rows, int r, class T>
+GRACE_LOCAL void dots(const T* a, const T* b, int64_t stride, int64_t length, double (*totals)[4]) {
+    using Vector = typename Lanes<T>::Vector;
+    constexpr int lanes = Lanes<T>::count;
+    Vector sums[rows][r] = {};
+    const auto step = [&](const T* from, int64_t from_apart, const T* with, int64_t with_apart) {
+        Vector factors[r];
+        for (int k = 0; k < r; ++k) load_lanes(with + k * with_apart, &factors[k]);
+        for (int row = 0; row < rows; ++row) {
+            Vector x;
+            load_lanes(from + row * from_apart, &x);
+            for (int k = 0; k < r; ++k) sums[row][k] += x * factors[k];
+        }
+    };
+    int64_t j = 0;
+    for (; j + lanes <= length; j += lanes) step(a + j, stride, b + j, stride);
+    if (j < length) {
+        // Zeros behind the end add nothing.
+        alignas(64) T last_a[rows * lanes] = {}, last_b[r * lanes] = {};
+        const size_t bytes = sizeof(T) * size_t(length - j);
+        for (int row = 0; row < rows; ++row) memcpy(last_a + row * lanes, a + row * stride + j, bytes);
+        for (int k = 0; k < r; ++k) memcpy(last_b + k * lanes, b + k * stride + j, bytes);
+        step(last_a, lanes, last_b, lanes);
+    }
+    for (int row = 0; row < rows; ++row) {
+        for (int k = 0; k < r; ++k) {
+            alignas(64) T parts[lanes];
+            memcpy(parts, &sums[row][k], sizeof(parts));
+            for (int half = lanes / 2; half > 0; half /= 2) {
+                for (int lane = 0; lane < half; ++lane) parts[lane] += parts[lane + half];
+            }
+            totals[row][k] += double(parts[0]);
+        }
+    }
+}
+
+// 1 to 4 columns, known to the compiler.
+template <int r> struct Known {
+    static constexpr int value = r;
+};
+template <class Body> GRACE_LOCAL void with_known(int r, Body body) {
+    switch (r) {
+        case 1: return body(Known<1>());
+        case 2: return body(Known<2>());
+        case 3: return body(Known<3>());
+        default: return body(Known<4>());
+    }
+}
+
+template <class T>
+static void times(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out) {
+    for (int64_t i = begin; i < end; i += 4) {
+        const int rows = int(lesser(4, end - i));
+        for (int first = 0; first < r; first += 4) {
+            double totals[4][4] = {};
+            const int columns = int(lesser(4, r - first));
+            with_known(columns, [&](auto known) {
+                constexpr int here = decltype(known)::value;
+                for (int64_t j = 0; j < m; j += kSummed) {
+                    const int64_t length = lesser(kSummed, m - j);
+                    const T *from = a + i * m + j, *with = b + first * m + j;
+                    if (rows == 4) {
+                        dots<4, here>(from, with, m, length, totals);
+                    } else {
+                        for (int row = 0; row < rows; ++row) {
+                            dots<1, here>(from + row * m, with, m, length, totals + row);
+                        }
+                    }
+                }
+            });
+            for (int row = 0; row < rows; ++row) {
+                for (int k = 0; k < columns; ++k) out[(i + row) * r + first + k] = T(totals[row][k]);
+            }
+        }
+    }
+}
+
+// sums[k][j] += sum over `rows` rows of a[row][j] b[row][k], for `length` columns.
+template <int rows, int r, class T>
+GRACE_LOCAL void add_rows(const T* a, int64_t m, const T* b, int64_t ranks, int64_t length, T* sums, int64_t stride) {
+    using Vector = typename Lanes<T>::Vector;
+    constexpr int lanes = Lanes<T>::count;
+    int64_t j = 0;
+    for (; j + lanes <= length; j += lanes) {
+        Vector mine[r];
+        for (int k = 0; k < r; ++k) load_lanes(sums + k * stride + j, &mine[k]);
+        for (int row = 0; row < rows; ++row) {
+            Vector x;
+            load_lanes(a + row * m + j, &x);
+            for (int k = 0; k < r; ++k) mine[k] += x * b[row * ranks + k];
+        }
+        for (int k = 0; k < r; ++k) memcpy(sums + k * stride + j, &mine[k], sizeof(Vector));
+    }
+    for (; j < length; ++j) {
+        for (int row = 0; row < rows; ++row) {
+            for (int k = 0; k < r; ++k) sums[k * stride + j] += a[row * m + j] * b[row * ranks + k];
+        }
+    }
+}
+
+template <class T>
+static void transposed_times(const T* a, const T* b, int64_t n, int64_t m, int r, int64_t begin, int64_t end, T* out) {
+    constexpr int64_t most = 512;
+    alignas(64) T sums[4 * most];
+    alignas(64) double totals[4 * most];
+    for (int64_t at = begin; at < end; at += most) {
+        const int64_t length = lesser(most, end - at);
+        for (int first = 0; first < r; first += 4) {
+            const int columns = int(lesser(4, r - first));
+            for (int64_t j = 0; j < 4 * most; ++j) totals[j] = 0.0;
+            for (int64_t piece = 0; piece < n; piece += kSummed) {
+                const int64_t last = lesser(piece + kSummed, n);
+                for (int64_t j = 0; j < 4 * most; ++j) sums[j] = T(0);
+                with_known(columns, [&](auto known) {
+                    constexpr int here = decltype(known)::value;
+                    int64_t i = piece;
+                    for (; i + 8 <= last; i += 8) {
+                        add_rows<8, here>(a + i * m + at, m, b + i * r + first, r, length, sums, most);
+                    }
+                    for (; i < last; ++i) {
+                        add_rows<1, here>(a + i * m + at, m, b + i * r + first, r, length, sums, most);
+                    }
+                });
+                for (int64_t j = 0; j < 4 * most; ++j) totals[j] += double(sums[j]);
+            }
+            for (int64_t j = 0; j < length; ++j) {
+                for (int k = 0; k < columns; ++k) out[(at + j) * r + first + k] = T(totals[k * most + j]);
+            }
+        }
+    }
+}
+
+template <class T>
+static void times_transposed(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out,
+                             bool around) {
+    using Vector = typename Lanes<T>::Vector;
+    constexpr int lanes = Lanes<T>::count;
+    in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
+        for (int64_t done = 0; done < length;) {
+            const int64_t i = (begin + from + done) / m, j = (begin + from + done) % m;
+            const int64_t here = lesser(m - j, length - done);
+            const T *row = a + i * r, *columns = b + j;
+            int64_t t = 0;
+            for (; t + lanes <= here; t += lanes) {
+                Vector x, sum;
+                load_lanes(columns + t, &x);
+                sum = x * row[0];
+                for (int k = 1; k < r; ++k) {
+                    load_lanes(columns + k * m + t, &x);
+                    sum += x * row[k];
+                }
+                memcpy(target + done + t, &sum, sizeof(sum));
+            }
+            for (; t < here; ++t) {
+                T sum = columns[t] * row[0];
+                for (int k = 1; k < r; ++k) sum += columns[k * m + t] * row[k];
+                target[done + t] = sum;
+            }
+            done += here;
+        }
+    });
+}
