@@ -17,7 +17,7 @@ from pathlib import Path
 
 from grace import __version__, listing
 from grace.bench.command import add_codec
-from grace.core.errors import GraceError
+from grace.core.errors import ConfigError, GraceError
 from grace.core.ops.native import described
 from grace.machine import FRAMEWORKS, installed
 
@@ -145,7 +145,11 @@ class Doctor:
         return built
 
     def _kernels(self) -> None:
-        self._say("kernels", described("torch"))
+        try:
+            self._say("kernels", described("torch"))
+        except ConfigError as error:
+            self._say("kernels", "not usable", str(error))
+            return
         if installed("tensorflow"):
             # In a process of its own, because only TensorFlow itself can tell.
             status, output = self._run([sys.executable, "-c", KERNELS])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
+from grace.core.errors import ConfigError
 from grace.core.ops import native
 from grace.testing.harness import FRAMEWORKS
 
@@ -56,3 +58,22 @@ def test_everything_works_without_the_kernels():
     assert done.returncode == 0, done.stderr
     assert "there are no kernels for numpy on cpu here. `grace doctor` says" in done.stdout
     assert "reference bodies are used" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("GRACE_NATIVE", "/nowhere/_native.so", "expected 0, or the path of an .so file that exists"),
+        ("GRACE_NATIVE", "no", "received 'no'"),
+        ("GRACE_ISA", "avx-512", "Did you mean 'avx512'"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_refused(monkeypatch, variable, value, expected):
+    monkeypatch.delenv("GRACE_NATIVE", raising=False)
+    native.check_environment()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        native.check_environment()
+    done = subprocess.run([sys.executable, "-m", "grace.cli", "doctor", "--no-launch"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert expected in done.stdout

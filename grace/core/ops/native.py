@@ -17,6 +17,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any, Literal
 
+from grace.core.errors import ConfigError, nearest
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, Array, Key
@@ -41,6 +42,8 @@ def _load() -> Any:
             if module_file() is not None:
                 logger.warning("the kernels do not load, and are not used; install grace anew. %s", error)
             return None
+    if not os.path.exists(path):
+        return None
     loader = ExtensionFileLoader("grace._native", path)
     loaded = module_from_spec(ModuleSpec("grace._native", loader, origin=path))
     loader.exec_module(loaded)
@@ -48,6 +51,18 @@ def _load() -> Any:
 
 
 module: Any = _load()
+
+INSTRUCTIONS = ("baseline", "avx2", "avx512")
+
+
+def check_environment() -> None:
+    """Raises ConfigError where GRACE_NATIVE or GRACE_ISA says what means nothing."""
+    path, isa = os.environ.get("GRACE_NATIVE", ""), os.environ.get("GRACE_ISA")
+    if path not in ("", "0", "1") and not (path.endswith(".so") and os.path.exists(path)):
+        raise ConfigError(f"GRACE_NATIVE: expected 0, or the path of an .so file that exists; received '{path}'.")
+    if isa is not None and isa not in INSTRUCTIONS:
+        raise ConfigError(f"GRACE_ISA: '{isa}' is no set of instructions.{nearest(isa, INSTRUCTIONS)}")
+
 
 FLOATS = ("float32", "float64")
 
@@ -76,7 +91,11 @@ def serves(framework: str, device: str) -> bool:
 
 
 def described(framework: str) -> str:
-    """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are."""
+    """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are.
+
+    Raises ConfigError for a variable of the environment that means nothing.
+    """
+    check_environment()
     if not serves(framework, "cpu"):
         built = tensorflow_library() if framework == "tensorflow" else module_file()
         fault = "not built" if built is None else "built for another version, and do not load"
