@@ -30,6 +30,7 @@ def version() -> str:
 
 
 TENSORFLOW_OPS = "grace._tensorflow_ops"
+UNBUILT = "the kernels were not built, and the reference bodies will be used"
 
 
 def tensorflow_options() -> dict[str, str]:
@@ -65,7 +66,7 @@ class BuildKernels(build_ext):
                 options.update(tensorflow_options())
 
             def build(cuda: str) -> None:
-                define = [f"-D{name}={value}" for name, value in {**options, "GRACE_CUDA": cuda}.items()]
+                define = [f"-D{option}={value}" for option, value in {**options, "GRACE_CUDA": cuda}.items()]
                 subprocess.run(["cmake", "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
                 subprocess.run(["cmake", "--build", folder, "--target", name, "--parallel"], check=True)
 
@@ -77,8 +78,11 @@ class BuildKernels(build_ext):
                     raise
                 self.warn("the kernels were not built; trying again without those for GPUs")
                 build("OFF")
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise CompileError(f"the kernels were not built ({error}): the reference bodies will be used") from error
+        except subprocess.CalledProcessError as error:
+            # The command itself is long, and says less than what it has printed.
+            raise CompileError(f"{UNBUILT}; the output above says why (pip shows it with -v)") from error
+        except OSError as error:
+            raise CompileError(f"{UNBUILT}: {error}; is there a C++ compiler, and CMake?") from error
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(folder / "modules" / target.name, target)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from grace import __version__, listing
 from grace.bench.command import add_codec
 from grace.bench.step.command import add_step
-from grace.core.errors import GraceError
+from grace.core.errors import ConfigError, GraceError
 from grace.core.ops.native import described
 from grace.machine import FRAMEWORKS, installed
 
@@ -148,7 +148,11 @@ class Doctor:
         return built
 
     def _kernels(self) -> None:
-        self._say("kernels", described("torch"))
+        try:
+            self._say("kernels", described("torch"))
+        except ConfigError as error:
+            self._say("kernels", "not usable", str(error))
+            return
         if installed("tensorflow"):
             # In a process of its own, because only TensorFlow itself can tell.
             status, output = self._run([sys.executable, "-c", KERNELS])

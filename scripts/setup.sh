@@ -201,6 +201,7 @@ main() {
     fi
     step "building the kernels and installing grace itself, editable (1-2 min)" \
         "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
+    say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import described; print(described("torch"))')"
     printf '%s\n' "$wanted" >"$stamp"
     say "done: .venv is ready (Python $python_version, $mpi Open MPI)"
 }

@@ -360,16 +360,16 @@ def top_of_sides(n, dtype):
 
 @case
 def sketch(n, dtype):
-    x, rows, columns = numbers(n, dtype), 3, max(1, n // 3)
+    x, rows, columns = numbers(n, dtype), 3, 16 * (n // 50 + 1)
     parts = (uniform(6 * 2 * rows).astype(np.float64) * 2**24).astype(int).tolist()
     functions = []
     for i in range(2 * rows):
         a, b = (
             (p[0] << 40) ^ (p[1] << 16) ^ (p[2] >> 8) for p in (parts[6 * i : 6 * i + 3], parts[6 * i + 3 : 6 * i + 6])
         )
-        functions.append([((a * item + b) % 2**64) >> 32 for item in range(n)])
-    bins = [[word * columns >> 32 for word in words] for words in functions[:rows]]
-    signs = [[-1 if word >= 2**31 else 1 for word in words] for words in functions[rows:]]
+        functions.append([((a * (item // 16) + b) % 2**64) >> 32 for item in range(n)])
+    bins = [[(word * columns >> 32) ^ (i % 16) for i, word in enumerate(words)] for words in functions[:rows]]
+    signs = [[-1 if word >> (16 + i % 16) & 1 else 1 for i, word in enumerate(words)] for words in functions[rows:]]
     made = np.zeros((rows, columns))
     for j in range(rows):
         for i in range(n):

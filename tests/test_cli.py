@@ -157,6 +157,7 @@ def test_doctor_without_launch_finds_this_environment_complete():
 def test_doctor_says_which_kernels_are_in_use(monkeypatch):
     built = SimpleNamespace(isa=lambda: "avx2", cuda=False)
     monkeypatch.delenv("GRACE_NATIVE", raising=False)
+    monkeypatch.setattr(native, "module_file", lambda: None)
     for module, library, loads, torch, tensorflow in [
         (built, "ops.so", True, "avx2, CPU only", "avx2, CPU only"),
         (built, "ops.so", False, "avx2, CPU only", "built for another version, and do not load: reference bodies are"),
@@ -169,8 +170,13 @@ def test_doctor_says_which_kernels_are_in_use(monkeypatch):
         monkeypatch.setitem(sys.modules, "grace.core.ops.native_tensorflow", stand_in)
         assert native.described("torch").startswith(torch)
         assert native.described("tensorflow").startswith(tensorflow)
-    monkeypatch.setattr(native, "module", SimpleNamespace(isa=lambda: "avx512", cuda=True))
-    assert native.described("torch") == "avx512, CPU and CUDA"
+    monkeypatch.setattr(native, "module", None)
+    monkeypatch.setattr(native, "module_file", lambda: "native.so")
+    assert native.described("torch").startswith("built for another version, and do not load: reference bodies are")
+    for there, where in ((False, "CPU; built for CUDA too, which finds no device here"), (True, "CPU and CUDA")):
+        built = SimpleNamespace(isa=lambda: "avx512", cuda=True, serves_gpu=lambda device, there=there: there)
+        monkeypatch.setattr(native, "module", built)
+        assert native.described("torch") == f"avx512, {where}"
     monkeypatch.setenv("GRACE_NATIVE", "0")
     assert native.described("torch") == "avx512, CPU and CUDA; not used, because GRACE_NATIVE is 0"
 

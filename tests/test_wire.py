@@ -194,3 +194,25 @@ def test_fields_that_share_a_run_time_length_must_agree():
     layout = GatherLayout(SPECS[:1], RAGGED[:1], [True])
     with pytest.raises(PayloadError, match="'indices'"):
         layout.encode(ops, [{"values": np.zeros(2, np.float32), "indices": np.zeros(3, np.int32)}], [False], 0)
+
+
+@every_framework
+@pytest.mark.parametrize("count", [-1, 3, 2**29, 2**30, 2**31 - 1])
+def test_a_count_that_the_buffer_cannot_hold_is_refused(framework, count):
+    """Also where so many bytes are no int32, in which TensorFlow counts."""
+    ops = get_ops(framework)
+    layout = GatherLayout(SPECS[:1], RAGGED[:1], [True])
+    data = host(ops, layout.encode(ops, [payload(ops, RAGGED[0], {"kept": 2}, 0)], [False], 0)).copy()
+    data[:4] = np.frombuffer(np.array([count], np.int32).tobytes(), np.uint8)
+
+    def decode(buffer):
+        return layout.decode(ops, buffer, 1, 0).payloads[0][0]["values"]
+
+    damaged = array(ops, data, "uint8")
+    with pytest.raises(PayloadError, match=r"expected .*(as many elements as its header says|lengths from 0 on)"):
+        decode(damaged)
+    if framework == "tensorflow":
+        tf = pytest.importorskip("tensorflow")
+        graph = tf.function(decode, autograph=False, input_signature=[tf.TensorSpec([None], tf.uint8)])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="PayloadError: wire buffer of a rank: expected"):
+            graph(damaged)

@@ -217,6 +217,9 @@ class GatherLayout:
         slots: list[tuple[_Slot, int, int]] = []
         for slot in self._variable:
             length = counts[slot.tensor, str(slot.field.length)]
+            # Before the product: TensorFlow counts in int32, where it could wrap around to a length that fits.
+            fits = length <= total // ITEMSIZE[slot.field.dtype]
+            _require(ops, fits, "a buffer that holds as many elements as its header says", total)
             slots.append((slot, end, length))
             end = end + length * ITEMSIZE[slot.field.dtype]
         coded: list[tuple[int, Field, int, int, Array, int]] = []

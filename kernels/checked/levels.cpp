@@ -207,7 +207,7 @@ void quantize_packed_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size, width = width_at(call, 0), levels = call.integer(1);
         const int bits = bits_at(call, 2, 16);
-        if (levels < 1 || 2 * levels >= int64_t(1) << bits) {
+        if (levels < 1 || levels >= int64_t(1) << (bits - 1)) {
             call.fail(Error::Kind::value, "expected levels from 1 that fit " + std::to_string(bits) + " bits, " +
                                               "received " + std::to_string(levels));
         }

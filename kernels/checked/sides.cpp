@@ -118,6 +118,12 @@ void orthogonalize_kernel(Call& call) {
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t rows = call.length(0), columns = call.length(1);
+        // The product of two lengths may be beyond an int64.
+        if (columns > 0 && rows > kMost / columns) {
+            call.fail(Error::Kind::value, "expected a matrix of at most " + std::to_string(kMost) +
+                                              " elements, received " + std::to_string(rows) + " x " +
+                                              std::to_string(columns));
+        }
         const T* a = call.input<T>(0, rows * columns);
         T* out = call.output<T>(rows * columns);
         GRACE_GPU(call, orthogonalize, a, rows, columns, out);

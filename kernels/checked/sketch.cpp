@@ -20,14 +20,12 @@ int rows_at(const Call& call, int i) {
 
 int64_t columns_at(const Call& call, int i) {
     const int64_t columns = call.integer(i);
-    if (columns < 1 || columns > INT32_MAX) {
-        call.fail(Error::Kind::value, "expected 1 to 2^31 - 1 columns, received " + std::to_string(columns));
+    if (columns < 1 || columns > INT32_MAX || columns % kSketchBlock != 0) {
+        call.fail(Error::Kind::value, "expected a multiple of " + std::to_string(kSketchBlock) +
+                                          " columns, below 2^31, received " + std::to_string(columns));
     }
     return columns;
 }
-
-// Elements whose estimates are found together: enough to make a row of the sketch worth loading.
-constexpr int64_t kTile = 1 << 18;
 
 }  // namespace
 
@@ -69,11 +67,11 @@ void sketch_estimate_kernel(Call& call) {
         T* out = call.output<T>(n);
         GRACE_GPU(call, sketch_estimate, sketch, rows, columns, key, out, n);
         const auto hashes = hashes_of(key, rows);
-        call.parallel(divide_up(n, kTile), [&](int64_t tile) {
-            const int64_t begin = tile * kTile, end = std::min(n, begin + kTile);
-            Scratch<typename Format<T>::Signed> found(rows * (end - begin));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            Scratch<SketchPlace> places(rows);
+            Scratch<typename Format<T>::Signed> found(int64_t(rows) * kSketchBlock);
             loops<T>().sketch_medians(sketch, hashes.data(), rows, static_cast<uint32_t>(columns), begin, end,
-                                      found.data(), out, is_large<T>(n));
+                                      places.data(), found.data(), out, is_large<T>(n));
         });
     });
 }

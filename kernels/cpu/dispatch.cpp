@@ -2,6 +2,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "grace/loops.h"
 
 namespace grace {
@@ -28,13 +32,22 @@ struct Tables {
 #define GRACE_ROW(isa) \
     { #isa, &float_loops_##isa, &double_loops_##isa, &integer_loops_##isa }
 
+#if defined(__x86_64__)
+// Conversions to and from float16, a flag of their own that a virtual machine may hide.
+bool has_f16c() {
+    // Not all compilers know its name in __builtin_cpu_supports.
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 Tables choose() {
     const char* wanted = std::getenv("GRACE_ISA");
     const auto fits = [&](const char* name) { return wanted == nullptr || std::strcmp(wanted, name) == 0; };
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (avx512 && fits("avx512")) return GRACE_ROW(avx512);

@@ -1,151 +1,187 @@
 // Count-Sketches: a part of loops.inl.
 
-// Buckets of elements first .. first + n - 1 (n at most kBlock), and the bits of their signs, 16 per number.
-GRACE_LOCAL void hash_block(const SketchHash& hash, uint32_t columns, int64_t first, int64_t n, uint32_t* buckets,
-                            uint16_t* signs) {
-    uint64_t bucket = uint64_t(first) * hash.bucket_factor + hash.bucket_term;
-    uint64_t sign = uint64_t(first) * hash.sign_factor + hash.sign_term;
+constexpr int64_t kSketchAhead = 8;  // how many blocks ahead their columns are asked for
+
 #if defined(__AVX512F__)
-    const __m512i lanes = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), many = _mm512_set1_epi64(columns);
-    const __m512i upper = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    const auto start = [&](uint64_t from, uint64_t factor) {
-        return _mm512_add_epi64(_mm512_set1_epi64(int64_t(from)),
-                                _mm512_mullo_epi64(lanes, _mm512_set1_epi64(int64_t(factor))));
-    };
-    const __m512i bucket_step = _mm512_set1_epi64(int64_t(8 * hash.bucket_factor));
-    const __m512i sign_step = _mm512_set1_epi64(int64_t(8 * hash.sign_factor));
-    __m512i b = start(bucket, hash.bucket_factor), s = start(sign, hash.sign_factor);
-    for (int64_t i = 0; i < n; i += 16) {
-        const __m512i low = _mm512_mul_epu32(_mm512_srli_epi64(b, 32), many);
-        const uint32_t low_signs = _mm512_movepi64_mask(s);
-        b = _mm512_add_epi64(b, bucket_step);
-        s = _mm512_add_epi64(s, sign_step);
-        const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(b, 32), many);
-        signs[i / 16] = uint16_t(low_signs | uint32_t(_mm512_movepi64_mask(s)) << 8);
-        b = _mm512_add_epi64(b, bucket_step);
-        s = _mm512_add_epi64(s, sign_step);
-        _mm512_storeu_si512(buckets + i, _mm512_permutex2var_epi32(low, upper, high));
-    }
+constexpr int kVector = 64;
+#elif defined(__AVX2__)
+constexpr int kVector = 32;
 #else
-    for (int64_t i = 0; i < n; ++i) {
-        buckets[i] = bucket_of(uint32_t(bucket >> 32), columns);
-        bucket += hash.bucket_factor;
-    }
-    for (int64_t i = 0; i < n; i += 16) {
-        uint32_t bits = 0;
-        for (int j = 0; j < 16; ++j) {
-            bits |= uint32_t(sign >> 63) << j;
-            sign += hash.sign_factor;
-        }
-        signs[i / 16] = uint16_t(bits);
-    }
+constexpr int kVector = 16;
 #endif
+
+// As many numbers as a vector register holds.
+template <class V> struct Vector {
+    typedef V type __attribute__((vector_size(kVector)));
+    static constexpr int lanes = kVector / int(sizeof(V));
+};
+
+template <class V> GRACE_LOCAL typename Vector<V>::type load(const V* from) {
+    typename Vector<V>::type found;
+    memcpy(&found, from, sizeof(found));
+    return found;
 }
 
-// x, negated where a sign bit is set.
-template <class T> GRACE_LOCAL T signed_by(const uint16_t* signs, int64_t i, T x) {
-    using Word = typename Format<T>::Word;
-    return bits_as<T>(bits_as<Word>(x) ^ (Word(uint32_t(signs[i / 16]) >> (i % 16) & 1u) << (8 * sizeof(T) - 1)));
+// Lane l of what is found is lane l ^ flip, of `flip` the bits that stay within a vector.
+template <class V> GRACE_LOCAL typename Vector<V>::type flipped(typename Vector<V>::type numbers, uint32_t flip) {
+    constexpr uint32_t lanes = Vector<V>::lanes;
+    typename Vector<V>::type found;
+#if defined(__AVX512F__) || defined(__AVX2__)
+    // Words of 32 bits trade places; those of a number of 64 bits stay together.
+    const int32_t words = int32_t(flip % lanes * (sizeof(V) / 4));
+#endif
+#if defined(__AVX512F__)
+    const __m512i own = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i order = _mm512_xor_si512(own, _mm512_set1_epi32(words));
+    found = (typename Vector<V>::type)_mm512_permutexvar_epi32(order, (__m512i)numbers);
+#elif defined(__AVX2__)
+    const __m256i own = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i order = _mm256_xor_si256(own, _mm256_set1_epi32(words));
+    found = (typename Vector<V>::type)_mm256_permutevar8x32_epi32((__m256i)numbers, order);
+#else
+    for (uint32_t lane = 0; lane < lanes; ++lane) found[lane] = numbers[lane ^ (flip % lanes)];
+#endif
+    return found;
 }
 
-// body(i, bucket) for n buckets, two per load.
-template <class Body> GRACE_LOCAL void each_bucket(const uint32_t* buckets, int64_t n, Body body) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        for (int j = 0; j < 8; j += 2) {
-            uint64_t pair;
-            memcpy(&pair, buckets + i + j, 8);
-            GRACE_ONE_BY_ONE(pair);
-            body(i + j, pair & 0xFFFFFFFFu);
-            body(i + j + 1, pair >> 32);
-        }
-    }
-    for (; i < n; ++i) body(i, uint64_t(buckets[i]));
+// The sign bits of the lanes whose bits in `signs` are set.
+template <class Signed> GRACE_LOCAL typename Vector<Signed>::type sign_bits(uint32_t signs) {
+    typename Vector<Signed>::type bits, all = {};
+    for (int lane = 0; lane < Vector<Signed>::lanes; ++lane) bits[lane] = Signed(1) << lane;
+    all += Signed(signs);
+    return ((all & bits) != 0) & Signed(uint64_t(1) << (8 * sizeof(Signed) - 1));
+}
+
+// sums[lane] += numbers[lane], as float64.
+GRACE_LOCAL void add_lanes(double* sums, Vector<double>::type numbers) {
+    const Vector<double>::type sum = load(sums) + numbers;
+    memcpy(sums, &sum, sizeof(sum));
+}
+GRACE_LOCAL void add_lanes(double* sums, Vector<float>::type numbers) {
+    typedef float Half __attribute__((vector_size(kVector / 2)));
+    Half halves[2];
+    memcpy(halves, &numbers, sizeof(numbers));
+    add_lanes(sums, __builtin_convertvector(halves[0], Vector<double>::type));
+    add_lanes(sums + Vector<double>::lanes, __builtin_convertvector(halves[1], Vector<double>::type));
 }
 
 template <class T>
 static void sketch_row(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums) {
-    alignas(64) uint32_t buckets[kBlock];
-    alignas(64) double values[kBlock];
-    uint16_t signs[kBlock / 16];
-    for (int64_t at = 0; at < n; at += kBlock) {
-        const int64_t length = lesser(kBlock, n - at);
-        hash_block(*hash, columns, at, length, buckets, signs);
-        for (int64_t i = 0; i + 16 <= length; i += 16) {
-            for (int j = 0; j < 16; ++j) values[i + j] = double(signed_by(signs + i / 16, j, x[at + i + j]));
+    using Signed = typename Format<T>::Signed;
+    const SketchHash mine = *hash;
+    const int64_t whole = n / kSketchBlock;
+    for (int64_t block = 0; block < whole; ++block, x += kSketchBlock) {
+        const uint32_t later_column = sketch_column(mine, uint64_t(block + kSketchAhead), columns);
+        const double* later = sums + later_column / kSketchBlock * kSketchBlock;
+        __builtin_prefetch(later, 1);
+        __builtin_prefetch(later + kSketchBlock / 2, 1);
+        const SketchPlace place = place_of(mine, uint64_t(block), columns);
+        const uint32_t flip = place.column % kSketchBlock;
+        double* into = sums + place.column / kSketchBlock * kSketchBlock;
+#pragma GCC unroll 8
+        for (uint32_t lane = 0; lane < kSketchBlock; lane += Vector<T>::lanes) {
+            const uint32_t from = lane ^ flip / Vector<T>::lanes * Vector<T>::lanes;
+            const auto own = (typename Vector<Signed>::type)load(x + from) ^ sign_bits<Signed>(place.signs >> from);
+            add_lanes(into + lane, flipped<T>((typename Vector<T>::type)own, flip));
         }
-        for (int64_t i = length / 16 * 16; i < length; ++i) values[i] = double(signed_by(signs, i, x[at + i]));
-        each_bucket(buckets, length, [&](int64_t i, uint64_t bucket) { sums[bucket] += values[i]; });
+    }
+    const SketchPlace place = place_of(mine, uint64_t(whole), columns);
+    for (int lane = 0; lane < int(n % kSketchBlock); ++lane) {
+        sums[place.column ^ uint32_t(lane)] += double(signed_by(place.signs, lane, x[lane]));
     }
 }
 
 // Moves the least of the rows from `least` on to the front.
-template <class Word> GRACE_LOCAL void least_first(Word* found, int least, int rows) {
+template <class Words> GRACE_LOCAL void least_first(Words* found, int least, int rows) {
     for (int row = rows - 1; row > least; --row) {
-        const Word a = found[row - 1], b = found[row];
+        const Words a = found[row - 1], b = found[row];
         found[row - 1] = a < b ? a : b;
         found[row] = a < b ? b : a;
     }
 }
 
-// Medians over rows that begin every `stride` integers; a number of rows known to the compiler stays in registers.
-template <int known, class Word>
-GRACE_LOCAL void medians(const Word* found, int64_t stride, int rows, int64_t n, Word* out) {
+// Medians over rows, of which `known` is the number unless it is 0.
+template <int known, class Words> GRACE_LOCAL Words median_of(Words* found, int rows) {
     if constexpr (known > 0) {
-        for (int64_t i = 0; i < n; ++i) {
-            Word mine[known];
-            for (int row = 0; row < known; ++row) mine[row] = found[row * stride + i];
 #pragma GCC unroll 4
-            for (int least = 0; least <= known / 2; ++least) least_first(mine, least, known);
-            out[i] = mine[known / 2];
-        }
-        return;
+        for (int least = 0; least <= known / 2; ++least) least_first(found, least, known);
+    } else {
+        for (int least = 0; least <= rows / 2; ++least) least_first(found, least, rows);
     }
-    for (int64_t i = 0; i < n; ++i) {
-        // Selection by counting: as many are below the median as above it.
+    return found[(known > 0 ? known : rows) / 2];
+}
+
+// As `ordered`, with -0 next to 0.
+template <class T, class Words> GRACE_LOCAL Words in_order(Words own) {
+    using Signed = typename Format<T>::Signed;
+    constexpr Signed infinite = Signed((int64_t(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
+    const Words size = own & (Signed(~typename Format<T>::Word(0) >> 1));
+    return size > infinite ? size : own < 0 ? ~size : size;
+}
+
+// Estimates of a whole block; `found` has room for a vector per row.
+template <int known, class T>
+GRACE_LOCAL void estimate_block(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t block,
+                                SketchPlace* places, typename Format<T>::Signed* room, T* out) {
+    using Signed = typename Format<T>::Signed;
+    using Words = typename Vector<Signed>::type;
+    using Numbers = typename Vector<T>::type;
+    if (known > 0) rows = known;
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; ++row) {
+        const T* later = sketch + int64_t(row) * columns;
+        later += sketch_column(hashes[row], uint64_t(block + kSketchAhead), columns) / kSketchBlock * kSketchBlock;
+        for (int64_t i = 0; i < kSketchBlock; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + i);
+        places[row] = place_of(hashes[row], uint64_t(block), columns);
+    }
+#pragma GCC unroll 8
+    for (uint32_t lane = 0; lane < kSketchBlock; lane += Vector<T>::lanes) {
+        Words here[known > 0 ? known : 1];
+        Words* found = known > 0 ? here : reinterpret_cast<Words*>(room);
+#pragma GCC unroll 8
         for (int row = 0; row < rows; ++row) {
-            const Word mine = found[row * stride + i];
-            int below = 0, equal = 0;
-            for (int other = 0; other < rows; ++other) {
-                below += found[other * stride + i] < mine;
-                equal += found[other * stride + i] == mine;
-            }
-            if (below <= rows / 2 && rows / 2 < below + equal) out[i] = mine;
+            const uint32_t from = places[row].column ^ lane, flip = from % Vector<T>::lanes;
+            const Words own = (Words)flipped<T>(load(sketch + int64_t(row) * columns + (from - flip)), flip);
+            found[row] = in_order<T>(own ^ sign_bits<Signed>(places[row].signs >> lane));
         }
+        const Words median = median_of<known>(found, rows);
+        constexpr Signed top = Signed(typename Format<T>::Word(1) << (8 * sizeof(T) - 1));
+        const Words size = median < 0 ? ~median : median;
+        const Numbers value = (Numbers)(size | (median & top));
+        const T most = largest_estimate<T>();
+        // What is added makes 0 of -0.
+        const Numbers limited = ((Numbers)size < most ? value : Numbers{} + most) + T(0);
+        memcpy(out + lane, &limited, sizeof(limited));
     }
+}
+
+template <int known, class T>
+static void estimates(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
+                      int64_t end, SketchPlace* places, typename Format<T>::Signed* found, T* out, bool around) {
+    in_blocks(out + begin, end - begin, around, [&](int64_t at, int64_t length, T* target) {
+        SketchPlace here[known > 0 ? known : 1];
+        SketchPlace* mine = known > 0 ? here : places;
+        for (int64_t i = 0; i < length; i += kSketchBlock) {
+            const int64_t block = (begin + at + i) / kSketchBlock;
+            if (i + kSketchBlock <= length) {
+                estimate_block<known>(sketch, hashes, rows, columns, block, mine, found, target + i);
+            } else {
+                T last[kSketchBlock];
+                estimate_block<known>(sketch, hashes, rows, columns, block, mine, found, last);
+                memcpy(target + i, last, size_t(length - i) * sizeof(T));
+            }
+        }
+    });
 }
 
 template <class T>
 static void sketch_medians(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
-                           int64_t end, typename Format<T>::Signed* found, T* out, bool around) {
-    using Signed = typename Format<T>::Signed;
-    // Row by row, so that one row at a time wants a place in the cache.
-    for (int row = 0; row < rows; ++row) {
-        const T* mine = sketch + int64_t(row) * columns;
-        for (int64_t at = begin; at < end; at += kBlock) {
-            alignas(64) uint32_t buckets[kBlock];
-            alignas(64) T values[kBlock];
-            uint16_t signs[kBlock / 16];
-            const int64_t length = lesser(kBlock, end - at);
-            Signed* into = found + row * (end - begin) + (at - begin);
-            hash_block(hashes[row], columns, at, length, buckets, signs);
-            each_bucket(buckets, length, [&](int64_t i, uint64_t bucket) { values[i] = mine[bucket]; });
-            for (int64_t i = 0; i + 16 <= length; i += 16) {
-                for (int j = 0; j < 16; ++j) into[i + j] = ordered(signed_by(signs + i / 16, j, values[i + j]));
-            }
-            for (int64_t i = length / 16 * 16; i < length; ++i) into[i] = ordered(signed_by(signs, i, values[i]));
-        }
+                           int64_t end, SketchPlace* places, typename Format<T>::Signed* found, T* out, bool around) {
+    switch (rows) {
+        case 1: return estimates<1>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
+        case 3: return estimates<3>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
+        case 5: return estimates<5>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
+        case 7: return estimates<7>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
+        default: return estimates<0>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
     }
-    in_blocks(out + begin, end - begin, around, [&](int64_t at, int64_t length, T* target) {
-        alignas(64) Signed median[kBlock];
-        const Signed* here = found + at;
-        switch (rows) {
-            case 1: medians<1>(here, end - begin, rows, length, median); break;
-            case 3: medians<3>(here, end - begin, rows, length, median); break;
-            case 5: medians<5>(here, end - begin, rows, length, median); break;
-            case 7: medians<7>(here, end - begin, rows, length, median); break;
-            default: medians<0>(here, end - begin, rows, length, median);
-        }
-        for (int64_t i = 0; i < length; ++i) target[i] = from_ordered<T>(median[i]);
-    });
 }

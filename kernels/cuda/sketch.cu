@@ -1,4 +1,4 @@
-// Count-Sketches. To add the elements of a bucket in their order, they are sorted by buckets, keeping it.
+// Count-Sketches. To add the elements of a column in their order, their blocks are sorted by columns, keeping it.
 #include "stretches.h"
 
 namespace grace {
@@ -69,44 +69,42 @@ __device__ inline int64_t first_of(const uint32_t* keys, int64_t n, uint32_t key
     return low;
 }
 
-template <class T> __device__ inline T signed_by(const SketchHash& hash, int64_t i, T x) {
-    return hashed(uint64_t(i), hash.sign_factor, hash.sign_term) >> 31 != 0 ? -x : x;
-}
-
-__device__ inline int64_t bucket_at(const SketchHash& hash, int64_t i, int64_t columns) {
-    return bucket_of(hashed(uint64_t(i), hash.bucket_factor, hash.bucket_term), uint32_t(columns));
-}
-
 }  // namespace
 
 template <class T>
 void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t columns, const RandomKey& key, T* out) {
+    const int64_t blocks = divide_up(n, kSketchBlock);
     // Fewer, because every stretch has a count for every digit.
-    const Shares shares = shares_of(n, kMostSorted);
+    const Shares shares = shares_of(blocks, kMostSorted);
     uint32_t* lists[4];
-    for (uint32_t*& list : lists) list = scratch<uint32_t>(on, n);
+    for (uint32_t*& list : lists) list = scratch<uint32_t>(on, blocks);
     uint64_t* before = scratch<uint64_t>(on, kRadix * shares.count + 1);
     int bits = 1;
-    while (bits < 32 && (columns - 1) >> bits != 0) ++bits;
+    while (bits < 32 && (columns / kSketchBlock - 1) >> bits != 0) ++bits;
     for (int row = 0; row < rows; ++row) {
         const SketchHash hash = hash_of_row(key, row, rows);
         uint32_t *keys = lists[0], *numbers = lists[1], *next_keys = lists[2], *next_numbers = lists[3];
-        each(on, n, [=] __device__(int64_t i) {
-            keys[i] = uint32_t(bucket_at(hash, i, columns));
-            numbers[i] = uint32_t(i);
+        each(on, blocks, [=] __device__(int64_t block) {
+            keys[block] = sketch_column(hash, uint64_t(block), uint32_t(columns)) / kSketchBlock;
+            numbers[block] = uint32_t(block);
         });
         for (int shift = 0; shift < bits; shift += kRadixBits) {
-            launch(on, shares.count, radix_count_kernel, keys, n, shift, shares, before);
+            launch(on, shares.count, radix_count_kernel, keys, blocks, shift, shares, before);
             add_before(on, before, kRadix * shares.count);
-            launch(on, shares.count, radix_place_kernel, keys, numbers, n, shift, shares, before, next_keys, next_numbers);
+            launch(on, shares.count, radix_place_kernel, keys, numbers, blocks, shift, shares, before, next_keys,
+                   next_numbers);
             std::swap(keys, next_keys);
             std::swap(numbers, next_numbers);
         }
         const uint32_t *sorted = keys, *order = numbers;
-        map(on, out + row * columns, columns, [=] __device__(int64_t bucket) {
+        map(on, out + row * columns, columns, [=] __device__(int64_t column) {
+            const uint32_t key = uint32_t(column / kSketchBlock);
             double sum = 0;
-            for (int64_t at = first_of(sorted, n, uint32_t(bucket)); at < n && sorted[at] == uint32_t(bucket); ++at) {
-                sum += double(signed_by(hash, order[at], x[order[at]]));
+            for (int64_t at = first_of(sorted, blocks, key); at < blocks && sorted[at] == key; ++at) {
+                const SketchPlace place = place_of(hash, order[at], uint32_t(columns));
+                const uint32_t lane = uint32_t(column) ^ place.column;
+                const int64_t i = int64_t(order[at]) * kSketchBlock + lane;
+                if (i < n) sum += double(signed_by(place.signs, int(lane), x[i]));
             }
             return T(sum);
         });
@@ -114,14 +112,16 @@ void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t col
 }
 
 template <class T>
-void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t columns, const RandomKey& key, T* out, int64_t n) {
+void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t columns, const RandomKey& key, T* out,
+                     int64_t n) {
     SketchHash* hashes = scratch<SketchHash>(on, rows);
     const RandomKey mine = key;
     each(on, rows, [=] __device__(int64_t row) { hashes[row] = hash_of_row(mine, row, rows); });
     map(on, out, n, [=] __device__(int64_t i) {
         const auto value_of = [&](int row) {
-            const SketchHash& hash = hashes[row];
-            return ordered(signed_by(hash, i, sketch[row * columns + bucket_at(hash, i, columns)]));
+            const SketchPlace place = place_of(hashes[row], uint64_t(i) / kSketchBlock, uint32_t(columns));
+            const uint32_t lane = uint32_t(i % kSketchBlock);
+            return ordered(signed_by(place.signs, int(lane), sketch[row * columns + (place.column ^ lane)]));
         };
         // The value that half of the others are at most; there are few rows, whose values stay in the cache.
         for (int row = 0; row < rows; ++row) {
@@ -132,7 +132,7 @@ void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t column
                 less += its < value ? 1 : 0;
                 equal += its == value ? 1 : 0;
             }
-            if (less <= rows / 2 && rows / 2 < less + equal) return from_ordered<T>(value);
+            if (less <= rows / 2 && rows / 2 < less + equal) return finite_estimate(from_ordered<T>(value));
         }
         return T(0);
     });

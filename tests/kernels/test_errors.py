@@ -48,6 +48,11 @@ REFUSED = {
         TypeError,
         "expected float32, received float64",
     ),
+    "columns that fill no block": (
+        lambda o, m: o.count_sketch(m.f(10), 3, 40, KEY),
+        ValueError,
+        "expected a multiple of 16 columns.* received 40",
+    ),
     "levels of integers": (
         lambda o, m: o.binary_sum([m.b(2)], [m.i(1, 2)], 10),
         TypeError,
@@ -258,6 +263,13 @@ def test_every_kernel_refuses_to_be_called_with_nothing_or_with_rubbish(kernel):
             run(kernel, *inputs, integers=integers, numbers=rng.standard_normal(rng.integers(3)), consumes=seed % 3 > 0)
         except (TypeError, ValueError, MemoryError):
             continue
+
+
+def test_numbers_whose_product_no_integer_holds_are_refused():
+    with pytest.raises(ValueError, match="at most 1099511627776 elements, received 16777216 x 1099511627776"):
+        run("orthogonalize", TEN[:0], integers=[2**24, 2**40])
+    with pytest.raises(ValueError, match="fit 8 bits, received 4611686018427387904"):
+        run("quantize_packed", TEN, TEN[:1], integers=[10, 2**62, 8, 0, 0, 0, 0])
 
 
 @every_backend

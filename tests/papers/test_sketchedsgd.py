@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from grace.core.errors import ConfigError
+from grace.core.ops.composites import SKETCH_BLOCK
 from grace.core.ops.random import hash_words
 from grace.core.spec import Key, TensorSpec
 from grace.core.wire import payload_bytes
@@ -66,6 +67,39 @@ def test_hashes_are_uniform_and_pairwise_independent():
     assert len(np.unique(draws[:, 3])) > 0.999 * trials
 
 
+@pytest.mark.parametrize("columns", [16, 80])
+def test_blocks_of_elements_collide_as_elements_with_hashes_of_their_own(columns):
+    """Elements of two blocks share a bucket in 1/columns of the draws, of one block never; signs are uncorrelated.
+
+    Also the signs of those that share a bucket: bucket and sign are independent.
+    """
+    n, rows, keys = 4 * SKETCH_BLOCK, 5, 800
+    hashed = [list(OPS._hashes(n, rows, columns, Key(11, number))) for number in range(keys)]
+    buckets = np.array([bucket for drawn in hashed for bucket, _ in drawn])
+    signs = np.array([np.where(odd, -1, 1) for drawn in hashed for _, odd in drawn])
+    trials = len(buckets)
+    assert (buckets.min(), buckets.max()) == (0, columns - 1)
+    # Five deviations, for the farthest of 2000 pairs.
+    for i in range(n):
+        same = buckets[:, i : i + 1] == buckets[:, :i]
+        near = np.arange(i) // SKETCH_BLOCK == i // SKETCH_BLOCK
+        assert not same[:, near].any()
+        deviation = math.sqrt((1 - 1 / columns) / columns / trials)
+        assert np.abs(same[:, ~near].mean(axis=0) - 1 / columns).max(initial=0) <= 5 * deviation
+        product = signs[:, i : i + 1] * signs[:, :i]
+        assert np.abs(product.mean(axis=0)).max(initial=0) <= 5 / math.sqrt(trials)
+        assert np.abs((product * same).mean(axis=0)).max(initial=0) <= 5 / math.sqrt(columns * trials)
+    assert np.abs(signs.mean(axis=0)).max() <= 5 / math.sqrt(trials)
+
+
+def test_columns_fill_blocks():
+    """16 or more, rounded up; a sketch of other widths is refused."""
+    for k_columns, columns in ((0.1, 16), (1.0, 48), (1.2, 48), (2.0, 80), (2.01, 96)):
+        assert len(sketch(normal(N), rows=1, columns_per_k=k_columns)) == columns
+    with pytest.raises(ValueError, match="multiple of 16 columns, received 40"):
+        OPS.count_sketch(normal(N), 3, 40, Key(1, 0))
+
+
 def test_multiply_shift_with_plain_integers():
     """The same words by Python's integers, which do not wrap."""
     uniform = OPS.uniform(12, Key(9, 4)).astype(np.float64) * 2**24
@@ -91,13 +125,14 @@ def test_error_of_an_estimate_is_within_the_bound(rows, c):
 
 
 def test_variance_of_one_row_is_that_of_the_others_over_the_columns():
-    """E (est_i - x_i)^2 = (|x|^2 - x_i^2) / columns: not a bound, the value; and the mean error is 0."""
+    """E (est_i - x_i)^2 = (|x|^2 - |block of i|^2) / columns: not a bound, the value; and the mean error is 0."""
     x = normal(N, 2)
-    compressor = make("sketchedsgd", rows=1, columns_per_k=5.0)
+    compressor = make("sketchedsgd", rows=1, columns_per_k=4.8)
     trials = 200
     errors = np.array([wide(estimate(compressor, [x], number=number)) - x for number in range(trials)])
-    expected = np.mean(np.sum(wide(x) ** 2) - wide(x) ** 2) / 200
-    # Collisions of neighbours go together, so the draws are independent and not the elements.
+    blocks = np.sum(wide(x).reshape(-1, SKETCH_BLOCK) ** 2, axis=1)
+    expected = np.mean(np.sum(blocks) - blocks) / 192
+    # Collisions of a block go together, so the draws are independent and not the elements.
     for sample, mean in ((np.mean(errors**2, axis=1), expected), (errors.mean(axis=1), 0)):
         assert abs(sample.mean() - mean) <= 6 * sample.std(ddof=1) / math.sqrt(trials)
     assert np.mean(errors**2, axis=1).std() < expected / 2

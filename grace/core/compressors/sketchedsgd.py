@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from grace.core.compressor import Sparsifier, keep_count
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError
+from grace.core.ops.composites import SKETCH_BLOCK
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
@@ -17,18 +18,21 @@ from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 class SketchedSGD(Sparsifier):
     """C(x) = x at the k largest |estimate| of sum_i x_i from the sum of Count-Sketches: one set for all ranks.
 
-    S[j, h_j(i)] += s_j(i) x_i in a table of `rows` times columns = ceil(columns_per_k * k) with random buckets h_j
-    and signs s_j; est_i = median_j s_j(i) S[j, h_j(i)]. Sketches are linear, so an allreduce adds them, and all ranks
-    find the same heavy hitters, also those that no rank sees alone. Then the exact values there are added by a
-    second allreduce; k = max(1, int(compress_ratio * d)). The paper asks for the values of P k candidates and keeps
-    the best k; here every value that was exchanged is applied, and a wrong guess costs a place only. Hashes are
-    drawn anew in every step, so that a coordinate is not hidden by the same collision for ever.
+    S[j, h_j(i)] += s_j(i) x_i in a table of `rows` times columns = columns_per_k * k, rounded up to a multiple of 16,
+    with random buckets h_j and signs s_j; est_i = median_j s_j(i) S[j, h_j(i)]. Sketches are linear, so an allreduce
+    adds them, and all ranks find the same heavy hitters, also those that no rank sees alone. Then the exact values
+    there are added by a second allreduce; k = max(1, int(compress_ratio * d)). The paper asks for the values of P k
+    candidates and keeps the best k; here every value that was exchanged is applied, and a wrong guess costs a place
+    only. Hashes are drawn anew in every step, so that a coordinate is not hidden by the same collision for ever.
+    Blocks of 16 elements are hashed, for speed and not in the paper: two elements of one block never collide, others
+    as often as with hashes of their own (`ArrayOps.count_sketch` has the reasons).
     A row errs by more than c |x| / sqrt(columns) with probability at most p = 1/c^2, the median with at most that of
     more than half of the rows: 1.2 % for c = 3 and 5 rows. Nothing is lost beside that: |x - C(x)| <= |x|. Sends
     rows * columns + k values (5 * 2 k + k with the defaults: 11 % of dense) whatever the number of ranks.
 
-    Cost: in both rounds two hashes per row and element; a segment sum and a gather per row; a sort of `rows` numbers
-    per element, and a partial sort: far more than topk. Buffers of 2 rows + 2 arrays of the gradient's size.
+    Cost: in both rounds two hashes per row and 16 elements; a segment sum and a gather per row; a sort of `rows`
+    numbers per element, and a partial sort: several times topk. Without kernels buffers of 2 rows + 2 arrays of the
+    gradient's size.
     When: many ranks, where gathering topk's entries grows with their number. With few, topk sends less. Works with
     the memory dgc as in the paper (momentum correction, masking; the optimizer then without momentum). Ivkin et al.,
     "Communication-efficient distributed SGD with sketching", NeurIPS 2019.
@@ -48,7 +52,8 @@ class SketchedSGD(Sparsifier):
             raise ConfigError(f"sketchedsgd: columns_per_k must be positive, received {self.columns_per_k!r}.")
 
     def _columns(self, spec: TensorSpec) -> int:
-        return math.ceil(self.columns_per_k * keep_count(self.compress_ratio, spec.numel))
+        wanted = self.columns_per_k * keep_count(self.compress_ratio, spec.numel)
+        return SKETCH_BLOCK * math.ceil(wanted / SKETCH_BLOCK)
 
     def unfit(self, spec: TensorSpec) -> str | None:
         sent = self.rows * self._columns(spec) + keep_count(self.compress_ratio, spec.numel)
@@ -71,10 +76,5 @@ class SketchedSGD(Sparsifier):
         return at.ops.sketch_estimate(at.agreed, at.spec.numel, self.rows, self._columns(at.spec), at.key)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
-        size = ops.abs(self.estimate(at))
-        # A sum that overflowed, or is no number after it, counts as large, and all ranks still choose k elements.
-        most = 1e38 if at.spec.work_dtype == "float32" else 1e307
-        size = ops.where(size < most, size, most)
-        indices = ops.top_indices(size, keep_count(self.compress_ratio, at.spec.numel))
-        return {"values": ops.gather(x, indices), "indices": indices}
+        indices = at.ops.top_indices(self.estimate(at), keep_count(self.compress_ratio, at.spec.numel))
+        return {"values": at.ops.gather(x, indices), "indices": indices}

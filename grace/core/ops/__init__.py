@@ -20,7 +20,8 @@ def get_ops(framework: str, device: str = "cpu", native: bool | None = None) -> 
     """The array operations of "numpy", "torch" or "tensorflow" on a device.
 
     `native` says whether they run kernels; by default they do where kernels serve the device, are built, and
-    GRACE_NATIVE is not 0. Raises ConfigError for another name, or for kernels that there are not.
+    GRACE_NATIVE is not 0. Raises ConfigError for another name, for kernels that there are not, or for a variable of the
+    environment that means nothing.
     """
     from grace.core.ops import native as kernels
 
@@ -37,6 +38,9 @@ def get_ops(framework: str, device: str = "cpu", native: bool | None = None) -> 
 
 @cache
 def _make(framework: str, device: str, native: bool) -> ArrayOps:
+    from grace.core.ops.native import check_environment
+
+    check_environment()
     module, name = _BACKENDS[framework][native]
     cls: type[ArrayOps] = getattr(importlib.import_module(f"grace.core.ops.{module}"), name)
     return cls(device) if framework == "torch" else cls()  # type: ignore[call-arg]

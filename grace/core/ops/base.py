@@ -117,7 +117,7 @@ class Primitives(ABC):
         """Integers shifted left."""
         return a << bits
 
-    def shift_right(self, a: Array, bits: int) -> Array:
+    def shift_right(self, a: Array, bits: int | Array) -> Array:
         """Integers shifted right, keeping the sign."""
         return a >> bits
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,9 +17,19 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any, Literal
 
+from grace.core.errors import ConfigError, nearest
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, Array, Key
+
+logger = logging.getLogger("grace")
+
+
+@cache
+def module_file() -> str | None:
+    """The path of the module for NumPy and PyTorch; None if it was not built."""
+    spec = importlib.util.find_spec("grace._native")
+    return None if spec is None else spec.origin
 
 
 def _load() -> Any:
@@ -27,8 +38,12 @@ def _load() -> Any:
     if not path.endswith(".so"):
         try:
             return importlib.import_module("grace._native")
-        except ImportError:
+        except ImportError as error:
+            if module_file() is not None:
+                logger.warning("the kernels do not load, and are not used; install grace anew. %s", error)
             return None
+    if not os.path.exists(path):
+        return None
     loader = ExtensionFileLoader("grace._native", path)
     loaded = module_from_spec(ModuleSpec("grace._native", loader, origin=path))
     loader.exec_module(loaded)
@@ -36,6 +51,18 @@ def _load() -> Any:
 
 
 module: Any = _load()
+
+INSTRUCTIONS = ("baseline", "avx2", "avx512")
+
+
+def check_environment() -> None:
+    """Raises ConfigError where GRACE_NATIVE or GRACE_ISA says what means nothing."""
+    path, isa = os.environ.get("GRACE_NATIVE", ""), os.environ.get("GRACE_ISA")
+    if path not in ("", "0", "1") and not (path.endswith(".so") and os.path.exists(path)):
+        raise ConfigError(f"GRACE_NATIVE: expected 0, or the path of an .so file that exists; received '{path}'.")
+    if isa is not None and isa not in INSTRUCTIONS:
+        raise ConfigError(f"GRACE_ISA: '{isa}' is no set of instructions.{nearest(isa, INSTRUCTIONS)}")
+
 
 FLOATS = ("float32", "float64")
 
@@ -64,13 +91,20 @@ def serves(framework: str, device: str) -> bool:
 
 
 def described(framework: str) -> str:
-    """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are."""
-    built = (tensorflow_library() if framework == "tensorflow" else module) is not None
-    if not built or not serves(framework, "cpu"):
-        fault = "built for another version, and do not load" if built else "not built"
+    """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are.
+
+    Raises ConfigError for a variable of the environment that means nothing.
+    """
+    check_environment()
+    if not serves(framework, "cpu"):
+        built = tensorflow_library() if framework == "tensorflow" else module_file()
+        fault = "not built" if built is None else "built for another version, and do not load"
         return f"{fault}: reference bodies are used (pip install --no-build-isolation . builds the kernels)"
     what = [str(module.isa())] if module is not None else []
-    what.append("CPU and CUDA" if framework != "tensorflow" and module.cuda else "CPU only")
+    if framework == "tensorflow" or not module.cuda:
+        what.append("CPU only")
+    else:
+        what.append("CPU and CUDA" if module.serves_gpu(0) else "CPU; built for CUDA too, which finds no device here")
     return ", ".join(what) + ("" if wanted() else "; not used, because GRACE_NATIVE is 0")
 
 

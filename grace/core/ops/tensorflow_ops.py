@@ -132,7 +132,7 @@ class TensorflowOps(ArrayOps):
     def shift_left(self, a: Array, bits: int) -> Array:
         return tf.bitwise.left_shift(*_same(a, bits))
 
-    def shift_right(self, a: Array, bits: int) -> Array:
+    def shift_right(self, a: Array, bits: int | Array) -> Array:
         return a >> bits if isinstance(a, int) else tf.bitwise.right_shift(*_same(a, bits))
 
     def sum(self, x: Array, axis: int | None = None) -> Array:

@@ -259,8 +259,34 @@ GRACE_HD SketchHash hash_of_row(const RandomKey& key, int64_t row, int64_t rows)
             hash_number(key, 2 * (rows + row) + 1)};
 }
 
-// A hash as one of so many buckets.
-GRACE_HD uint32_t bucket_of(uint32_t hash, uint32_t columns) { return uint32_t(uint64_t(hash) * columns >> 32); }
+// A sketch hashes blocks of so many elements; see `count_sketch` in grace/core/ops/composites.py.
+constexpr int kSketchBlock = 16;
+
+// Where a row of a sketch has a block: lane l in column `column` ^ l, with bit l of `signs` set if it is negated.
+struct SketchPlace {
+    uint32_t column, signs;
+};
+
+GRACE_HD uint32_t sketch_column(const SketchHash& hash, uint64_t block, uint32_t columns) {
+    return uint32_t(uint64_t(hashed(block, hash.bucket_factor, hash.bucket_term)) * columns >> 32);
+}
+
+GRACE_HD SketchPlace place_of(const SketchHash& hash, uint64_t block, uint32_t columns) {
+    return {sketch_column(hash, block, columns), hashed(block, hash.sign_factor, hash.sign_term) >> kSketchBlock};
+}
+
+// x with the sign of its lane.
+template <class T> GRACE_HD T signed_by(uint32_t signs, int lane, T x) {
+    using Word = typename Format<T>::Word;
+    return bits_as<T>(bits_as<Word>(x) ^ (Word(signs >> lane & 1u) << (8 * sizeof(T) - 1)));
+}
+
+// What an estimate counts as whose sum overflowed or is no number.
+template <class T> GRACE_HD T largest_estimate() { return sizeof(T) == sizeof(float) ? T(1e38) : T(1e307); }
+
+template <class T> GRACE_HD T finite_estimate(T x) {
+    return magnitude(x) < largest_estimate<T>() ? x : largest_estimate<T>();
+}
 
 // --- order -----------------------------------------------------------------------------------------------------------
 

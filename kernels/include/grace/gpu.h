@@ -2,10 +2,10 @@
 // stream, and returns before the work is done.
 //
 // Where a length follows from the data, the host must know it to make the result: such functions say that they wait for
-// the stream, once. Memory that a
-// function needs comes from the caller. What the host does not know (a bound, levels, scales) stays on the device. Where
-// an index from a payload is out of range, the entry is left out and a word of the host is set (see Stream::fault).
-// The number of blocks follows from the length alone, so that sums are the same on every device.
+// the stream, once. Memory that a function needs comes from the caller. What the host does not know (a bound, levels,
+// scales) stays on the device. Where an index from a payload is out of range, the entry is left out and a word of the
+// host is set (see Stream::fault). The number of blocks follows from the length alone, so that sums are the same on
+// every device.
 #pragma once
 
 #include <cstdint>

@@ -130,9 +130,10 @@ template <class T> struct Loops {
 
     // Adds every element to the bucket of its hash, in their order.
     void (*sketch_row)(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums);
-    // Medians over the rows for elements begin .. end - 1; `found` has room for as many integers per row.
+    // Medians over the rows for elements begin .. end - 1, the first of a block; `places` and `found` have room
+    // for a block per row.
     void (*sketch_medians)(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t begin,
-                           int64_t end, typename Format<T>::Signed* found, T* out, bool around);
+                           int64_t end, SketchPlace* places, typename Format<T>::Signed* found, T* out, bool around);
 };
 
 struct IntegerLoops {
