@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ class QuantizedSparsifier(Compressor):
 
     def _values_site(self, at: Site) -> Site:
         key = at.key._replace(seed=Key.derive(at.key.seed, "values"))
-        return dataclasses.replace(at, spec=self.values_spec(at.spec), key=key, state={}, memory={})
+        return at._replace(spec=self.values_spec(at.spec), key=key, state={}, memory={})
 
     def values(self, payload: Payload, at: Site) -> Array:
         """The kept values as they arrive."""
