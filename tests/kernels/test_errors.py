@@ -208,7 +208,7 @@ def test_refused(framework, name):
 
 
 def run(kernel, *inputs, integers=(), numbers=(), consumes=False):
-    return native.module.run(kernel, list(inputs), list(integers), list(numbers), consumes, 1, True)
+    return native.module.run(kernel, list(inputs), list(integers), list(numbers), consumes, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -301,9 +301,9 @@ def test_arrays_of_numpy_and_of_torch_are_told_apart():
         get_ops("numpy", native=True).max_abs(tensor)
     with pytest.raises(TypeError, match=r"expected a PyTorch tensor of .*, received .*ndarray"):
         get_ops("torch", native=True).max_abs(x)
-    with pytest.raises(TypeError, match=r"must be Tensor, not numpy\.ndarray"):
+    with pytest.raises(TypeError, match="received another .*numpy.ndarray"):
         get_ops("torch", native=True).binary_sum([np.zeros(2, np.uint8)], [torch.zeros(2)], 10)
-    with pytest.raises(BufferError, match="meta"):
+    with pytest.raises(RuntimeError, match="meta"):
         get_ops("torch", native=True).max_abs(torch.zeros(3, device="meta"))
     for cls, x in (("NumPy array", [1.0]), ("PyTorch tensor", 1.0)):
         with pytest.raises(TypeError, match=f"expected a {cls}"):

@@ -251,15 +251,32 @@ class Native(ArrayOps):
         size = packed_size(self.length(x), 1)
         return self._run("binarize", [x], (), [threshold], outputs=["uint8"], lengths=[size])[0]
 
-    def binarize_sums(self, x: Array, threshold: float) -> tuple[Array, Array]:
-        if self._floating(x) is None:
-            return super().binarize_sums(x, threshold)
-        outputs, lengths = ["uint8", "float64"], [packed_size(self.length(x), 1), 3]
-        bits, sums = self._run("binarize_sums", [x], (), [threshold], outputs=outputs, lengths=lengths)
-        return bits, sums
+    def binarize_means(self, x: Array, threshold: float) -> tuple[Array, Array]:
+        dtype = self._floating(x)
+        return super().binarize_means(x, threshold) if dtype is None else self._means(x, dtype, threshold, 2)
 
-    def binary_sum(self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        return self._total("binary_sum", [*bits, *levels], [len(bits), n], n, self.dtype(levels[0]), onto)
+    def sign_mean(self, x: Array) -> tuple[Array, Array]:
+        dtype = self._floating(x)
+        return super().sign_mean(x) if dtype is None else self._means(x, dtype, 0, 1)
+
+    def _means(self, x: Array, dtype: str, threshold: float, number: int) -> tuple[Array, Array]:
+        outputs, lengths = ["uint8", dtype], [packed_size(self.length(x), 1), number]
+        bits, means = self._run(
+            "binarize_means", [x], [int(number == 1)], [threshold], outputs=outputs, lengths=lengths
+        )
+        return bits, means
+
+    def binary_sum(
+        self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
+    ) -> Array:
+        integers = [len(bits), n, 0, int(negate)]
+        return self._total("binary_sum", [*bits, *levels], integers, n, self.dtype(levels[0]), onto)
+
+    def sign_sum(
+        self, bits: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
+    ) -> Array:
+        integers = [len(bits), n, 1, int(negate)]
+        return self._total("binary_sum", [*bits, *scales], integers, n, self.dtype(scales[0]), onto)
 
     def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
         return self._run("majority", bits, [n, FLOATS.index(dtype)], outputs=[dtype], lengths=[n])[0]

@@ -94,10 +94,13 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
 template <class Code> void pack(const Stream& on, const Code* codes, int bits, uint8_t* out, int64_t n);
 void unpack(const Stream& on, const uint8_t* data, int bits, int64_t* out, int64_t n);
 template <class T> void binarize(const Stream& on, const T* x, T threshold, uint8_t* bits, int64_t n);
-template <class T> void binarize_sums(const Stream& on, const T* x, T threshold, uint8_t* bits, double* sums, int64_t n);
-// Coded::scales: the two levels of the rank. `onto` may be `out` or null.
+// `means`: two, or the mean magnitude if `single`.
 template <class T>
-void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* onto, T* out, int64_t n);
+void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n);
+// Coded::scales: the two levels of the rank, or one if `single`. `onto` may be `out` or null.
+template <class T>
+void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T* out,
+                int64_t n);
 template <class T> void majority(const Stream& on, const std::vector<const uint8_t*>& bits, T* out, int64_t n);
 template <class T>
 void bucket_norms(const Stream& on, const T* x, int64_t n, int64_t width, bool largest, T* norms);

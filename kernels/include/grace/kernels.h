@@ -27,8 +27,8 @@ namespace grace {
     X(pack)           /* codes uint8 or int64; bits -> uint8 */                                                  \
     X(unpack)         /* uint8; bits, n -> int64[n] */                                                           \
     X(binarize)       /* x; ; threshold -> bits */                                                               \
-    X(binarize_sums)  /* x; ; threshold -> bits, float64[3] */                                                   \
-    X(binary_sum)     /* [onto], bits..., levels...; ranks, n, has_onto -> T[n] */                               \
+    X(binarize_means) /* x; single; threshold -> bits, T[2], or T[1]: the mean magnitude */                      \
+    X(binary_sum)     /* [onto], bits..., levels...; ranks, n, single, negate, has_onto -> T[n] */               \
     X(majority)       /* bits...; n, wide (0: float32, 1: float64) -> T[n] */                                    \
     X(bucket_norms)   /* x; width, largest -> T[buckets] */                                                      \
     X(quantize_packed) /* x, scales, [limit]; width, levels, bits, key -> uint8 */                               \
