@@ -41,8 +41,8 @@ class Codings(Helpers):
     def sign_mean(self, x: Array) -> tuple[Array, Array]:
         """The bits of x >= 0, packed, and the mean magnitude (x's dtype, (1,)); 0 of an empty array."""
         _, high, low = self._sides(x, 0)
-        n, dtype = self.length(x), self.dtype(x)
-        mean = self.cast(high - low, dtype) / self.cast(n + self.cast(n == 0, "int64"), dtype)
+        n, dtype = self.cast(self.length(x), "float64"), self.dtype(x)
+        mean = self.cast(high - low, dtype) / self.cast(self.where(n > 0, n, 1.0), dtype)
         return self.binarize(x, 0), self.reshape(mean, (1,))
 
     def _sides(self, x: Array, threshold: float) -> tuple[Array, Array, Array]:
