@@ -341,6 +341,8 @@ def precision(n, dtype):
 @case
 def select(n, dtype):
     x = numbers(n, dtype)
+    for k in sorted({1, n // 3, n} & set(range(1, n + 1))):
+        yield Call("top_bound", (x, k), {}, (np.sort(abs(x))[n - k : n - k + 1],))
     edge = float(abs(x[n // 2])) if n else 0.5
     for bound in (0.0, edge):
         for strict, nonzero in ((True, False), (False, False), (False, True)):

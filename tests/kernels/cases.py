@@ -261,6 +261,13 @@ def sparsify(ops, g):
 
 
 @case
+def top_bound(ops, g):
+    for k in g.some(sorted({1, g.n // 100, g.n // 3, g.n} - {0})):
+        if k <= g.n:
+            yield ops.top_bound(g.x(), k)
+
+
+@case
 def top_indices(ops, g):
     for k in g.some([1, g.n // 10]):
         yield ops.top_indices(g.x(), k)

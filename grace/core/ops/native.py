@@ -182,7 +182,7 @@ class Native(ArrayOps):
         dtype = self._floating(x)
         if dtype is None:
             return super().select(x, bound, strict, nonzero)
-        edge = self.reshape(self.cast(bound, dtype), (1,))
+        edge = bound if self._kind(bound) == dtype else self.cast(bound, dtype)
         flags, outputs = [int(strict), int(nonzero)], [dtype, "int32"]
         values, indices = self._run("select", [x, edge], flags, outputs=outputs, lengths=[None, None])
         return values, indices
@@ -194,6 +194,12 @@ class Native(ArrayOps):
         k = self.min_size(k, self.length(x))
         values, indices = self._run("top", [x], [k], outputs=[dtype, "int32"], lengths=[k, k])
         return values, indices
+
+    def top_bound(self, x: Array, k: int) -> Array:
+        dtype = self._floating(x)
+        if dtype is None:
+            return super().top_bound(x, k)
+        return self._run("top_bound", [x], [k], outputs=[dtype], lengths=[1])[0]
 
     def top_indices(self, x: Array, k: int) -> Array:
         return super().top_indices(x, k) if self._floating(x) is None else self.sparsify(x, k)[1]

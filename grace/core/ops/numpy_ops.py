@@ -72,6 +72,9 @@ class NumpyOps(ArrayOps):
     def length(self, x: Array) -> int:
         return int(x.size)
 
+    def count(self, x: Array) -> float:
+        return float(x.size)
+
     def size(self, x: Array) -> int:
         return int(x)
 

@@ -99,6 +99,9 @@ class TensorflowOps(ArrayOps):
         static = x.shape.num_elements()
         return tf.size(x) if static is None else static
 
+    def count(self, x: Array) -> Array:
+        return self.cast(self.length(x), "float64")
+
     def size(self, x: Array) -> Any:
         return x
 

@@ -116,6 +116,8 @@ template <class T>
 void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room);
 // The k largest magnitudes, 0 <= k <= n < 2^31, by their indices; among equal ones the lower index.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
+// The least of them, 1 <= k.
+template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64_t k, T* out);
 // Waits for the stream. Of each sign the kept(count) largest; their means are added up in float64.
 template <class T>
 void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,

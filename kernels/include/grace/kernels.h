@@ -35,6 +35,7 @@ namespace grace {
     X(dequantize_sum) /* [onto], codes..., scales...; ranks, width, levels, bits, n, has_onto -> T[n] */         \
     X(select)         /* x, bound; strict, nonzero -> T[m], int32[m] */                                          \
     X(top)            /* x; k -> T[k], int32[k] */                                                               \
+    X(top_bound)      /* x; k -> T[1] */                                                                         \
     X(gather)         /* x, indices -> T[m] */                                                                   \
     X(put)            /* x consumed, indices; ; value -> x */                                                    \
     X(scatter_add)    /* x consumed, indices, values -> x */                                                     \
