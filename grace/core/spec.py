@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from grace.core.errors import ConfigError
@@ -106,6 +106,7 @@ class Key(NamedTuple):
     rank: int = 0
 
     @staticmethod
+    @cache
     def derive(seed: int, name: str) -> int:
         """64-bit seed of the tensor `name` in a run with `seed`; equal on all ranks, frameworks and machines."""
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
