@@ -304,7 +304,7 @@ def ternary(n, dtype):
             codes.append(np.array(runs(digits), np.uint8))
             scales.append(2 * half)
             values.append((np.array(digits, dtype) - 1) * (2 * half))
-            yield Call("ternary_encode", (x, half), {}, (codes[-1],))
+            yield Call("ternary_encode", (x, 2 * half), {}, (codes[-1],))
 
         def args(count, codes=codes, scales=scales):
             return codes[:count], scales[:count], n

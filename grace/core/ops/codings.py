@@ -207,11 +207,13 @@ class Codings(Helpers):
 
     # --- ternary digits -------------------------------------------------------------------------------------------
 
-    def ternary_encode(self, x: Array, half: Array) -> Array:
-        """1 where x >= half, -1 where x <= -half, else 0 (also where both hold), in the bytes of 3LC.
+    def ternary_encode(self, x: Array, scale: Array) -> Array:
+        """1 where x >= scale / 2, -1 where x <= -scale / 2, else 0 (also where both hold), in the bytes of 3LC.
 
         Plus 1 they are digits, five per byte (`grace.core.ops.ternary`); the runs make the length depend on the data.
         """
+        # Compared rather than divided: exact, and of a scale of 0 both sides hold, which makes 0.
+        half = scale * self.cast(0.5, self.dtype(x))
         digits = self.cast(x >= half, "int64") - self.cast(x <= -half, "int64") + 1
         return ternary.encode_runs(self, ternary.to_bytes(self, digits))
 

@@ -91,7 +91,7 @@ class Native(ArrayOps):
         lengths: Sequence[Any] = (),
         consumes: bool = False,
     ) -> list[Array]:
-        """The flat results of a kernel.
+        """The flat results of a kernel, to which the shapes of its inputs are all the same.
 
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
         results and `lengths` their lengths, None where only the kernel knows them. With `consumes` the first input is
@@ -308,8 +308,7 @@ class Native(ArrayOps):
     ) -> Array:
         if self._floating(x) is None:
             return super().quantize_packed(x, scales, width, levels, bits, key, limit)
-        inputs = [x, self.reshape(scales, (-1,))]
-        inputs += [] if limit is None else [self.reshape(limit, (1,))]
+        inputs = [x, scales] if limit is None else [x, scales, limit]
         integers, size = [width, levels, bits, *self._key(key)], packed_size(self.length(x), bits)
         return self._run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size])[0]
 
@@ -323,9 +322,8 @@ class Native(ArrayOps):
         n: int,
         onto: Array | None = None,
     ) -> Array:
-        inputs = [*codes, *(self.reshape(scale, (-1,)) for scale in scales)]
         integers = [len(codes), width, levels, bits, n]
-        return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
+        return self._total("dequantize_sum", [*codes, *scales], integers, n, self.dtype(scales[0]), onto)
 
     # --- sketches -------------------------------------------------------------------------------------------------
 

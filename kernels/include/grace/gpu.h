@@ -143,7 +143,7 @@ template <class T>
 void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* table, const T* onto, T* out, int64_t n);
 // Waits for the stream.
 template <class T>
-void ternary_encode(const Stream& on, const T* x, const T* half, int64_t n,
+void ternary_encode(const Stream& on, const T* x, const T* scale, int64_t n,
                     const std::function<uint8_t*(int64_t count)>& room);
 // Codes of another number of digits count as a fault, and as zeros.
 template <class T>

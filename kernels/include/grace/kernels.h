@@ -44,7 +44,7 @@ namespace grace {
     X(natural_sum)    /* [onto], codes..., bases...; ranks, n, wide, clipped, negate, has_onto -> T[n] */        \
     X(table_encode)   /* x, scale, table T[128] -> uint8[n] */                                                   \
     X(table_sum)      /* [onto], codes..., scales..., table; ranks, n, has_onto -> T[n] */                       \
-    X(ternary_encode) /* x, half -> uint8[m] */                                                                  \
+    X(ternary_encode) /* x, scale -> uint8[m] */                                                                 \
     X(ternary_sum)    /* [onto], codes..., scales...; ranks, n, has_onto -> T[n] */                              \
     X(precision_encode) /* x; m, h; bound -> T[], int16[], int8[], tags */                                       \
     X(precision_sum)  /* [onto], full..., words..., bytes..., tags...; ranks, m, h, n, negate, has_onto -> T[n] */ \
