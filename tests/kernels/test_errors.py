@@ -296,6 +296,22 @@ def test_what_is_only_read_may_have_steps_odd_addresses_or_be_read_only(framewor
         assert ops.weighted_sum(x, 1, x, 1).tolist() == (2 * wanted).tolist()
 
 
+def test_tensors_of_a_pytorch_before_2_10_go_through_python():
+    torch = pytest.importorskip("torch")
+
+    class Old(torch.Tensor):
+        __dlpack_c_exchange_api__ = None
+
+    x, where = torch.arange(10.0), torch.tensor([3], dtype=torch.int32)
+    (total,) = native.module.run("weighted_sum", [x, x], [], [1, 2], False, 1, Old)
+    assert type(total) is torch.Tensor
+    assert torch.equal(total, 3 * x)
+    assert native.module.run("put", [x, where], [], [-1.0], True, 1, Old) == []
+    assert x[3] == -1
+    with pytest.raises(TypeError, match="contiguous"):
+        native.module.run("max_abs", [x[::2]], [], [], False, 1, Old)
+
+
 def test_arrays_of_numpy_and_of_torch_are_told_apart():
     torch = pytest.importorskip("torch")
     x, tensor = np.zeros(3, np.float32), torch.zeros(3)

@@ -1,4 +1,4 @@
-"""Kernels for PyTorch tensors, which the module grace._native takes by DLPack."""
+"""Kernels for PyTorch tensors, which the module grace._native takes and gives by DLPack."""
 
 from __future__ import annotations
 
