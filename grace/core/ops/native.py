@@ -105,6 +105,9 @@ class Native(ArrayOps):
 
     def _kind(self, x: Array) -> str | None:
         """The dtype of an array; None of a number, and of an array of another framework or of a rare dtype."""
+        # Met often, and sooner told than by the error that it would be.
+        if isinstance(x, (int, float)):
+            return None
         try:
             return self.dtype(x)
         except (AttributeError, KeyError, TypeError):
