@@ -138,7 +138,8 @@ class Torch {
             if (t.strides != nullptr && t.shape[i] > 1 && t.strides[i] != size) return false;
             size *= t.shape[i];
         }
-        found = {static_cast<char*>(t.data) + t.byte_offset, size, t.dtype, t.device.device_type, t.device.device_id, true};
+        found = {static_cast<char*>(t.data) + t.byte_offset, size, t.dtype, t.device.device_type, t.device.device_id,
+                 true};
         held.push_back(nb::borrow(given));
         return true;
     }

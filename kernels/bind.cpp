@@ -213,7 +213,8 @@ nb::list run_on_gpu(const std::string& kernel, nb::sequence inputs, const std::v
     const std::vector<grace::Array> arrays = device_arrays_of(kernel, inputs, device, held);
     const grace::gpu::DeviceGuard current(device);
     volatile int* fault = grace::gpu::fault_word(device);
-    DeviceCall call(kernel, arrays, integers, numbers_of(numbers), stream, const_cast<int*>(fault), std::move(allocate));
+    DeviceCall call(kernel, arrays, integers, numbers_of(numbers), stream, const_cast<int*>(fault),
+                    std::move(allocate));
     const auto report = [&] {
         if (*fault == 0) return;
         *fault = 0;

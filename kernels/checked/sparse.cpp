@@ -101,7 +101,8 @@ void top_bound_kernel(Call& call) {
         const int64_t n = call.input(0).size, k = call.length(0);
         check_addressable(call, n);
         if (k < 1 || k > n) {
-            call.fail(Error::Kind::value, "expected k from 1 to " + std::to_string(n) + ", received " + std::to_string(k));
+            call.fail(Error::Kind::value,
+                      "expected k from 1 to " + std::to_string(n) + ", received " + std::to_string(k));
         }
         const T* x = call.input<T>(0);
         T* out = call.output<T>(1);
