@@ -1,17 +1,19 @@
 // The module grace._native: every kernel through one function, for NumPy arrays and PyTorch tensors (DLPack), and
 // through another one for what lies on a GPU.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "arrays.h"
 #include "grace/kernels.h"
 
 namespace nb = nanobind;
 
 namespace {
 
-using Given = nb::ndarray<nb::ro, nb::c_contig>;
+using grace::Given;
+using grace::Output;
+using grace::View;
 
 [[noreturn]] void refuse(grace::Error::Kind kind, const std::string& kernel, size_t i, const std::string& text) {
     throw grace::Error(kind, "kernel " + kernel + ", array " + std::to_string(i) + ": " + text);
@@ -38,26 +40,6 @@ bool read_dtype(const nb::dlpack::dtype& dtype, grace::DType& found) {
     return false;
 }
 
-nb::dlpack::dtype dlpack_of(grace::DType dtype, bool numpy) {
-    using grace::DType;
-    using nb::dlpack::dtype_code;
-    dtype_code code = dtype_code::Int;
-    switch (dtype) {
-        case DType::float16: case DType::float32: case DType::float64: code = dtype_code::Float; break;
-        case DType::bfloat16: code = numpy ? dtype_code::UInt : dtype_code::Bfloat; break;
-        case DType::boolean: code = dtype_code::Bool; break;
-        case DType::uint8: code = dtype_code::UInt; break;
-        default: break;
-    }
-    return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * grace::size_of(dtype)), 1};
-}
-
-struct Output {
-    void* data;
-    int64_t size;
-    grace::DType dtype;
-};
-
 class HostCall : public grace::Call {
   public:
     HostCall(std::string kernel, std::vector<grace::Array> inputs, std::vector<int64_t> integers,
@@ -82,55 +64,43 @@ class HostCall : public grace::Call {
     int threads_;
 };
 
-// A NumPy array, or a DLPack capsule, which then owns the memory.
-template <class... Framework> nb::object wrapped(Output& output, bool numpy) {
-    void* data = output.data;
-    nb::capsule owner(data, [](void* block) noexcept { grace::release(block); });
-    output.data = nullptr;
-    const size_t shape[1] = {static_cast<size_t>(output.size)};
-    return nb::cast(nb::ndarray<Framework...>(data, 1, shape, owner, nullptr, dlpack_of(output.dtype, numpy)));
-}
-
 // What one array of a call is, on a device; throws Error(type) for what no kernel takes.
-grace::Array array_of(const std::string& kernel, size_t i, const Given& array, int device_type, int device,
-                      bool writable) {
+grace::Array array_of(const std::string& kernel, size_t i, const View& array, int device_type, int device) {
     using Kind = grace::Error::Kind;
-    if (array.device_type() != device_type || array.device_id() != device) {
+    if (array.device_type != device_type || array.device_id != device) {
         refuse(Kind::type, kernel, i, device_type == nb::device::cpu::value
                                           ? "expected main memory, received another device"
                                           : "expected CUDA device " + std::to_string(device) + ", received another device");
     }
     grace::DType dtype;
-    if (!read_dtype(array.dtype(), dtype)) {
+    if (!read_dtype(array.dtype, dtype)) {
         refuse(Kind::type, kernel, i, "expected floats of 16 to 64 bits, integers, uint8 or bool, received another "
-                                      "dtype of " + std::to_string(array.dtype().bits) + " bits");
+                                      "dtype of " + std::to_string(array.dtype.bits) + " bits");
     }
-    if (array.size() > 0 && reinterpret_cast<uintptr_t>(array.data()) % grace::size_of(dtype) != 0) {
+    if (array.size > 0 && reinterpret_cast<uintptr_t>(array.data) % grace::size_of(dtype) != 0) {
         refuse(Kind::type, kernel, i, std::string("expected an address that is a multiple of an element of ") +
                                           grace::name_of(dtype) + ", received another; pass a copy");
     }
-    return {const_cast<void*>(static_cast<const void*>(array.data())), static_cast<int64_t>(array.size()), dtype, writable};
+    return {array.data, array.size, dtype, array.writable};
 }
 
-std::vector<grace::Array> arrays_of(const std::string& kernel, nb::sequence inputs, bool consumes, bool numpy,
-                                    std::vector<Given>& held) {
-    using Kind = grace::Error::Kind;
+template <class Framework>
+std::vector<grace::Array> arrays_of(const std::string& kernel, nb::sequence inputs, bool consumes,
+                                    const Framework& framework, std::vector<nb::object>& held) {
     std::vector<grace::Array> arrays;
+    const size_t count = nb::len(inputs);
+    arrays.reserve(count);
+    held.reserve(count);
     for (nb::handle handle : inputs) {
-        Given array;
         const size_t i = arrays.size();
-        if (!nb::try_cast(handle, array, false)) {
-            refuse(Kind::type, kernel, i, "expected a contiguous array of numbers as this processor has them, received "
-                                          "another " + std::string(nb::str(handle.type()).c_str()));
+        View array;
+        if (!framework.view(handle, array, held)) {
+            refuse(grace::Error::Kind::type, kernel, i,
+                   "expected a contiguous array of numbers as this processor has them, received another " +
+                       std::string(nb::str(handle.type()).c_str()));
         }
-        // A capsule is taken once; whether what it holds is read-only, DLPack of this version cannot say.
-        bool writable = consumes && arrays.empty();
-        if (writable && numpy) {
-            nb::ndarray<nb::c_contig> changeable;
-            writable = nb::try_cast(handle, changeable, false);
-        }
-        arrays.push_back(array_of(kernel, i, array, nb::device::cpu::value, 0, writable));
-        held.push_back(std::move(array));
+        array.writable = array.writable && consumes && i == 0;
+        arrays.push_back(array_of(kernel, i, array, nb::device::cpu::value, 0));
     }
     return arrays;
 }
@@ -141,20 +111,35 @@ grace::Kernel kernel_of(const std::string& name) {
     return function;
 }
 
-nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
-             const std::vector<double>& numbers, bool consumes, int threads, bool numpy) {
+// Not by nanobind: it reads all arguments a second time where an integer stands for a floating number.
+std::vector<double> numbers_of(nb::sequence given) {
+    std::vector<double> numbers;
+    for (nb::handle number : given) {
+        numbers.push_back(PyFloat_AsDouble(number.ptr()));
+        if (numbers.back() == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+    }
+    return numbers;
+}
+
+template <class Framework>
+nb::list run_on(const Framework& framework, const std::string& kernel, nb::sequence inputs,
+                const std::vector<int64_t>& integers, nb::sequence numbers, bool consumes, int threads) {
     const grace::Kernel function = kernel_of(kernel);
-    std::vector<Given> held;
-    HostCall call(kernel, arrays_of(kernel, inputs, consumes, numpy, held), integers, numbers, threads);
+    std::vector<nb::object> held;
+    HostCall call(kernel, arrays_of(kernel, inputs, consumes, framework, held), integers, numbers_of(numbers), threads);
     {
         nb::gil_scoped_release released;
         function(call);
     }
     nb::list results;
-    for (Output& output : call.outputs) {
-        results.append(numpy ? wrapped<nb::numpy>(output, true) : wrapped<>(output, false));
-    }
+    for (Output& output : call.outputs) results.append(framework.wrap(output));
     return results;
+}
+
+nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
+             nb::sequence numbers, bool consumes, int threads, nb::handle tensors) {
+    if (tensors.is_none()) return run_on(grace::Numpy(), kernel, inputs, integers, numbers, consumes, threads);
+    return run_on(grace::Torch(tensors), kernel, inputs, integers, numbers, consumes, threads);
 }
 
 #ifdef GRACE_CUDA
@@ -213,20 +198,23 @@ std::vector<grace::Array> device_arrays_of(const std::string& kernel, nb::sequen
             refuse(grace::Error::Kind::type, kernel, arrays.size(), "expected a capsule of a contiguous array, received "
                                                                     "another " + std::string(nb::str(handle.type()).c_str()));
         }
-        arrays.push_back(array_of(kernel, arrays.size(), array, kDeviceType, device, true));
+        const View view = {const_cast<void*>(array.data()), static_cast<int64_t>(array.size()), array.dtype(),
+                           array.device_type(), array.device_id(), true};
+        arrays.push_back(array_of(kernel, arrays.size(), view, kDeviceType, device));
         held.push_back(std::move(array));
     }
     return arrays;
 }
 
 nb::list run_on_gpu(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
-                    const std::vector<double>& numbers, int device, uintptr_t stream, nb::callable allocate) {
+                    nb::sequence numbers, int device, uintptr_t stream, nb::callable allocate) {
     const grace::Kernel function = kernel_of(kernel);
     std::vector<Given> held;
     const std::vector<grace::Array> arrays = device_arrays_of(kernel, inputs, device, held);
     const grace::gpu::DeviceGuard current(device);
     volatile int* fault = grace::gpu::fault_word(device);
-    DeviceCall call(kernel, arrays, integers, numbers, stream, const_cast<int*>(fault), std::move(allocate));
+    DeviceCall call(kernel, arrays, integers, numbers_of(numbers), stream, const_cast<int*>(fault),
+                    std::move(allocate));
     const auto report = [&] {
         if (*fault == 0) return;
         *fault = 0;
@@ -251,10 +239,12 @@ nb::list run_on_gpu(const std::string& kernel, nb::sequence inputs, const std::v
 #endif
 
 NB_MODULE(GRACE_MODULE, module) {
+    if (_import_array() < 0) throw nb::python_error();
     module.doc() = "Kernels of grace on NumPy arrays and PyTorch tensors.";
     module.def("run", &run, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"), nb::arg("numbers"),
-               nb::arg("consumes"), nb::arg("threads"), nb::arg("numpy"),
-               "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or DLPack capsules.");
+               nb::arg("consumes"), nb::arg("threads"), nb::arg("tensors").none(),
+               "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or tensors of that "
+               "class where it is not None.");
     module.def("kernels", &grace::names, "The names of all kernels.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");

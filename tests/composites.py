@@ -136,7 +136,10 @@ def binarize(n, dtype):
         bits = packed(x >= threshold, 1)
         high, low = (x.astype(np.float64)[side] for side in (x >= threshold, x < threshold))
         yield Call("binarize", (x, threshold), {}, (bits,))
-        yield Call("binarize_sums", (x, threshold), {}, (bits, np.array([len(high), high.sum(), low.sum()])))
+        means = [side.sum().astype(dtype).astype(np.float64) / max(1, len(side)) for side in (low, high)]
+        yield Call("binarize_means", (x, threshold), {}, (bits, np.array(means).astype(dtype)))
+    mean = np.abs(x).sum(dtype=np.float64).astype(dtype) / np.array(max(1, n), dtype)
+    yield Call("sign_mean", (x,), {}, (packed(x >= 0, 1), mean.reshape(1)))
 
 
 @case
@@ -144,7 +147,11 @@ def binary_sum(n, dtype):
     xs = several(n, dtype)
     bits, levels = [packed(x >= 0, 1) for x in xs], [numbers(2, dtype, 5 + rank) for rank in range(RANKS)]
     values = [np.array([level[int(v >= 0)] for v in x], dtype) for x, level in zip(xs, levels, strict=True)]
-    yield from sums("binary_sum", values, lambda count: (bits[:count], levels[:count], n), numbers(n, dtype, 9))
+    base = numbers(n, dtype, 9)
+    yield from sums("binary_sum", values, lambda count: (bits[:count], levels[:count], n), base)
+    scales = [level[:1] for level in levels]
+    values = [np.where(x >= 0, scale, -scale) for x, scale in zip(xs, scales, strict=True)]
+    yield from sums("sign_sum", values, lambda count: (bits[:count], scales[:count], n), base)
 
 
 @case
@@ -297,7 +304,7 @@ def ternary(n, dtype):
             codes.append(np.array(runs(digits), np.uint8))
             scales.append(2 * half)
             values.append((np.array(digits, dtype) - 1) * (2 * half))
-            yield Call("ternary_encode", (x, half), {}, (codes[-1],))
+            yield Call("ternary_encode", (x, 2 * half), {}, (codes[-1],))
 
         def args(count, codes=codes, scales=scales):
             return codes[:count], scales[:count], n
@@ -334,6 +341,8 @@ def precision(n, dtype):
 @case
 def select(n, dtype):
     x = numbers(n, dtype)
+    for k in sorted({1, n // 3, n} & set(range(1, n + 1))):
+        yield Call("top_bound", (x, k), {}, (np.sort(abs(x))[n - k : n - k + 1],))
     edge = float(abs(x[n // 2])) if n else 0.5
     for bound in (0.0, edge):
         for strict, nonzero in ((True, False), (False, False), (False, True)):

@@ -206,8 +206,8 @@ class RoundsOnce(NumpyOps):
 
 @breaks("test_sums_over_ranks_add_in_their_order")
 class AddsTheLastRankFirst(NumpyOps):
-    def binary_sum(self, bits, levels, n, onto=None):
-        return super().binary_sum(bits[::-1], levels[::-1], n, onto)
+    def binary_sum(self, bits, levels, n, onto=None, negate=False):
+        return super().binary_sum(bits[::-1], levels[::-1], n, onto, negate)
 
 
 @breaks("test_select_knows_which_side_the_bound_is_on")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -104,7 +103,7 @@ class LocalStep:
             agreed = arrays[step % self.ranks] if op == "leader" else reduced(ops, arrays, op)
         payloads, self._others = [], []
         for rank in range(0 if sums else 1, self.ranks):
-            site = dataclasses.replace(begun[rank].site, agreed=agreed)
+            site = begun[rank].site._replace(agreed=agreed)
             payload = part.compressor.compress(begun[rank].x, site)
             if rank > 0:
                 memory = part.memory.update(begun[rank].x, payload, part.compressor, begun[rank].memory, site)
@@ -160,7 +159,7 @@ class LocalStep:
         )
         x, memory = part.memory.compensate(gradient, states["memory"], site)
         if memory:
-            site = dataclasses.replace(site, memory=memory)
+            site = site._replace(memory=memory)
         return Begun(site, x, memory, part.compressor.agree(x, site))
 
     def whole(
@@ -170,7 +169,7 @@ class LocalStep:
         part, c = self.part, self.part.compressor
         site, x, memory, proposal = self.begin(gradient, states, 0, step)
         if proposal is not None:
-            site = dataclasses.replace(site, agreed=arrived.agreed)
+            site = site._replace(agreed=arrived.agreed)
         payload = c.compress(x, site)
         memory = part.memory.update(x, payload, c, memory, site)
         home = {f.name: payload[f.name] for f in part.fields if not f.wire}

@@ -11,7 +11,6 @@ No phase but the last two waits for another rank.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -196,7 +195,7 @@ class Engine:
             bad = ~ops.finite(x)
             finite = x
             x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: finite)
-        site = dataclasses.replace(site, memory=memory_state)
+        site = site._replace(memory=memory_state)
         proposal = part.compressor.agree(x, site)
         check_proposal(part, proposal, ops)
         return Entry(part, site, x, memory_state, bad, proposal)
@@ -234,7 +233,7 @@ class Engine:
             length = ops.length(entry.proposal.array)
             agreed = settled[kind][offsets[kind] : offsets[kind] + length]
             offsets[kind] += length
-            entry.site = dataclasses.replace(entry.site, agreed=agreed)
+            entry.site = entry.site._replace(agreed=agreed)
             self._compress(entry)
 
     def _compress(self, entry: Entry) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from grace.core.compressor import Compressor, Sparsifier
 from grace.core.ops.composites import ArrayOps
@@ -46,9 +46,7 @@ class QuantizedSparsifier(Compressor):
 
     def values_spec(self, spec: TensorSpec) -> TensorSpec:
         """The kept values as a tensor."""
-        k = next(f.length for f in self.parts[0].wire(spec) if f.name == "values")
-        assert isinstance(k, int)
-        return TensorSpec(f"{spec.name}/values", (k,), spec.work_dtype, spec.device)
+        return _values_spec(self.parts[0], spec)
 
     def unfit(self, spec: TensorSpec) -> str | None:
         sparsifier, quantizer = self.parts
@@ -62,7 +60,11 @@ class QuantizedSparsifier(Compressor):
         return self.parts[0].init(spec, ops, key_seed)
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:
-        return self.parts[0].learn([self._dequantized(payload, at) for payload in payloads], at)
+        sparsifier = self.parts[0]
+        if type(sparsifier).learn is Compressor.learn:
+            # It learns nothing from values, which take their time to decode.
+            return at.state
+        return sparsifier.learn([self._dequantized(payload, at) for payload in payloads], at)
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         places = (f for f in self.parts[0].wire(spec) if f.name != "values")
@@ -79,8 +81,8 @@ class QuantizedSparsifier(Compressor):
         return {**places, **{_PREFIX + name: array for name, array in values.items()}}
 
     def _values_site(self, at: Site) -> Site:
-        key = at.key._replace(seed=Key.derive(at.key.seed, "values"))
-        return dataclasses.replace(at, spec=self.values_spec(at.spec), key=key, state={}, memory={})
+        key = Key(Key.derive(at.key.seed, "values"), at.key.step, at.key.rank)
+        return at._replace(spec=self.values_spec(at.spec), key=key, state={}, memory={})
 
     def values(self, payload: Payload, at: Site) -> Array:
         """The kept values as they arrive."""
@@ -103,3 +105,10 @@ class QuantizedSparsifier(Compressor):
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         return self.parts[0].erase_(x, payload, at)
+
+
+@cache
+def _values_spec(sparsifier: Sparsifier, spec: TensorSpec) -> TensorSpec:
+    k = next(f.length for f in sparsifier.wire(spec) if f.name == "values")
+    assert isinstance(k, int)
+    return TensorSpec(f"{spec.name}/values", (k,), spec.work_dtype, spec.device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from grace.core.errors import ConfigError
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 Array: TypeAlias = Any
 State: TypeAlias = dict[str, Array]
 Payload: TypeAlias = dict[str, Array]
+
+# Of what remembers nothing; states are never changed.
+NO_STATE: State = {}
 
 ITEMSIZE = {
     "float64": 8,
@@ -55,7 +59,7 @@ class TensorSpec:
                 f"expected one of {', '.join(GRADIENT_DTYPES)}. Convert the parameter or exclude it from the optimizer."
             )
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -70,7 +74,7 @@ class TensorSpec:
         """Bytes of the uncompressed gradient."""
         return self.numel * ITEMSIZE[self.dtype]
 
-    @property
+    @cached_property
     def work_dtype(self) -> str:
         """Dtype of compensation, residual and decoded sums: float32, or float64 for a float64 gradient."""
         return "float64" if self.dtype == "float64" else "float32"
@@ -102,6 +106,7 @@ class Key(NamedTuple):
     rank: int = 0
 
     @staticmethod
+    @cache
     def derive(seed: int, name: str) -> int:
         """64-bit seed of the tensor `name` in a run with `seed`; equal on all ranks, frameworks and machines."""
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
@@ -115,8 +120,7 @@ class Proposal(NamedTuple):
     op: Literal["sum", "max", "leader"]
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """Where a compressor or memory runs: array operations, tensor, random key, rank, its own state, what was agreed.
 
     `memory` is, for a compressor, what the memory holds in the middle of the step: empty where nobody remembers.
@@ -128,12 +132,12 @@ class Site:
     key: Key
     rank: int = 0
     size: int = 1
-    state: State = field(default_factory=dict)
+    state: State = NO_STATE
     agreed: Array | None = None
-    memory: State = field(default_factory=dict)
+    memory: State = NO_STATE
     lr: Array | None = None
 
     @property
     def private_key(self) -> Key:
         """A key that differs between ranks, so that their rounding errors are independent."""
-        return self.key._replace(rank=self.rank + 1)
+        return Key(self.key.seed, self.key.step, self.rank + 1)

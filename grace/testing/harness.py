@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,7 +149,7 @@ def settle(compressor: Compressor, xs: Sequence[Array], sites: Sequence[Site]) -
             agreed = agreed + other
         elif first.op == "max":
             agreed = ops.where(other > agreed, other, agreed)
-    return [dataclasses.replace(at, agreed=agreed) for at in sites]
+    return [at._replace(agreed=agreed) for at in sites]
 
 
 def payload_on_host(ops: ArrayOps, payload: Payload) -> dict[str, np.ndarray[Any, Any]]:

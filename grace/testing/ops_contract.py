@@ -86,6 +86,7 @@ class OpsContract:
         assert ops.length(ops.reshape(x, (2, 3))) == 6
         assert host(ops, x[ops.size(x[2]) :]).tolist() == [2, 3, 4, 5]
         assert (ops.min_size(ops.length(x), 9), ops.min_size(3, 2)) == (6, 2)
+        assert float(ops.count(x)) == 6
 
     def test_concatenation_is_a_copy(self, ops: ArrayOps) -> None:
         """The wire buffer must not change when the residual does."""

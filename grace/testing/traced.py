@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Key, Site, State, TensorSpec
+from grace.core.spec import Array, Key, Site
 
 P = TypeVar("P", Compressor, Memory)
 
@@ -66,27 +66,11 @@ def traced_ops() -> ArrayOps:
     return ops
 
 
-class _Opened(NamedTuple):
-    """A site as TensorFlow's nested structures take it: a tuple of static facts and tensors."""
-
-    ops: ArrayOps
-    spec: TensorSpec
-    key: Key
-    rank: int
-    size: int
-    state: State
-    agreed: Array | None
-    memory: State
-    lr: Array | None
-
-
 def _opened(arg: Any) -> Any:
     import tensorflow as tf
 
     if isinstance(arg, Site):
-        return _Opened(
-            arg.ops, arg.spec, _opened(arg.key), arg.rank, arg.size, arg.state, arg.agreed, arg.memory, arg.lr
-        )
+        return arg._replace(key=_opened(arg.key))
     if isinstance(arg, Key):
         return arg._replace(step=tf.constant(arg.step, tf.int64))
     return tf.constant(arg) if isinstance(arg, np.ndarray) else arg
@@ -127,7 +111,6 @@ class _Graphs:
         def body(*values: Array) -> list[Array]:
             self.traces[signature] += 1
             args, options = _filled(structure, forms, values)
-            args = [Site(**a._asdict()) if isinstance(a, _Opened) else a for a in args]
             results = self.function(*args, **options)
             flat = tf.nest.flatten(results)
             static = [tf.TensorSpec(v.shape, v.dtype) if tf.is_tensor(v) else v for v in flat]

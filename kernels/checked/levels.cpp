@@ -125,42 +125,51 @@ void binarize_kernel(Call& call) {
     });
 }
 
-void binarize_sums_kernel(Call& call) {
-    call.expect(1, 0, 1);
+void binarize_means_kernel(Call& call) {
+    call.expect(1, 1, 1);
+    const bool single = call.integer(0) != 0;
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size, pieces = divide_up(n, kPiece);
         const T* x = call.input<T>(0);
         uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
-        double* sums = call.output<double>(3);
+        T* means = call.output<T>(single ? 1 : 2);
         const T threshold = static_cast<T>(call.number(0));
-        GRACE_GPU(call, binarize_sums, x, threshold, bits, sums, n);
+        GRACE_GPU(call, binarize_means, x, threshold, single, bits, means, n);
         Scratch<double> of_piece(3 * pieces);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             double* mine = of_piece.data() + begin / kPiece * 3;
             mine[0] = mine[1] = mine[2] = 0;
             loops<T>().binarize_sums(x + begin, threshold, bits + begin / 8, mine, end - begin);
         });
-        for (int j = 0; j < 3; ++j) {
-            sums[j] = 0;
-            for (int64_t i = 0; i < pieces; ++i) sums[j] += of_piece[3 * i + j];
+        Sides sides{0, 0, 0};
+        for (int64_t i = 0; i < pieces; ++i) {
+            sides.count += of_piece[3 * i];
+            sides.high += of_piece[3 * i + 1];
+            sides.low += of_piece[3 * i + 2];
         }
+        single ? mean_magnitude(sides, n, means) : means_of(sides, n, means);
     });
 }
 
 void binary_sum_kernel(Call& call) {
-    const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
-    call.expect(first + 2 * ranks, 3, 0);
+    const int ranks = ranks_at(call, 0), first = call.integer(4) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks, 5, 0);
     const int64_t n = call.length(1);
+    const bool single = call.integer(2) != 0, negate = call.integer(3) != 0;
     dispatch(call, call.input(first + ranks), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const auto bits = bits_of<T>(call, first, ranks, n);
         std::vector<Coded<T>> payloads;
-        for (int r = 0; r < ranks; ++r) payloads.push_back({bits[r], call.input<T>(first + ranks + r, 2)});
+        for (int r = 0; r < ranks; ++r) {
+            payloads.push_back({bits[r], call.input<T>(first + ranks + r, single ? 1 : 2)});
+        }
         const Target<T> to = target_of<T>(call, first == 1, n);
-        GRACE_GPU(call, binary_sum, payloads, to.onto, to.out, n);
+        GRACE_GPU(call, binary_sum, payloads, single, negate, to.onto, to.out, n);
         std::vector<T> levels;
-        for (const Coded<T>& one : payloads) levels.insert(levels.end(), one.scales, one.scales + 2);
+        for (const Coded<T>& one : payloads) {
+            for (const bool bit : {false, true}) levels.push_back(level_of(one.scales, single, negate, bit));
+        }
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             const T* onto = to.onto == nullptr ? nullptr : to.onto + begin;
             loops<T>().binary_sum(moved(bits, begin).data(), levels.data(), ranks, onto, to.out + begin, end - begin,

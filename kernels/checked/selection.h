@@ -1,8 +1,10 @@
 // Exact selection of the largest among many: a bound from a random sample, a compacting pass, a choice among its finds.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -92,23 +94,32 @@ template <class T> class Finds {
     List all_;
 };
 
-// The k-th largest of n words (1 <= k <= n): digit by digit, counting how often each occurs.
+// The k-th largest of n < 2^32 words (1 <= k <= n): digit by digit, counting how often each occurs.
 template <class Word> Word kth_largest(Word* words, int64_t n, int64_t k) {
-    constexpr int kDigit = 11;
-    Word found = 0;
-    for (int shift = (int(sizeof(Word)) * 8 - 1) / kDigit * kDigit; shift >= 0; shift -= kDigit) {
-        int64_t counts[1 << kDigit] = {};
-        for (int64_t i = 0; i < n; ++i) ++counts[words[i] >> shift & ((1 << kDigit) - 1)];
-        Word digit = (1 << kDigit) - 1;
-        while (counts[digit] < k) k -= counts[digit--];
-        found |= digit << shift;
+    constexpr int kDigit = 11, kDigits = 1 << kDigit;
+    // Fewer are sorted sooner than the counts are cleared.
+    constexpr int64_t kFew = 64;
+    for (int shift = (int(sizeof(Word)) * 8 - 1) / kDigit * kDigit; shift >= 0 && n > kFew; shift -= kDigit) {
+        const auto digit_of = [shift](Word word) { return static_cast<int>(word >> shift & (kDigits - 1)); };
+        // Two of each, because neighbours are often alike, and one count would have to wait for itself.
+        uint32_t counts[2][kDigits] = {};
+        Word all = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            all |= words[i] >> shift & (kDigits - 1);
+            ++counts[i % 2][digit_of(words[i])];
+        }
+        // No digit is larger than all their bits together.
+        int digit = static_cast<int>(all);
+        for (int64_t here; (here = int64_t(counts[0][digit]) + counts[1][digit]) < k; --digit) k -= here;
         int64_t left = 0;
         for (int64_t i = 0; i < n; ++i) {
-            if ((words[i] >> shift & ((1 << kDigit) - 1)) == digit) words[left++] = words[i];
+            if (digit_of(words[i]) == digit) words[left++] = words[i];
         }
         n = left;
     }
-    return found;
+    // Those that are left agree in all digits before.
+    if (n <= kFew) std::nth_element(words, words + k - 1, words + n, std::greater<Word>());
+    return words[k - 1];
 }
 
 template <class T> using WordOf = typename Format<T>::Word;

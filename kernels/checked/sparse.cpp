@@ -23,6 +23,44 @@ bool check_indices(const Call& call, const int32_t* indices, int64_t count, int6
 
 constexpr int64_t kAhead = 24;  // how far ahead memory is asked for that is read out of order
 
+// The k largest magnitudes of x, 0 <= k <= n, by their indices; among equal ones the lower index.
+template <class T> void take_top(Call& call, const T* x, int64_t n, int64_t k, T* values, int32_t* indices) {
+    if (k == n) {
+        std::copy(x, x + n, values);
+        for (int64_t i = 0; i < n; ++i) indices[i] = static_cast<int32_t>(i);
+        return;
+    }
+    if (k == 0) return;
+    const auto any = [](T) { return true; };
+    if (Sample<T>::pays(n, k)) {
+        const Sample<T> sample(x, n, Sample<T>::draws_for(n));
+        // A second one if the first misled.
+        for (const double slack : {4.0, 16.0}) {
+            const T bound = sample.bound(k, slack, any);
+            if (!(bound > T(0))) break;
+            const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+                loops<T>().select(x + at, bound, false, false, static_cast<int32_t>(at), length, into);
+            });
+            if (finds.count() >= k) {
+                return best_of(finds.values(), finds.indices(), finds.count(), k, values, indices);
+            }
+        }
+    }
+    Scratch<WordOf<T>> sizes(n);
+    for (int64_t i = 0; i < n; ++i) sizes[i] = magnitude_bits(x[i]);
+    const WordOf<T> bound = kth_largest(sizes.data(), n, k);
+    int64_t above = 0;
+    for (int64_t i = 0; i < n; ++i) above += magnitude_bits(x[i]) > bound;
+    int64_t ties = k - above, at = 0;
+    for (int64_t i = 0; at < k; ++i) {
+        const WordOf<T> size = magnitude_bits(x[i]);
+        if (size > bound || (size == bound && ties-- > 0)) {
+            values[at] = x[i];
+            indices[at++] = static_cast<int32_t>(i);
+        }
+    }
+}
+
 }  // namespace
 
 void select_kernel(Call& call) {
@@ -52,40 +90,29 @@ void top_kernel(Call& call) {
         T* values = call.output<T>(k);
         int32_t* indices = call.output<int32_t>(k);
         GRACE_GPU(call, top, x, n, k, values, indices);
-        if (k == n) {
-            std::copy(x, x + n, values);
-            for (int64_t i = 0; i < n; ++i) indices[i] = static_cast<int32_t>(i);
-            return;
+        take_top(call, x, n, k, values, indices);
+    });
+}
+
+void top_bound_kernel(Call& call) {
+    call.expect(1, 1, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, k = call.length(0);
+        check_addressable(call, n);
+        if (k < 1 || k > n) {
+            call.fail(Error::Kind::value,
+                      "expected k from 1 to " + std::to_string(n) + ", received " + std::to_string(k));
         }
-        if (k == 0) return;
-        const auto any = [](T) { return true; };
-        if (Sample<T>::pays(n, k)) {
-            const Sample<T> sample(x, n, Sample<T>::draws_for(n));
-            // A second one if the first misled.
-            for (const double slack : {4.0, 16.0}) {
-                const T bound = sample.bound(k, slack, any);
-                if (!(bound > T(0))) break;
-                const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
-                    loops<T>().select(x + at, bound, false, false, static_cast<int32_t>(at), length, into);
-                });
-                if (finds.count() >= k) {
-                    return best_of(finds.values(), finds.indices(), finds.count(), k, values, indices);
-                }
-            }
-        }
-        Scratch<WordOf<T>> sizes(n);
-        for (int64_t i = 0; i < n; ++i) sizes[i] = magnitude_bits(x[i]);
-        const WordOf<T> bound = kth_largest(sizes.data(), n, k);
-        int64_t above = 0;
-        for (int64_t i = 0; i < n; ++i) above += magnitude_bits(x[i]) > bound;
-        int64_t ties = k - above, at = 0;
-        for (int64_t i = 0; at < k; ++i) {
-            const WordOf<T> size = magnitude_bits(x[i]);
-            if (size > bound || (size == bound && ties-- > 0)) {
-                values[at] = x[i];
-                indices[at++] = static_cast<int32_t>(i);
-            }
-        }
+        const T* x = call.input<T>(0);
+        T* out = call.output<T>(1);
+        GRACE_GPU(call, top_bound, x, n, k, out);
+        Scratch<T> values(k);
+        Scratch<int32_t> indices(k);
+        take_top(call, x, n, k, values.data(), indices.data());
+        WordOf<T> least = magnitude_bits(values[0]);
+        for (int64_t i = 1; i < k; ++i) least = std::min(least, magnitude_bits(values[i]));
+        *out = bits_as<T>(least);
     });
 }
 

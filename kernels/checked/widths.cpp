@@ -102,13 +102,14 @@ void ternary_encode_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
-        const T* half = call.input<T>(1, 1);
-        GRACE_GPU(call, ternary_encode, x, half, n, [&](int64_t count) { return call.output<uint8_t>(count); });
+        const T* scale = call.input<T>(1, 1);
+        GRACE_GPU(call, ternary_encode, x, scale, n, [&](int64_t count) { return call.output<uint8_t>(count); });
         // A multiple of what the loop takes at once.
         constexpr int64_t piece = 60 * 1024;
         Scratch<uint8_t> bytes(divide_up(n, kDigits) + kSlack);
+        const T half = *scale * T(0.5);
         call.parallel(divide_up(n, piece), [&](int64_t i) {
-            loops<T>().ternary_bytes(x + i * piece, *half, std::min(piece, n - i * piece), &bytes[i * piece / kDigits]);
+            loops<T>().ternary_bytes(x + i * piece, half, std::min(piece, n - i * piece), &bytes[i * piece / kDigits]);
         });
         const int64_t count = encode_runs(bytes.data(), divide_up(n, kDigits));
         std::memcpy(call.output<uint8_t>(count), bytes.data(), static_cast<size_t>(count));

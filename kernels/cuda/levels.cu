@@ -9,7 +9,10 @@ namespace {
 
 // One rank's share of an element.
 template <class T> struct BinaryValue {
-    __device__ T operator()(const Coded<T>& rank, int64_t i) const { return rank.scales[code_at(rank.codes, 1, i)]; }
+    bool single, negate;
+    __device__ T operator()(const Coded<T>& rank, int64_t i) const {
+        return level_of(rank.scales, single, negate, code_at(rank.codes, 1, i) != 0);
+    }
 };
 template <class T> struct LevelValue {
     Divisor width;
@@ -31,10 +34,6 @@ template <class T> struct Votes {
         for (int r = 0; r < some.count; ++r) votes += 2 * int(code_at(some.parts[r], 1, i)) - 1;
         return T(ends ? int(votes > 0) - int(votes < 0) : votes);
     }
-};
-
-struct Sides {
-    double count, high, low;
 };
 
 struct JoinSides {
@@ -162,7 +161,7 @@ template <class T> void binarize(const Stream& on, const T* x, T threshold, uint
 }
 
 template <class T>
-void binarize_sums(const Stream& on, const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
+void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n) {
     reduce(
         on, divide_up(n, 8), Sides{0, 0, 0},
         [=] __device__(int64_t group) {
@@ -184,15 +183,14 @@ void binarize_sums(const Stream& on, const T* x, T threshold, uint8_t* bits, dou
         },
         JoinSides(),
         [=] __device__(const Sides& sides) {
-            sums[0] = sides.count;
-            sums[1] = sides.high;
-            sums[2] = sides.low;
+            single ? mean_magnitude(sides, n, means) : means_of(sides, n, means);
         });
 }
 
 template <class T>
-void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* onto, T* out, int64_t n) {
-    sum_parts(on, ranks, onto, out, n, BinaryValue<T>());
+void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T* out,
+                int64_t n) {
+    sum_parts(on, ranks, onto, out, n, BinaryValue<T>{single, negate});
 }
 
 template <class T> void majority(const Stream& on, const std::vector<const uint8_t*>& bits, T* out, int64_t n) {
@@ -231,8 +229,8 @@ void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_
 
 #define GRACE_MAKE(T)                                                                                                 \
     template void binarize<T>(const Stream&, const T*, T, uint8_t*, int64_t);                                         \
-    template void binarize_sums<T>(const Stream&, const T*, T, uint8_t*, double*, int64_t);                           \
-    template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, const T*, T*, int64_t);                   \
+    template void binarize_means<T>(const Stream&, const T*, T, bool, uint8_t*, T*, int64_t);                         \
+    template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, bool, bool, const T*, T*, int64_t);       \
     template void majority<T>(const Stream&, const std::vector<const uint8_t*>&, T*, int64_t);                        \
     template void bucket_norms<T>(const Stream&, const T*, int64_t, int64_t, bool, T*);                               \
     template void quantize_packed<T>(const Stream&, const T*, const T*, int64_t, int, int, const T*, const RandomKey&, \

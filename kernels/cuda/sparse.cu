@@ -207,6 +207,15 @@ template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, 
     largest(on, x, n, 0, k, values, indices);
 }
 
+template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64_t k, T* out) {
+    T* values = scratch<T>(on, k);
+    top(on, x, n, k, values, scratch<int32_t>(on, k));
+    using Word = typename Format<T>::Word;
+    reduce(
+        on, k, Word(0), [=] __device__(int64_t i) { return Word(~magnitude_bits(values[i])); }, Larger<Word>(),
+        [=] __device__(Word most) { *out = bits_as<T>(Word(~most)); });
+}
+
 template <class T>
 void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,
                   const std::function<Tops<T>(int64_t, int64_t)>& room) {
@@ -271,6 +280,7 @@ void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T*
 #define GRACE_MAKE(T)                                                                                    \
     template void select<T>(const Stream&, const T*, const T*, bool, bool, int64_t, const Room<T>&);     \
     template void top<T>(const Stream&, const T*, int64_t, int64_t, T*, int32_t*);                       \
+    template void top_bound<T>(const Stream&, const T*, int64_t, int64_t, T*);                          \
     template void top_of_sides<T>(const Stream&, const T*, int64_t, const std::function<int64_t(int64_t)>&, \
                                   const std::function<Tops<T>(int64_t, int64_t)>&);                      \
     template void gather<T>(const Stream&, const T*, int64_t, const int32_t*, T*, int64_t);              \

@@ -13,13 +13,14 @@ constexpr uint32_t kZeroByte = 121, kFirstRun = 243;
 // Five digits, the first one highest; elements that there are not are zeros.
 template <class T> struct TernaryByte {
     const T* x;
-    const T* half;
+    const T* scale;
     int64_t n;
     __device__ uint8_t operator()(int64_t byte) const {
+        const T half = *scale * T(0.5);
         uint32_t digits = 0;
         for (int j = 0; j < kDigits; ++j) {
             const int64_t i = byte * kDigits + j;
-            digits = 3 * digits + (i < n ? digit_of(x[i], *half) : 1u);
+            digits = 3 * digits + (i < n ? digit_of(x[i], half) : 1u);
         }
         return uint8_t(digits);
     }
@@ -253,14 +254,14 @@ __global__ void unite_kernel(WidthCodes<T> rank, int64_t n, T byte_step, T word_
 }  // namespace
 
 template <class T>
-void ternary_encode(const Stream& on, const T* x, const T* half, int64_t n,
+void ternary_encode(const Stream& on, const T* x, const T* scale, int64_t n,
                     const std::function<uint8_t*(int64_t count)>& room) {
     const int64_t size = divide_up(n, kDigits);
     const Shares shares = shares_of(size);
     uint8_t *bytes = scratch<uint8_t>(on, size), *begins = scratch<uint8_t>(on, divide_up(size, 8));
     int64_t* lasts = scratch<int64_t>(on, shares.count + 1);
     uint64_t* before = scratch<uint64_t>(on, shares.count + 1);
-    map(on, bytes, size, TernaryByte<T>{x, half, n});
+    map(on, bytes, size, TernaryByte<T>{x, scale, n});
     launch(on, shares.count, last_kernel, bytes, size, shares, lasts);
     launch(on, 1, before_kernel<int64_t, Larger<int64_t>>, lasts, shares.count, int64_t(-1), Larger<int64_t>());
     launch(on, shares.count, begins_kernel, bytes, size, shares, lasts, begins, before);

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.dlpack import to_dlpack
 
 from grace.core.errors import PayloadError
 from grace.core.ops.native_torch import NativeTorchOps
@@ -63,7 +64,7 @@ class EmulatedOps(NativeTorchOps):
 
         self.started.add(kernel)
         try:
-            return module().run_on_gpu(kernel, inputs, integers, numbers, 0, 0, allocate)
+            return module().run_on_gpu(kernel, [to_dlpack(x) for x in inputs], integers, numbers, 0, 0, allocate)
         except module().CorruptPayload as error:
             raise PayloadError(str(error)) from None
         finally:

@@ -261,6 +261,13 @@ def sparsify(ops, g):
 
 
 @case
+def top_bound(ops, g):
+    for k in g.some(sorted({1, g.n // 100, g.n // 3, g.n} - {0})):
+        if k <= g.n:
+            yield ops.top_bound(g.x(), k)
+
+
+@case
 def top_indices(ops, g):
     for k in g.some([1, g.n // 10]):
         yield ops.top_indices(g.x(), k)
@@ -353,12 +360,18 @@ def binarize(ops, g):
 
 
 @case
-def binarize_sums(ops, g):
+def binarize_means(ops, g):
     for threshold in g.some([0.0, 0.25, -0.5]):
-        bits, sums = ops.binarize_sums(g.x(), threshold)
+        bits, means = ops.binarize_means(g.x(), threshold)
         yield bits
-        yield sums[:1]
-        yield Loose(sums, g.size())
+        yield free(ops, g, means)
+
+
+@case
+def sign_mean(ops, g):
+    bits, mean = ops.sign_mean(g.x())
+    yield bits
+    yield free(ops, g, mean)
 
 
 @case
@@ -367,7 +380,16 @@ def binary_sum(ops, g):
     for onto in (False, True):
         bits = [g.bytes(size) for _ in range(g.ranks)]
         levels = [g.x(2, offset=1) for _ in range(g.ranks)]
-        yield ops.binary_sum(bits, levels, g.n, g.x() if onto else None)
+        yield ops.binary_sum(bits, levels, g.n, g.x() if onto else None, negate=onto)
+
+
+@case
+def sign_sum(ops, g):
+    size = packed_size(g.n, 1)
+    for onto in (False, True):
+        bits = [g.bytes(size) for _ in range(g.ranks)]
+        scales = [g.x(1, offset=1) for _ in range(g.ranks)]
+        yield ops.sign_sum(bits, scales, g.n, g.x() if onto else None, negate=onto)
 
 
 @case

@@ -74,6 +74,8 @@ REFUSED = {
         ValueError,
         "k = 4 and n = 3",
     ),
+    "the bound of none": (lambda o, m: o.top_bound(m.f(10), 0), ValueError, "from 1 to 10, received 0"),
+    "the bound of too many": (lambda o, m: o.top_bound(m.f(10), 11), ValueError, "from 1 to 10, received 11"),
     "a negative k": (lambda o, m: o.sparsify(m.f(10), -1), ValueError, "received -1"),
     "an index too large": (lambda o, m: o.gather(m.f(10), m.i(3, 10)), PayloadError, "from 0 to 9, received 10"),
     "a negative index": (lambda o, m: o.gather(m.f(10), m.i(-1)), PayloadError, "from 0 to 9, received -1"),
@@ -213,7 +215,7 @@ def test_refused(framework, name):
 
 
 def run(kernel, *inputs, integers=(), numbers=(), consumes=False):
-    return native.module.run(kernel, list(inputs), list(integers), list(numbers), consumes, 1, True)
+    return native.module.run(kernel, list(inputs), list(integers), list(numbers), consumes, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +308,22 @@ def test_what_is_only_read_may_have_steps_odd_addresses_or_be_read_only(framewor
         assert ops.weighted_sum(x, 1, x, 1).tolist() == (2 * wanted).tolist()
 
 
+def test_tensors_of_a_pytorch_before_2_10_go_through_python():
+    torch = pytest.importorskip("torch")
+
+    class Old(torch.Tensor):
+        __dlpack_c_exchange_api__ = None
+
+    x, where = torch.arange(10.0), torch.tensor([3], dtype=torch.int32)
+    (total,) = native.module.run("weighted_sum", [x, x], [], [1, 2], False, 1, Old)
+    assert type(total) is torch.Tensor
+    assert torch.equal(total, 3 * x)
+    assert native.module.run("put", [x, where], [], [-1.0], True, 1, Old) == []
+    assert x[3] == -1
+    with pytest.raises(TypeError, match="contiguous"):
+        native.module.run("max_abs", [x[::2]], [], [], False, 1, Old)
+
+
 def test_arrays_of_numpy_and_of_torch_are_told_apart():
     torch = pytest.importorskip("torch")
     x, tensor = np.zeros(3, np.float32), torch.zeros(3)
@@ -313,9 +331,9 @@ def test_arrays_of_numpy_and_of_torch_are_told_apart():
         get_ops("numpy", native=True).max_abs(tensor)
     with pytest.raises(TypeError, match=r"expected a PyTorch tensor of .*, received .*ndarray"):
         get_ops("torch", native=True).max_abs(x)
-    with pytest.raises(TypeError, match=r"must be Tensor, not numpy\.ndarray"):
+    with pytest.raises(TypeError, match=r"received another .*numpy.ndarray"):
         get_ops("torch", native=True).binary_sum([np.zeros(2, np.uint8)], [torch.zeros(2)], 10)
-    with pytest.raises(BufferError, match="meta"):
+    with pytest.raises(RuntimeError, match="meta"):
         get_ops("torch", native=True).max_abs(torch.zeros(3, device="meta"))
     for cls, x in (("NumPy array", [1.0]), ("PyTorch tensor", 1.0)):
         with pytest.raises(TypeError, match=f"expected a {cls}"):

@@ -155,7 +155,7 @@ def test_powers_of_two(data, x, key, clipped):
 @settings
 @hypothesis.given(numbers(largest=1e10), st.floats(0, 1e10, width=32))
 def test_ternary_digits(x, half):
-    edge = np.array([half], x.dtype)
+    edge = np.array([2 * half], x.dtype)
     codes = agree(lambda ops: ops.ternary_encode(x, edge))[0]
     digits = agree(lambda ops: ops.ternary_sum([codes], [np.ones(1, x.dtype)], x.size))[0]
     assert digits.tolist() == ((x >= half).astype(int) - (x <= -half)).tolist()

@@ -36,12 +36,12 @@ def step(ops, seed, n=N):
     codes = ops.quantize_packed(x, norms, 512, 127, 8, key)
     values, indices = ops.sparsify(x, n // 100)
     powers, base = ops.natural_encode(x, key, True)
-    bits, sums = ops.binarize_sums(x, 0.0)
+    bits, means = ops.binarize_means(x, 0.0)
     results = [
         ops.dequantize_sum([codes, codes], [norms, norms], 512, 127, 8, n),
         ops.sparse_sum([values], [indices], n, x.copy()),
         ops.natural_sum([powers], [base], n, "float32", True),
-        ops.binary_sum([bits], [sums[1:].astype(np.float32)], n),
+        ops.binary_sum([bits], [means], n),
         ops.ternary_encode(x, np.array([1.0], np.float32)),
         *ops.select(x, 2.0, strict=True),
         ops.words(n, key),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -174,7 +173,7 @@ def test_a_sketch_that_overflowed_still_chooses_k():
     ex = exchange(make("sketchedsgd"), OPS, spec(N), [normal(N)])
     agreed = ex.sites[0].agreed.copy()
     agreed[:100:3], agreed[1:200:3], agreed[2:300:3] = np.inf, -np.inf, np.nan
-    at = dataclasses.replace(ex.sites[0], agreed=agreed)
+    at = ex.sites[0]._replace(agreed=agreed)
     assert len(set(make("sketchedsgd").compress(ex.xs[0], at)["indices"].tolist())) == 40
 
 

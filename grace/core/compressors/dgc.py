@@ -57,9 +57,9 @@ class DGC(Sparsifier):
         k = keep_count(self.compress_ratio, n)
         count = min(n, max(self.min_samples, math.ceil(self.sample_ratio * n)))
         drawn = x if count == n else ops.gather(x, ops.sample(n, count, at.private_key))
-        top, _ = ops.sparsify(drawn, keep_count(self.compress_ratio, count))
-        passed = ops.select(x, -ops.max(-ops.abs(top)), strict=False, nonzero=True)
-        number = ops.full(1, ops.length(passed[1]), "float64")[0]
+        bound = ops.top_bound(drawn, keep_count(self.compress_ratio, count))
+        passed = ops.select(x, bound, strict=False, nonzero=True)
+        number = ops.count(passed[1])
         values, indices = ops.choose(
             ops.bit_or(number * self.overshoot < k, number > self.overshoot * k),
             lambda: self._largest(x, passed, number, k, at),

@@ -32,19 +32,15 @@ class EFSignSGD(Compressor):
         return Field("scale", spec.work_dtype, 1), Field("signs", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, dtype = at.ops, at.spec.work_dtype
-        signs, sums = ops.binarize_sums(x, 0)
-        # Not by a Python number: the optimizer of a graph would multiply by its rounded reciprocal.
-        scale = ops.cast(sums[1] - sums[2], dtype) / ops.cast(max(1, at.spec.numel), dtype)
-        return {"scale": ops.reshape(scale, (1,)), "signs": signs}
+        signs, scale = at.ops.sign_mean(x)
+        return {"scale": scale, "signs": signs}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        levels = [at.ops.concat([-payload["scale"], payload["scale"]]) for payload in payloads]
-        return at.ops.binary_sum([payload["signs"] for payload in payloads], levels, at.spec.numel)
+        signs, scales = ([payload[name] for payload in payloads] for name in ("signs", "scale"))
+        return at.ops.sign_sum(signs, scales, at.spec.numel)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        levels = at.ops.concat([payload["scale"], -payload["scale"]])
-        return at.ops.binary_sum([payload["signs"]], [levels], at.spec.numel, onto=x)
+        return at.ops.sign_sum([payload["signs"]], [payload["scale"]], at.spec.numel, onto=x, negate=True)

@@ -78,10 +78,8 @@ class HardThreshold(Sparsifier):
         """Elements that were sent, and those that there are, on all ranks."""
         if not self._tunes:
             return None
-        ops = at.ops
-        kept = [ops.full(1, ops.length(payload["indices"]), "float64") for payload in payloads]
-        total = ops.full(1, at.spec.numel * len(payloads), "float64")
-        return ops.sum(ops.concat(kept)), total[0]
+        kept = sum(at.ops.count(payload["indices"]) for payload in payloads)
+        return at.ops.cast(kept, "float64"), at.ops.cast(float(at.spec.numel * len(payloads)), "float64")
 
     def retune(self, state: State, first: Array, second: Array, at: Site) -> State:
         ops = at.ops

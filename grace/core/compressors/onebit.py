@@ -36,13 +36,9 @@ class OneBit(Compressor):
         return Field("means", spec.work_dtype, 2), Field("bits", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, dtype = at.ops, at.spec.work_dtype
-        bits, sums = ops.binarize_sums(x, self.threshold)
-        count, rest = sums[0], at.spec.numel - sums[0]
-        high, low = (ops.cast(ops.cast(side, dtype), "float64") for side in (sums[1], sums[2]))
-        # An empty side is never decoded; its mean is 0 rather than 0/0.
-        means = [low / ops.where(rest > 0, rest, 1.0), high / ops.where(count > 0, count, 1.0)]
-        return {"means": ops.cast(ops.stack(means, axis=0), dtype), "bits": bits}
+        # The mean of an empty side is 0; it is never decoded.
+        bits, means = at.ops.binarize_means(x, self.threshold)
+        return {"means": means, "bits": bits}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
@@ -52,4 +48,4 @@ class OneBit(Compressor):
         return at.ops.binary_sum(bits, means, at.spec.numel)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        return at.ops.binary_sum([payload["bits"]], [-payload["means"]], at.spec.numel, onto=x)
+        return at.ops.binary_sum([payload["bits"]], [payload["means"]], at.spec.numel, onto=x, negate=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from grace.core.compressor import Compressor, Sparsifier
@@ -44,7 +45,7 @@ class QSparse(QuantizedSparsifier):
         check_ratio("qsparse", self.compress_ratio)
         _ = self.parts  # QSGD checks the number of levels
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Sparsifier, Compressor]:
         quantizer = EFSignSGD() if self.quantizer == "sign" else QSGD(self.quantum_num, bucket_size=0)
         return _SPARSIFIERS[self.sparsifier](self.compress_ratio), quantizer

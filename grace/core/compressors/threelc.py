@@ -50,10 +50,10 @@ class ThreeLC(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
-        scale = ops.full(1, self.sparsity_multiplier, at.spec.work_dtype) * ops.max_abs(x)
-        # Compared rather than divided: exact, and of a scale of 0 both sides hold, which makes 0.
-        half = scale * ops.cast(0.5, at.spec.work_dtype)
-        return {"scale": scale, "codes": ops.ternary_encode(x, half)}
+        scale = ops.reshape(ops.max_abs(x), (1,))
+        if self.sparsity_multiplier != 1:
+            scale = scale * ops.full(1, self.sparsity_multiplier, at.spec.work_dtype)
+        return {"scale": scale, "codes": ops.ternary_encode(x, scale)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)

@@ -76,6 +76,10 @@ class Primitives(ABC):
         """Number of elements: an int, or a 0-d tensor in a traced graph."""
 
     @abstractmethod
+    def count(self, x: Array) -> float:
+        """The number of elements to compute with: a float, or a 0-d float64 tensor in a traced graph."""
+
+    @abstractmethod
     def size(self, x: Array) -> int:
         """A 0-d integer array as something that can be used in a slice."""
 

@@ -30,20 +30,42 @@ class Codings(Helpers):
         """One bit per element, x >= threshold, packed."""
         return self.pack(self.cast(x >= threshold, "uint8"), 1)
 
-    def binarize_sums(self, x: Array, threshold: float) -> tuple[Array, Array]:
-        """The bits of `binarize`; and of the elements with bit 1 the number and the sum, then the sum of the others.
+    def binarize_means(self, x: Array, threshold: float) -> tuple[Array, Array]:
+        """The bits of `binarize`, and the means of the elements with bit 0 and 1, in x's dtype; 0 of none."""
+        count, high, low = self._sides(x, threshold)
+        rest, dtype = self.cast(self.length(x), "float64") - count, self.dtype(x)
+        sums = (self.cast(self.cast(side, dtype), "float64") for side in (low, high))
+        means = [s / self.where(m > 0, m, 1.0) for s, m in zip(sums, (rest, count), strict=True)]
+        return self.binarize(x, threshold), self.cast(self.stack(means, axis=0), dtype)
 
-        The three are float64 and not rounded to x's dtype.
-        """
+    def sign_mean(self, x: Array) -> tuple[Array, Array]:
+        """The bits of x >= 0, packed, and the mean magnitude (x's dtype, (1,)); 0 of an empty array."""
+        _, high, low = self._sides(x, 0)
+        n, dtype = self.cast(self.length(x), "float64"), self.dtype(x)
+        mean = self.cast(high - low, dtype) / self.cast(self.where(n > 0, n, 1.0), dtype)
+        return self.binarize(x, 0), self.reshape(mean, (1,))
+
+    def _sides(self, x: Array, threshold: float) -> tuple[Array, Array, Array]:
+        """In float64 how many elements have bit 1, their sum, and that of the others."""
         high, wide = x >= threshold, self.cast(x, "float64")
-        sums = (self.cast(high, "float64"), self.where(high, wide, 0.0), self.where(high, 0.0, wide))
-        return self.binarize(x, threshold), self.stack([self.sum(s) for s in sums], axis=0)
+        sides = self.cast(high, "float64"), self.where(high, wide, 0.0), self.where(high, 0.0, wide)
+        count, above, below = (self.sum(side) for side in sides)
+        return count, above, below
 
-    def binary_sum(self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        """Sum of levels[1] where a bit is set and levels[0] where not, of n bits per rank and its two levels."""
+    def binary_sum(
+        self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
+    ) -> Array:
+        """Sum, or that of negatives, of levels[1] where a bit is set and levels[0] where not, for n bits per rank."""
         for data, level in zip(bits, levels, strict=True):
-            onto = self._plus(onto, self.where(self.unpack(data, 1, n) > 0, level[1], level[0]))
+            signed = -level if negate else level
+            onto = self._plus(onto, self.where(self.unpack(data, 1, n) > 0, signed[1], signed[0]))
         return onto
+
+    def sign_sum(
+        self, bits: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
+    ) -> Array:
+        """As `binary_sum`, of levels that are minus and plus a rank's scale."""
+        return self.binary_sum(bits, [self.concat([-scale, scale]) for scale in scales], n, onto, negate)
 
     def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
         """1 where more than half of the ranks have set the bit, -1 where fewer, 0 on a tie."""
@@ -185,11 +207,13 @@ class Codings(Helpers):
 
     # --- ternary digits -------------------------------------------------------------------------------------------
 
-    def ternary_encode(self, x: Array, half: Array) -> Array:
-        """1 where x >= half, -1 where x <= -half, else 0 (also where both hold), in the bytes of 3LC.
+    def ternary_encode(self, x: Array, scale: Array) -> Array:
+        """1 where x >= scale / 2, -1 where x <= -scale / 2, else 0 (also where both hold), in the bytes of 3LC.
 
         Plus 1 they are digits, five per byte (`grace.core.ops.ternary`); the runs make the length depend on the data.
         """
+        # Compared rather than divided: exact, and of a scale of 0 both sides hold, which makes 0.
+        half = scale * self.cast(0.5, self.dtype(x))
         digits = self.cast(x >= half, "int64") - self.cast(x <= -half, "int64") + 1
         return ternary.encode_runs(self, ternary.to_bytes(self, digits))
 

@@ -65,6 +65,11 @@ class Helpers(Primitives):
         indices = self.top_indices(x, k)
         return self.gather(x, indices), indices
 
+    def top_bound(self, x: Array, k: int) -> Array:
+        """The k-th largest magnitude (x's dtype, (1,)), 1 <= k <= elements."""
+        values, _ = self.sparsify(x, k)
+        return self.reshape(-self.max(-self.abs(values)), (1,))
+
     def desparsify(self, values: Array, indices: Array, n: int) -> Array:
         """Dense array of n with the values at distinct indices. Raises PayloadError for an index out of range."""
         return self.sparse_sum([values], [indices], n)

@@ -128,7 +128,7 @@ class Native(ArrayOps):
         lengths: Sequence[Any] = (),
         consumes: bool = False,
     ) -> list[Array]:
-        """The flat results of a kernel.
+        """The flat results of a kernel, to which the shapes of its inputs are all the same.
 
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
         results and `lengths` their lengths, None where only the kernel knows them. With `consumes` the first input is
@@ -142,6 +142,9 @@ class Native(ArrayOps):
 
     def _kind(self, x: Array) -> str | None:
         """The dtype of an array; None of a number, and of an array of another framework or of a rare dtype."""
+        # Met often, and sooner told than by the error that it would be.
+        if isinstance(x, (int, float)):
+            return None
         try:
             return self.dtype(x)
         except (AttributeError, KeyError, TypeError):
@@ -219,7 +222,7 @@ class Native(ArrayOps):
         dtype = self._floating(x)
         if dtype is None:
             return super().select(x, bound, strict, nonzero)
-        edge = self.reshape(self.cast(bound, dtype), (1,))
+        edge = bound if self._kind(bound) == dtype else self.cast(bound, dtype)
         flags, outputs = [int(strict), int(nonzero)], [dtype, "int32"]
         values, indices = self._run("select", [x, edge], flags, outputs=outputs, lengths=[None, None])
         return values, indices
@@ -231,6 +234,12 @@ class Native(ArrayOps):
         k = self.min_size(k, self.length(x))
         values, indices = self._run("top", [x], [k], outputs=[dtype, "int32"], lengths=[k, k])
         return values, indices
+
+    def top_bound(self, x: Array, k: int) -> Array:
+        dtype = self._floating(x)
+        if dtype is None:
+            return super().top_bound(x, k)
+        return self._run("top_bound", [x], [k], outputs=[dtype], lengths=[1])[0]
 
     def top_indices(self, x: Array, k: int) -> Array:
         return super().top_indices(x, k) if self._floating(x) is None else self.sparsify(x, k)[1]
@@ -288,15 +297,32 @@ class Native(ArrayOps):
         size = packed_size(self.length(x), 1)
         return self._run("binarize", [x], (), [threshold], outputs=["uint8"], lengths=[size])[0]
 
-    def binarize_sums(self, x: Array, threshold: float) -> tuple[Array, Array]:
-        if self._floating(x) is None:
-            return super().binarize_sums(x, threshold)
-        outputs, lengths = ["uint8", "float64"], [packed_size(self.length(x), 1), 3]
-        bits, sums = self._run("binarize_sums", [x], (), [threshold], outputs=outputs, lengths=lengths)
-        return bits, sums
+    def binarize_means(self, x: Array, threshold: float) -> tuple[Array, Array]:
+        dtype = self._floating(x)
+        return super().binarize_means(x, threshold) if dtype is None else self._means(x, dtype, threshold, 2)
 
-    def binary_sum(self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        return self._total("binary_sum", [*bits, *levels], [len(bits), n], n, self.dtype(levels[0]), onto)
+    def sign_mean(self, x: Array) -> tuple[Array, Array]:
+        dtype = self._floating(x)
+        return super().sign_mean(x) if dtype is None else self._means(x, dtype, 0, 1)
+
+    def _means(self, x: Array, dtype: str, threshold: float, number: int) -> tuple[Array, Array]:
+        outputs, lengths = ["uint8", dtype], [packed_size(self.length(x), 1), number]
+        bits, means = self._run(
+            "binarize_means", [x], [int(number == 1)], [threshold], outputs=outputs, lengths=lengths
+        )
+        return bits, means
+
+    def binary_sum(
+        self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
+    ) -> Array:
+        integers = [len(bits), n, 0, int(negate)]
+        return self._total("binary_sum", [*bits, *levels], integers, n, self.dtype(levels[0]), onto)
+
+    def sign_sum(
+        self, bits: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
+    ) -> Array:
+        integers = [len(bits), n, 1, int(negate)]
+        return self._total("binary_sum", [*bits, *scales], integers, n, self.dtype(scales[0]), onto)
 
     def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
         return self._run("majority", bits, [n, FLOATS.index(dtype)], outputs=[dtype], lengths=[n])[0]
@@ -322,8 +348,7 @@ class Native(ArrayOps):
     ) -> Array:
         if self._floating(x) is None:
             return super().quantize_packed(x, scales, width, levels, bits, key, limit)
-        inputs = [x, self.reshape(scales, (-1,))]
-        inputs += [] if limit is None else [self.reshape(limit, (1,))]
+        inputs = [x, scales] if limit is None else [x, scales, limit]
         integers, size = [width, levels, bits, *self._key(key)], packed_size(self.length(x), bits)
         return self._run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size])[0]
 
@@ -337,9 +362,8 @@ class Native(ArrayOps):
         n: int,
         onto: Array | None = None,
     ) -> Array:
-        inputs = [*codes, *(self.reshape(scale, (-1,)) for scale in scales)]
         integers = [len(codes), width, levels, bits, n]
-        return self._total("dequantize_sum", inputs, integers, n, self.dtype(scales[0]), onto)
+        return self._total("dequantize_sum", [*codes, *scales], integers, n, self.dtype(scales[0]), onto)
 
     # --- sketches -------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from grace.core.ops.base import packed_size
 from grace.core.ops.native import FLOATS, Native
@@ -41,25 +40,25 @@ class NativeCodings(Native):
     def table_encode(self, x: Array, scale: Array, table: Array) -> Array:
         if self._floating(x) is None:
             return super().table_encode(x, scale, table)
-        inputs = [x, self.reshape(scale, (1,)), table]
+        inputs = [x, scale, table]
         return self._run("table_encode", inputs, outputs=["uint8"], lengths=[self.length(x)])[0]
 
     def table_sum(
         self, codes: Sequence[Array], scales: Sequence[Array], table: Array, onto: Array | None = None
     ) -> Array:
         n = self.length(codes[0])
-        inputs = [*codes, *self._single(scales), table]
+        inputs = [*codes, *scales, table]
         return self._total("table_sum", inputs, [len(codes), n], n, self.dtype(table), onto)
 
     # --- ternary digits -------------------------------------------------------------------------------------------
 
-    def ternary_encode(self, x: Array, half: Array) -> Array:
+    def ternary_encode(self, x: Array, scale: Array) -> Array:
         if self._floating(x) is None:
-            return super().ternary_encode(x, half)
-        return self._run("ternary_encode", [x, self.reshape(half, (1,))], outputs=["uint8"], lengths=[None])[0]
+            return super().ternary_encode(x, scale)
+        return self._run("ternary_encode", [x, scale], outputs=["uint8"], lengths=[None])[0]
 
     def ternary_sum(self, codes: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        inputs = [*codes, *self._single(scales)]
+        inputs = [*codes, *scales]
         return self._total("ternary_sum", inputs, [len(codes), n], n, self.dtype(scales[0]), onto)
 
     # --- numbers of 0, 8, 16 bits or all --------------------------------------------------------------------------
@@ -85,6 +84,3 @@ class NativeCodings(Native):
     ) -> Array:
         inputs = [field for fields in zip(*payloads, strict=True) for field in fields]
         return self._total("precision_sum", inputs, [len(payloads), m, h, n, int(negate)], n, dtype, onto)
-
-    def _single(self, scales: Sequence[Array]) -> list[Any]:
-        return [self.reshape(scale, (1,)) for scale in scales]

@@ -1,4 +1,4 @@
-"""Kernels for NumPy arrays, which the module grace._native takes by DLPack."""
+"""Kernels for NumPy arrays, which the module grace._native takes as they are."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
         consumes: bool = False,
     ) -> list[Array]:
         try:
-            results = module.run(kernel, inputs, integers, numbers, consumes, self._threads, True)
+            results: list[Array] = module.run(kernel, inputs, integers, numbers, consumes, self._threads, None)
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
@@ -56,9 +56,9 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
             return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
-        return [inputs[0]] if consumes else list(results)
+        return [inputs[0]] if consumes else results
 
-    # DLPack of NumPy has no bfloat16: it travels as the integers of the same bits.
+    # NumPy itself has no bfloat16: it travels as the integers of the same bits.
     def cast(self, x: Array, dtype: str) -> Array:
         if isinstance(x, np.ndarray) and x.ndim == 1:
             if dtype == "bfloat16" and x.dtype == DTYPES["float32"]:

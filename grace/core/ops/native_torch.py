@@ -1,4 +1,4 @@
-"""Kernels for PyTorch tensors, which the module grace._native takes by DLPack."""
+"""Kernels for PyTorch tensors, which the module grace._native takes and gives by DLPack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import to_dlpack
 
 from grace.core.errors import PayloadError
 from grace.core.ops.base import unknown
@@ -42,15 +42,13 @@ class NativeTorchOps(NativeCodings, TorchOps):
         lengths: Sequence[Any] = (),
         consumes: bool = False,
     ) -> list[Array]:
-        # Capsules, because the module would ask tensors for theirs through slow Python code.
-        capsules = [to_dlpack(x) for x in inputs]
         try:
-            results = self._start(kernel, capsules, integers, numbers, consumes)
+            results = self._start(kernel, inputs, integers, numbers, consumes)
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
             # A step between the elements, or an odd address, is rare enough to be found by the failure.
-            given = [x if _is_plain(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs]
+            given = [_plain(x) for x in inputs]
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
             return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
@@ -60,8 +58,10 @@ class NativeTorchOps(NativeCodings, TorchOps):
         self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any], consumes: bool
     ) -> list[Array]:
         if not self.device.startswith("cuda"):
-            capsules = module.run(kernel, inputs, integers, numbers, consumes, torch.get_num_threads(), False)
-            return [from_dlpack(x) for x in capsules]
+            on_cpu: list[Array] = module.run(
+                kernel, inputs, integers, numbers, consumes, torch.get_num_threads(), torch.Tensor
+            )
+            return on_cpu
         device = torch.device(self.device)
         index = torch.cuda.current_device() if device.index is None else device.index
         stream = torch.cuda.current_stream(index).cuda_stream
@@ -71,9 +71,14 @@ class NativeTorchOps(NativeCodings, TorchOps):
             made = torch.empty(n, dtype=DTYPES[dtype], device=f"cuda:{index}")
             return made, made.data_ptr()
 
-        results: list[Array] = module.run_on_gpu(kernel, inputs, integers, numbers, index, stream, allocate)
+        # Capsules, because a tensor's own method for DLPack may make streams wait for each other.
+        capsules = [to_dlpack(x) for x in inputs]
+        results: list[Array] = module.run_on_gpu(kernel, capsules, integers, numbers, index, stream, allocate)
         return results
 
 
-def _is_plain(x: Array) -> bool:
-    return bool(x.is_contiguous()) and x.data_ptr() % x.element_size() == 0
+def _plain(x: Array) -> Array:
+    """x itself if there is nothing to mend."""
+    if not isinstance(x, torch.Tensor) or (x.is_contiguous() and x.data_ptr() % x.element_size() == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

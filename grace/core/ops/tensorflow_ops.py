@@ -99,6 +99,9 @@ class TensorflowOps(ArrayOps):
         static = x.shape.num_elements()
         return tf.size(x) if static is None else static
 
+    def count(self, x: Array) -> Array:
+        return self.cast(self.length(x), "float64")
+
     def size(self, x: Array) -> Any:
         return x
 
@@ -239,8 +242,10 @@ class TensorflowOps(ArrayOps):
     orthogonalize = _as_graph(ArrayOps.orthogonalize)
     inverse = _as_graph(ArrayOps.inverse)
     binarize = _as_graph(ArrayOps.binarize)
-    binarize_sums = _as_graph(ArrayOps.binarize_sums)
+    binarize_means = _as_graph(ArrayOps.binarize_means)
+    sign_mean = _as_graph(ArrayOps.sign_mean)
     binary_sum = _as_graph(ArrayOps.binary_sum)
+    sign_sum = _as_graph(ArrayOps.sign_sum)
     majority = _as_graph(ArrayOps.majority)
     bucket_norms = _as_graph(ArrayOps.bucket_norms)
     quantize_packed = _as_graph(ArrayOps.quantize_packed)

@@ -69,6 +69,9 @@ class TorchOps(ArrayOps):
     def length(self, x: Array) -> int:
         return int(x.numel())
 
+    def count(self, x: Array) -> float:
+        return float(x.numel())
+
     def size(self, x: Array) -> int:
         return int(x)
 

@@ -42,6 +42,29 @@ template <class T> GRACE_HD typename Format<T>::Word magnitude_bits(T x) {
 
 template <class T> GRACE_HD T magnitude(T x) { return bits_as<T>(magnitude_bits(x)); }
 
+// --- two levels ------------------------------------------------------------------------------------------------------
+
+// Of n elements: how many are high, and the sums of those and of the others.
+struct Sides {
+    double count, high, low;
+};
+
+// The means of both sides, low first, 0 of none; or the mean magnitude where the high ones are those of at least 0.
+template <class T> GRACE_HD void means_of(const Sides& sides, int64_t n, T* means) {
+    const double rest = double(n) - sides.count;
+    means[0] = T(double(T(sides.low)) / (rest > 0 ? rest : 1.0));
+    means[1] = T(double(T(sides.high)) / (sides.count > 0 ? sides.count : 1.0));
+}
+template <class T> GRACE_HD void mean_magnitude(const Sides& sides, int64_t n, T* mean) {
+    *mean = T(sides.high - sides.low) / T(n > 0 ? n : 1);
+}
+
+// What a bit decodes to: one of two levels, or plus or minus the only one.
+template <class T> GRACE_HD T level_of(const T* levels, bool single, bool negate, bool bit) {
+    const T level = single ? (bit ? levels[0] : -levels[0]) : levels[bit ? 1 : 0];
+    return negate ? -level : level;
+}
+
 // --- random bits: Philox4x32-10 (Salmon et al., SC 2011) -------------------------------------------------------------
 
 constexpr uint32_t kPhilox0 = 0xD2511F53u, kPhilox1 = 0xCD9E8D57u, kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;

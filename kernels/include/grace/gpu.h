@@ -94,10 +94,13 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
 template <class Code> void pack(const Stream& on, const Code* codes, int bits, uint8_t* out, int64_t n);
 void unpack(const Stream& on, const uint8_t* data, int bits, int64_t* out, int64_t n);
 template <class T> void binarize(const Stream& on, const T* x, T threshold, uint8_t* bits, int64_t n);
-template <class T> void binarize_sums(const Stream& on, const T* x, T threshold, uint8_t* bits, double* sums, int64_t n);
-// Coded::scales: the two levels of the rank. `onto` may be `out` or null.
+// `means`: two, or the mean magnitude if `single`.
 template <class T>
-void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* onto, T* out, int64_t n);
+void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n);
+// Coded::scales: the two levels of the rank, or one if `single`. `onto` may be `out` or null.
+template <class T>
+void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T* out,
+                int64_t n);
 template <class T> void majority(const Stream& on, const std::vector<const uint8_t*>& bits, T* out, int64_t n);
 template <class T>
 void bucket_norms(const Stream& on, const T* x, int64_t n, int64_t width, bool largest, T* norms);
@@ -113,6 +116,8 @@ template <class T>
 void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room);
 // The k largest magnitudes, 0 <= k <= n < 2^31, by their indices; among equal ones the lower index.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
+// The least of them, 1 <= k.
+template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64_t k, T* out);
 // Waits for the stream. Of each sign the kept(count) largest; their means are added up in float64.
 template <class T>
 void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,
@@ -138,7 +143,7 @@ template <class T>
 void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* table, const T* onto, T* out, int64_t n);
 // Waits for the stream.
 template <class T>
-void ternary_encode(const Stream& on, const T* x, const T* half, int64_t n,
+void ternary_encode(const Stream& on, const T* x, const T* scale, int64_t n,
                     const std::function<uint8_t*(int64_t count)>& room);
 // Codes of another number of digits count as a fault, and as zeros.
 template <class T>

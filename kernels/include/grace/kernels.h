@@ -27,14 +27,15 @@ namespace grace {
     X(pack)           /* codes uint8 or int64; bits -> uint8 */                                                  \
     X(unpack)         /* uint8; bits, n -> int64[n] */                                                           \
     X(binarize)       /* x; ; threshold -> bits */                                                               \
-    X(binarize_sums)  /* x; ; threshold -> bits, float64[3] */                                                   \
-    X(binary_sum)     /* [onto], bits..., levels...; ranks, n, has_onto -> T[n] */                               \
+    X(binarize_means) /* x; single; threshold -> bits, T[2], or T[1]: the mean magnitude */                      \
+    X(binary_sum)     /* [onto], bits..., levels...; ranks, n, single, negate, has_onto -> T[n] */               \
     X(majority)       /* bits...; n, wide (0: float32, 1: float64) -> T[n] */                                    \
     X(bucket_norms)   /* x; width, largest -> T[buckets] */                                                      \
     X(quantize_packed) /* x, scales, [limit]; width, levels, bits, key -> uint8 */                               \
     X(dequantize_sum) /* [onto], codes..., scales...; ranks, width, levels, bits, n, has_onto -> T[n] */         \
     X(select)         /* x, bound; strict, nonzero -> T[m], int32[m] */                                          \
     X(top)            /* x; k -> T[k], int32[k] */                                                               \
+    X(top_bound)      /* x; k -> T[1] */                                                                         \
     X(gather)         /* x, indices -> T[m] */                                                                   \
     X(put)            /* x consumed, indices; ; value -> x */                                                    \
     X(scatter_add)    /* x consumed, indices, values -> x */                                                     \
@@ -43,7 +44,7 @@ namespace grace {
     X(natural_sum)    /* [onto], codes..., bases...; ranks, n, wide, clipped, negate, has_onto -> T[n] */        \
     X(table_encode)   /* x, scale, table T[128] -> uint8[n] */                                                   \
     X(table_sum)      /* [onto], codes..., scales..., table; ranks, n, has_onto -> T[n] */                       \
-    X(ternary_encode) /* x, half -> uint8[m] */                                                                  \
+    X(ternary_encode) /* x, scale -> uint8[m] */                                                                 \
     X(ternary_sum)    /* [onto], codes..., scales...; ranks, n, has_onto -> T[n] */                              \
     X(precision_encode) /* x; m, h; bound -> T[], int16[], int8[], tags */                                       \
     X(precision_sum)  /* [onto], full..., words..., bytes..., tags...; ranks, m, h, n, negate, has_onto -> T[n] */ \
