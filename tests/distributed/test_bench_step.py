@@ -88,16 +88,16 @@ def test_without_shaping(framework, tmp_path):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
     path = tmp_path / "step.json"
-    given = ["--ranks", str(ranks), "--link", "1gbit", "--model", "resnet", "--rounds", "1", "--steps", "4"]
+    given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "2"]
     finished(*given, "--compressors", "none,topk,fp16", "--json", str(path))
     assert not present()
     for result in json.loads(path.read_text()):
         sent, said = result["wire_bytes"], result["reported_bytes"]
         if said is not None:
-            # Beside the gradients Horovod sends what it agrees on, which a small model shows: 10 KB are allowed.
-            assert abs(sent - said) < 0.05 * said + 10_000, result["method"]
+            assert abs(sent - said) < 0.05 * said, result["method"]
         if result["method"] == "compute":
-            assert sent < 100_000
+            # Horovod's ranks talk to each other all the time.
+            assert sent < 200_000
 
 
 @needs_shaping

@@ -82,7 +82,9 @@ class DdpSide:
         torch.manual_seed(SEED)
         model = self._model()
         torch.manual_seed(SEED + torch.distributed.get_rank())
-        ddp = torch.nn.parallel.DistributedDataParallel(_Loss(model))
+        # Of several buckets PowerSGD's hook would start collectives in an order that differs between the ranks.
+        megabytes = 4096 if method == "ddp-powersgd" else None
+        ddp = torch.nn.parallel.DistributedDataParallel(_Loss(model), bucket_cap_mb=megabytes)
         if method == "ddp-fp16":
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif method == "ddp-powersgd":
