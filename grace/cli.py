@@ -19,7 +19,6 @@ from grace import __version__, listing
 from grace.bench.command import add_codec
 from grace.bench.step.command import add_step
 from grace.core.errors import ConfigError, GraceError
-from grace.core.ops.native import described
 from grace.machine import FRAMEWORKS, installed
 
 
@@ -148,6 +147,9 @@ class Doctor:
         return built
 
     def _kernels(self) -> None:
+        # Not at the top: the module of kernels imports NumPy, which `grace bench` must prepare first.
+        from grace.core.ops.native import described
+
         try:
             self._say("kernels", described("torch"))
         except ConfigError as error:

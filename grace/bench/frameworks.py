@@ -15,7 +15,6 @@ from grace.bench.codec import LocalStep
 from grace.core.errors import ConfigError, nearest
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.ops.native import Native
 from grace.core.plan import Part
 from grace.core.spec import Array
 from grace.machine import installed
@@ -37,6 +36,9 @@ class Framework:
     @property
     def native(self) -> bool:
         """Whether the array operations are those of the kernels."""
+        # Not at the top: with it comes NumPy, before the number of threads is known.
+        from grace.core.ops.native import Native
+
         return isinstance(self.ops, Native)
 
     @property
