@@ -52,6 +52,10 @@ class EmulatedOps(NativeTorchOps):
         super().__init__("cpu")
         self.started = set()
 
+    def _thin(self, *arguments):
+        # As `Native` does where the device is a GPU.
+        return None
+
     def _start(self, kernel, inputs, integers, numbers, consumes):
         made = []
 
