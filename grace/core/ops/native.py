@@ -87,7 +87,8 @@ def serves(framework: str, device: str) -> bool:
     if module is None:
         return False
     kind, _, index = device.partition(":")
-    return kind == "cpu" or (kind == "cuda" and module.cuda and bool(module.serves_gpu(int(index or 0))))
+    on_gpu = kind == "cuda" and framework == "torch" and module.cuda
+    return kind == "cpu" or (on_gpu and bool(module.serves_gpu(int(index or 0))))
 
 
 def described(framework: str) -> str:

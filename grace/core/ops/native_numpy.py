@@ -15,6 +15,8 @@ from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
 from grace.core.spec import Array
 
+MOST_THREADS = 1024
+
 _BFLOAT16 = DTYPES["bfloat16"]
 _FLOATS = {DTYPES[name].char: name for name in FLOATS}
 
@@ -26,7 +28,7 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
         super().__init__()
         # OpenMP allows one number per level of nesting.
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-        self._threads = int(threads) if threads.isdecimal() else 1
+        self._threads = max(1, min(int(threads), MOST_THREADS)) if threads.isdecimal() else 1
 
     def _floating(self, x: Array) -> str | None:
         # The character of a dtype is found faster than the dtype itself.
