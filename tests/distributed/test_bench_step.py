@@ -27,6 +27,8 @@ def bench(*arguments, **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that starts tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
 
@@ -49,7 +51,21 @@ def can_shape():
         return False
 
 
-needs_shaping = pytest.mark.skipif(not can_shape(), reason="no root, no iproute2 or no namespaces with tbf here")
+@pytest.fixture(scope="module")
+def shaping():
+    if not can_shape():
+        pytest.skip("no root, no iproute2 or no namespaces with tbf here")
+
+
+needs_shaping = pytest.mark.usefixtures("shaping")
+
+
+@pytest.fixture(autouse=True)
+def cleared():
+    """One failure must not make others."""
+    yield
+    if os.geteuid() == 0 and shutil.which("ip"):
+        network.remove_left_over()
 
 
 def present():
@@ -137,6 +153,7 @@ def test_nothing_is_left_after_an_interruption(number):
         errors = process.communicate(timeout=60)[1]
     finally:
         process.kill()
+        process.wait()
     assert process.returncode == 130, errors
     assert "everything that was made is removed" in errors
     assert not present()

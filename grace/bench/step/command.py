@@ -69,8 +69,9 @@ def run_step(args: argparse.Namespace) -> int:
 
     setting = Setting(args.framework, args.model, args.ranks, args.link, args.latency, args.rounds, args.steps)
     methods = [*baselines, *compressors]
-    # A signal that ends the process would leave namespaces and ranks behind.
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # A signal that ends the process would leave namespaces and ranks behind; nohup has some of them ignored.
+    ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
         with Progress((len(methods) + 2) * args.rounds + 2) as progress:
             results = measure(setting, methods, progress.next)

@@ -152,7 +152,7 @@ class Network:
 
 def remove_left_over() -> list[str]:
     """Remove the namespaces of processes that are no more, for instance killed; their names."""
-    dead = sorted({name for name in _present() if not Path("/proc", _NAME.fullmatch(name)[1]).exists()})  # type: ignore[index]
+    dead = sorted(name for name in _present() if not _runs(name.split("-")[1]))
     for name in dead:
         _remove(name)
     return dead
@@ -163,6 +163,14 @@ def remove(stem: str) -> None:
     for name in _present():
         if name.rpartition("-")[0] == stem:
             _remove(name)
+
+
+def _runs(pid: str) -> bool:
+    """Whether the process is there, and not only its exit status."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _present() -> set[str]:
