@@ -69,7 +69,7 @@ SETTINGS = {
     "sketchml": Setting(),
     "atomo": Setting(options={"compress_rank": 3}),
     # With error feedback, and a short cycle: what the components lack comes in one burst with the next full step.
-    "gradiveq": Setting(options={"memory": "residual", "training_steps": 2, "compressed_steps": 18}),
+    "gradiveq": Setting(options={"memory": "residual", "training_steps": 2, "compressed_steps": 8}),
     "gradzip": Setting(options={"compress_rank": 2}),
     "powersgd": Setting(options={"compress_rank": 2}),
 }

@@ -50,7 +50,7 @@ void thin_product_kernel(Call& call) {
     call.expect(2, 5, 0);
     const int64_t n = call.length(0), m = call.length(1), r = call.length(2);
     const bool first = call.integer(3) != 0, second = call.integer(4) != 0;
-    if (call.gpu() != nullptr || (first && second) || r < 1 || r > 16 || n < 1 || m < 1 || m > kMost / n) {
+    if (call.gpu() != nullptr || (first && second) || r < 1 || r > 16 || m < 1 || n > kMost / m) {
         call.fail(Error::Kind::value, "expected matrices in main memory, one of them at most transposed, with 1 to 16 "
                                       "columns, received n = " + std::to_string(n) + ", m = " + std::to_string(m) +
                                       ", r = " + std::to_string(r));

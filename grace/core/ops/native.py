@@ -395,18 +395,23 @@ class Native(ArrayOps):
 
     def _thin(
         self, a: Array, b: Array, transpose_a: bool, transpose_b: bool
-    ) -> tuple[tuple[int, int, int], int, int] | None:
-        """The sides n x m of the wide matrix of a product, the few columns r, and the result's sides; None if wide."""
-        sides = [*a.shape, *b.shape]
+    ) -> tuple[tuple[Any, int, int], int, int] | None:
+        """The sides n x m of the wide matrix of a product, the few columns r, and the result's sides; None if wide.
+
+        A transposed matrix may have any number of rows, which a graph need not know.
+        """
         dtype = self.dtype(a)
-        if dtype not in FLOATS or dtype != self.dtype(b) or len(sides) != 4 or not all(sides):
+        if dtype not in FLOATS or dtype != self.dtype(b) or len(a.shape) != 2 or len(b.shape) != 2:
             return None
-        p, q, s, t = (int(side) for side in sides)
+        (p, q), (s, t) = a.shape, b.shape
         if (transpose_a and transpose_b) or (p if transpose_a else q) != (t if transpose_b else s):
             return None
-        if transpose_b:
-            return ((p, s, q), p, s) if q <= MOST_THIN else None
-        return ((p, q, t), q if transpose_a else p, t) if t <= MOST_THIN else None
+        m, r = (s, q) if transpose_b else (q, t)
+        # What a graph does not know is None.
+        if not m or not r or r > MOST_THIN or (not transpose_a and not p):
+            return None
+        rows, columns = (q, t) if transpose_a else (p, s if transpose_b else t)
+        return (self.length(a) // q if p is None else p, m, r), rows, columns
 
     def orthogonalize(self, a: Array) -> Array:
         rows, columns = (int(side) for side in a.shape)
