@@ -40,14 +40,14 @@ def statistics(plan: Plan, slots: Slots, ops: Callable[[str], ArrayOps], norms: 
             "residual_norm": residual_norm(part),
         }
     sent = {bucket.name: noted("bucket", bucket.name) for bucket in plan.buckets}
-    collectives: dict[str, int] = {}
-    for bucket in plan.buckets:
-        settled = sum(part.settled_bytes for part in bucket.parts)
-        name = communicators.name_of(bucket.communicator)
-        for collective, nbytes in ((name, sent[bucket.name] - settled), ("allreduce", settled)):
-            collectives[collective] = collectives.get(collective, 0) + max(0, nbytes)
     dense = sum(part.spec.nbytes for part in plan.delegated)
-    collectives["allreduce"] = collectives.get("allreduce", 0) + dense
+    collectives = {"allreduce": dense}
+    for bucket in plan.buckets:
+        # Before the first step nothing was settled either.
+        settled = min(sent[bucket.name], sum(part.settled_bytes for part in bucket.parts))
+        name = communicators.name_of(bucket.communicator)
+        for collective, nbytes in (("allreduce", settled), (name, sent[bucket.name] - settled)):
+            collectives[collective] = collectives.get(collective, 0) + nbytes
     return {
         "step": int(slots.step),
         "wire_bytes": sum(sent.values()) + dense,
