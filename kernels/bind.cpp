@@ -43,13 +43,19 @@ bool read_dtype(const nb::dlpack::dtype& dtype, grace::DType& found) {
 class HostCall : public grace::Call {
   public:
     HostCall(std::string kernel, std::vector<grace::Array> inputs, std::vector<int64_t> integers,
-             std::vector<double> numbers, int threads)
-        : Call(std::move(kernel), std::move(inputs), std::move(integers), std::move(numbers)), threads_(threads) {}
+             std::vector<double> numbers, int threads, grace::Array offered)
+        : Call(std::move(kernel), std::move(inputs), std::move(integers), std::move(numbers)), threads_(threads),
+          offered_(offered) {}
     ~HostCall() override {
         for (const Output& output : outputs) grace::release(output.data);
     }
 
     void* allocate(grace::DType dtype, int64_t n) override {
+        if (outputs.empty() && offered_.data != nullptr && dtype == offered_.dtype && n == offered_.size) {
+            // Without memory of its own: the caller's array is the result.
+            outputs.push_back({nullptr, n, dtype});
+            return offered_.data;
+        }
         outputs.push_back({grace::acquire(static_cast<size_t>(grace::size_of(dtype) * n)), n, dtype});
         return outputs.back().data;
     }
@@ -62,6 +68,7 @@ class HostCall : public grace::Call {
 
   private:
     int threads_;
+    grace::Array offered_;
 };
 
 // What one array of a call is, on a device; throws Error(type) for what no kernel takes.
@@ -123,23 +130,32 @@ std::vector<double> numbers_of(nb::sequence given) {
 
 template <class Framework>
 nb::list run_on(const Framework& framework, const std::string& kernel, nb::sequence inputs,
-                const std::vector<int64_t>& integers, nb::sequence numbers, bool consumes, int threads) {
+                const std::vector<int64_t>& integers, nb::sequence numbers, bool consumes, int threads,
+                nb::handle out) {
     const grace::Kernel function = kernel_of(kernel);
     std::vector<nb::object> held;
-    HostCall call(kernel, arrays_of(kernel, inputs, consumes, framework, held), integers, numbers_of(numbers), threads);
+    std::vector<grace::Array> arrays = arrays_of(kernel, inputs, consumes, framework, held);
+    grace::Array offered = {nullptr, 0, grace::DType::uint8, false};
+    View view;
+    if (!out.is_none() && framework.view(out, view, held) && view.writable) {
+        offered = array_of(kernel, arrays.size(), view, nb::device::cpu::value, 0);
+    }
+    HostCall call(kernel, std::move(arrays), integers, numbers_of(numbers), threads, offered);
     {
         nb::gil_scoped_release released;
         function(call);
     }
     nb::list results;
-    for (Output& output : call.outputs) results.append(framework.wrap(output));
+    for (Output& output : call.outputs) {
+        results.append(output.data == nullptr ? nb::borrow(out) : framework.wrap(output));
+    }
     return results;
 }
 
 nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
-             nb::sequence numbers, bool consumes, int threads, nb::handle tensors) {
-    if (tensors.is_none()) return run_on(grace::Numpy(), kernel, inputs, integers, numbers, consumes, threads);
-    return run_on(grace::Torch(tensors), kernel, inputs, integers, numbers, consumes, threads);
+             nb::sequence numbers, bool consumes, int threads, nb::handle tensors, nb::handle out) {
+    if (tensors.is_none()) return run_on(grace::Numpy(), kernel, inputs, integers, numbers, consumes, threads, out);
+    return run_on(grace::Torch(tensors), kernel, inputs, integers, numbers, consumes, threads, out);
 }
 
 #ifdef GRACE_CUDA
@@ -242,9 +258,9 @@ NB_MODULE(GRACE_MODULE, module) {
     if (_import_array() < 0) throw nb::python_error();
     module.doc() = "Kernels of grace on NumPy arrays and PyTorch tensors.";
     module.def("run", &run, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"), nb::arg("numbers"),
-               nb::arg("consumes"), nb::arg("threads"), nb::arg("tensors").none(),
+               nb::arg("consumes"), nb::arg("threads"), nb::arg("tensors").none(), nb::arg("out").none() = nb::none(),
                "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or tensors of that "
-               "class where it is not None.");
+               "class where it is not None. The first is written to `out` where that has its dtype and length.");
     module.def("kernels", &grace::names, "The names of all kernels.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");

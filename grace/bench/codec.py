@@ -9,7 +9,8 @@ from typing import NamedTuple
 from grace.core.config import make_config
 from grace.core.entry import divided
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Part, make_plan
+from grace.core.part import Part
+from grace.core.plan import make_plan
 from grace.core.simulate import reduced
 from grace.core.spec import Array, Key, Payload, Proposal, Site, State, TensorSpec
 from grace.core.state import initial

@@ -18,7 +18,7 @@ from grace.listing import required
 
 if TYPE_CHECKING:
     from grace.bench.measure import Result, Setting
-    from grace.core.plan import Part
+    from grace.core.part import Part
 
 NUMEL = 25_000_000
 # 1 KB to 100 MB of float32, the sizes of GRACE's Figure 8.

@@ -15,7 +15,7 @@ from grace.bench.codec import LocalStep
 from grace.core.errors import ConfigError, nearest
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Part
+from grace.core.part import Part
 from grace.core.spec import Array
 from grace.machine import installed
 

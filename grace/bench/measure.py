@@ -15,7 +15,7 @@ from grace import __version__
 from grace.bench.codec import LocalStep
 from grace.bench.frameworks import Framework, versions
 from grace.bench.gradients import Gradients
-from grace.core.plan import Part
+from grace.core.part import Part
 from grace.core.registry import communicators, memories
 from grace.core.spec import Array
 from grace.machine import processor

@@ -9,7 +9,7 @@ import tensorflow as tf
 from grace.bench.codec import Arrived, Done, LocalStep
 from grace.bench.frameworks import Framework
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Part
+from grace.core.part import Part
 from grace.core.spec import Array, Field, State
 
 

@@ -56,6 +56,16 @@ class Compressor(ABC):
         return False
 
     @property
+    def flat(self) -> bool:
+        """Nothing depends on the tensor's shape but its length, so that tensors may be cut, and laid end to end."""
+        return True
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """Fields to which what the payload carries is proportional: a power of two may be multiplied in there."""
+        return ()
+
+    @property
     def default_memory(self) -> str:
         """Name of the memory used unless the user names one."""
         return "none"
@@ -145,6 +155,10 @@ class Sparsifier(Compressor):
     @property
     def sparsifies(self) -> bool:
         return True
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        return ("values",)
 
     @property
     def default_memory(self) -> str:

@@ -28,6 +28,7 @@ else:
     import tomli as tomllib
 
 ENVIRONMENT_VARIABLE = "GRACE_CONFIG"
+GRANULARITIES = ("layer", "bucket", "model")
 _PARTS = ("compressor", "memory", "communicator")
 _REGISTRIES: dict[str, Any] = {"compressor": compressors, "memory": memories, "communicator": communicators}
 
@@ -126,7 +127,10 @@ class Config:
 
     `default_rules=False` drops the rules that keep biases, norms, small tensors and embeddings uncompressed. `seed`
     feeds the counter-based random numbers. `schedule` names other parts, in the place of `parts`, from later steps on.
-    `bucket_bytes` is how many bytes of gradients share one wire buffer and collective (0: every tensor has its own).
+    `granularity` is what is compressed as one tensor: every "layer" by itself; what lies in one "bucket", with layers
+    above `split_bytes` of gradients cut into several (0: never); or the whole "model". Methods that look at a tensor's
+    shape stay with layers. `bucket_bytes` is how many bytes of gradients share one wire buffer and collective (0: every
+    tensor has its own); with "model" there is one per kind of collective.
     `index_coding` is how the indices of gathered sparse payloads travel: int32, delta, bitmap, or smallest of these
     (see `grace.core.indices`).
     """
@@ -136,7 +140,9 @@ class Config:
     schedule: tuple[Stage, ...] = ()
     default_rules: bool = True
     seed: int = 0
+    granularity: str = "bucket"
     bucket_bytes: int = 4 * 1024 * 1024
+    split_bytes: int = 32 * 1024 * 1024
     index_coding: str = "int32"
 
     def __post_init__(self) -> None:
@@ -145,8 +151,11 @@ class Config:
             raise ConfigError(f"schedule: expected steps above 0 that rise from stage to stage, received {steps[1:]}.")
         if self.index_coding not in CODINGS:
             raise ConfigError(f"index_coding: received '{self.index_coding}'.{nearest(self.index_coding, CODINGS)}")
-        if self.bucket_bytes < 0:
-            raise ConfigError(f"bucket_bytes is a number of bytes, or 0; received {self.bucket_bytes!r}.")
+        if self.granularity not in GRANULARITIES:
+            raise ConfigError(f"granularity: received '{self.granularity}'.{nearest(self.granularity, GRANULARITIES)}")
+        for name in ("bucket_bytes", "split_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is a number of bytes, or 0; received {getattr(self, name)!r}.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in [0, 2^63), received {self.seed!r}.")
 
@@ -187,8 +196,8 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready part), `rules` (a list of
     tables with conditions and the same keys), `schedule` (a list of tables with `step` and what changes from then on:
     options, or parts), `warmup_steps` (of DGC's ladder of compress_ratio, see `grace.core.schedule.ladder`),
-    `default_rules`, `seed`, `bucket_bytes`, `index_coding`, and the options of the chosen parts, such as
-    `compress_ratio`.
+    `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, and the options of the chosen
+    parts, such as `compress_ratio`.
     Raises ConfigError for unknown or mistyped keys and values, IncompatibleError for parts that do not fit.
     """
     if isinstance(config, Config):

@@ -1,23 +1,27 @@
-"""What the engine holds of a step: one entry per tensor, one run per bucket; and what it does with them as they are."""
+"""What one rank does with one unit in a step: compensate, compress, and conclude once the payloads are here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from grace.core.communicator import Sent
 from grace.core.compressor import Compressor
 from grace.core.errors import PayloadError
+from grace.core.memory import FINITE, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Part
-from grace.core.spec import Array, Payload, Proposal, Site, State
+from grace.core.part import Part
+from grace.core.spec import Array, Key, Payload, Proposal, Site, State
 from grace.core.state import Slots
 from grace.core.transport import Handle
+from grace.core.wire import sent_bytes
 
 
 @dataclass
 class Entry:
-    """One tensor on its way through a step."""
+    """One unit on its way through a step."""
 
     part: Part
     site: Site
@@ -38,26 +42,165 @@ class Run:
     sent: Sent | None = None
 
 
-def retune(entries: Sequence[Entry], slots: Slots) -> None:
-    """Let compressors learn from what all tensors that they serve have sent together."""
-    groups: dict[Compressor, list[tuple[Site, tuple[Array, Array]]]] = {}
-    for entry in entries:
-        if entry.tally is not None:
-            groups.setdefault(entry.part.compressor, []).append((entry.site, entry.tally))
-    for compressor, group in groups.items():
-        # The tensors of a model may lie on several devices.
-        ops = group[0][0].ops
-        tallies = [[ops.cast(value, "float64") for value in tally] for _, tally in group]
-        first, second = (ops.sum(ops.stack([tally[i] for tally in tallies], axis=0)) for i in (0, 1))
-        for site, _ in group:
-            first, second = (site.ops.cast(value, "float64") for value in (first, second))
-            states = slots.read(site.spec.name)
-            old = states["compressor"]
-            new = compressor.retune(old, first, second, site)
-            # One bad tensor says nothing about all of them.
-            good = site.ops.finite(first)
-            kept = {key: site.ops.where(good, new[key], old[key]) for key in old}
-            slots.write(site.spec.name, {**states, "compressor": kept})
+class Works:
+    """The work of a rank, one of `size`, on units whose states lie in `slots`.
+
+    `ops(device)` gives the array operations. `average=False` leaves sums undivided.
+    """
+
+    def __init__(
+        self, ops: Callable[[str], ArrayOps], slots: Slots, *, rank: int, size: int, seed: int, average: bool
+    ) -> None:
+        self.track_norms = False
+        self._ops, self._slots, self._rank, self._size = ops, slots, rank, size
+        self._seed, self._average = seed, average
+
+    def begin(self, part: Part, gradient: Array, lr: Any) -> Entry:
+        """Compensate a unit's flat gradient, which is only read, and compress it unless ranks must settle something."""
+        spec, ops, states = part.spec, self._ops(part.spec.device), self._slots.read(part.spec.name)
+        site = Site(
+            ops=ops,
+            spec=spec,
+            key=Key(Key.derive(self._seed, spec.name), self._slots.step),
+            rank=self._rank,
+            size=self._size,
+            state=states["compressor"],
+            lr=ops.full(1, lr, "float64")[0] if part.memory.needs_lr else None,
+        )
+        x, memory_state = part.memory.compensate(ops.cast(gradient, spec.work_dtype), states["memory"], site)
+        finite = memory_state.get(FINITE)
+        memory_state = {key: value for key, value in memory_state.items() if key != FINITE}
+        if part.memory.stateless and part.agreement:
+            # x may be the caller's own buffer, and it is needed again after this call.
+            x = ops.copy(x)
+        bad = False
+        if part.guarded:
+            # Codecs may count on finite input: a bad gradient is replaced here and announced by its flag.
+            bad = ~(ops.finite(x) if finite is None else finite)
+            good = x
+            x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
+        site = site._replace(memory=memory_state)
+        proposal = part.compressor.agree(x, site)
+        _check_proposal(part, proposal, ops)
+        entry = Entry(part, site, x, memory_state, bad, proposal)
+        if proposal is None:
+            self.compress(entry)
+        return entry
+
+    def compress(self, entry: Entry, agreed: Array | None = None) -> None:
+        """Make the payload, with what the ranks have agreed on."""
+        part, ops = entry.part, entry.site.ops
+        entry.site = entry.site._replace(agreed=agreed)
+        entry.payload = part.compressor.compress(entry.x, entry.site)
+        if part.guarded:
+            # A finite gradient can still overflow in the payload (float16, a norm); then it must not be remembered.
+            for f in part.fields:
+                if f.dtype.startswith(("float", "bfloat")):
+                    entry.bad = ops.bit_or(entry.bad, ~ops.finite(entry.payload[f.name]))
+        size = error = None
+        if self.track_norms:
+            size = ops.norm(entry.x)
+            error = ops.norm(entry.x - part.compressor.decompress(entry.payload, entry.site))
+        self._slots.note("size", part.spec.name, size)
+        self._slots.note("error", part.spec.name, error)
+
+    def to_send(self, entry: Entry) -> Payload:
+        """The payload as it travels."""
+        halves = self._average and self._size > 1 and entry.part.half_sum
+        return divided(entry.payload, self._size, entry.site.ops) if halves else entry.payload
+
+    def remember(self, entry: Entry) -> None:
+        """Let the memory see what is on its way; the buffer that was x becomes the new residual."""
+        part = entry.part
+        entry.memory_state = part.memory.update(entry.x, entry.payload, part.compressor, entry.memory_state, entry.site)
+
+    def conclude(
+        self, entry: Entry, payloads: list[Payload], flags: list[Array], out: Array | None
+    ) -> tuple[Array, float]:
+        """Merge, commit the states; the unit's gradient is the array times the factor.
+
+        The array is `out` if that could be written to, and else in memory of its own.
+        """
+        part, site, ops, spec = entry.part, entry.site, entry.site.ops, entry.part.spec
+        home = {f.name: entry.payload[f.name] for f in part.fields if not f.wire}
+        payloads = [{**payload, **home} for payload in payloads]
+        size = self._size if part.compressor.averages else 1
+        already_mean = size == 1 or (self._average and part.half_sum)
+        finishes = type(part.memory).finish is not Memory.finish
+        # Memories think in means; a sum that the caller asked for is made of what they return.
+        factor, back = part.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
+        if not finishes:
+            factor, back = factor * back, 1.0
+        ops.offer(None if finishes else out)
+        if part.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
+            # Exact, and small beside the dense result.
+            gradient = part.compressor.merge([_scaled(payload, factor, part, ops) for payload in payloads], site)
+            factor = 1.0
+        else:
+            gradient = part.compressor.merge(payloads, site)
+        ops.offer(None)
+        memory_state = entry.memory_state
+        if finishes:
+            mean = gradient if factor == 1 else ops.scale_(gradient, factor)
+            gradient, memory_state = part.memory.finish(mean, entry.memory_state, site)
+            factor = 1.0
+        states = {"memory": memory_state, "compressor": part.compressor.learn(payloads, site)}
+        bad: Any = False
+        if part.guarded:
+            bad = flags[0] > 0
+            for flag in flags[1:]:
+                bad = ops.bit_or(bad, flag > 0)
+            gradient, states = self._unless(bad, gradient, states, entry)
+        self._slots.write(spec.name, states)
+        tally = part.compressor.tally(payloads, site)
+        if tally is not None:
+            first, second = tally
+            entry.tally = (ops.where(bad, float("nan"), first), second) if part.guarded else tally
+        sent = sent_bytes(ops, part.fields, entry.payload)
+        self._slots.note("unit", spec.name, sent + part.settled_bytes)
+        return gradient, factor * back
+
+    def _unless(
+        self, bad: Array, gradient: Array, states: dict[str, State], entry: Entry
+    ) -> tuple[Array, dict[str, State]]:
+        """The gradient and the new states; NaN and the old ones where the condition `bad` holds."""
+        ops, spec = entry.site.ops, entry.part.spec
+        old = self._slots.read(spec.name)
+        places = [(kind, key) for kind, state in states.items() for key in state]
+        kept = [states[kind][key] for kind, key in places]
+        *chosen, gradient = ops.choose(
+            bad,
+            lambda: [
+                *(old[kind][key] for kind, key in places),
+                ops.full(spec.numel, float("nan"), spec.work_dtype),
+            ],
+            lambda: [*kept, gradient],
+        )
+        made: dict[str, State] = {"memory": {}, "compressor": {}}
+        for (kind, key), value in zip(places, chosen, strict=True):
+            made[kind][key] = value
+        return gradient, made
+
+    def retune(self, entries: Sequence[Entry]) -> None:
+        """Let compressors learn from what all units that they serve have sent together."""
+        groups: dict[Compressor, list[tuple[Site, tuple[Array, Array]]]] = {}
+        for entry in entries:
+            if entry.tally is not None:
+                groups.setdefault(entry.part.compressor, []).append((entry.site, entry.tally))
+        for compressor, group in groups.items():
+            # The tensors of a model may lie on several devices.
+            ops = group[0][0].ops
+            tallies = [[ops.cast(value, "float64") for value in tally] for _, tally in group]
+            first, second = (ops.sum(ops.stack([tally[i] for tally in tallies], axis=0)) for i in (0, 1))
+            for site, _ in group:
+                first, second = (site.ops.cast(value, "float64") for value in (first, second))
+                states = self._slots.read(site.spec.name)
+                old = states["compressor"]
+                new = compressor.retune(old, first, second, site)
+                # One bad unit says nothing about all of them.
+                good = site.ops.finite(first)
+                kept = {key: site.ops.where(good, new[key], old[key]) for key in old}
+                self._slots.write(site.spec.name, {**states, "compressor": kept})
 
 
 def either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:
@@ -65,12 +208,18 @@ def either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:
     return ops.choose(condition, lambda: a, lambda: b)
 
 
+def _scaled(payload: Payload, factor: float, part: Part, ops: ArrayOps) -> Payload:
+    """A payload that carries what it carried times a factor."""
+    fields = part.compressor.linear_in
+    return {name: v * ops.cast(factor, ops.dtype(v)) if name in fields else v for name, v in payload.items()}
+
+
 def divided(payload: Payload, size: int, ops: ArrayOps) -> Payload:
     """A payload of 16-bit floats by the number of ranks: their sum may overflow where the mean does not."""
     return {name: ops.cast(ops.cast(v, "float32") * (1.0 / size), ops.dtype(v)) for name, v in payload.items()}
 
 
-def check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:
+def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:
     """Raise PayloadError where a proposal is not what the compressor announced."""
     announced = [(f.dtype, f.length) for f in part.agreement]
     proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]

@@ -40,6 +40,8 @@ class TwoFactors(Compressor):
 
     title: ClassVar[str]
     summable = True
+    flat = False
+    linear_in = ("q",)
     default_memory = "powersgd"
 
     def __post_init__(self) -> None:

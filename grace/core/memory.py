@@ -11,6 +11,9 @@ from grace.core.errors import ConfigError
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
+# Under this key of a state in progress a memory may tell whether x is finite (a 0-d condition), where it knows anyway.
+FINITE = "finite"
+
 
 @dataclass(frozen=True)
 class Memory(ABC):
@@ -63,6 +66,8 @@ class Memory(ABC):
     @abstractmethod
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
         """The array to compress, and a state in progress that `update` gets; reads grad and state.
+
+        The state in progress may hold `FINITE`, which goes no further.
 
         Where anything is remembered the array is a new one, which `update` may consume.
         """

@@ -9,87 +9,17 @@ from functools import cached_property
 from typing import Any
 
 from grace.core.communicator import Communicator
-from grace.core.compressor import Compressor
 from grace.core.config import Config, Parts, change_config, dense_parts
 from grace.core.errors import ConfigError
-from grace.core.memory import Memory
+from grace.core.part import Part, Piece, cut, fuse, offsets
 from grace.core.registry import communicators, compressors, memories
-from grace.core.spec import Field, TensorSpec
-from grace.core.wire import Layout, payload_bytes
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor, the parts that serve it, and why if they are not the configuration's own."""
-
-    spec: TensorSpec
-    parts: Parts
-    reason: str = ""
-    index_coding: str = "int32"
-
-    @property
-    def compressor(self) -> Compressor:
-        """What makes its payload."""
-        return self.parts.compressor
-
-    @property
-    def memory(self) -> Memory:
-        """What remembers its error."""
-        return self.parts.memory
-
-    @property
-    def communicator(self) -> Communicator:
-        """How its payload travels."""
-        return self.parts.communicator
-
-    @cached_property
-    def fields(self) -> tuple[Field, ...]:
-        """Fields of its payload."""
-        coding = self.index_coding if self.communicator.any_length else "int32"
-        return tuple(
-            f if f.below is None or not f.wire else f._replace(coding=coding) for f in self.compressor.wire(self.spec)
-        )
-
-    @cached_property
-    def agreement(self) -> tuple[Field, ...]:
-        """What its ranks settle before they compress."""
-        return self.compressor.agreement(self.spec)
-
-    @cached_property
-    def settled_bytes(self) -> int:
-        """Bytes per step of what its ranks settle first."""
-        return payload_bytes(self.agreement) or 0
-
-    @property
-    def wire_bytes(self) -> int | None:
-        """Bytes per step of its fields and of what it settles first; None if they depend on the data."""
-        fields = payload_bytes(self.fields)
-        return None if fields is None else fields + self.settled_bytes
-
-    @cached_property
-    def dense(self) -> bool:
-        """Whether the gradient is summed as it is, without memory."""
-        return self.parts == dense_parts()
-
-    @property
-    def holds(self) -> bool:
-        """Whether its memory may hold a residual, which a change of the plan must not lose."""
-        return self.memory.feeds_back or memories.name_of(self.memory) == "leftover"
-
-    @cached_property
-    def guarded(self) -> bool:
-        """Whether NaN and infinity must be announced by a flag, because the payload or a memory would lose them."""
-        return not (self.compressor.carries_nonfinite and self.memory.stateless)
-
-    @cached_property
-    def half_sum(self) -> bool:
-        """Whether the payload is summed in 16 bits, so that it must be divided before the sum, not after."""
-        return self.communicator.sums and any(f.dtype in ("float16", "bfloat16") for f in self.fields)
+from grace.core.spec import TensorSpec
+from grace.core.wire import Layout
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that share one wire buffer and one collective per phase."""
+    """Units that share one wire buffer and one collective per phase."""
 
     name: str
     parts: tuple[Part, ...]
@@ -104,21 +34,50 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to every tensor: the buckets in the order in which gradients become ready, and the rest."""
+    """What happens to every tensor: the buckets in the order in which gradients become ready, and the rest.
+
+    `exchanged` are the tensors that the engine exchanges in this order, `delegated` those that are left to the caller.
+    """
 
     buckets: tuple[Bucket, ...]
+    exchanged: tuple[Part, ...]
     delegated: tuple[Part, ...]
     warnings: tuple[str, ...] = ()
 
-    @property
-    def engine_parts(self) -> list[Part]:
-        """Every tensor that the engine exchanges."""
+    @cached_property
+    def units(self) -> list[Part]:
+        """What is compressed as one, of all buckets."""
         return [part for bucket in self.buckets for part in bucket.parts]
+
+    @cached_property
+    def places(self) -> dict[str, list[tuple[Part, int, Piece]]]:
+        """By tensor, in the order of its elements: the units that hold it, where in them, and what of it."""
+        found: dict[str, list[tuple[Part, int, Piece]]] = {part.spec.name: [] for part in self.exchanged}
+        for unit in self.units:
+            for piece, offset in offsets(unit):
+                found[piece.tensor].append((unit, offset, piece))
+        for places in found.values():
+            places.sort(key=lambda place: place[2].start)
+        return found
 
     @property
     def parts(self) -> list[Part]:
         """Every tensor of the plan."""
-        return [*self.engine_parts, *self.delegated]
+        return [*self.exchanged, *self.delegated]
+
+    def bytes_of(self, part: Part) -> int | None:
+        """Bytes per step of a tensor, its share of the units that hold it by elements; None if they depend on the data.
+
+        The shares of all tensors of a unit add up to the bytes of the unit.
+        """
+        if part.spec.name not in self.places:
+            return part.wire_bytes
+        total = 0
+        for unit, offset, piece in self.places[part.spec.name]:
+            if unit.wire_bytes is None:
+                return None
+            total += share(unit.wire_bytes, unit, offset, piece)
+        return total
 
     def report(self) -> str:
         """A table: per tensor the method, memory, collective and bytes per step, and why a tensor stays dense."""
@@ -126,7 +85,7 @@ class Plan:
         wire_total = sum(b.nbytes for b in self.buckets) + sum(part.spec.nbytes for part in self.delegated)
         dense_total, open_ended = 0, False
         for part in sorted(self.parts, key=lambda p: p.spec.name):
-            spec, wire = part.spec, part.wire_bytes
+            spec, wire = part.spec, self.bytes_of(part)
             dense_total += spec.nbytes
             open_ended |= wire is None
             rows.append(
@@ -150,11 +109,18 @@ class Plan:
         ]
         more = " plus what the data select" if open_ended else ""
         lines.append(
-            f"{len(rows) - 1} tensors in {len(self.buckets)} buckets and {len(self.delegated)} uncompressed: "
-            f"{dense_total:,} bytes dense, {wire_total:,} on the wire per rank and step{more}"
+            f"{len(self.exchanged)} tensors as {len(self.units)} units in {len(self.buckets)} buckets, and "
+            f"{len(self.delegated)} left to the framework's own allreduce: {dense_total:,} bytes dense, "
+            f"{wire_total:,} on the wire per rank and step{more}"
         )
         lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def share(total: int, unit: Part, offset: int, piece: Piece) -> int:
+    """The part of a unit's `total` that its piece at `offset` gets; those of all its pieces add up to the total."""
+    n = max(1, unit.spec.numel)
+    return total * (offset + piece.numel) // n - total * offset // n
 
 
 def make_plan(
@@ -165,12 +131,14 @@ def make_plan(
     delegate: Callable[[Part], bool] = lambda part: False,
     holding: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Give every tensor its parts and its bucket.
+    """Give every tensor its parts, its units and its bucket.
 
-    Buckets hold tensors of one communicator and device, dense ones apart, in reverse order of `specs` (the order in
-    which the backward pass finishes them), up to `config.bucket_bytes` of dense gradients. Tensors for which
-    `delegate(part)` holds are left to the caller. Those in `holding` come with a residual of an earlier plan, which
-    their parts then send once where they have no memory. Raises ConfigError if two tensors have one name.
+    Buckets hold what has one communicator and device, dense tensors apart, in reverse order of `specs` (the order in
+    which the backward pass finishes them). How much goes into one, and what of it is compressed as one, follows from
+    `config.granularity`, `config.bucket_bytes` and `config.split_bytes`. Tensors for which `delegate(part)` holds are
+    left to the caller, but not dense vectors beside compressed tensors: together they take one collective. Tensors in
+    `holding` come with a residual of an earlier plan, which their parts then send once where they have no memory.
+    Raises ConfigError if two tensors have one name.
     """
     model_numel = sum(spec.numel for spec in specs)
     parts = [
@@ -181,22 +149,43 @@ def make_plan(
         if spec.name in seen:
             raise ConfigError(f"two tensors are called '{spec.name}'; names must be unique.")
         seen.add(spec.name)
+    compresses = not all(part.dense for part in parts)
+    delegated = [part for part in parts if delegate(part) and not (compresses and _rides(part))]
+    left = {part.spec.name for part in delegated}
+    exchanged = [part for part in reversed(parts) if part.spec.name not in left]
     groups: dict[tuple[Communicator, str, bool], list[list[Part]]] = {}
-    for part in reversed(parts):
-        if delegate(part):
-            continue
+    for part in exchanged:
         group = groups.setdefault((part.communicator, part.spec.device, part.dense), [])
-        if not group or sum(p.spec.nbytes for p in group[-1]) + part.spec.nbytes > config.bucket_bytes:
-            group.append([])
-        group[-1].append(part)
-    position = {part.spec.name: i for i, part in enumerate(parts)}
-    members = sorted((m for group in groups.values() for m in group), key=lambda m: -position[m[0].spec.name])
+        cuts = config.granularity == "bucket" and config.split_bytes > 0
+        for item in cut(part, config.split_bytes) if cuts else [part]:
+            if not group or _is_full(group[-1], item, config):
+                group.append([])
+            group[-1].append(item)
+    position = {part.spec.name: i for i, part in enumerate(exchanged)}
+    members = sorted(
+        (m for group in groups.values() for m in group),
+        key=lambda m: (position[m[0].pieces[0].tensor], m[0].pieces[0].start),
+    )
     buckets = []
     for index, bucket in enumerate(members):
+        units = fuse(bucket) if config.granularity != "layer" or bucket[0].dense else bucket
         communicator = bucket[0].communicator
-        layout = communicator.layout([p.spec for p in bucket], [p.fields for p in bucket], [p.guarded for p in bucket])
-        buckets.append(Bucket(f"{prefix}/{index}", tuple(bucket), communicator, layout))
-    return Plan(tuple(buckets), tuple(part for part in parts if delegate(part)), _warnings(parts, config))
+        layout = communicator.layout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
+        buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
+    return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), _warnings(parts, config))
+
+
+def _rides(part: Part) -> bool:
+    """Whether a dense tensor shares a collective with others of its kind: the many small ones, biases and norms."""
+    spec = part.spec
+    return part.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype == spec.work_dtype
+
+
+def _is_full(bucket: Sequence[Part], item: Part, config: Config) -> bool:
+    if config.granularity == "model":
+        # int32 indices reach so far.
+        return sum(other.spec.numel for other in bucket) + item.spec.numel >= 2**31
+    return sum(other.spec.nbytes for other in bucket) + item.spec.nbytes > config.bucket_bytes
 
 
 def _warnings(parts: Sequence[Part], config: Config) -> tuple[str, ...]:

@@ -34,6 +34,14 @@ class QuantizedSparsifier(Compressor):
     def fixed_size(self) -> bool:
         return self.parts[1].fixed_size
 
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def flat(self) -> bool:
+        return all(part.flat for part in self.parts)
+
     def contraction(self, spec: TensorSpec) -> float | None:
         # What is kept and what is left are orthogonal: |x|^2 - E|S|^2 is lost by the sparsifier, and of E|S|^2, which
         # is at least delta_S |x|^2, at most 1 - delta_Q by the quantizer.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grace.core.errors import StateError
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Part, Plan
+from grace.core.part import Part, Piece, offsets
+from grace.core.plan import Plan
 from grace.core.registry import compressors, memories
 from grace.core.spec import Array, Key, State
 
@@ -15,7 +16,7 @@ STATE_VERSION = 1
 
 
 class Slots:
-    """What lives across steps, owned by the adapter and part of its checkpoint: the number of the step, and per tensor
+    """What lives across steps, owned by the adapter and part of its checkpoint: the number of the step, and per unit
     the states of its memory and its compressor. Notes about the last step are kept beside it, in no checkpoint.
 
     An adapter whose steps are traced into graphs overrides the accessors with ones on variables.
@@ -36,16 +37,20 @@ class Slots:
         self._step = step
 
     def __contains__(self, name: str) -> bool:
-        """Whether the tensor has states."""
+        """Whether the unit has states."""
         return name in self._states
 
     def read(self, name: str) -> dict[str, State]:
-        """The states of a tensor: {"memory": ..., "compressor": ...}."""
+        """The states of a unit: {"memory": ..., "compressor": ...}."""
         return self._states[name]
 
     def write(self, name: str, states: dict[str, State]) -> None:
-        """Commit new states of a tensor."""
+        """Commit new states of a unit."""
         self._states[name] = states
+
+    def forget(self, name: str) -> None:
+        """Let go of the states of a unit."""
+        self._states.pop(name, None)
 
     def note(self, kind: str, name: str, value: Any) -> None:
         """Remember a number, or a 0-d array, about the last step; None forgets it."""
@@ -56,7 +61,7 @@ class Slots:
         return self._notes.get((kind, name))
 
     def save(self, parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
-        """Per tensor its states and the names of the parts they belong to."""
+        """Per unit its states and the names of the parts they belong to."""
         return {name: {"parts": _names(part), **self.read(name)} for name, part in parts.items()}
 
     def load(
@@ -73,8 +78,9 @@ class Slots:
         if set(saved) != set(parts):
             different = sorted(set(saved) ^ set(parts))
             raise StateError(
-                f"checkpoint: the compressed tensors differ, {', '.join(different[:5])} "
-                f"{'is' if len(different) == 1 else 'are'} only on one side; use the configuration it was saved with."
+                f"checkpoint: what is compressed as one differs, {', '.join(different[:5])} "
+                f"{'is' if len(different) == 1 else 'are'} only on one side; use the configuration it was saved with, "
+                "also its granularity and bucket_bytes."
             )
         new: dict[str, dict[str, State]] = {}
         for name, part in parts.items():
@@ -111,27 +117,90 @@ def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int)
 
 
 def initial(part: Part, ops: ArrayOps, seed: int) -> dict[str, State]:
-    """The states of a tensor with which a run begins."""
+    """The states of a unit with which a run begins."""
     return {
         "memory": part.memory.init(part.spec, ops),
         "compressor": part.compressor.init(part.spec, ops, Key.derive(seed, part.spec.name)),
     }
 
 
-def carried(old: Part, new: Part, states: dict[str, State], fresh: dict[str, State], ops: ArrayOps) -> dict[str, State]:
-    """The states of a tensor after a change of its parts: what fits goes on, the rest begins as `fresh`.
+def carried(
+    before: Sequence[Part],
+    after: Sequence[Part],
+    read: Callable[[str], dict[str, State]],
+    fresh: Callable[[Part], dict[str, State]],
+    ops: Callable[[str], ArrayOps],
+) -> dict[str, dict[str, State]]:
+    """The states of the units `after` a change of those `before`: what fits goes on, the rest begins as `fresh`.
 
-    The residual goes on from any memory to any other that has one, in the other's units.
+    Residuals go on from any memory to any other that has one, in the other's units. What memories hold of every element
+    goes on also where the units are cut otherwise.
     """
+    old = {unit.pieces: unit for unit in before}
+    new = {}
+    for unit in after:
+        states = fresh(unit)
+        if unit.pieces in old:
+            states = _continued(old[unit.pieces], unit, read(old[unit.pieces].spec.name), states, ops)
+        else:
+            states["memory"] = _recut(before, unit, read, states["memory"], ops(unit.spec.device))
+        new[unit.spec.name] = states
+    return new
+
+
+def _continued(
+    old: Part, new: Part, states: dict[str, State], fresh: dict[str, State], ops: Callable[[str], ArrayOps]
+) -> dict[str, State]:
     same = compressors.name_of(old.compressor) == compressors.name_of(new.compressor)
     kept = {
         "memory": _fitting(states["memory"], fresh["memory"]),
         "compressor": _fitting(states["compressor"], fresh["compressor"]) if same else fresh["compressor"],
     }
-    factor = new.memory.residual_scale / old.memory.residual_scale
-    if factor != 1 and "residual" in states["memory"] and "residual" in kept["memory"]:
-        kept["memory"]["residual"] = kept["memory"]["residual"] * ops.cast(factor, new.spec.work_dtype)
+    if "residual" in states["memory"] and "residual" in kept["memory"]:
+        residual = kept["memory"]["residual"]
+        kept["memory"]["residual"] = _rescaled(residual, old, new, ops(new.spec.device))
     return kept
+
+
+def _rescaled(residual: Array, old: Part, new: Part, ops: ArrayOps) -> Array:
+    factor = new.memory.residual_scale / old.memory.residual_scale
+    return residual if factor == 1 else residual * ops.cast(factor, new.spec.work_dtype)
+
+
+def _recut(
+    before: Sequence[Part], unit: Part, read: Callable[[str], dict[str, State]], fresh: State, ops: ArrayOps
+) -> State:
+    """What the memories of other units hold of the elements of this one."""
+    made = {}
+    for key, initial_value in fresh.items():
+        if tuple(initial_value.shape) != (unit.spec.numel,):
+            made[key] = initial_value
+            continue
+        rows = []
+        for piece, offset in offsets(unit):
+            at = piece.start
+            for start, stop, old, place in _holders(before, piece):
+                state = read(old.spec.name)["memory"].get(key)
+                if state is None or tuple(state.shape) != (old.spec.numel,) or state.dtype != initial_value.dtype:
+                    continue
+                rows.append(initial_value[offset + at - piece.start : offset + start - piece.start])
+                held = state[place : place + stop - start]
+                rows.append(_rescaled(held, old, unit, ops) if key == "residual" else held)
+                at = stop
+            rows.append(initial_value[offset + at - piece.start : offset + piece.numel])
+        made[key] = ops.concat(rows)
+    return made
+
+
+def _holders(before: Sequence[Part], piece: Piece) -> list[tuple[int, int, Part, int]]:
+    """Where units hold elements of a piece, in their order: from, to, the unit, and where the first is in it."""
+    found = []
+    for unit in before:
+        for other, offset in offsets(unit):
+            start, stop = max(piece.start, other.start), min(piece.stop, other.stop)
+            if other.tensor == piece.tensor and start < stop:
+                found.append((start, stop, unit, offset + start - other.start))
+    return sorted(found, key=lambda holder: holder[0])
 
 
 def _fitting(old: State, fresh: State) -> State:

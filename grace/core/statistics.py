@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Part, Plan
+from grace.core.part import Part
+from grace.core.plan import Plan, share
 from grace.core.registry import communicators, compressors
 from grace.core.state import Slots
 
 
 def statistics(plan: Plan, slots: Slots, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:
     """See `Engine.stats`; with `norms`, those of the residuals are measured now."""
-    here = {part.spec.name for bucket in plan.buckets for part in bucket.parts}
 
     def noted(kind: str, name: str) -> int:
         return int(slots.noted(kind, name) or 0)
 
-    def relative_error(name: str) -> float | None:
-        size, error = slots.noted("size", name), slots.noted("error", name)
-        if size is None or error is None:
-            return None
-        return float(error) / float(size) if size > 0 else 0.0
+    def wire_bytes(part: Part) -> int:
+        if part.spec.name not in plan.places:
+            return part.spec.nbytes
+        places = plan.places[part.spec.name]
+        return sum(share(noted("unit", unit.spec.name), unit, offset, piece) for unit, offset, piece in places)
 
-    def residual_norm(part: Part) -> float | None:
-        known = part.spec.name in here and part.spec.name in slots
-        residual = slots.read(part.spec.name)["memory"].get("residual") if known else None
-        return None if residual is None or not norms else float(ops(part.spec.device).norm(residual))
+    def relative_error(name: str) -> float | None:
+        squares = {"size": 0.0, "error": 0.0}
+        for unit, _, _ in plan.places.get(name, ()):
+            for kind in squares:
+                norm = slots.noted(kind, unit.spec.name)
+                if norm is None:
+                    return None
+                squares[kind] += float(norm) ** 2
+        if name not in plan.places:
+            return None
+        return math.sqrt(squares["error"] / squares["size"]) if squares["size"] > 0 else 0.0
+
+    def residual_norm(name: str) -> float | None:
+        squares = 0.0
+        for unit, offset, piece in plan.places.get(name, ()):
+            known = norms and unit.spec.name in slots
+            residual = slots.read(unit.spec.name)["memory"].get("residual") if known else None
+            if residual is None:
+                return None
+            squares += float(ops(unit.spec.device).norm(residual[offset : offset + piece.numel])) ** 2
+        return math.sqrt(squares) if name in plan.places else None
 
     tensors: dict[str, dict[str, Any]] = {}
     for part in plan.parts:
@@ -35,9 +53,9 @@ def statistics(plan: Plan, slots: Slots, ops: Callable[[str], ArrayOps], norms: 
         tensors[name] = {
             "compressor": compressors.name_of(part.compressor),
             "dense_bytes": part.spec.nbytes,
-            "wire_bytes": noted("tensor", name) if name in here else part.spec.nbytes,
+            "wire_bytes": wire_bytes(part),
             "relative_error": relative_error(name),
-            "residual_norm": residual_norm(part),
+            "residual_norm": residual_norm(name),
         }
     sent = {bucket.name: noted("bucket", bucket.name) for bucket in plan.buckets}
     dense = sum(part.spec.nbytes for part in plan.delegated)

@@ -388,7 +388,7 @@ class Exchange(tf.Module):
             finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in scaled])
             tf.cond(finite, lambda: tf.constant(True), lambda: stages.slots.restore(before))
         names = {self._specs[place].name for place in absent}
-        stages.slots.restore([entry for entry in before if entry[0] in names])
+        stages.slots.restore_tensors(before, names, stages.units)
         self._transport.end_turn(results)
         return merged
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from grace.core.part import Part, offsets
 from grace.core.plan import Plan
 from grace.core.spec import Array, State
 from grace.core.state import Slots
@@ -81,7 +82,7 @@ class VariableSlots(Slots):
         return list({id(variable): variable for variable in every}.values())
 
     def snapshot(self) -> list[tuple[str, tf.Variable, tf.Tensor]]:
-        """The states of all tensors in all stages as they are now, each with the name of its tensor."""
+        """The states of all units in all stages as they are now, each with the name of its unit."""
         places = {
             id(variable): (name, variable)
             for (_, name), states in self._variables.items()
@@ -95,6 +96,23 @@ class VariableSlots(Slots):
         for _, variable, value in snapshot:
             variable.assign(value)
         return tf.constant(False)
+
+    def restore_tensors(
+        self, snapshot: list[tuple[str, tf.Variable, tf.Tensor]], names: set[str], units: Mapping[str, Part]
+    ) -> None:
+        """Write back what a snapshot holds of some tensors, also where their units hold others besides."""
+        for unit, variable, value in snapshot:
+            pieces = units[unit].pieces
+            of_them = [piece.tensor in names for piece in pieces]
+            if all(of_them):
+                variable.assign(value)
+            elif any(of_them) and variable.shape == (units[unit].spec.numel,):
+                now = variable.read_value()
+                rows = [
+                    (value if old else now)[start : start + piece.numel]
+                    for old, (piece, start) in zip(of_them, offsets(units[unit]), strict=True)
+                ]
+                variable.assign(tf.concat(rows, axis=0))
 
     def belong_to(self, rank: int, size: int) -> None:
         """Start the memories from zero if a checkpoint of another rank, or another number of ranks, brought them in."""
@@ -122,7 +140,7 @@ class VariableSlots(Slots):
         """
         for bucket in plan.buckets:
             by_data = [part for part in bucket.parts if part.wire_bytes is None]
-            places = [("bucket", bucket.name)] * bool(by_data) + [("tensor", part.spec.name) for part in by_data]
+            places = [("bucket", bucket.name)] * bool(by_data) + [("unit", part.spec.name) for part in by_data]
             if norms:
                 places += [(kind, part.spec.name) for kind in ("size", "error") for part in bucket.parts]
             for kind, name in places:

@@ -13,7 +13,8 @@ from grace.core.config import Config
 from grace.core.engine import Engine
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Part, Plan, make_plans, next_plan
+from grace.core.part import Part
+from grace.core.plan import Plan, make_plans, next_plan
 from grace.core.spec import TensorSpec
 from grace.core.state import carried, initial, prepare
 from grace.tensorflow.gradients import Gradient, nbytes
@@ -61,6 +62,11 @@ class Stages:
         return [plan for _, plan in self._stages.values()]
 
     @property
+    def units(self) -> dict[str, Part]:
+        """What is compressed as one in any of the stages, by name."""
+        return {unit.spec.name: unit for plan in self.plans for unit in plan.units}
+
+    @property
     def plan(self) -> Plan:
         """That of the step to come."""
         return self._stages[self._number_at(int(self.slots.step))][1]
@@ -71,7 +77,7 @@ class Stages:
     def _prepare(self, number: int) -> None:
         """Make the variables of a stage."""
         self.slots.stage = number
-        self.slots.shared |= {(number, part.spec.name) for part in self._stages[number][1].parts if part.memory.shared}
+        self.slots.shared |= {(number, part.spec.name) for part in self._stages[number][1].units if part.memory.shared}
         prepare(self.slots, self._stages[number][1], _ops, self._seed)
 
     def start(
@@ -135,14 +141,11 @@ class Stages:
 
     def _carry_on(self, before: int, number: int) -> None:
         """Take the states of one stage into another."""
-        olds = {part.spec.name: part for part in self._stages[before][1].engine_parts}
-        for part in self._stages[number][1].engine_parts:
-            name, ops = part.spec.name, _ops(part.spec.device)
-            states = initial(part, ops, self._seed)
-            if name in olds:
-                self.slots.stage = before
-                states = carried(olds[name], part, self.slots.read(name), states, ops)
-            self.slots.stage = number
+        self.slots.stage = before
+        units = (self._stages[stage][1].units for stage in (before, number))
+        new = carried(*units, self.slots.read, lambda unit: initial(unit, _ops(unit.spec.device), self._seed), _ops)
+        self.slots.stage = number
+        for name, states in new.items():
             self.slots.write(name, states)
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -191,7 +194,7 @@ class Stages:
             )
         # An earlier trace may have ended with an error half-way.
         engine.drop()
-        for part in plan.engine_parts:
+        for part in plan.exchanged:
             engine.ready(part.spec.name, mine[part.spec.name], lr)
         merged.update(engine.finish())
         return [merged[name] for name in names]

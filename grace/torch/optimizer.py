@@ -23,7 +23,8 @@ from grace.core.config import Config, make_config
 from grace.core.engine import Engine
 from grace.core.errors import ConfigError, GraceError, StateError, StepError
 from grace.core.ops import get_ops
-from grace.core.plan import Part, Plan, change_plan, make_plans
+from grace.core.part import Part
+from grace.core.plan import Plan, change_plan, make_plans
 from grace.core.spec import TensorSpec
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.transport import HorovodTransport
@@ -53,6 +54,8 @@ class Exchange:
         self._changes = 0
         self._met = False
         self._merged: dict[str, torch.Tensor] = {}
+        # The buffers of the framework that hold the gradients of the step under way.
+        self._gradients: dict[str, torch.Tensor] = {}
 
     @property
     def plan(self) -> Plan:
@@ -131,7 +134,8 @@ class Exchange:
     def _result(self, name: str) -> torch.Tensor:
         if name not in self._merged:
             with torch.no_grad():
-                self._merged = self.engine.finish()
+                self._merged = self.engine.finish(apart(self._gradients))
+            self._gradients = {}
         return self._merged.pop(name)
 
 
@@ -322,6 +326,8 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
                     f"rules=[{{'match': '{name}', 'compressor': 'none'}}]."
                 )
             gradient = gradient.to_dense()
+        else:
+            exchange._gradients[name] = gradient
         with torch.no_grad():
             engine.ready(name, gradient, wrapped.param_groups[group_of[p]]["lr"])
         return (lambda: exchange._result(name)), None
@@ -386,6 +392,22 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
     wrapped.state_dict = state_dict
     wrapped.load_state_dict = load_state_dict
     wrapped.add_param_group = add_param_group
+
+
+def apart(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those that results may be written to: contiguous, and sharing no memory with another.
+
+    Autograd may hand one buffer to several parameters, or views of it.
+    """
+    spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes, name) for name, b in buffers.items() if b.is_contiguous())
+    crowded, end, last = set(), 0, ""
+    for start, stop, name in spans:
+        if start < end:
+            crowded |= {name, last}
+        if stop > end:
+            end, last = stop, name
+    whole = len(spans) == len(buffers)
+    return {name: buffers[name] for _, _, name in spans if whole and name not in crowded}
 
 
 def _place(saved: Any, current: torch.Tensor) -> torch.Tensor:

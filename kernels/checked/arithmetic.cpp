@@ -4,6 +4,16 @@
 #include "grace/kernels.h"
 
 namespace grace {
+namespace {
+
+// Whether all pieces of an array of n elements were found good.
+uint8_t all_good(const Scratch<uint8_t>& pieces, int64_t n) {
+    uint8_t all = 1;
+    for (int64_t i = 0; i < divide_up(n, kPiece); ++i) all &= pieces[i];
+    return all;
+}
+
+}  // namespace
 
 void weighted_sum_kernel(Call& call) {
     call.expect(2, 0, 2);
@@ -17,6 +27,25 @@ void weighted_sum_kernel(Call& call) {
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().weighted_sum(x + begin, a, y + begin, b, out + begin, end - begin, is_large<T>(n));
         });
+    });
+}
+
+void finite_sum_kernel(Call& call) {
+    call.expect(2, 0, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T *x = call.input<T>(0), *y = call.input<T>(1, n);
+        const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
+        T* out = call.output<T>(n);
+        uint8_t* good = call.output<uint8_t>(1);
+        GRACE_GPU(call, finite_sum, x, a, y, b, out, n, good);
+        Scratch<uint8_t> each(divide_up(n, kPiece));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            each[begin / kPiece] =
+                loops<T>().weighted_sum(x + begin, a, y + begin, b, out + begin, end - begin, is_large<T>(n));
+        });
+        *good = all_good(each, n);
     });
 }
 
@@ -81,9 +110,7 @@ void finite_kernel(Call& call) {
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             good[begin / kPiece] = loops<T>().finite(x + begin, end - begin);
         });
-        uint8_t all = 1;
-        for (int64_t i = 0; i < divide_up(n, kPiece); ++i) all &= good[i];
-        *out = all;
+        *out = all_good(good, n);
     });
 }
 

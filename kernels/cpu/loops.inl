@@ -28,16 +28,29 @@ template <class T, class Body> GRACE_LOCAL void in_blocks(T* out, int64_t n, boo
     }
 }
 
+template <class T> GRACE_LOCAL typename Format<T>::Word infinite_bits() {
+    using Word = typename Format<T>::Word;
+    return Word((Word(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
+}
+
 template <class T>
-static void weighted_sum(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around) {
+static bool weighted_sum(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around) {
+    using Word = typename Format<T>::Word;
     const bool plain = a == T(1) && b == T(1);
+    Word most = 0;
+    const auto place = [&](T* target, int64_t i, T sum) {
+        target[i] = sum;
+        const Word word = magnitude_bits(sum);
+        most = word > most ? word : most;
+    };
     in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
         if (plain) {
-            for (int64_t i = 0; i < length; ++i) target[i] = x[at + i] + y[at + i];
+            for (int64_t i = 0; i < length; ++i) place(target, i, x[at + i] + y[at + i]);
         } else {
-            for (int64_t i = 0; i < length; ++i) target[i] = x[at + i] * a + y[at + i] * b;
+            for (int64_t i = 0; i < length; ++i) place(target, i, x[at + i] * a + y[at + i] * b);
         }
     });
+    return most < infinite_bits<T>();
 }
 
 template <class T> static T max_abs(const T* x, int64_t n) {
@@ -52,8 +65,7 @@ template <class T> static T max_abs(const T* x, int64_t n) {
 }
 
 template <class T> static bool finite(const T* x, int64_t n) {
-    return magnitude_bits(max_abs(x, n)) < magnitude_bits(bits_as<T>(
-               typename Format<T>::Word(((typename Format<T>::Word(1) << Format<T>::exponent) - 1)) << Format<T>::mantissa));
+    return magnitude_bits(max_abs(x, n)) < infinite_bits<T>();
 }
 
 template <class T> static double sum_squares(const T* x, int64_t n) {

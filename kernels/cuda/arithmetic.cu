@@ -49,6 +49,12 @@ template <class T> void finite(const Stream& on, const T* x, int64_t n, uint8_t*
            [=] __device__(WordOf<T> most) { *out = most < infinity ? 1 : 0; });
 }
 
+template <class T>
+void finite_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n, uint8_t* good) {
+    weighted_sum(on, x, a, y, b, out, n);
+    finite(on, out, n, good);
+}
+
 template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out) {
     reduce(
         on, divide_up(n, 8), 0.0,
@@ -134,6 +140,7 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
 
 #define GRACE_MAKE(T)                                                                          \
     template void weighted_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t);       \
+    template void finite_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t, uint8_t*); \
     template void max_abs<T>(const Stream&, const T*, int64_t, T*);                            \
     template void finite<T>(const Stream&, const T*, int64_t, uint8_t*);                       \
     template void norm<T>(const Stream&, const T*, int64_t, T*);                                \

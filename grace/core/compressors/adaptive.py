@@ -31,6 +31,7 @@ class Adaptive(Compressor):
     fixed_size = False
     selects = True
     default_memory = "residual"
+    linear_in = ("means",)
 
     def __post_init__(self) -> None:
         check_ratio("adaptive", self.compress_ratio)

@@ -47,6 +47,10 @@ class Atomo(Compressor):
             raise ConfigError(f"atomo: compress_rank must be a positive number, received {self.compress_rank!r}.")
         check_ratio("atomo", self.compress_ratio)
 
+    @property
+    def flat(self) -> bool:
+        return self.mode == "entry"
+
     def unfit(self, spec: TensorSpec) -> str | None:
         if self.mode == "spectral":
             return unfit_matrix("atomo", spec, self.compress_rank)

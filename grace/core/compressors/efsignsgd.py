@@ -24,6 +24,7 @@ class EFSignSGD(Compressor):
     """
 
     default_memory = "efsignsgd"
+    linear_in = ("scale",)
 
     def contraction(self, spec: TensorSpec) -> float | None:
         return 1.0 / max(1, spec.numel)

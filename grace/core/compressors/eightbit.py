@@ -34,6 +34,7 @@ class EightBit(Compressor):
     format: Literal["1-3-4", "dynamic"] = "dynamic"
 
     default_memory = "residual"
+    linear_in = ("scale",)
 
     def contraction(self, spec: TensorSpec) -> float | None:
         # The widest gaps above the first entry: from 5.5e-7 to 3.25e-6, and from 1 to 2 steps of 1/1984.

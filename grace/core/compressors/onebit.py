@@ -28,6 +28,7 @@ class OneBit(Compressor):
     threshold: float = 0.0
 
     default_memory = "residual"
+    linear_in = ("means",)
 
     def contraction(self, spec: TensorSpec) -> float | None:
         return 1.0 / max(1, spec.numel) if self.threshold == 0 else 0.0

@@ -34,6 +34,7 @@ class QSGD(Compressor):
     norm: Literal["l2", "max"] = "l2"
 
     unbiased = True
+    linear_in = ("norms",)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 32767:

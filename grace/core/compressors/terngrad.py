@@ -53,6 +53,10 @@ class TernGrad(Compressor):
     def summable(self) -> bool:
         return self.shared_scale
 
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        return () if self.shared_scale else ("scale",)
+
     def check_ranks(self, size: int) -> None:
         if self.shared_scale and size > _MOST_RANKS:
             raise IncompatibleError(

@@ -32,6 +32,7 @@ class ThreeLC(Compressor):
 
     fixed_size = False
     default_memory = "residual"
+    linear_in = ("scale",)
 
     def __post_init__(self) -> None:
         if not 1 <= self.sparsity_multiplier < 2:

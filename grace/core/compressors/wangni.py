@@ -36,6 +36,7 @@ class Wangni(Compressor):
 
     fixed_size = False
     unbiased = True
+    linear_in = ("values", "scale")
 
     def __post_init__(self) -> None:
         check_ratio("wangni", self.compress_ratio)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError, IncompatibleError
-from grace.core.memory import Memory, check_clipping, clipped
+from grace.core.memory import FINITE, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
@@ -45,7 +45,8 @@ class DGCMemory(Memory):
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
         ops, grad = at.ops, clipped(grad, self.gradient_clipping, at)
         momentum = ops.weighted_sum(state["momentum"], self.momentum, grad, 1)
-        return ops.weighted_sum(state["residual"], 1, momentum, 1), {"momentum": momentum}
+        x, finite = ops.finite_sum(state["residual"], 1, momentum, 1)
+        return x, {"momentum": momentum, FINITE: finite}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         momentum = state["momentum"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
-from grace.core.memory import Memory
+from grace.core.memory import FINITE, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
@@ -39,7 +39,8 @@ class EFSignMemory(Memory):
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.weighted_sum(state["residual"], 1, grad, self.lr), {}
+        x, finite = at.ops.finite_sum(state["residual"], 1, grad, self.lr)
+        return x, {FINITE: finite}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": compressor.residual_(x_, payload, at)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
 from grace.core.errors import ConfigError
-from grace.core.memory import Memory
+from grace.core.memory import FINITE, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
@@ -34,7 +34,8 @@ class Momentum(Memory):
         return {"momentum": ops.zeros(spec.numel, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.weighted_sum(state["momentum"], self.momentum, grad, 1 - self.momentum), {}
+        x, finite = at.ops.finite_sum(state["momentum"], self.momentum, grad, 1 - self.momentum)
+        return x, {FINITE: finite}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"momentum": x_}

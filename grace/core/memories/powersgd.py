@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
-from grace.core.memory import Memory
+from grace.core.memory import FINITE, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
@@ -24,7 +24,8 @@ class PowerSGDMemory(Memory):
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.weighted_sum(state["residual"], 1, grad, 1), {}
+        x, finite = at.ops.finite_sum(state["residual"], 1, grad, 1)
+        return x, {FINITE: finite}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": x_}

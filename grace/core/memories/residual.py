@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
-from grace.core.memory import Memory, check_clipping, clipped
+from grace.core.memory import FINITE, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
@@ -50,7 +50,8 @@ class Residual(Memory):
             factor = ops.where(known, state["lr"] / ops.where(known, lr, 1.0), 1.0)
             residual = residual * ops.cast(factor, dtype)
             rest = {"lr": ops.where(lr > 0, lr, state["lr"])}
-        return ops.weighted_sum(residual, self.beta, grad, self.gamma), rest
+        x, finite = ops.finite_sum(residual, self.beta, grad, self.gamma)
+        return x, {**rest, FINITE: finite}
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {**state, "residual": compressor.residual_(x_, payload, at)}

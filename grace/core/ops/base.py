@@ -18,16 +18,23 @@ class Primitives(ABC):
     """What every framework defines, on one device."""
 
     name: ClassVar[str]
+    # Whether arrays can be changed, so that results may be written where the caller wants them.
+    in_place: ClassVar[bool] = True
     device: str = "cpu"
 
     def __init__(self) -> None:
         self._constants: dict[Hashable, Array] = {}
+        self._offered: Array | None = None
 
     # --- create and convert -------------------------------------------------------------------------------------
 
     @abstractmethod
     def zeros(self, n: int, dtype: str) -> Array:
         """`n` zeros."""
+
+    def empty(self, n: int, dtype: str) -> Array:
+        """`n` elements to be written."""
+        return self.zeros(n, dtype)
 
     @abstractmethod
     def full(self, n: int, value: Array, dtype: str) -> Array:
@@ -66,6 +73,23 @@ class Primitives(ABC):
     @abstractmethod
     def concat(self, arrays: Sequence[Array]) -> Array:
         """One flat array from several of one dtype."""
+
+    def lay_out(self, arrays: Sequence[Array]) -> Array:
+        """Arrays of one dtype end to end, without a copy where they lie so already; to be read only."""
+        return arrays[0] if len(arrays) == 1 else self.concat(arrays)
+
+    def offer(self, out: Array | None) -> None:
+        """Let the next sum of payloads be written to this flat array instead of new memory, if it is of that form; None
+        takes the offer back. The caller sees from the result whether it was taken."""
+        self._offered = out
+
+    def _withdraw(self) -> Array | None:
+        out, self._offered = self._offered, None
+        return out
+
+    def place(self, out: Array, start: int, x: Array, factor: float) -> None:
+        """Write x * factor, rounded to the dtype of the flat `out`, into it from `start` on. Only where `in_place`."""
+        raise TypeError(f"arrays of {self.name} are not written in place")
 
     @abstractmethod
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:

@@ -20,6 +20,11 @@ class Helpers(Primitives):
         second = y if b == 1 else y * self.cast(b, self.dtype(y))
         return x + second if a == 1 else self.add_(x * self.cast(a, self.dtype(x)), second)
 
+    def finite_sum(self, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array]:
+        """a x + b y as `weighted_sum`, and whether all of it is finite, as a 0-d condition."""
+        total = self.weighted_sum(x, a, y, b)
+        return total, self.finite(total)
+
     def max_abs(self, x: Array) -> Array:
         """Largest magnitude, in x's dtype; 0 of an empty array."""
         return self.max(self.abs(x))

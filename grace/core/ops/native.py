@@ -128,12 +128,13 @@ class Native(ArrayOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
+        out: Array | None = None,
     ) -> list[Array]:
         """The flat results of a kernel, to which the shapes of its inputs are all the same.
 
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
         results and `lengths` their lengths, None where only the kernel knows them. With `consumes` the first input is
-        changed in place, and is the only result.
+        changed in place, and is the only result. The first result may be written to `out`, if it is of that form.
         """
 
     def _floating(self, x: Array) -> str | None:
@@ -157,7 +158,9 @@ class Native(ArrayOps):
         """The result of a kernel that adds up payloads; its last integer says whether it starts from an array."""
         inputs = lists if onto is None else [onto, *lists]
         flag = int(onto is not None)
-        return self._run(kernel, inputs, [*integers, flag], outputs=[dtype], lengths=[n], consumes=onto is not None)[0]
+        out = self._withdraw() if onto is None else None
+        options: Any = {"outputs": [dtype], "lengths": [n], "consumes": onto is not None, "out": out}
+        return self._run(kernel, inputs, [*integers, flag], **options)[0]
 
     # --- arithmetic -----------------------------------------------------------------------------------------------
 
@@ -166,6 +169,13 @@ class Native(ArrayOps):
         if dtype is None or self._floating(y) != dtype:
             return super().weighted_sum(x, a, y, b)
         return self._run("weighted_sum", [x, y], (), [a, b], outputs=[dtype], lengths=[self.length(x)])[0]
+
+    def finite_sum(self, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array]:
+        dtype = self._floating(x)
+        if dtype is None or self._floating(y) != dtype:
+            return super().finite_sum(x, a, y, b)
+        total, good = self._run("finite_sum", [x, y], (), [a, b], outputs=[dtype, "uint8"], lengths=[self.length(x), 1])
+        return total, good[0] > 0
 
     def max_abs(self, x: Array) -> Array:
         dtype = self._floating(x)
@@ -326,7 +336,8 @@ class Native(ArrayOps):
         return self._total("binary_sum", [*bits, *scales], integers, n, self.dtype(scales[0]), onto)
 
     def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
-        return self._run("majority", bits, [n, FLOATS.index(dtype)], outputs=[dtype], lengths=[n])[0]
+        out = self._withdraw()
+        return self._run("majority", bits, [n, FLOATS.index(dtype)], outputs=[dtype], lengths=[n], out=out)[0]
 
     # --- levels in buckets ----------------------------------------------------------------------------------------
 

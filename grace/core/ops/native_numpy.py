@@ -47,9 +47,10 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
+        out: Array | None = None,
     ) -> list[Array]:
         try:
-            results: list[Array] = module.run(kernel, inputs, integers, numbers, consumes, self._threads, None)
+            results: list[Array] = module.run(kernel, inputs, integers, numbers, consumes, self._threads, None, out)
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:

@@ -54,6 +54,7 @@ class NativeTensorflowOps(NativeCodings, TensorflowOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
+        out: Array | None = None,
     ) -> list[Array]:
         # Shapes are of use in graphs only; eager, TensorFlow would keep an operation for each of them.
         eager = tf.executing_eagerly()

@@ -41,9 +41,10 @@ class NativeTorchOps(NativeCodings, TorchOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
+        out: Array | None = None,
     ) -> list[Array]:
         try:
-            results = self._start(kernel, inputs, integers, numbers, consumes)
+            results = self._start(kernel, inputs, integers, numbers, consumes, out)
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
@@ -55,11 +56,17 @@ class NativeTorchOps(NativeCodings, TorchOps):
         return [inputs[0]] if consumes else results
 
     def _start(
-        self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any], consumes: bool
+        self,
+        kernel: str,
+        inputs: Sequence[Any],
+        integers: Sequence[Any],
+        numbers: Sequence[Any],
+        consumes: bool,
+        out: Array | None,
     ) -> list[Array]:
         if not self.device.startswith("cuda"):
             on_cpu: list[Array] = module.run(
-                kernel, inputs, integers, numbers, consumes, torch.get_num_threads(), torch.Tensor
+                kernel, inputs, integers, numbers, consumes, torch.get_num_threads(), torch.Tensor, out
             )
             return on_cpu
         device = torch.device(self.device)

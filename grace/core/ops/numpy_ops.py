@@ -26,6 +26,9 @@ class NumpyOps(ArrayOps):
     def zeros(self, n: int, dtype: str) -> Array:
         return np.zeros(n, DTYPES[dtype])
 
+    def empty(self, n: int, dtype: str) -> Array:
+        return np.empty(n, DTYPES[dtype])
+
     def full(self, n: int, value: Array, dtype: str) -> Array:
         x = np.empty(n, DTYPES[dtype])
         x[...] = value
@@ -64,6 +67,9 @@ class NumpyOps(ArrayOps):
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         return np.concatenate([a.reshape(-1) for a in arrays])
+
+    def place(self, out: Array, start: int, x: Array, factor: float) -> None:
+        np.multiply(x, factor, out=out[start : start + x.size], casting="unsafe")
 
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:
         # The function does it as well, in the time of a small kernel.

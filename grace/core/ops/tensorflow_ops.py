@@ -53,6 +53,7 @@ class TensorflowOps(ArrayOps):
     """TensorFlow tensors; the runtime places them on devices."""
 
     name: ClassVar[str] = "tensorflow"
+    in_place: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()

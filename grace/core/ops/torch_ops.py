@@ -27,6 +27,9 @@ class TorchOps(ArrayOps):
     def zeros(self, n: int, dtype: str) -> Array:
         return torch.zeros(n, dtype=DTYPES[dtype], device=self.device)
 
+    def empty(self, n: int, dtype: str) -> Array:
+        return torch.empty(n, dtype=DTYPES[dtype], device=self.device)
+
     def full(self, n: int, value: Array, dtype: str) -> Array:
         return torch.full((n,), value, dtype=DTYPES[dtype], device=self.device)
 
@@ -62,6 +65,15 @@ class TorchOps(ArrayOps):
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         return torch.cat([a.reshape(-1) for a in arrays])
+
+    def lay_out(self, arrays: Sequence[Array]) -> Array:
+        first = arrays[0]
+        if len(arrays) > 1 and first.is_contiguous() and _end_to_end(arrays):
+            return first.as_strided((sum(a.numel() for a in arrays),), (1,), first.storage_offset())
+        return super().lay_out(arrays)
+
+    def place(self, out: Array, start: int, x: Array, factor: float) -> None:
+        torch.mul(x, factor, out=out[start : start + x.numel()])
 
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:
         return torch.stack(tuple(arrays), dim=axis)
@@ -168,3 +180,11 @@ class TorchOps(ArrayOps):
     def svd(self, a: Array) -> tuple[Array, Array, Array]:
         u, s, v = torch.linalg.svd(a, full_matrices=False)
         return u, s, v.t()
+
+
+def _end_to_end(arrays: Sequence[torch.Tensor]) -> bool:
+    """Whether each begins, in one storage, where the one before ends."""
+    if len({a.untyped_storage().data_ptr() for a in arrays}) > 1:
+        return False
+    ends = [a.storage_offset() + a.numel() for a in arrays]
+    return all(b.is_contiguous() and b.storage_offset() == end for b, end in zip(arrays[1:], ends, strict=False))

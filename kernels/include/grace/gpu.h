@@ -80,6 +80,8 @@ template <class T> struct WidthCodes {
 };
 
 template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n);
+template <class T>
+void finite_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n, uint8_t* good);
 template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out);
 template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out);
 template <class T> void norm_max(const Stream& on, const T* x, int64_t n, T* out, T* most);

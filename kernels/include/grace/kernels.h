@@ -16,6 +16,7 @@ namespace grace {
 
 #define GRACE_KERNELS(X)                                                                                       \
     X(weighted_sum)   /* x, y; ; a, b -> a x + b y */                                                            \
+    X(finite_sum)     /* the same, and uint8[1]: whether all of it is finite */                                  \
     X(max_abs)        /* x -> T[1] */                                                                            \
     X(norm_max)       /* x -> T[1], added in float64; T[1] */                                                      \
     X(finite)         /* x -> uint8[1] */                                                                        \

@@ -59,7 +59,8 @@ template <class T> struct Widths {
 };
 
 template <class T> struct Loops {
-    void (*weighted_sum)(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around);
+    // Whether all sums are finite.
+    bool (*weighted_sum)(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around);
     T (*max_abs)(const T* x, int64_t n);
     bool (*finite)(const T* x, int64_t n);
     double (*sum_squares)(const T* x, int64_t n);

@@ -1,0 +1,157 @@
+"""Who serves what: a part is a tensor, or a unit of pieces of several that are compressed as one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor
+from grace.core.config import Parts, dense_parts
+from grace.core.memory import Memory
+from grace.core.registry import memories
+from grace.core.spec import Field, TensorSpec
+from grace.core.wire import payload_bytes
+
+# Elements of a cut tensor that a unit has at least, and of which the start of every piece is a multiple.
+GRAIN = 4096
+
+
+class Piece(NamedTuple):
+    """Elements start .. stop of a flat tensor."""
+
+    tensor: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, or a unit of pieces laid end to end; the parts that serve it, and why if not the configuration's own.
+
+    `spec` is that of the tensor, or of the unit, which is flat.
+    """
+
+    spec: TensorSpec
+    parts: Parts
+    reason: str = ""
+    index_coding: str = "int32"
+    pieces: tuple[Piece, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            object.__setattr__(self, "pieces", (Piece(self.spec.name, 0, self.spec.numel),))
+
+    @property
+    def compressor(self) -> Compressor:
+        """What makes its payload."""
+        return self.parts.compressor
+
+    @property
+    def memory(self) -> Memory:
+        """What remembers its error."""
+        return self.parts.memory
+
+    @property
+    def communicator(self) -> Communicator:
+        """How its payload travels."""
+        return self.parts.communicator
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """Fields of its payload."""
+        coding = self.index_coding if self.communicator.any_length else "int32"
+        return tuple(
+            f if f.below is None or not f.wire else f._replace(coding=coding) for f in self.compressor.wire(self.spec)
+        )
+
+    @cached_property
+    def agreement(self) -> tuple[Field, ...]:
+        """What its ranks settle before they compress."""
+        return self.compressor.agreement(self.spec)
+
+    @cached_property
+    def settled_bytes(self) -> int:
+        """Bytes per step of what its ranks settle first."""
+        return payload_bytes(self.agreement) or 0
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Bytes per step of its fields and of what it settles first; None if they depend on the data."""
+        fields = payload_bytes(self.fields)
+        return None if fields is None else fields + self.settled_bytes
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether the gradient is summed as it is, without memory."""
+        return self.parts == dense_parts()
+
+    @property
+    def holds(self) -> bool:
+        """Whether its memory may hold a residual, which a change of the plan must not lose."""
+        return self.memory.feeds_back or memories.name_of(self.memory) == "leftover"
+
+    @cached_property
+    def guarded(self) -> bool:
+        """Whether NaN and infinity must be announced by a flag, because the payload or a memory would lose them."""
+        return not (self.compressor.carries_nonfinite and self.memory.stateless)
+
+    @cached_property
+    def half_sum(self) -> bool:
+        """Whether the payload is summed in 16 bits, so that it must be divided before the sum, not after."""
+        return self.communicator.sums and any(f.dtype in ("float16", "bfloat16") for f in self.fields)
+
+
+def cut(part: Part, most_bytes: int) -> list[Part]:
+    """The tensor in units of at most `most_bytes` of its gradient and about equal length; whole where it cannot be."""
+    spec = part.spec
+    if not part.compressor.flat or spec.nbytes <= most_bytes:
+        return [part]
+    count = -(-spec.nbytes // most_bytes)
+    width = -(-spec.numel // count // GRAIN) * GRAIN
+    units = [
+        _unit([part], (Piece(spec.name, start, min(start + width, spec.numel)),))
+        for start in range(0, spec.numel, width)
+    ]
+    unfit = any(part.compressor.unfit(unit.spec) for unit in units)
+    return [part] if unfit or len(units) == 1 else units
+
+
+def fuse(items: Sequence[Part]) -> list[Part]:
+    """Units of one bucket: what is served alike, and may be, laid end to end."""
+    alike: dict[object, list[Part]] = {}
+    for i, item in enumerate(items):
+        key = (item.parts, item.spec.dtype, item.index_coding) if item.compressor.flat else i
+        alike.setdefault(key, []).append(item)
+    return [
+        group[0] if len(group) == 1 else _unit(group, tuple(piece for item in group for piece in item.pieces))
+        for group in alike.values()
+    ]
+
+
+def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
+    ends = [f"{p.tensor}[{p.start}:{p.stop}]" for p in (pieces[0], pieces[-1])]
+    name = ends[0] if len(pieces) == 1 else f"{ends[0]} to {ends[1]}, {len(pieces)} pieces"
+    spec = dataclasses.replace(
+        items[0].spec,
+        name=name,
+        shape=(sum(piece.numel for piece in pieces),),
+        sparse=any(item.spec.sparse for item in items),
+    )
+    return dataclasses.replace(items[0], spec=spec, pieces=pieces)
+
+
+def offsets(unit: Part) -> Iterator[tuple[Piece, int]]:
+    """The pieces of a unit, and where each begins in it."""
+    start = 0
+    for piece in unit.pieces:
+        yield piece, start
+        start += piece.numel
