@@ -52,7 +52,7 @@ class HorovodSide:
         torch.manual_seed(SEED)
         model = self._model()
         torch.manual_seed(SEED + hvd.rank())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
         if method == COMPUTE:
             return _Step(model, optimizer, model.loss)
         named = list(model.named_parameters())
@@ -90,7 +90,7 @@ class DdpSide:
         elif method == "ddp-powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
         return _Step(model, optimizer, ddp)
 
 
