@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ def test_sweep(tmp_path):
 
 def test_a_sweep_goes_on_with_the_best(monkeypatch):
     """Times are made up here: by bucket size, granularity and cycle time, each with a best in the middle."""
-    seconds = {1: 0.3, 2: 0.1, 4: 0.2, "layer": 0.3, "bucket": 0.1, "model": 0.2, 0.5: 0.03, 1.0: 0.02, 5.0: 0.01}
+    seconds = {10: 0.3, 20: 0.1, 40: 0.2, "layer": 0.3, "bucket": 0.1, "model": 0.2, 0.5: 0.03, 1.0: 0.02, 5.0: 0.01}
     setting = Setting("torch", "mlp", 2, "none", None, 1, 1)
     asked = []
 
@@ -163,13 +164,13 @@ def test_a_sweep_goes_on_with_the_best(monkeypatch):
 
     monkeypatch.setattr(sweep, "Bed", Bed)
     monkeypatch.setattr(sweep, "GRANULARITIES", ("layer", "bucket", "model"))
-    trials = sweep.sweep(setting, ["topk", "none"], sweep.choices([1, 2, 4], [0.5, 1.0, 5.0]), lambda text: None)
+    trials = sweep.sweep(setting, ["topk", "none"], sweep.choices([10, 20, 40], [0.5, 1.0, 5.0]), lambda text: None)
     assert all(methods[:2] == [Method(COMPUTE), Method(REFERENCE)] for methods in asked)
     of_topk = [method for methods in asked for method in methods if method.name == "topk"]
-    grains = [Method("topk", {"bucket_bytes": 2, "granularity": name}) for name in ("layer", "bucket", "model")]
-    cycles = [Method("topk", {"bucket_bytes": 2, "granularity": "bucket"}, ms) for ms in (0.5, 1.0, 5.0)]
-    assert of_topk == [*(Method("topk", {"bucket_bytes": size}) for size in (1, 2, 4)), *grains, *cycles]
-    labels = ["bucket_bytes=2", "granularity=bucket", "cycle_time_ms=5.0"]
+    grains = [Method("topk", {"bucket_bytes": 20, "granularity": name}) for name in ("layer", "bucket", "model")]
+    cycles = [Method("topk", {"bucket_bytes": 20, "granularity": "bucket"}, ms) for ms in (0.5, 1.0, 5.0)]
+    assert of_topk == [*(Method("topk", {"bucket_bytes": size}) for size in (10, 20, 40)), *grains, *cycles]
+    labels = ["bucket_bytes=20", "granularity=bucket", "cycle_time_ms=5.0"]
     for name in ("topk", "none"):
         assert [trial.label for trial in trials if trial.best and trial.result.method.name == name] == labels
     assert len(sweep.lines(trials)) == 1 + 2 * (2 + 9)
@@ -215,8 +216,9 @@ def test_peak_is_that_of_one_visit():
             return 8
 
     large, small = (visit(Side(), "topk", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 1_000_000))
-    assert 64_000_000 <= large < 72_000_000
-    assert 8_000_000 <= small < 16_000_000
+    # The kernel counts pages by processor, and adds up only now and then.
+    assert 62_000_000 < large < 72_000_000
+    assert 6_000_000 < small < 16_000_000
 
 
 def test_environment_of_ranks(monkeypatch):
@@ -228,7 +230,7 @@ def test_environment_of_ranks(monkeypatch):
             network.Network(2, "none") as made,
             Ranks(made, "torch", "resnet", "horovod", 2.5, keep_pages=keep_pages) as ranks,
         ):
-            text = open(f"/proc/{ranks._workers[0].pid}/environ").read()  # noqa: SIM115
+            text = Path(f"/proc/{ranks._workers[0].pid}/environ").read_text()
             environment = dict(entry.split("=", 1) for entry in text.split("\0") if entry)
         assert environment["HOROVOD_CYCLE_TIME"] == "2.5"
         assert int(environment["HOROVOD_GLOO_TIMEOUT_SECONDS"]) > 10 * (START_S + VISIT_S)

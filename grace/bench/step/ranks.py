@@ -96,14 +96,7 @@ class Ranks:
         alone = nodes[0].namespace is not None
         hosts = ",".join(f"{node.address}:1" for node in nodes) if alone else f"{nodes[0].address}:{size}"
         program = [sys.executable, "-m", "grace.bench.step.rendezvous", hosts]
-        self._meeting = subprocess.Popen(
-            self._network.hub.command(program),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log("rendezvous").open("w"),
-            text=True,
-            start_new_session=True,
-        )
+        self._meeting = self._launch("rendezvous", self._network.hub.command(program))
         assert self._meeting.stdout is not None
         port = self._meeting.stdout.readline().strip()
         if not port:
@@ -146,16 +139,18 @@ class Ranks:
         interface = node.interface if node.namespace is not None else "-"
         program = [sys.executable, "-m", "grace.bench.step.worker", self._framework, self._family]
         own = {"OMP_NUM_THREADS": str(share), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        return subprocess.Popen(
+        return self._launch(
+            str(rank),
             node.command([*program, self._model, interface]),
             env={**_plain(os.environ), **self._allocator, **environment, **own},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log(str(rank)).open("w"),
-            text=True,
-            start_new_session=True,
             preexec_fn=lambda: os.sched_setaffinity(0, mine),
         )
+
+    def _launch(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[str]:
+        """A process of its own session, whose errors go to the log of that name."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with self._log(name).open("w") as errors:
+            return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True, **pipes, **more)
 
     # --- answers --------------------------------------------------------------------------------------------------
 
