@@ -1,7 +1,8 @@
 """`grace bench step --sweep`: the engine's choices for each compressor, one after the other.
 
-First the sizes of buckets, then from which size on tensors are cut, the granularities, and Horovod's cycle times, each with
-the best of what came before. What is compared takes turns, beside a step without exchange and plain Horovod of its own.
+First the sizes of buckets, then from which size on tensors are cut, the granularities, and Horovod's cycle times, each
+with the best of what came before. What is compared takes turns, beside a step without exchange and plain Horovod of its
+own.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -78,17 +79,21 @@ def visit(
     training = side.train(method, options)
     for _ in range(warm_up):
         training.step()
-    times = []
+    times, reports = [], []
     side.barrier()
     before = _sent(interface)
     for _ in range(steps):
         start = time.perf_counter()
         training.step()
         times.append(time.perf_counter() - start)
+        reports.append(training.reported())
     side.barrier()
     after = _sent(interface)
     sent = None if before is None or after is None else after - before
-    found = Visit(times, sent, training.reported(), _memory("VmHWM") - held, training.gradient_bytes())
+    known = [report for report in reports if report is not None]
+    # What a method sends may change from step to step.
+    reported = round(statistics.fmean(known)) if known else None
+    found = Visit(times, sent, reported, _memory("VmHWM") - held, training.gradient_bytes())
     del training
     gc.collect()
     return found
