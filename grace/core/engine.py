@@ -257,7 +257,7 @@ class Engine:
         payloads = [e.payload for e in entries]
         if self._average and self.transport.size > 1:
             payloads = [
-                divided(p, self.transport.size, ops) if e.part.half_sum else p
+                divided(p, e.part, self.transport.size, ops) if e.part.half_sum else p
                 for e, p in zip(entries, payloads, strict=True)
             ]
         flags = [e.bad for e in entries]
@@ -269,7 +269,7 @@ class Engine:
 
     def _route(self, bucket: Bucket) -> Route:
         ops = self._ops(bucket.parts[0].spec.device)
-        return Route(bucket.layout, self.transport, ops, bucket.name, self.step)
+        return Route(bucket.layout, self.transport, ops, bucket.name, self.step, self._average)
 
     def _merge(self, bucket: Bucket, run: Run) -> dict[str, Array]:
         assert run.sent is not None

@@ -65,9 +65,10 @@ def either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:
     return ops.choose(condition, lambda: a, lambda: b)
 
 
-def divided(payload: Payload, size: int, ops: ArrayOps) -> Payload:
-    """A payload of 16-bit floats by the number of ranks: their sum may overflow where the mean does not."""
-    return {name: ops.cast(ops.cast(v, "float32") * (1.0 / size), ops.dtype(v)) for name, v in payload.items()}
+def divided(payload: Payload, part: Part, size: int, ops: ArrayOps) -> Payload:
+    """A payload whose 16-bit floats are going to be averaged: what else is summed of it, by the number of ranks."""
+    wide = [f for f in part.fields if f.wire and f.dtype in ("float32", "float64")]
+    return {**payload, **{f.name: payload[f.name] * ops.cast(1.0 / size, f.dtype) for f in wide}}
 
 
 def check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:

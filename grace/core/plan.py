@@ -14,7 +14,7 @@ from grace.core.config import Config, Parts, change_config, dense_parts
 from grace.core.errors import ConfigError
 from grace.core.memory import Memory
 from grace.core.registry import communicators, compressors, memories
-from grace.core.spec import Field, TensorSpec
+from grace.core.spec import HALF_DTYPES, Field, TensorSpec
 from grace.core.wire import Layout, payload_bytes
 
 
@@ -83,8 +83,8 @@ class Part:
 
     @cached_property
     def half_sum(self) -> bool:
-        """Whether the payload is summed in 16 bits, so that it must be divided before the sum, not after."""
-        return self.communicator.sums and any(f.dtype in ("float16", "bfloat16") for f in self.fields)
+        """Whether the payload is summed in 16 bits, so that it is averaged on the way and not divided afterwards."""
+        return self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)
 
 
 @dataclass(frozen=True)
