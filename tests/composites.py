@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from grace.core.ops.numpy_ops import NumpyOps
@@ -88,6 +89,18 @@ def weighted_sum(n, dtype):
     t = np.dtype(dtype).type
     for a, b in ((1, 1), (0.9, 1), (1, 0.3), (0.9, 1 - 0.9), (1, -1)):
         yield Call("weighted_sum", (x, a, y, b), {}, (x * t(a) + y * t(b),))
+
+
+@case
+def half_sum(n, dtype):
+    for half in (np.float16, ml_dtypes.bfloat16):
+        rows = np.stack([x.astype(half) for x in several(n, "float32")])
+        for count, factor in ((1, 1.0), (2, 1.0), (2, 0.5), (RANKS, 1 / RANKS)):
+            total = sum(row.astype(np.float32) * np.float32(factor) for row in rows[:count])
+            yield Call("half_sum", (rows[:count].reshape(-1), count), {"factor": factor}, (total.astype(half),))
+    x = np.array([40000, 40000, -1, np.inf] * 2, np.float16)
+    yield Call("half_sum", (x, 2), {}, (np.array([np.inf, np.inf, -2, np.inf], np.float16),))
+    yield Call("half_sum", (x, 2), {"factor": 0.5}, (x[:4],))
 
 
 @case

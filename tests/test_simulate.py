@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 import grace
+from grace.core.compressors.fp16 import FP16
 from grace.core.errors import StepError
 from grace.core.ops import get_ops
+from grace.core.registry import compressors
 from grace.core.simulate import SimulatedTransport
-from grace.core.spec import TensorSpec
+from grace.core.spec import Field, TensorSpec
 from grace.testing.harness import array, host
 from tests.parts import every_framework
 
@@ -78,3 +82,25 @@ def test_specs_may_be_given_whole():
     merged = sim.step([{"w": np.arange(3.0)} for _ in range(2)])
     assert merged[1]["w"].dtype == np.float64
     assert merged[1]["w"].tolist() == [0, 1, 2]
+
+
+@dataclass(frozen=True)
+class HalfAndWide(FP16):
+    """Numbers of 16 bits, and their largest in full."""
+
+    def wire(self, spec):
+        return (*super().wire(spec), Field("largest", spec.work_dtype, 1))
+
+    def compress(self, x, at):
+        return {**super().compress(x, at), "largest": at.ops.reshape(at.ops.max_abs(x), (1,))}
+
+    def decompress(self, payload, at):
+        return at.ops.cast(payload["values"], at.spec.work_dtype) * 0 + payload["largest"]
+
+
+def test_all_of_a_payload_with_16_bit_fields_is_a_mean(monkeypatch):
+    monkeypatch.setitem(compressors._classes, "half and wide", HalfAndWide)
+    for average, expected in ((True, 2.5), (False, 10.0)):
+        sim = grace.Simulation(4, {"w": (3,)}, {"compressor": HalfAndWide(), "default_rules": False}, average=average)
+        merged = sim.step([{"w": np.full(3, rank + 1, np.float32)} for rank in range(4)])
+        assert merged[0]["w"].tolist() == [expected] * 3

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grace.core.config import make_config
-from grace.core.entry import divided
 from grace.core.ops.composites import ArrayOps
 from grace.core.part import Part
 from grace.core.plan import make_plan
 from grace.core.simulate import reduced
-from grace.core.spec import Array, Key, Payload, Proposal, Site, State, TensorSpec
+from grace.core.spec import HALF_DTYPES, Array, Key, Payload, Proposal, Site, State, TensorSpec
 from grace.core.state import initial
 from grace.core.wire import sent_bytes
 
@@ -117,9 +116,9 @@ class LocalStep:
         for f in self.part.fields:
             if f.wire:
                 arrays = [payload[f.name] for payload in payloads]
-                if f.dtype.startswith(("float", "bfloat")):
-                    arrays = [divided({f.name: array}, self.ranks, self.ops)[f.name] for array in arrays]
-                total[f.name] = reduced(self.ops, arrays, "sum")
+                if f.dtype in ("float32", "float64"):
+                    arrays = [array * self.ops.cast(1.0 / self.ranks, f.dtype) for array in arrays]
+                total[f.name] = reduced(self.ops, arrays, "mean" if f.dtype in HALF_DTYPES else "sum")
         return total
 
     def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:

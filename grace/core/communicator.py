@@ -11,7 +11,7 @@ from grace.core.compressor import Compressor
 from grace.core.errors import IncompatibleError
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import communicators
-from grace.core.spec import ITEMSIZE, Array, Field, Payload, TensorSpec
+from grace.core.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Payload, TensorSpec
 from grace.core.transport import Handle, Transport
 from grace.core.wire import GatherLayout, Layout, Lengths, Received, SumLayout
 
@@ -27,13 +27,17 @@ class Sent:
 
 @dataclass(frozen=True)
 class Route:
-    """How a bucket goes through one step: its layout, the transport, the names of its collectives, the step."""
+    """How a bucket goes through one step: its layout, the transport, the names of its collectives, the step.
+
+    `mean` tells that 16-bit floats are averaged where they are added up, because their sum may overflow.
+    """
 
     layout: Layout
     transport: Transport
     ops: ArrayOps
     name: str
     stamp: int
+    mean: bool
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class Allreduce(Communicator):
         assert isinstance(route.layout, SumLayout)
         buffers, lengths = route.layout.encode(route.ops, payloads, flags, route.stamp, route.transport.size)
         handles = {
-            dtype: route.transport.allreduce(buffer, op="sum", name=f"{route.name}.{dtype}")
+            dtype: route.transport.allreduce(
+                buffer, op="mean" if route.mean and dtype in HALF_DTYPES else "sum", name=f"{route.name}.{dtype}"
+            )
             for dtype, buffer in buffers.items()
         }
         nbytes = sum(route.ops.length(buffer) * ITEMSIZE[dtype] for dtype, buffer in buffers.items())

@@ -234,7 +234,7 @@ class Engine:
 
     def _route(self, bucket: Bucket) -> Route:
         ops = self._ops(bucket.parts[0].spec.device)
-        return Route(bucket.layout, self.transport, ops, bucket.name, self.step)
+        return Route(bucket.layout, self.transport, ops, bucket.name, self.step, self._average)
 
     def _collect(self) -> None:
         """Take in what has arrived, without waiting; memories need their last state no longer than that.

@@ -108,7 +108,7 @@ class Works:
     def to_send(self, entry: Entry) -> Payload:
         """The payload as it travels."""
         halves = self._average and self._size > 1 and entry.part.half_sum
-        return divided(entry.payload, self._size, entry.site.ops) if halves else entry.payload
+        return divided(entry.payload, entry.part, self._size, entry.site.ops) if halves else entry.payload
 
     def remember(self, entry: Entry) -> None:
         """Let the memory see what is on its way; the buffer that was x becomes the new residual."""
@@ -227,9 +227,10 @@ def _scaled(payload: Payload, factor: float, part: Part, ops: ArrayOps) -> Paylo
     return {name: v * ops.cast(factor, ops.dtype(v)) if name in fields else v for name, v in payload.items()}
 
 
-def divided(payload: Payload, size: int, ops: ArrayOps) -> Payload:
-    """A payload of 16-bit floats by the number of ranks: their sum may overflow where the mean does not."""
-    return {name: ops.cast(ops.cast(v, "float32") * (1.0 / size), ops.dtype(v)) for name, v in payload.items()}
+def divided(payload: Payload, part: Part, size: int, ops: ArrayOps) -> Payload:
+    """A payload whose 16-bit floats are going to be averaged: what else is summed of it, by the number of ranks."""
+    wide = [f for f in part.fields if f.wire and f.dtype in ("float32", "float64")]
+    return {**payload, **{f.name: payload[f.name] * ops.cast(1.0 / size, f.dtype) for f in wide}}
 
 
 def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:

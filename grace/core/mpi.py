@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +24,7 @@ from grace.core.errors import MismatchError, StepError
 from grace.core.ops import get_ops
 from grace.core.plan import Plan, make_plans
 from grace.core.spec import Array, TensorSpec
-from grace.core.transport import Handle, Transport
+from grace.core.transport import Handle, Reduction, Transport
 
 logger = logging.getLogger("grace")
 
@@ -98,8 +98,8 @@ class MPITransport(Transport):
             self._until(request.Test, "all ranks to make their transport")
             self._comms.append(duplicate)
 
-    def allreduce(self, x: Array, *, op: Literal["sum", "max"], name: str) -> Handle:
-        """See Transport; float16 and bfloat16 are added in float32."""
+    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
+        """See Transport."""
         if self.size == 1:
             return _Done(x)
         return self._start(f"allreduce {op} {x.dtype}", name, x, lambda x, lengths: self._reduce(x, op), equal=True)
@@ -167,25 +167,20 @@ class MPITransport(Transport):
         return (yield from body(np.ascontiguousarray(x), lengths))
 
     def _reduce(self, x: Array, op: str) -> _Phases:
-        if op == "sum" and x.dtype in _HALF_DTYPES:
-            return (yield from self._add_halves(x))
+        if op != "max" and x.dtype in _HALF_DTYPES:
+            return (yield from self._add_halves(x, 1 / self.size if op == "mean" else 1.0))
         wide = x.astype(np.float32) if x.dtype in _HALF_DTYPES else x
         result = np.empty_like(wide)
         yield self._comms[1].Iallreduce(wide, result, MPI.SUM if op == "sum" else MPI.MAX)
         return result.astype(x.dtype, copy=False)
 
-    def _add_halves(self, x: Array) -> _Phases:
+    def _add_halves(self, x: Array, factor: float) -> _Phases:
         length = -(-x.size // self.size)
         slices = np.zeros((self.size, length), x.dtype)
         slices.reshape(-1)[: x.size] = x
         received = np.empty_like(slices)
         yield self._comms[1].Ialltoall(slices.view(np.uint8), received.view(np.uint8))
-        total = received[0].astype(np.float32)
-        # A sum that is too large for the dtype becomes infinite, as everywhere.
-        with np.errstate(over="ignore", invalid="ignore"):
-            for other in received[1:]:
-                total += other.astype(np.float32)
-            summed = total.astype(x.dtype)
+        summed = get_ops("numpy").half_sum(received.reshape(-1), self.size, factor)
         yield self._comms[2].Iallgather(summed.view(np.uint8), slices.view(np.uint8))
         return slices.reshape(-1)[: x.size]
 

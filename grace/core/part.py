@@ -13,7 +13,7 @@ from grace.core.compressor import Compressor
 from grace.core.config import Parts, dense_parts
 from grace.core.memory import Memory
 from grace.core.registry import memories
-from grace.core.spec import Field, TensorSpec
+from grace.core.spec import HALF_DTYPES, Field, TensorSpec
 from grace.core.wire import payload_bytes
 
 # Elements of a cut tensor that a unit has at least, and of which the start of every piece is a multiple.
@@ -106,8 +106,8 @@ class Part:
 
     @cached_property
     def half_sum(self) -> bool:
-        """Whether the payload is summed in 16 bits, so that it must be divided before the sum, not after."""
-        return self.communicator.sums and any(f.dtype in ("float16", "bfloat16") for f in self.fields)
+        """Whether the payload is summed in 16 bits, so that it is averaged on the way and not divided afterwards."""
+        return self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)
 
 
 def cut(part: Part, most_bytes: int) -> list[Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from grace.core.config import Config, make_config
 from grace.core.engine import Engine
@@ -12,8 +12,8 @@ from grace.core.errors import ConfigError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Plan, change_plan, make_plans
-from grace.core.spec import Array, TensorSpec
-from grace.core.transport import Handle, Transport
+from grace.core.spec import HALF_DTYPES, Array, TensorSpec
+from grace.core.transport import Handle, Reduction, Transport
 
 
 class _Exchange:
@@ -66,14 +66,13 @@ class _Simulated(Handle):
 
 
 def reduced(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
-    """What an allreduce with "sum" or "max" makes of one array per rank; bfloat16 is added in float32."""
-    dtype = ops.dtype(arrays[0])
-    wide = "float32" if dtype == "bfloat16" else dtype
-    total = ops.cast(arrays[0], wide)
+    """What an allreduce makes of one array per rank."""
+    if op != "max" and ops.dtype(arrays[0]) in HALF_DTYPES:
+        return ops.half_sum(ops.concat(arrays), len(arrays), 1 / len(arrays) if op == "mean" else 1.0)
+    total = arrays[0]
     for other in arrays[1:]:
-        other = ops.cast(other, wide)
         total = total + other if op == "sum" else ops.where(other > total, other, total)
-    return ops.cast(total, dtype)
+    return total
 
 
 class SimulatedTransport(Transport):
@@ -87,7 +86,7 @@ class SimulatedTransport(Transport):
         self._exchange.put(name, self.rank, x)
         return _Simulated(self._exchange, self._ops, name, kind, root)
 
-    def allreduce(self, x: Array, *, op: Literal["sum", "max"], name: str) -> Handle:
+    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
         return self._start(x, name, op)
 
     def allgather(self, x: Array, *, name: str) -> Handle:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from grace.core.spec import Array
+
+Reduction: TypeAlias = Literal["sum", "mean", "max"]
 
 
 class Handle(Protocol):
@@ -29,8 +31,12 @@ class Transport(ABC):
     size: int
 
     @abstractmethod
-    def allreduce(self, x: Array, *, op: Literal["sum", "max"], name: str) -> Handle:
-        """Element-wise reduction over ranks; x may be overwritten."""
+    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
+        """Element-wise reduction over ranks; x may be overwritten, unless it is of 16-bit floats and added up.
+
+        These are added in float32, in the order of the ranks, and rounded once: see `ArrayOps.half_sum`. Of them alone
+        there is a "mean", which need not overflow where the sum does.
+        """
 
     @abstractmethod
     def allgather(self, x: Array, *, name: str) -> Handle:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from grace.core.errors import ConfigError
-from grace.core.transport import Handle, Transport
+from grace.core.ops import get_ops
+from grace.core.spec import HALF_DTYPES
+from grace.core.transport import Handle, Reduction, Transport
 
 
 @dataclass(frozen=True)
@@ -70,29 +72,31 @@ class HorovodTransport(Transport):
         with tf.control_dependencies(results):
             self._turn.assign(True)
 
-    def allreduce(self, x: tf.Tensor, *, op: Literal["sum", "max"], name: str) -> Handle:
+    def allreduce(self, x: tf.Tensor, *, op: Reduction, name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:
             return _Tensor(x)
         x = self._at_run_time(x)
-        if x.dtype == tf.bfloat16 and op == "sum":
-            return _Tensor(self._bfloat16_sum(x, name))
+        if x.dtype.name in HALF_DTYPES and op != "max":
+            return _Tensor(self._half_sum(x, 1 / self.size if op == "mean" else 1.0, name))
         return _Tensor(hvd.allreduce(x, op={"sum": hvd.Sum, "max": hvd.Max}[op], **self._named(name)))
 
-    def _bfloat16_sum(self, x: tf.Tensor, name: str) -> tf.Tensor:
-        """Horovod cannot add bfloat16: exchange slices, add them in float32, gather the sums.
+    def _half_sum(self, x: tf.Tensor, factor: float, name: str) -> tf.Tensor:
+        """Gloo adds 16-bit floats one by one in software, and Horovod knows no bfloat16: the ranks add by themselves.
 
-        The bytes per rank are those of a ring allreduce.
+        Two of them send each other all of it. More exchange slices, add, and gather the sums. The bytes that a rank
+        sends are those of a ring allreduce, 2 (size - 1) / size of x.
         """
-        n = x.shape.num_elements()
-        width = -(-n // self.size)
-        padded = tf.pad(x, [[0, width * self.size - n]])
-        data = tf.reshape(tf.bitcast(padded, tf.uint8), [-1])
-        splits = tf.fill([self.size], 2 * width)
+        # A graph does not know where x will lie; reference bodies run everywhere.
+        ops = get_ops("tensorflow", "gpu" if tf.config.list_logical_devices("GPU") else "cpu")
+        n, data = ops.length(x), tf.bitcast(x, tf.int16)
+        if self.size == 2:
+            both = tf.reshape(hvd.allgather(data, **self._named(name)), [2 * n])
+            return ops.half_sum(tf.bitcast(both, x.dtype), 2, factor)
+        splits = tf.stack([(n + rank) // self.size for rank in range(self.size)])
         slices, _ = hvd.alltoall(data, splits=splits, **self._named(f"{name}.slices"))
-        rows = tf.reshape(tf.bitcast(tf.reshape(slices, [-1, 2]), tf.bfloat16), [self.size, width])
-        total = tf.cast(tf.reduce_sum(tf.cast(rows, tf.float32), axis=0), tf.bfloat16)
-        sums = hvd.allgather(tf.reshape(tf.bitcast(total, tf.uint8), [-1]), **self._named(f"{name}.sums"))
-        return tf.reshape(tf.bitcast(tf.reshape(sums, [-1, 2]), tf.bfloat16)[:n], [n])
+        total = ops.half_sum(tf.bitcast(slices, x.dtype), self.size, factor)
+        sums = hvd.allgather(tf.bitcast(total, tf.int16), **self._named(f"{name}.sums"))
+        return tf.reshape(tf.bitcast(sums, x.dtype), [n])
 
     def allgather(self, x: tf.Tensor, *, name: str) -> Handle:
         return _Tensor(x if self.size == 1 else hvd.allgather(self._at_run_time(x), **self._named(name)))

@@ -57,6 +57,9 @@ class OpsContract:
         rounded = host(ops, ops.cast(x, "bfloat16")).astype(np.float64)
         assert rounded[:2].tolist() == [1, 1 + 2.0**-6]
         assert abs(rounded[2] / 1e30 - 1) <= 2.0**-8
+        # To float32, which makes ties of them, and then to even.
+        x = array(ops, [1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40], "float64")
+        assert float(ops.cast(x, "float16")[0]) == float(ops.cast(x, "bfloat16")[1]) == 1
 
     def test_cast_to_its_own_dtype_is_no_copy(self, ops: ArrayOps) -> None:
         x = ops.zeros(3, "float32")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 from grace.core.errors import ConfigError
-from grace.core.transport import Handle, Transport
+from grace.core.ops import get_ops
+from grace.core.spec import HALF_DTYPES
+from grace.core.transport import Handle, Reduction, Transport
+
+_HALVES = tuple(getattr(torch, name) for name in HALF_DTYPES)
 
 
 @dataclass(frozen=True)
@@ -39,29 +43,44 @@ class _Pending(Handle):
         return bool(hvd.poll(self.handle))
 
 
-class _BFloat16Sum(Handle):
-    """Sum of bfloat16 tensors, which Horovod cannot add: exchange slices, add them in float32, gather the sums.
+# Sums of 16-bit floats are our own: Gloo adds them one by one in software, and Horovod knows no bfloat16. They travel
+# as integers of the same bits, and a rank sends the bytes of a ring allreduce, 2 (size - 1) / size of what it hands in.
 
-    The bytes per rank are those of a ring allreduce. The second collective starts in wait(); ranks wait for their
-    buckets in the order of the plan, so it cannot deadlock.
+
+class _HalfSumOfTwo(Handle):
+    """The ranks send each other all of it, and both add."""
+
+    def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any) -> None:
+        self._dtype, self._factor = x.dtype, factor
+        self._handle = hvd.allgather_async(x.view(torch.int16), name=name, process_set=process_set)
+
+    def wait(self) -> torch.Tensor:
+        return _half_sum(hvd.synchronize(self._handle).view(self._dtype), 2, self._factor)
+
+
+class _HalfSum(Handle):
+    """Each rank gets the slice of all others that it adds, and then the sums of all slices are gathered.
+
+    The second collective starts in wait(). Ranks wait for their buckets in the order of the plan: it cannot deadlock.
     """
 
-    def __init__(self, x: torch.Tensor, name: str, process_set: Any, size: int) -> None:
-        self._n, self._name, self._process_set, self._size = x.numel(), name, process_set, size
-        self._slice = -(-x.numel() // size)
-        padded = torch.nn.functional.pad(x, (0, self._slice * size - x.numel()))
-        splits = torch.full((size,), 2 * self._slice, dtype=torch.int32)
-        data = padded.view(torch.uint8)
-        self._handle = hvd.alltoall_async(data, splits=splits, name=f"{name}.slices", process_set=process_set)
+    def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any, size: int) -> None:
+        self._dtype, self._factor, self._size = x.dtype, factor, size
+        self._name, self._process_set = name, process_set
+        splits = torch.tensor([(x.numel() + rank) // size for rank in range(size)], dtype=torch.int32)
+        self._handle = hvd.alltoall_async(
+            x.view(torch.int16), splits=splits, name=f"{name}.slices", process_set=process_set
+        )
 
     def wait(self) -> torch.Tensor:
         slices, _ = hvd.synchronize(self._handle)
-        rows = slices.view(torch.bfloat16).view(self._size, self._slice)
-        total = rows.float().sum(dim=0).to(torch.bfloat16)
-        gathered = hvd.allgather_async(
-            total.view(torch.uint8), name=f"{self._name}.sums", process_set=self._process_set
-        )
-        return hvd.synchronize(gathered).view(torch.bfloat16)[: self._n]
+        total = _half_sum(slices.view(self._dtype), self._size, self._factor)
+        sums = hvd.allgather_async(total.view(torch.int16), name=f"{self._name}.sums", process_set=self._process_set)
+        return hvd.synchronize(sums).view(self._dtype)
+
+
+def _half_sum(rows: torch.Tensor, count: int, factor: float) -> torch.Tensor:
+    return get_ops("torch", str(rows.device)).half_sum(rows, count, factor)
 
 
 class HorovodTransport(Transport):
@@ -80,11 +99,14 @@ class HorovodTransport(Transport):
         self.rank = process_set.rank() if process_set.included() else -1
         self._process_set = process_set
 
-    def allreduce(self, x: torch.Tensor, *, op: Literal["sum", "max"], name: str) -> Handle:
+    def allreduce(self, x: torch.Tensor, *, op: Reduction, name: str) -> Handle:
         if x.numel() == 0 or self.size == 1:
             return _Done(x)
-        if x.dtype == torch.bfloat16 and op == "sum":
-            return _BFloat16Sum(x, name, self._process_set, self.size)
+        if x.dtype in _HALVES and op != "max":
+            factor = 1 / self.size if op == "mean" else 1.0
+            if self.size == 2:
+                return _HalfSumOfTwo(x, factor, name, self._process_set)
+            return _HalfSum(x, factor, name, self._process_set, self.size)
         reduction = {"sum": hvd.Sum, "max": hvd.Max}[op]
         return _Pending(hvd.allreduce_async_(x, name=name, op=reduction, process_set=self._process_set))
 

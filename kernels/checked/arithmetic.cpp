@@ -126,18 +126,44 @@ void half_kernel(Call& call) {
     });
 }
 
-void wide_kernel(Call& call) {
-    call.expect(1, 0, 0);
+// Input 0, whose elements must have 16 bits.
+static const uint16_t* halves_of(const Call& call) {
     const Array& x = call.input(0);
     if (x.dtype != DType::float16 && x.dtype != DType::bfloat16) {
         call.fail(Error::Kind::type, std::string("expected float16 or bfloat16, received ") + name_of(x.dtype));
     }
-    const uint16_t* from = static_cast<const uint16_t*>(x.data);
+    return static_cast<const uint16_t*>(x.data);
+}
+
+void wide_kernel(Call& call) {
+    call.expect(1, 0, 0);
+    const Array& x = call.input(0);
+    const uint16_t* from = halves_of(call);
     float* out = call.output<float>(x.size);
     GRACE_GPU(call, wide, from, x.dtype == DType::bfloat16, out, x.size);
     over_pieces(call, x.size, [&](int64_t begin, int64_t end) {
         loops<float>().from_half(from + begin, x.dtype == DType::bfloat16, out + begin, end - begin,
                                  is_large<float>(x.size));
+    });
+}
+
+void half_sum_kernel(Call& call) {
+    call.expect(1, 1, 1);
+    const Array& x = call.input(0);
+    const uint16_t* from = halves_of(call);
+    const int64_t rows = call.integer(0);
+    if (rows < 1) call.fail(Error::Kind::value, "expected at least one row, received " + std::to_string(rows));
+    if (x.size % rows != 0) {
+        call.fail(Error::Kind::payload, "expected " + std::to_string(rows) + " rows of one length, received " +
+                                            std::to_string(x.size) + " elements");
+    }
+    const int64_t n = x.size / rows;
+    const float factor = static_cast<float>(call.number(0));
+    const bool brain = x.dtype == DType::bfloat16;
+    uint16_t* out = static_cast<uint16_t*>(call.allocate(x.dtype, n));
+    GRACE_GPU(call, half_sum, from, rows, brain, factor, out, n);
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        loops<float>().half_sum(from + begin, n, rows, brain, factor, out + begin, end - begin, is_large<uint16_t>(n));
     });
 }
 

@@ -219,41 +219,62 @@ static void dequantize_sum(const Coded<T>* ranks, int count, int64_t width, int 
 
 // --- half precision --------------------------------------------------------------------------------------------------
 
+template <class T> GRACE_LOCAL void narrow(const T* x, bool brain, uint16_t* out, int64_t n) {
+    int64_t i = 0;
+    if (brain) {
+        for (; i < n; ++i) out[i] = to_bfloat16(float(x[i]));
+        return;
+    }
+#if defined(__AVX512F__) || defined(__F16C__)
+    if (sizeof(T) == sizeof(float)) {
+        const float* from = reinterpret_cast<const float*>(x);
+        for (; i + 8 <= n; i += 8) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+        }
+    }
+#endif
+    for (; i < n; ++i) out[i] = to_float16(float(x[i]));
+}
+
+template <class T> GRACE_LOCAL void widen(const uint16_t* x, bool brain, T* out, int64_t n) {
+    int64_t i = 0;
+    if (brain) {
+        for (; i < n; ++i) out[i] = T(from_bfloat16(x[i]));
+        return;
+    }
+#if defined(__AVX512F__) || defined(__F16C__)
+    if (sizeof(T) == sizeof(float)) {
+        float* to = reinterpret_cast<float*>(out);
+        for (; i + 8 <= n; i += 8) {
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+        }
+    }
+#endif
+    for (; i < n; ++i) out[i] = T(from_float16(x[i]));
+}
+
 template <class T> static void to_half(const T* x, bool brain, uint16_t* out, int64_t n, bool around) {
     in_blocks(out, n, around, [&](int64_t at, int64_t length, uint16_t* target) {
-        int64_t i = 0;
-        if (brain) {
-            for (; i < length; ++i) target[i] = to_bfloat16(float(x[at + i]));
-            return;
-        }
-#if defined(__AVX512F__) || defined(__F16C__)
-        if (sizeof(T) == sizeof(float)) {
-            const float* from = reinterpret_cast<const float*>(x) + at;
-            for (; i + 8 <= length; i += 8) {
-                _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
-            }
-        }
-#endif
-        for (; i < length; ++i) target[i] = to_float16(float(x[at + i]));
+        narrow(x + at, brain, target, length);
     });
 }
 
 template <class T> static void from_half(const uint16_t* x, bool brain, T* out, int64_t n, bool around) {
-    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
-        if (brain) {
-            for (int64_t i = 0; i < length; ++i) target[i] = T(from_bfloat16(x[at + i]));
-            return;
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) { widen(x + at, brain, target, length); });
+}
+
+template <class T>
+static void half_sum(const uint16_t* x, int64_t stride, int64_t rows, bool brain, T factor, uint16_t* out, int64_t n,
+                     bool around) {
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, uint16_t* target) {
+        alignas(64) T total[kBlock], row[kBlock];
+        widen(x + at, brain, total, length);
+        for (int64_t i = 0; i < length; ++i) total[i] *= factor;
+        for (int64_t r = 1; r < rows; ++r) {
+            widen(x + r * stride + at, brain, row, length);
+            for (int64_t i = 0; i < length; ++i) total[i] += row[i] * factor;
         }
-        int64_t i = 0;
-#if defined(__AVX512F__) || defined(__F16C__)
-        if (sizeof(T) == sizeof(float)) {
-            float* to = reinterpret_cast<float*>(target);
-            for (; i + 8 <= length; i += 8) {
-                _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + at + i))));
-            }
-        }
-#endif
-        for (; i < length; ++i) target[i] = T(from_float16(x[at + i]));
+        narrow(total, brain, target, length);
     });
 }
 
@@ -315,6 +336,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             select_sides<T>,
             to_half<T>,
             from_half<T>,
+            half_sum<T>,
             natural_rises<T>,
             natural_codes<T>,
             natural_sum<T>,

@@ -105,6 +105,19 @@ void wide(const Stream& on, const uint16_t* x, bool brain, float* out, int64_t n
     }
 }
 
+void half_sum(const Stream& on, const uint16_t* x, int64_t rows, bool brain, float factor, uint16_t* out, int64_t n) {
+    map(on, out, n, [=] __device__(int64_t i) {
+        float total = 0;
+        for (int64_t r = 0; r < rows; ++r) {
+            const uint16_t half = x[r * n + i];
+            const float value = (brain ? from_bfloat16(half) : from_float16(half)) * factor;
+            // Not added to a zero, which would lose the sign of another zero.
+            total = r == 0 ? value : total + value;
+        }
+        return brain ? to_bfloat16(total) : to_float16(total);
+    });
+}
+
 void words(const Stream& on, const RandomKey& key, int64_t* out, int64_t n) {
     const RandomKey mine = key;
     each(on, divide_up(n, 4), [=] __device__(int64_t block) {

@@ -21,6 +21,7 @@ from grace.core.registry import communicators
 from grace.core.spec import HALF_DTYPES, ITEMSIZE
 from grace.testing.harness import same
 from tests import parts, steps
+from tests.distributed import halves
 
 WORLD = mpi.MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
@@ -65,7 +66,7 @@ def exchange_and_simulation() -> dict[str, Any]:
         exchange = mpi.MPIExchange(steps.SPECS, config)
         simulation = grace.Simulation(SIZE, steps.SPECS, config)
         sent = spy(exchange.transport)
-        equal, worst, digests, lengths = True, {"wide": 0.0, "half": 0.0}, [], []
+        equal, worst, digests, lengths = True, {"wide": 0.0, "half": 0.0, "half sum": 0.0}, [], []
         for step in range(3):
             gradients = [{s.name: steps.gradient(s, step, rank) for s in steps.SPECS} for rank in range(SIZE)]
             sent.clear()
@@ -75,11 +76,11 @@ def exchange_and_simulation() -> dict[str, Any]:
             lengths.append([sum(sent), exchange.stats()["wire_bytes"], simulation.engines[RANK].stats()["wire_bytes"]])
             for part in exchange.plan.parts:
                 name, theirs = part.spec.name, expected[part.spec.name]
-                half = part.half_sum or part.spec.dtype in HALF_DTYPES
                 equal = equal and same(merged[name], theirs)
                 size = float(np.abs(theirs.astype(np.float64)).max(initial=1e-30))
                 difference = np.abs(merged[name].astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0)
-                width = "half" if half else "wide"
+                width = "half" if part.spec.dtype in HALF_DTYPES else "wide"
+                width = "half sum" if part.half_sum else width
                 worst[width] = max(worst[width], float(difference) / size)
         summed = any(p.communicator.sums or p.agreement for p in exchange.plan.parts)
         results[label] = {"equal": equal, "worst": worst, "digests": digests, "bytes": lengths, "summed": summed}
@@ -132,6 +133,12 @@ def reductions() -> dict[str, Any]:
     x = np.full(3, 60000.0, np.float16)
     results["overflow"] = bool(np.isinf(transport.allreduce(x, op="sum", name="o").wait()).all())
     return results
+
+
+def half_sums() -> dict[str, Any]:
+    """Sums and means of 16-bit floats."""
+    transport = mpi.MPITransport()
+    return halves.reductions(lambda x, op, name: transport.allreduce(x, op=op, name=name).wait, list(range(SIZE)), RANK)
 
 
 def lengths() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -13,9 +14,12 @@ import torch.nn.functional as F
 
 from grace.core.simulate import Simulation
 from grace.core.spec import TensorSpec
+from grace.torch.transport import HorovodTransport
+from tests.distributed import halves
 from tests.distributed.launch import methods
 from tests.distributed.model import (
     EVERYTHING,
+    PROCESS_SETS,
     batches,
     digest,
     exchange,
@@ -106,6 +110,29 @@ def simulation() -> dict[str, Any]:
             for n, p in model.named_parameters():
                 worst = max(worst, float((p.grad - merged[rank][n]).abs().max()))
         results[name] = worst
+    return results
+
+
+def half_sums() -> dict[str, Any]:
+    """Sums and means of 16-bit floats over all ranks, and over those of a process set."""
+
+    def reductions(process_set: Any) -> dict[str, Any]:
+        transport = HorovodTransport(process_set)
+
+        def reduce(x: np.ndarray, op: Any, name: str) -> Callable[[], np.ndarray]:
+            dtype = torch.float16 if x.dtype == np.float16 else torch.bfloat16
+            mine = torch.from_numpy(x.view(np.int16)).view(dtype)
+            handle = transport.allreduce(mine, op=op, name=f"halves.{process_set.process_set_id}.{name}")
+            return lambda: handle.wait().view(torch.int16).numpy().view(x.dtype)
+
+        return halves.reductions(reduce, process_set.ranks, hvd.rank())
+
+    results = {"all": reductions(hvd.global_process_set)}
+    for process_set in PROCESS_SETS:
+        if process_set.included() and len(process_set.ranks) > 1:
+            results["set"] = reductions(process_set)
+    # A rank that is done would end Horovod for the others.
+    hvd.barrier()
     return results
 
 

@@ -220,6 +220,17 @@ def cast(ops, g):
         yield ops.cast(g.lay(pattern.view(DTYPES[half])), g.dtype)
 
 
+@case
+def half_sum(ops, g):
+    for half in ("float16", "bfloat16"):
+        for rows, factor in g.some([(1, 1.0), (2, 1.0), (2, 0.5), (3, 1 / 3), (5, 1.0)]):
+            # Every finite pattern of 16 bits, whose sums may be infinite.
+            pattern = g.rng.integers(0, 2**16, rows * g.n, np.uint16)
+            infinite = 0x7C00 if half == "float16" else 0x7F80
+            pattern &= np.where(pattern & infinite == infinite, 0xBFFF, 0xFFFF).astype(np.uint16)
+            yield ops.half_sum(g.lay(pattern.view(DTYPES[half])), rows, factor)
+
+
 # --- random --------------------------------------------------------------------------------------------------------
 
 

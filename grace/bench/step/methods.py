@@ -50,7 +50,8 @@ def compared(methods: list[Method]) -> list[Method]:
 def hops(exchange: Any, ranks: int) -> int:
     """Bytes that a rank sends in a step, over all hops of Gloo's rings, as `stats()` of its last step says.
 
-    An allreduce of B bytes passes 2 (ranks - 1) / ranks B on, a gather (ranks - 1) B.
+    An allreduce of B bytes passes 2 (ranks - 1) / ranks B on, a gather (ranks - 1) B. What the ranks do in place of an
+    allreduce of 16-bit floats (docs/design.md, section 6) passes on as much as one.
     """
     total = 0.0
     for collective, nbytes in exchange.stats()["collectives"].items():

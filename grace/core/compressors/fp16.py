@@ -14,7 +14,8 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 class _Half(Compressor):
     """Cast to a 16-bit float before sending, back to the working dtype after the sum.
 
-    The sum is rounded to 16 bits on the way; an error feedback knows only of the first rounding.
+    The mean of the ranks, made in float32, is rounded to 16 bits once more; an error feedback knows only of the first
+    rounding.
     """
 
     wire_dtype: ClassVar[str]
@@ -37,7 +38,8 @@ class _Half(Compressor):
 class FP16(_Half):
     """Round to float16: 10 bits of mantissa, |x| <= 65504; larger values become infinite, as a loss scaler expects.
 
-    Cost: one rounding pass in either direction; no random numbers, no sorting, no state.
+    Cost: one rounding pass in either direction, and one for the sum, which the ranks make by themselves; no random
+    numbers, no sorting, no state.
     When: half the bytes without tuning. Not for gradients beyond that range, nor much below 6e-8, which become zero:
     there take bf16.
     """
@@ -50,7 +52,7 @@ class FP16(_Half):
 class BF16(_Half):
     """Round to bfloat16: 7 bits of mantissa and the range of float32.
 
-    Cost: as fp16. Horovod cannot add bfloat16, so ranks exchange slices and gather their sums.
+    Cost: as fp16.
     When: half the bytes whatever the size of the gradients; fp16 has 3 more bits where its range is enough.
     """
 

@@ -46,7 +46,10 @@ class Primitives(ABC):
 
     @abstractmethod
     def cast(self, x: Array, dtype: str) -> Array:
-        """x in another dtype; x itself if it has it already. Floats become integers by truncation."""
+        """x in another dtype; x itself if it has it already.
+
+        Floats become integers by truncation, and float64 becomes 16 bits by way of float32, as in most frameworks.
+        """
 
     @abstractmethod
     def copy(self, x: Array) -> Array:

@@ -209,6 +209,12 @@ class Native(ArrayOps):
             return self._run("wide", [x], outputs=[dtype], lengths=[self.length(x)])[0]
         return super().cast(x, dtype)
 
+    def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
+        dtype = self._kind(x)
+        if dtype not in HALF_DTYPES or len(x.shape) != 1:
+            return super().half_sum(x, rows, factor)
+        return self._run("half_sum", [x], [rows], [factor], outputs=[dtype], lengths=[self.length(x) // rows])[0]
+
     # --- random ---------------------------------------------------------------------------------------------------
 
     def words(self, n: int, key: Key, stream: int = 0) -> Array:

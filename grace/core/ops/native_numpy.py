@@ -69,3 +69,8 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
             if dtype == "float32" and x.dtype == _BFLOAT16:
                 return self._run("wide", [x.view(np.uint16)], outputs=[dtype])[0]
         return super().cast(x, dtype)
+
+    def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
+        if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype == _BFLOAT16:
+            return self._run("half_sum", [x.view(np.uint16)], [rows], [factor], outputs=["bfloat16"])[0].view(_BFLOAT16)
+        return super().half_sum(x, rows, factor)

@@ -45,7 +45,13 @@ class NumpyOps(ArrayOps):
             return x.astype(target)
         # A value too large for a narrow float becomes infinite, as in the other frameworks; that is no surprise.
         with np.errstate(over="ignore"):
-            return x.astype(target)
+            # NumPy alone would round to float16 at once.
+            return (x.astype(np.float32) if target == np.float16 else x).astype(target)
+
+    def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
+        # As for a cast; and infinities of both signs are NaN without a warning.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return super().half_sum(x, rows, factor)
 
     def copy(self, x: Array) -> Array:
         return x.copy()

@@ -22,6 +22,7 @@ namespace grace {
     X(finite)         /* x -> uint8[1] */                                                                        \
     X(half)           /* x float32; brain -> float16 or bfloat16 */                                              \
     X(wide)           /* float16 or bfloat16 -> float32 */                                                       \
+    X(half_sum)       /* x; rows; factor -> x's dtype[x / rows] */                                               \
     X(words)          /* ; n, key -> int64[n] */                                                                 \
     X(uniform)        /* ; n, key -> float32[n] */                                                               \
     X(sample)         /* ; n, k, key -> int32[k] */                                                              \

@@ -95,6 +95,9 @@ template <class T> struct Loops {
 
     void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n, bool around);
     void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
+    // out = sum over rows of factor * x[stride * row], added in T and rounded once.
+    void (*half_sum)(const uint16_t* x, int64_t stride, int64_t rows, bool brain, T factor, uint16_t* out, int64_t n,
+                     bool around);
 
     // Whether an element begin .. end - 1, none of which has a larger exponent, is rounded to a larger one.
     bool (*natural_rises)(const T* x, const RandomKey* key, int32_t exponent, int64_t begin, int64_t end);
