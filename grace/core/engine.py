@@ -48,6 +48,7 @@ class Engine:
     ) -> None:
         self.transport = transport
         self._ops = ops
+        self._average = average
         self._slots = slots or Slots()
         self._seed = seed
         self._works = Works(ops, self._slots, rank=transport.rank, size=transport.size, seed=seed, average=average)
