@@ -21,8 +21,8 @@ PHASES = ("ready", "compress", "settle", "send", "wait", "merge")
 Moments: TypeAlias = Mapping[tuple[str, str], float]
 Spans: TypeAlias = dict[str, dict[str, tuple[float, float] | None]]
 
-# A clock that never goes back, read as one that all processes of a machine share.
-_EPOCH = time.time() - time.perf_counter()
+# To read a clock that never goes back as one that all processes share; several times, since one may be interrupted.
+_EPOCH = max(time.time() - time.perf_counter() for _ in range(10))
 
 
 class Times:
@@ -136,9 +136,10 @@ class Timeline:
     def at(cls, path: str | os.PathLike[str], rank: int, size: int) -> Timeline:
         """The one of this process under that path. Raises ConfigError if it cannot be written."""
         try:
-            place = Path(path).absolute()
+            place = Path(path)
             if size > 1:
                 place = place.with_name(f"{place.stem}.rank{rank}{place.suffix}")
+            place = place.absolute()
             if place not in cls._open or not place.exists():
                 cls._open[place] = cls(place, rank)
         except (OSError, ValueError) as error:

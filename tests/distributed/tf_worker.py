@@ -20,7 +20,14 @@ from tests.distributed.tf_model import PROCESS_SETS
 _PARTS = ("callbacks", "corners", "refusals", "saving", "scaling", "sparse", "tape")
 _MODULES = [
     f"tests.distributed.{name}"
-    for name in ("tf_numerics", "tf_resume", "tf_schedule", "tf_usage", *(f"tf_usage_{part}" for part in _PARTS))
+    for name in (
+        "tf_numerics",
+        "tf_resume",
+        "tf_schedule",
+        "tf_timeline",
+        "tf_usage",
+        *(f"tf_usage_{part}" for part in _PARTS),
+    )
 ]
 
 
