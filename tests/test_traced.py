@@ -106,12 +106,13 @@ def test_bytes_that_differ_in_a_graph_are_noticed():
 
 
 class Graph:
-    """A simulation whose steps are one graph, with states, numbers of steps and notes in variables."""
+    """A simulation whose steps are one graph, with states, numbers of steps, notes and moments in variables."""
 
-    def __init__(self, chosen, size, **options):
+    def __init__(self, chosen, size, track_times=False, **options):
         import tensorflow as tf
 
         from grace.tensorflow.slots import VariableSlots
+        from grace.tensorflow.times import GraphTimes
 
         self.sim = grace.Simulation(size, SPECS, config(chosen, **options), framework="tensorflow")
         ops = get_ops("tensorflow")
@@ -121,8 +122,11 @@ class Graph:
         for rank in range(size):
             slots = VariableSlots(lambda name, value: tf.Variable(value, trainable=False))
             slots.expect_notes(self.plan, False, ())
+            times = GraphTimes()
+            times.track = track_times
+            times.expect(self.plan)
             transport = SimulatedTransport(rank, self.sim.exchange, ops)
-            self.engines.append(Engine(self.plan, lambda device: ops, transport, seed=5, slots=slots))
+            self.engines.append(Engine(self.plan, lambda device: ops, transport, seed=5, slots=slots, times=times))
         self._run = tf.function(self._step, autograph=False)
 
     def _step(self, given):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,6 +23,10 @@ class Sent:
     handles: dict[str, Handle]
     nbytes: int
     lengths: Lengths = field(default_factory=dict)
+
+    def wait(self) -> dict[str, Array]:
+        """Wait; the results of the collectives."""
+        return {name: handle.wait() for name, handle in self.handles.items()}
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ class Communicator(ABC):
         """Write the wire buffer and hand it to the transport; returns at once."""
 
     @abstractmethod
-    def finish(self, sent: Sent, route: Route) -> Received:
-        """Wait; what arrived."""
+    def finish(self, arrived: Mapping[str, Array], sent: Sent, route: Route) -> Received:
+        """What the results of the collectives hold."""
 
 
 @communicators.register("allreduce")
@@ -95,10 +99,9 @@ class Allreduce(Communicator):
         nbytes = sum(route.ops.length(buffer) * ITEMSIZE[dtype] for dtype, buffer in buffers.items())
         return Sent(handles, nbytes, lengths)
 
-    def finish(self, sent: Sent, route: Route) -> Received:
+    def finish(self, arrived: Mapping[str, Array], sent: Sent, route: Route) -> Received:
         assert isinstance(route.layout, SumLayout)
-        buffers = {dtype: handle.wait() for dtype, handle in sent.handles.items()}
-        return route.layout.decode(route.ops, buffers, route.transport.size, sent.lengths)
+        return route.layout.decode(route.ops, arrived, route.transport.size, sent.lengths)
 
 
 class _Gathering(Communicator):
@@ -109,9 +112,9 @@ class _Gathering(Communicator):
     ) -> GatherLayout:
         return GatherLayout(specs, fields, guarded)
 
-    def finish(self, sent: Sent, route: Route) -> Received:
+    def finish(self, arrived: Mapping[str, Array], sent: Sent, route: Route) -> Received:
         assert isinstance(route.layout, GatherLayout)
-        buffers = [handle.wait() for handle in sent.handles.values()]
+        buffers = list(arrived.values())
         data = buffers[0] if len(buffers) == 1 else route.ops.concat(buffers)
         return route.layout.decode(route.ops, data, route.transport.size, route.stamp)
 

@@ -25,14 +25,16 @@ from grace.core.registry import memories
 from grace.core.spec import Array, State
 from grace.core.state import STATE_VERSION, Slots, carried, check_saved, initial, prepare
 from grace.core.statistics import statistics
+from grace.core.timeline import Times
 from grace.core.transport import Transport
+from grace.core.wire import Received
 
 
 class Engine:
     """Drives a plan over a transport, one step after another.
 
     `ops(device)` gives the array operations. `average=False` leaves sums undivided. States are kept in `slots`.
-    `later` holds plans of later stages, each with the step from which it counts.
+    `later` holds plans of later stages, each with the step from which it counts. Moments are noted in `times`.
     """
 
     def __init__(
@@ -45,13 +47,17 @@ class Engine:
         average: bool = True,
         slots: Slots | None = None,
         later: Sequence[tuple[int, Plan]] = (),
+        times: Times | None = None,
     ) -> None:
         self.transport = transport
+        self.times = times or Times()
         self._ops = ops
         self._average = average
         self._slots = slots or Slots()
         self._seed = seed
-        self._works = Works(ops, self._slots, rank=transport.rank, size=transport.size, seed=seed, average=average)
+        self._works = Works(
+            ops, self._slots, self.times, rank=transport.rank, size=transport.size, seed=seed, average=average
+        )
         self._stages = [(0, plan), *later]
         for _, stage in self._stages:
             for part in stage.parts:
@@ -141,6 +147,7 @@ class Engine:
                 f"tensor '{name}': memory '{memories.name_of(part.memory)}' corrects for the learning rate, and none "
                 "was given; only optimizers know it: wrap one, or leave lr_correction out."
             )
+        self.times.mark("ready", name, (gradient,))
         for unit, flat in self._incoming.add(name, gradient):
             bucket = self._bucket_of[unit.spec.name]
             run = self._runs.setdefault(bucket.name, Run())
@@ -177,6 +184,7 @@ class Engine:
             self._merge(bucket, run, outgoing)
             entries += run.entries.values()
         self._works.retune(entries)
+        self.times.finish(self.step, self.plan, lambda bucket: self._slots.noted("bucket", bucket))
         self._done = self.plan
         self.drop()
         self._slots.go_to(self.step + 1)
@@ -209,11 +217,15 @@ class Engine:
             run.agreeing[op, dtype] = self.transport.allreduce(
                 buffer, op="max" if op == "max" else "sum", name=f"{bucket.name}/agree.{op}.{dtype}"
             )
+        if kinds:
+            self.times.mark("proposed", bucket.name, [array for arrays in kinds.values() for array in arrays])
         return bool(kinds)
 
     def _settle(self, bucket: Bucket, run: Run) -> None:
         """Hand every proposal its settled form and compress."""
         settled: dict[Any, Array] = {kind: handle.wait() for kind, handle in run.agreeing.items()}
+        if settled:
+            self.times.mark("settled", bucket.name, settled.values())
         places: dict[Any, int] = dict.fromkeys(settled, 0)
         for part in bucket.parts:
             entry = run.entries[part.spec.name]
@@ -228,6 +240,7 @@ class Engine:
         entries = [run.entries[part.spec.name] for part in bucket.parts]
         payloads, flags = [self._works.to_send(e) for e in entries], [e.bad for e in entries]
         run.sent = bucket.communicator.start(payloads, flags, self._route(bucket))
+        self.times.mark("handed", bucket.name, [array for payload in payloads for array in payload.values()])
         self._slots.note("bucket", bucket.name, run.sent.nbytes + sum(part.settled_bytes for part in bucket.parts))
         # While the payload travels.
         for entry in entries:
@@ -247,14 +260,20 @@ class Engine:
             if run is None or run.sent is None or run.received is not None or bucket.parts[0].spec.device != "cpu":
                 continue
             if all(handle.arrived() for handle in run.sent.handles.values()):
-                run.received = bucket.communicator.finish(run.sent, self._route(bucket))
+                run.received = self._receive(bucket, run)
                 if all(run.received.in_step):
                     for part, flags in zip(bucket.parts, run.received.flags, strict=True):
                         self._works.settle(run.entries[part.spec.name], flags)
 
-    def _merge(self, bucket: Bucket, run: Run, outgoing: Outgoing) -> None:
+    def _receive(self, bucket: Bucket, run: Run) -> Received:
         assert run.sent is not None
-        received = run.received or bucket.communicator.finish(run.sent, self._route(bucket))
+        self.times.mark("waiting", bucket.name)
+        arrived = run.sent.wait()
+        self.times.mark("arrived", bucket.name, arrived.values())
+        return bucket.communicator.finish(arrived, run.sent, self._route(bucket))
+
+    def _merge(self, bucket: Bucket, run: Run, outgoing: Outgoing) -> None:
+        received = run.received or self._receive(bucket, run)
         for in_step in received.in_step:
             self._ops(bucket.parts[0].spec.device).require(
                 in_step,
@@ -266,7 +285,11 @@ class Engine:
             )
         for part, payloads, bad_flags in zip(bucket.parts, received.payloads, received.flags, strict=True):
             entry, target = run.entries[part.spec.name], outgoing.target(part)
-            outgoing.add(part, *self._works.conclude(entry, payloads, bad_flags, target), target)
+            x, factor = self._works.conclude(entry, payloads, bad_flags, target)
+            outgoing.add(part, x, factor, target)
+            self.times.mark("merged", part.spec.name, (x,))
+            # Its memory serves the next unit.
+            del x
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
@@ -278,8 +301,17 @@ class Engine:
         the kind of collective that carries them. Per tensor: `wire_bytes` of its fields and proposal, of a unit its
         share by elements; `residual_norm` |e| and, over the units that hold it, `relative_error` |x - C(x)| / |x|,
         which are None unless `track_norms` was set before the step.
+
+        Per bucket: its `tensors`, `wire_bytes`, and from when to when its phases lasted, [begin, end] in seconds since
+        the first gradient of the step; None where not known, as before the first step and in a graph that does not
+        track times. `ready`: its first gradient to its last. `compress`: the first unit begun, with error feedback,
+        until the payloads are handed to the transport (in a graph: until they are made). `settle`, a part of it:
+        proposals sent to settled; None if the method has none. `send`: until this rank waits for what it sent; before,
+        it does other work. `wait`: to arrival. (A graph, which blocks nowhere, is said to wait from when the payloads
+        of all buckets are made.) `merge`: to the last gradient in its place. These are times of the host: work of a GPU
+        counts when it is enqueued.
         """
-        return statistics(self._done, self._slots, self._ops, self.track_norms)
+        return statistics(self._done, self._slots, self.times, self._ops, self.track_norms)
 
     # --- checkpoint ---------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.part import Part
 from grace.core.spec import Array, Key, Payload, Proposal, Site, State
 from grace.core.state import Slots
+from grace.core.timeline import Times
 from grace.core.transport import Handle
 from grace.core.wire import Received, sent_bytes
 
@@ -44,20 +45,29 @@ class Run:
 
 
 class Works:
-    """The work of a rank, one of `size`, on units whose states lie in `slots`.
+    """The work of a rank, one of `size`, on units whose states lie in `slots`; its moments are noted in `times`.
 
     `ops(device)` gives the array operations. `average=False` leaves sums undivided.
     """
 
     def __init__(
-        self, ops: Callable[[str], ArrayOps], slots: Slots, *, rank: int, size: int, seed: int, average: bool
+        self,
+        ops: Callable[[str], ArrayOps],
+        slots: Slots,
+        times: Times,
+        *,
+        rank: int,
+        size: int,
+        seed: int,
+        average: bool,
     ) -> None:
         self.track_norms = False
-        self._ops, self._slots, self._rank, self._size = ops, slots, rank, size
+        self._ops, self._slots, self._times, self._rank, self._size = ops, slots, times, rank, size
         self._seed, self._average = seed, average
 
     def begin(self, part: Part, gradient: Array, lr: Any) -> Entry:
         """Compensate a unit's flat gradient, which is only read, and compress it unless ranks must settle something."""
+        self._times.mark("begun", part.spec.name, (gradient,))
         spec, ops, states = part.spec, self._ops(part.spec.device), self._slots.read(part.spec.name)
         site = Site(
             ops=ops,

@@ -37,6 +37,9 @@ _HEADER_BYTES, _TEXT_BYTES = 128, 104
 # Requests that cannot complete, because the ranks parted: MPI may still write into their buffers.
 _abandoned: list[Any] = []
 
+# Rank and size among all processes, which tell the files of several communicators apart.
+_WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+
 _Phases = Generator[MPI.Request, None, Array]
 
 
@@ -275,6 +278,7 @@ class MPIExchange:
                 average=average,
                 later=later,
             )
+            self.engine.times.start_as_told(*_WORLD)
             description = {
                 "configuration": self.config.to_dict(),
                 "average": average,
@@ -324,6 +328,14 @@ class MPIExchange:
     def stats(self) -> dict[str, Any]:
         """What the last call sent; see `grace.core.engine.Engine.stats`."""
         return self.engine.stats()
+
+    def start_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a Chrome trace of the steps from now on; see `grace.core.timeline.Times.start`."""
+        self.engine.times.start(path, *_WORLD)
+
+    def stop_timeline(self) -> None:
+        """Write no more steps to the timeline."""
+        self.engine.times.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Step and states of this rank; every rank keeps its own."""

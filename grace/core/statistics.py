@@ -11,9 +11,10 @@ from grace.core.part import Part
 from grace.core.plan import Plan, share
 from grace.core.registry import communicators, compressors
 from grace.core.state import Slots
+from grace.core.timeline import Times, spans, tensors_of
 
 
-def statistics(plan: Plan, slots: Slots, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:
+def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:
     """See `Engine.stats`; with `norms`, those of the residuals are measured now."""
 
     def noted(kind: str, name: str) -> int:
@@ -58,6 +59,19 @@ def statistics(plan: Plan, slots: Slots, ops: Callable[[str], ArrayOps], norms: 
             "residual_norm": residual_norm(name),
         }
     sent = {bucket.name: noted("bucket", bucket.name) for bucket in plan.buckets}
+    phases = spans(plan, times.moments(plan))
+    first = min((known["ready"][0] for known in phases.values() if known["ready"]), default=0.0)
+    buckets = {
+        bucket.name: {
+            "tensors": tensors_of(bucket),
+            "wire_bytes": sent[bucket.name],
+            **{
+                phase: None if span is None else [moment - first for moment in span]
+                for phase, span in phases[bucket.name].items()
+            },
+        }
+        for bucket in plan.buckets
+    }
     dense = sum(part.spec.nbytes for part in plan.delegated)
     collectives = {"allreduce": dense}
     for bucket in plan.buckets:
@@ -73,5 +87,6 @@ def statistics(plan: Plan, slots: Slots, ops: Callable[[str], ArrayOps], norms: 
         "dense_bytes": sum(part.spec.nbytes for part in plan.parts),
         "compressed_dense_bytes": sum(part.spec.nbytes for part in plan.parts if not part.dense),
         "compressed_wire_bytes": sum(sent[b.name] for b in plan.buckets if not b.parts[0].dense),
+        "buckets": buckets,
         "tensors": tensors,
     }

@@ -14,7 +14,7 @@ step: random numbers follow from it, so ranks that disagree (after one of them l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from grace.core import indices
@@ -289,7 +289,7 @@ class SumLayout:
             buffers[dtype] = pieces[0] if alone else ops.concat(pieces)
         return buffers, lengths
 
-    def decode(self, ops: ArrayOps, buffers: dict[str, Array], size: int, lengths: Lengths) -> Received:
+    def decode(self, ops: ArrayOps, buffers: Mapping[str, Array], size: int, lengths: Lengths) -> Received:
         """What the buffers hold that were summed over `size` ranks; `lengths` are those of the own payloads."""
         payloads: list[list[Payload]] = [[{}] for _ in self.specs]
         flags: list[list[Array]] = [[] for _ in self.specs]

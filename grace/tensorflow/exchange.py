@@ -31,6 +31,7 @@ from grace.tensorflow.gradients import (
     nothing,
 )
 from grace.tensorflow.stages import Stages
+from grace.tensorflow.times import GraphTimes, Measured
 from grace.tensorflow.traced import Traced
 from grace.tensorflow.transport import HorovodTransport
 
@@ -40,7 +41,7 @@ logger = logging.getLogger("grace")
 _meetings: collections.Counter[int] = collections.Counter()
 
 
-class Exchange(tf.Module):
+class Exchange(Measured, tf.Module):
     """Exchanges the gradients of one list of variables, compressed; holds what must live across steps.
 
     An optimizer has its own as the attribute `grace`. For tapes, make one and pass it to every tape; as a `tf.Module`
@@ -83,7 +84,7 @@ class Exchange(tf.Module):
         # Makes a variable of a name and an initial value; an optimizer sets its own.
         self.make_variable: Callable[[str, tf.Tensor], tf.Variable] = self._make_variable
         self._variables: list[tf.Variable] = []
-        self._track_norms = False
+        self.times = GraphTimes()
         # What was said already when an optimizer was wrapped.
         self.warned: tuple[str, ...] = ()
         self._stages: Stages | None = None
@@ -93,7 +94,7 @@ class Exchange(tf.Module):
     # --- what the user sees -------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Bytes, relative errors and residual norms of the last step; see `grace.core.engine.Engine.stats`.
+        """Bytes, times, relative errors and residual norms of the last step; see `grace.core.engine.Engine.stats`.
 
         Raises StepError before the first step.
         """
@@ -143,20 +144,6 @@ class Exchange(tf.Module):
             stages.change(plan)
             if self._transport is not None:
                 self._trace_anew()
-
-    @property
-    def track_norms(self) -> bool:
-        """Whether each step measures errors and norms for stats(); costs a decompression per tensor and step.
-
-        It is traced into the step: setting it after the first one raises StepError.
-        """
-        return self._track_norms
-
-    @track_norms.setter
-    def track_norms(self, value: bool) -> None:
-        if self._transport is not None:
-            raise StepError("track_norms is part of the traced step; set it before the first one.")
-        self._track_norms = value
 
     # --- before the first step ----------------------------------------------------------------------------------
 
@@ -241,6 +228,7 @@ class Exchange(tf.Module):
                 "the optimizer was saved with a process set, which is not saved; set it before the first step: "
                 "model.optimizer.grace.process_set = hvd.add_process_set(...)."
             )
+        failure = failure or self._start_as_told()
         stages = self._known()
         set_id = self.process_set.process_set_id
         if not self.process_set.included():
@@ -270,6 +258,7 @@ class Exchange(tf.Module):
             op=self.op,
             predivide=self.gradient_predivide_factor,
             track_norms=self._track_norms,
+            times=self.times,
             warned=self.warned,
         )
         self._trace_anew()

@@ -94,6 +94,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             process_set=process_set,
             **options,
         )
+        if process_set.included():
+            exchange.times.start_as_told(hvd.rank(), hvd.size())
         _check_passes(_innermost(optimizer), backward_passes_per_step)
         if local_steps != 1:
             check_local(_innermost(optimizer), exchange, local_steps, backward_passes_per_step)

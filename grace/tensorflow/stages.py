@@ -19,6 +19,7 @@ from grace.core.spec import TensorSpec
 from grace.core.state import carried, initial, prepare
 from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.slots import VariableSlots
+from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport
 
 logger = logging.getLogger("grace")
@@ -88,21 +89,26 @@ class Stages:
         op: int,
         predivide: float,
         track_norms: bool,
+        times: GraphTimes,
         warned: Sequence[str],
     ) -> None:
         """Make the engines, once the ranks have met; `rows` are the names of what comes as such, `warned` was said."""
         self._transport, self._rows, self._op = transport, rows, op
-        self._predivide, self._track_norms, self._warned = predivide, track_norms, warned
+        self._predivide, self._track_norms, self._times, self._warned = predivide, track_norms, times, warned
         for number in self._live:
             self._engage(number)
 
     def _engage(self, number: int) -> None:
         first, plan = self._stages[number]
         self.slots.stage = number
-        engine = Engine(plan, _ops, self._transport, seed=self._seed, average=self._op == hvd.Average, slots=self.slots)
+        average = self._op == hvd.Average
+        engine = Engine(
+            plan, _ops, self._transport, seed=self._seed, average=average, slots=self.slots, times=self._times
+        )
         engine.track_norms = self._track_norms
         self._engines[number] = engine
         self.slots.expect_notes(plan, self._track_norms, self._rows)
+        self._times.expect(plan)
         if self._transport.rank == 0:
             for text in plan.warnings:
                 if text not in self._warned:

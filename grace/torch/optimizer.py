@@ -26,6 +26,7 @@ from grace.core.ops import get_ops
 from grace.core.part import Part
 from grace.core.plan import Plan, change_plan, make_plans
 from grace.core.spec import TensorSpec
+from grace.core.timeline import Times
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.transport import HorovodTransport
 from grace.torch.views import GradientViews, apart
@@ -88,7 +89,7 @@ class Exchange:
         self.config = config
 
     def stats(self) -> dict[str, Any]:
-        """Bytes, relative errors and residual norms of the last step; see `grace.core.engine.Engine.stats`."""
+        """Bytes, times, relative errors and residual norms of the last step; see `grace.core.engine.Engine.stats`."""
         return self.engine.stats()
 
     def report(self) -> str:
@@ -103,6 +104,14 @@ class Exchange:
     @track_norms.setter
     def track_norms(self, value: bool) -> None:
         self.engine.track_norms = value
+
+    def start_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a Chrome trace of the steps from now on; see `grace.core.timeline.Times.start`."""
+        self.engine.times.start(path, hvd.rank(), hvd.size())
+
+    def stop_timeline(self) -> None:
+        """Write no more steps to the timeline."""
+        self.engine.times.stop()
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take over the state of a checkpoint; warns where it is of another rank, so that residuals start from zero.
@@ -186,6 +195,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     prefix = f"grace/{process_set.process_set_id}.{number}"
     failure: Exception | None = None
     description: dict[str, Any] = {}
+    times, included = Times(), transport.rank >= 0
     try:
         _refuse(optimizer, op, compression, num_groups, groups)
         made = make_config(config, **options)
@@ -223,10 +233,11 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # What weights moved goes through the engine as a whole.
         delegate = _delegated if local_steps == 1 else lambda part: False
         (_, plan), *later = make_plans(specs, made, prefix=prefix, delegate=delegate)
+        if included:
+            times.start_as_told(hvd.rank(), hvd.size())
     except Exception as error:
         # The others must hear of it, or they would wait for this rank in the agreement below.
         failure = error
-    included = transport.rank >= 0
     # One name for all optimizers of the set, so that ranks with different numbers of them meet and are told.
     name = f"grace/{process_set.process_set_id}/agree"
     agree(
@@ -242,6 +253,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         seed=made.seed,
         average=op == hvd.Average,
         later=later,
+        times=times,
     )
     exchange = Exchange(made, engine, specs, prefix, delegate)
     if local_steps > 1:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -322,6 +325,27 @@ def communicators_apart() -> dict[str, Any]:
     x = np.full(20, float(RANK), np.float32)
     apart, together = mine({"w": x})["w"], both({"w": x})["w"]
     return {"apart": float(apart[0]), "together": float(together[0]), "sizes": [mine.size, both.size]}
+
+
+def timeline() -> dict[str, Any]:
+    """GRACE_TIMELINE, a timeline by hand, and a path that rank 1 cannot write."""
+    config = {"compressor": "powersgd", "default_rules": False}
+    gradients = {"w": np.ones((20, 10), np.float32)}
+    with tempfile.TemporaryDirectory() as folder:
+        with mock.patch.dict(os.environ, GRACE_TIMELINE=f"{folder}/told.json"):
+            exchange = mpi.MPIExchange({"w": (20, 10)}, config)
+        exchange(gradients)
+        results: dict[str, Any] = {"stats": exchange.stats()}
+        exchange.start_timeline(f"{folder}/by hand.json")
+        exchange(gradients)
+        exchange.stop_timeline()
+        exchange(gradients)
+        for name in ("told", "by hand"):
+            results[name] = json.loads(Path(f"{folder}/{name}.rank{RANK}.json").read_text())
+        path = f"{folder}/nowhere/trace.json" if RANK == 1 else ""
+        with mock.patch.dict(os.environ, GRACE_TIMELINE=path):
+            results["refused"] = outcome(lambda: mpi.MPIExchange({"w": (20, 10)}, config))
+    return results
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ _MODULES = [
         "tf_halves",
         "tf_resume",
         "tf_schedule",
+        "tf_timeline",
         "tf_usage",
         *(f"tf_usage_{part}" for part in _PARTS),
     )

@@ -16,10 +16,10 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from tests.distributed import numerics, schedule, usage
+from tests.distributed import numerics, schedule, timeline, usage
 from tests.distributed.model import PROCESS_SETS
 
-MODULES = (numerics, schedule, usage)
+MODULES = (numerics, schedule, timeline, usage)
 
 
 def main() -> None:

@@ -1,0 +1,135 @@
+"""What an exchange of TensorFlow measures beyond bytes: norms, and moments of a step that is a graph."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from grace.core.errors import ConfigError, StepError
+from grace.core.plan import Plan
+from grace.core.spec import Array
+from grace.core.timeline import Moments, Times, moments_of
+
+
+class GraphTimes(Times):
+    """Moments that TensorFlow notes while the graph runs, if `track` is set before it is traced; else none.
+
+    The host takes no part in a step, so the graph calls it at the end of each one, for the timeline.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.track = False
+        # By plan: its moments, and their values in its last step.
+        self._places: dict[tuple[str, ...], tuple[list[tuple[str, str]], tf.Variable]] = {}
+        self._stamps: dict[tuple[str, str], tf.Tensor] = {}
+
+    def start(self, path: str | os.PathLike[str], rank: int, size: int) -> None:
+        super().start(path, rank, size)
+        self.track = True
+
+    def expect(self, plan: Plan) -> None:
+        """Make the variables; while the step is traced would be too late, as for `VariableSlots.expect_notes`."""
+        if self.track and plan.buckets:
+            found = moments_of(plan)
+            variable = tf.Variable(tf.zeros([len(found)], tf.float64), trainable=False)
+            self._places[_named(plan)] = found, variable
+
+    def mark(self, moment: str, name: str, after: Iterable[Array] | None = None) -> None:
+        if self.track and after is not None:
+            with tf.control_dependencies(list(after)):
+                self._stamps[moment, name] = tf.timestamp()
+
+    def finish(self, step: Any, plan: Plan, sent: Callable[[str], Any]) -> None:
+        if _named(plan) not in self._places:
+            return
+        found, variable = self._places[_named(plan)]
+        stamps = tf.stack([self._stamps[place] for place in found])
+        self._stamps.clear()
+        variable.assign(stamps)
+        names = _named(plan)
+
+        def write(step: Any, stamps: Any, counts: Any) -> None:
+            moments = dict(zip(found, map(float, stamps), strict=True))
+            self.write(int(step), plan, moments, dict(zip(names, counts, strict=True)).__getitem__)
+
+        counts = tf.stack([tf.cast(sent(name), tf.int64) for name in names])
+        tf.numpy_function(write, [step, stamps, counts], [])
+
+    def moments(self, plan: Plan) -> Moments:
+        if _named(plan) not in self._places:
+            return {}
+        found, variable = self._places[_named(plan)]
+        values = variable.numpy()
+        return dict(zip(found, map(float, values), strict=True)) if values.all() else {}
+
+
+def _named(plan: Plan) -> tuple[str, ...]:
+    return tuple(bucket.name for bucket in plan.buckets)
+
+
+class Measured:
+    """What is measured is traced into the step, so it is chosen before the first one; mixed into `Exchange`."""
+
+    # Set when the ranks have met.
+    _transport: Any = None
+    _track_norms = False
+    times: GraphTimes
+
+    @property
+    def track_norms(self) -> bool:
+        """Whether each step measures errors and norms for stats(); costs a decompression per tensor and step.
+
+        It is traced into the step: setting it after the first one raises StepError.
+        """
+        return self._track_norms
+
+    @track_norms.setter
+    def track_norms(self, value: bool) -> None:
+        self._before_the_first_step("track_norms")
+        self._track_norms = value
+
+    @property
+    def track_times(self) -> bool:
+        """Whether each step notes when what happened, for stats() and a timeline.
+
+        It is traced into the step: setting it after the first one raises StepError.
+        """
+        return self.times.track
+
+    @track_times.setter
+    def track_times(self, value: bool) -> None:
+        self._before_the_first_step("track_times")
+        self.times.track = value
+
+    def start_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a Chrome trace of the steps from now on; see `grace.core.timeline.Times.start`.
+
+        It sets `track_times`. Raises StepError after the first step, unless times are tracked; ConfigError if the path
+        cannot be written.
+        """
+        if not hvd.is_initialized():
+            raise ConfigError("start_timeline: Horovod is not initialized; call hvd.init() first.")
+        if not self.track_times:
+            self._before_the_first_step("a timeline")
+        self.times.start(path, hvd.rank(), hvd.size())
+
+    def stop_timeline(self) -> None:
+        """Write no more steps to the timeline."""
+        self.times.stop()
+
+    def _start_as_told(self) -> Exception | None:
+        """Start the timeline for which GRACE_TIMELINE asks; why it cannot be written."""
+        try:
+            self.times.start_as_told(hvd.rank(), hvd.size())
+        except ConfigError as error:
+            return error
+        return None
+
+    def _before_the_first_step(self, name: str) -> None:
+        if self._transport is not None:
+            raise StepError(f"{name} is part of the traced step; set it before the first one.")
