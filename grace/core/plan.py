@@ -162,9 +162,10 @@ def make_plan(
                 group.append([])
             group[-1].append(item)
     position = {part.spec.name: i for i, part in enumerate(exchanged)}
+    # By the last of its tensors to be ready: ranks wait for buckets in this order, and the first should be there first.
     members = sorted(
         (m for group in groups.values() for m in group),
-        key=lambda m: (position[m[0].pieces[0].tensor], m[0].pieces[0].start),
+        key=lambda m: (position[m[-1].pieces[0].tensor], m[-1].pieces[0].start),
     )
     buckets = []
     for index, bucket in enumerate(members):

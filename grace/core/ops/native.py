@@ -206,7 +206,7 @@ class Native(ArrayOps):
             brain = int(dtype == "bfloat16")
             return self._run("half", [x], [brain], outputs=[dtype], lengths=[self.length(x)])[0]
         if source in HALF_DTYPES and dtype == "float32" and len(x.shape) == 1:
-            return self._run("wide", [x], outputs=[dtype], lengths=[self.length(x)])[0]
+            return self._run("wide", [x], outputs=[dtype], lengths=[self.length(x)], out=self._withdraw())[0]
         return super().cast(x, dtype)
 
     def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
