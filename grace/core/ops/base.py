@@ -82,8 +82,10 @@ class Primitives(ABC):
         return arrays[0] if len(arrays) == 1 else self.concat(arrays)
 
     def offer(self, out: Array | None) -> None:
-        """Let the next sum of payloads, or cast from 16 bits, be written to this flat array in place of new memory, if it
-        is of that form; None takes the offer back. The caller sees from the result whether it was taken."""
+        """Let the next sum of payloads, or cast from 16 bits, be written to this flat array if it is of that form.
+
+        Otherwise it takes new memory; the caller sees from the result which. None takes the offer back.
+        """
         self._offered = out
 
     def _withdraw(self) -> Array | None:
