@@ -48,8 +48,9 @@ every_combination_and_framework = in_frameworks(
 )
 
 
-def config(chosen: Parts, **options) -> Config:
-    return Config(chosen, default_rules=False, seed=5, **options)
+def config(chosen: Parts, granularity="layer", **options) -> Config:
+    """Every tensor by itself, so that each of the awkward ones meets the method; other cuts: test_granularity.py."""
+    return Config(chosen, default_rules=False, seed=5, granularity=granularity, **options)
 
 
 def simulate(chosen, framework="numpy", size=RANKS, average=True, specs=SPECS, **options):
