@@ -129,7 +129,9 @@ def fuse(items: Sequence[Part]) -> list[Part]:
     """Units of one bucket: what is served alike, and may be, laid end to end."""
     alike: dict[object, list[Part]] = {}
     for i, item in enumerate(items):
-        key = (item.parts, item.spec.dtype, item.index_coding) if item.compressor.flat else i
+        # Parameters may have learning rates of their own.
+        fits = item.compressor.flat and not item.memory.needs_lr
+        key = (item.parts, item.spec.dtype, item.index_coding) if fits else i
         alike.setdefault(key, []).append(item)
     return [
         group[0] if len(group) == 1 else _unit(group, tuple(piece for item in group for piece in item.pieces))
