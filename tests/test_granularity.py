@@ -20,14 +20,19 @@ from tests import parts
 from tests.parts import every_framework
 from tests.reference import Reference, reference
 from tests.steps import (
+    CUTS,
     DEFAULTS,
     FEW_SPECS,
+    LONG,
+    MIXED,
     RANKS,
     SPECS,
     assert_same,
     config,
+    each_cut,
     every_combination,
     every_default,
+    every_method,
     gradient,
     gradients,
     on_host,
@@ -36,15 +41,6 @@ from tests.steps import (
     step,
 )
 
-# Fused, fused and cut, and all as one.
-LONG = TensorSpec("long", (3, 5000))
-CUTS = {
-    "bucket": {"granularity": "bucket"},
-    "small buckets": {"granularity": "bucket", "bucket_bytes": 6000, "split_bytes": 20_000},
-    "model": {"granularity": "model"},
-}
-MIXED = [*SPECS[:2], LONG, *SPECS[2:]]
-each_cut = pytest.mark.parametrize("cut", list(CUTS))
 FLAT = [chosen for chosen in DEFAULTS if chosen.compressor.flat]
 every_flat = pytest.mark.parametrize("chosen", [pytest.param(p, id=parts.name(p.compressor)) for p in FLAT])
 
@@ -172,7 +168,7 @@ def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
 
 
 @pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f != "numpy"])
-@every_default
+@every_method
 def test_layers_are_the_same_in_every_framework(chosen, framework):
     specs = FEW_SPECS.get(framework, SPECS)
     ops = get_ops(framework)
@@ -210,7 +206,7 @@ def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
 
 
 @pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f != "numpy"])
-@every_flat
+@every_method
 def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework):
     specs = [*FEW_SPECS["tensorflow"], TensorSpec("vector", (131,)), LONG]
     sim = simulate(chosen, framework, size=2, specs=specs, **CUTS["small buckets"])
@@ -221,7 +217,7 @@ def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework
         assert_units(sim, sim.step(given, lr=0.1), expected)
 
 
-@each_cut
+@pytest.mark.parametrize("cut", ["small buckets", "model"])
 @every_combination
 def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, traffic):
     sim = simulate(chosen, specs=MIXED, **CUTS[cut])
@@ -269,7 +265,7 @@ def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
 
 
 @each_cut
-@every_default
+@every_method
 def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
     forward, shuffled = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     rng = np.random.default_rng(0)
@@ -310,9 +306,8 @@ def test_a_sparsifier_moves_values_without_rounding(compressor, cut, framework):
         old = new
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@each_cut
-@every_default
+@pytest.mark.parametrize(("cut", "bad"), [("bucket", np.inf), ("small buckets", np.nan), ("model", np.nan)])
+@every_method
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, cut, bad):
     clean, hit = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     for sim in (clean, hit):
