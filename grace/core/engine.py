@@ -6,7 +6,7 @@ The phases of a step, each in the order of the plan so that all ranks agree on i
     advance()               what the ranks had to settle first has arrived; compress the rest and send
     finish()                wait, merge, average, commit
 
-No phase but the last two waits for another rank.
+No phase but the last two waits for another rank. Memories are committed as payloads arrive, everything else at the end.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ class Engine:
             run.entries[unit.spec.name] = self._works.begin(unit, flat, lr)
             if len(run.entries) == len(bucket.parts) and not self._propose(bucket, run):
                 self._send(bucket, run)
+                self._collect()
 
     def advance(self) -> None:
         """Wait for what the ranks settle, compress with it and send. Raises StepError if a gradient is missing."""
@@ -235,9 +236,24 @@ class Engine:
         ops = self._ops(bucket.parts[0].spec.device)
         return Route(bucket.layout, self.transport, ops, bucket.name, self.step)
 
+    def _collect(self) -> None:
+        """Take in what has arrived, without waiting; memories need their last state no longer than that.
+
+        On a device the flags would have to be waited for.
+        """
+        for bucket in self.plan.buckets:
+            run = self._runs.get(bucket.name)
+            if run is None or run.sent is None or run.received is not None or bucket.parts[0].spec.device != "cpu":
+                continue
+            if all(handle.arrived() for handle in run.sent.handles.values()):
+                run.received = bucket.communicator.finish(run.sent, self._route(bucket))
+                if all(run.received.in_step):
+                    for part, flags in zip(bucket.parts, run.received.flags, strict=True):
+                        self._works.settle(run.entries[part.spec.name], flags)
+
     def _merge(self, bucket: Bucket, run: Run, outgoing: Outgoing) -> None:
         assert run.sent is not None
-        received = bucket.communicator.finish(run.sent, self._route(bucket))
+        received = run.received or bucket.communicator.finish(run.sent, self._route(bucket))
         for in_step in received.in_step:
             self._ops(bucket.parts[0].spec.device).require(
                 in_step,

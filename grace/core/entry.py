@@ -16,7 +16,7 @@ from grace.core.part import Part
 from grace.core.spec import Array, Key, Payload, Proposal, Site, State
 from grace.core.state import Slots
 from grace.core.transport import Handle
-from grace.core.wire import sent_bytes
+from grace.core.wire import Received, sent_bytes
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Run:
     entries: dict[str, Entry] = field(default_factory=dict)
     agreeing: dict[tuple[str, str], Handle] = field(default_factory=dict)
     sent: Sent | None = None
+    received: Received | None = None
 
 
 class Works:
@@ -114,6 +115,13 @@ class Works:
         part = entry.part
         entry.memory_state = part.memory.update(entry.x, entry.payload, part.compressor, entry.memory_state, entry.site)
 
+    def settle(self, entry: Entry, flags: list[Array]) -> None:
+        """Commit the memory if no rank saw NaN or infinity, so that its last state need not be kept until the end."""
+        part = entry.part
+        if not (_finishes(part) or any(flag > 0 for flag in flags)):
+            states = self._slots.read(part.spec.name)
+            self._slots.write(part.spec.name, {**states, "memory": entry.memory_state})
+
     def conclude(
         self, entry: Entry, payloads: list[Payload], flags: list[Array], out: Array | None
     ) -> tuple[Array, float]:
@@ -126,7 +134,7 @@ class Works:
         payloads = [{**payload, **home} for payload in payloads]
         size = self._size if part.compressor.averages else 1
         already_mean = size == 1 or (self._average and part.half_sum)
-        finishes = type(part.memory).finish is not Memory.finish
+        finishes = _finishes(part)
         # Memories think in means; a sum that the caller asked for is made of what they return.
         factor, back = part.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
         if not finishes:
@@ -206,6 +214,11 @@ class Works:
 def either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:
     """a if the 0-d condition holds, else b."""
     return ops.choose(condition, lambda: a, lambda: b)
+
+
+def _finishes(part: Part) -> bool:
+    """Whether the memory turns the mean into another gradient."""
+    return type(part.memory).finish is not Memory.finish
 
 
 def _scaled(payload: Payload, factor: float, part: Part, ops: ArrayOps) -> Payload:

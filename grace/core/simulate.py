@@ -30,6 +30,9 @@ class _Exchange:
             raise StepError(f"rank {rank} started the collective '{name}' twice")
         waiting[rank] = x
 
+    def full(self, name: str) -> bool:
+        return len(self.buffers[name]) == self.size
+
     def take(self, name: str) -> list[Array]:
         waiting = self.buffers[name]
         if len(waiting) < self.size:
@@ -49,6 +52,9 @@ class _Simulated(Handle):
     name: str
     kind: str
     root: int = 0
+
+    def arrived(self) -> bool:
+        return self.exchange.full(self.name)
 
     def wait(self) -> Array:
         arrays = self.exchange.take(self.name)

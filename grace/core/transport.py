@@ -14,6 +14,10 @@ class Handle(Protocol):
     def wait(self) -> Array:
         """Block until done; the result."""
 
+    def arrived(self) -> bool:
+        """Whether `wait` would return at once; False also where that is not known."""
+        return False
+
 
 class Transport(ABC):
     """Collectives on flat buffers among `size` ranks.

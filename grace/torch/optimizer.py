@@ -28,6 +28,7 @@ from grace.core.plan import Plan, change_plan, make_plans
 from grace.core.spec import TensorSpec
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.transport import HorovodTransport
+from grace.torch.views import GradientViews, apart
 
 logger = logging.getLogger("grace")
 
@@ -149,6 +150,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     op: int = hvd.Average,
     gradient_predivide_factor: float = 1.0,
     sparse_as_dense: bool = False,
+    gradient_as_bucket_view: bool = False,
     process_set: Any = hvd.global_process_set,
     compression: Any = hvd.Compression.none,
     num_groups: int = 0,
@@ -158,9 +160,12 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     """Wrap a torch optimizer so that its gradients are exchanged compressed, over Horovod.
 
     `config` is a mapping, a `Config` or the path of a TOML file; `options` are further keys of it (see
-    `grace.make_config`); without either, GRACE_CONFIG counts. The other arguments are those of
-    `horovod.torch.DistributedOptimizer`. Tensors that stay dense are reduced by Horovod itself, bit for bit as without
-    grace; `gradient_predivide_factor` concerns only them, since decoded gradients are summed in float32.
+    `grace.make_config`); without either, GRACE_CONFIG counts. With `gradient_as_bucket_view` gradients live in flat
+    storage, laid out as units are, so that none is concatenated; backward passes then add to them, which pays for many
+    small tensors only. The other arguments are those of `horovod.torch.DistributedOptimizer`. Tensors that stay dense
+    are reduced by Horovod itself, bit for bit as without grace, but small vectors beside compressed tensors, which
+    share one allreduce; `gradient_predivide_factor` concerns only what Horovod reduces, since decoded gradients are
+    summed in float32.
 
     The result is the optimizer that Horovod makes (an instance of the wrapped class), with the attribute `grace` (an
     `Exchange`). `step(closure)` evaluates the closure, exchanges its gradients and updates. With one process the
@@ -186,6 +191,11 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         made = make_config(config, **options)
         if local_steps != 1:
             check_local(made, local_steps, op, backward_passes_per_step, gradient_predivide_factor)
+            if gradient_as_bucket_view:
+                raise ConfigError(
+                    "grace.torch.DistributedOptimizer: with local_steps no gradients are exchanged; leave "
+                    "gradient_as_bucket_view out."
+                )
             wrapped, names = optimizer, local_names(optimizer, named_parameters)
         else:
             wrapped = hvd.DistributedOptimizer(
@@ -207,6 +217,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "op": op,
             "gradient_predivide_factor": gradient_predivide_factor,
             "sparse_as_dense": sparse_as_dense,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
         }
         # What weights moved goes through the engine as a whole.
@@ -237,7 +248,9 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         step_locally(wrapped, {p: name for p, name in names.items() if p.requires_grad}, exchange, local_steps)
     else:
         wrapped.grace = exchange
-        _attach(wrapped, type(optimizer), sparse_as_dense)
+        parameters = {name: p for p, name in names.items()}
+        views = GradientViews(plan, parameters) if gradient_as_bucket_view else None
+        _attach(wrapped, type(optimizer), sparse_as_dense, views)
     if included and hvd.size() == 1 and local_steps == 1:
         # Horovod does without hooks when it is alone; the numerics of the compression are wanted all the same.
         wrapped._register_hooks()
@@ -296,7 +309,7 @@ def _delegated(part: Part) -> bool:
     return part.dense and part.spec.dtype != "bfloat16"
 
 
-def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
+def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: GradientViews | None) -> None:
     """Put the exchange behind Horovod's seam, and mend what today's PyTorch expects of an optimizer.
 
     `plain_class` is the class of the optimizer before Horovod wrapped it.
@@ -360,6 +373,8 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
     def zero_grad(set_to_none: bool = True) -> None:
         refuse_while_under_way("zero_grad()")
         plain_class.zero_grad(wrapped, set_to_none=set_to_none)
+        if views is not None:
+            views.clear()
 
     def state_dict() -> dict[str, Any]:
         return {**plain_class.state_dict(wrapped), "grace": engine.state_dict()}
@@ -392,22 +407,6 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool) -> None:
     wrapped.state_dict = state_dict
     wrapped.load_state_dict = load_state_dict
     wrapped.add_param_group = add_param_group
-
-
-def apart(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those that results may be written to: contiguous, and sharing no memory with another.
-
-    Autograd may hand one buffer to several parameters, or views of it.
-    """
-    spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes, name) for name, b in buffers.items() if b.is_contiguous())
-    crowded, end, last = set(), 0, ""
-    for start, stop, name in spans:
-        if start < end:
-            crowded |= {name, last}
-        if stop > end:
-            end, last = stop, name
-    whole = len(spans) == len(buffers)
-    return {name: buffers[name] for _, _, name in spans if whole and name not in crowded}
 
 
 def _place(saved: Any, current: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,9 @@ class _Done(Handle):
     def wait(self) -> torch.Tensor:
         return self.result
 
+    def arrived(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class _Pending(Handle):
@@ -31,6 +34,9 @@ class _Pending(Handle):
 
     def wait(self) -> torch.Tensor:
         return hvd.synchronize(self.handle)
+
+    def arrived(self) -> bool:
+        return bool(hvd.poll(self.handle))
 
 
 class _BFloat16Sum(Handle):

@@ -9,10 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from grace.bench.step import network
+from grace.bench.step import network, sweep
+from grace.bench.step.command import parse_numbers, parse_options
+from grace.bench.step.methods import COMPUTE, REFERENCE, Method
+from grace.bench.step.ranks import START_S, VISIT_S, Ranks
+from grace.bench.step.run import Result, Setting
+from grace.bench.step.worker import visit
 from grace.core.errors import ConfigError, GraceError
 from tests.distributed.launch import ROOT
 
@@ -76,6 +83,7 @@ def present():
 def test_without_shaping(framework, tmp_path):
     path, picture = tmp_path / "step.json", tmp_path / "step.png"
     given = ["--link", "none", "--model", "resnet", "--compressors", "topk,none", "--rounds", "2", "--steps", "2"]
+    given += ["--options", "bucket_bytes=65536", "seed=3"]
     baselines = ["--baselines", "horovod,horovod-fp16" + (",ddp,ddp-powersgd" if framework == "torch" else "")]
     figure = ["--plot", str(picture)] if framework == "torch" else []
     output, _ = finished(*given, *baselines, *figure, "--framework", framework, "--json", str(path))
@@ -92,12 +100,181 @@ def test_without_shaping(framework, tmp_path):
         assert result["compute_s"] == results[0]["median_s"]
         assert result["speedup_over_horovod"] == results[1]["median_s"] / result["median_s"]
         assert result["wire_bytes"] is None
+        chosen = {"bucket_bytes": 65536, "seed": 3} if result["method"] in ("topk", "none") else {}
+        assert result["options"] == chosen
+        assert result["cycle_time_ms"] == (None if result["method"].startswith("ddp") else 1.0)
+        assert not any("peak" in key for key in result)
+    assert "bucket_bytes=65536; seed=3" in output.splitlines()[0]
     said = {result["method"]: result["reported_bytes"] for result in results}
     # 1 % of 0.27 M values, 8 bytes each, and the rest of ResNet-20 whole.
     assert said["none"] == 4 * 269_722
     assert 0.02 * 4 * 269_722 < said["topk"] < 0.1 * said["none"]
     if figure:
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweep(tmp_path):
+    path = tmp_path / "sweep.json"
+    given = ["--link", "none", "--model", "resnet", "--compressors", "topk", "--rounds", "1", "--steps", "1"]
+    given += ["--options", "compress_ratio=0.1", "--sweep", "--bucket-bytes", "0,4194304"]
+    given += ["--split-bytes", "0", "--cycle-times", "1", "2.5"]
+    output, _ = finished(*given, "--json", str(path))
+    trials = json.loads(path.read_text())
+    tried = {"bucket_bytes": [0, 4194304], "split_bytes": [0]}
+    tried |= {"granularity": list(sweep.GRANULARITIES), "cycle_time_ms": [1, 2.5]}
+    assert [(trial["swept"], trial["options"].get(trial["swept"], trial["cycle_time_ms"])) for trial in trials] == [
+        (kind, value) for kind, values in tried.items() for value in values
+    ]
+    kinds = [kind for kind, values in tried.items() if values]
+    best = {kind: [trial for trial in trials if trial["swept"] == kind and trial["best"]] for kind in kinds}
+    assert all(len(found) == 1 for found in best.values())
+    size = best["bucket_bytes"][0]["options"]["bucket_bytes"]
+    for trial in trials:
+        assert trial["method"] == "topk"
+        assert trial["options"]["compress_ratio"] == 0.1
+        assert trial["speedup_over_horovod"] > 0
+        # 10 % of 0.27 M values, 8 bytes each, and the rest of ResNet-20 whole.
+        assert 0.2 * 4 * 269_722 < trial["reported_bytes"] < 0.25 * 4 * 269_722
+        if trial["swept"] != "bucket_bytes":
+            assert trial["options"]["bucket_bytes"] == size
+    # A header for each tensor.
+    assert trials[0]["reported_bytes"] > trials[1]["reported_bytes"]
+    assert output.count("  best\n") == len(kinds)
+
+
+def test_a_sweep_goes_on_with_the_best(monkeypatch):
+    """Times are made up here: by sizes of buckets and cuts, granularity and cycle time."""
+    seconds = {
+        10: 0.3,
+        20: 0.1,
+        40: 0.2,
+        0: 0.2,
+        70: 0.1,
+        "layer": 0.3,
+        "bucket": 0.1,
+        "model": 0.2,
+        0.5: 0.03,
+        1.0: 0.02,
+        5.0: 0.01,
+    }
+    setting = Setting("torch", "mlp", 2, "none", None, 1, 1)
+    asked = []
+
+    class Bed:
+        def __init__(self, setting, progress): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception): ...
+
+        def measure(self, methods):
+            asked.append(methods)
+            found = []
+            for method in methods:
+                slower = 1 if method.name == "topk" else 2
+                taken = [*(seconds[value] for value in method.options.values()), seconds[method.cycle_ms]]
+                found.append(Result(method, setting, [slower * sum(taken)]))
+            return found
+
+    monkeypatch.setattr(sweep, "Bed", Bed)
+    monkeypatch.setattr(sweep, "GRANULARITIES", ("layer", "bucket", "model"))
+    trials = sweep.sweep(
+        setting, ["topk", "none"], sweep.choices([10, 20, 40], [0, 70], [0.5, 1.0, 5.0]), lambda text: None
+    )
+    assert all(methods[:2] == [Method(COMPUTE), Method(REFERENCE)] for methods in asked)
+    of_topk = [method for methods in asked for method in methods if method.name == "topk"]
+    sizes = [Method("topk", {"bucket_bytes": size}) for size in (10, 20, 40)]
+    cuts = [Method("topk", {"bucket_bytes": 20, "split_bytes": size}) for size in (0, 70)]
+    best = {"bucket_bytes": 20, "split_bytes": 70}
+    grains = [Method("topk", {**best, "granularity": name}) for name in ("layer", "bucket", "model")]
+    cycles = [Method("topk", {**best, "granularity": "bucket"}, ms) for ms in (0.5, 1.0, 5.0)]
+    assert of_topk == [*sizes, *cuts, *grains, *cycles]
+    labels = ["bucket_bytes=20", "split_bytes=70", "granularity=bucket", "cycle_time_ms=5.0"]
+    for name in ("topk", "none"):
+        assert [trial.label for trial in trials if trial.best and trial.result.method.name == name] == labels
+    assert len(sweep.lines(trials)) == 1 + 2 * (2 + 11)
+
+
+def test_memory(tmp_path):
+    """The mlp holds its parameters, gradients and the optimizer's momentum, and top-k the residual as well."""
+    path = tmp_path / "memory.json"
+    given = ["--link", "none", "--compressors", "topk", "--options", "compress_ratio=0.02", "--steps", "1"]
+    output, _ = finished(*given, "--memory", "--json", str(path))
+    compute, horovod, topk = found = json.loads(path.read_text())
+    assert [weight["method"] for weight in found] == ["compute", "horovod", "topk"]
+    for weight in found:
+        assert weight["method"] in output
+        assert weight["gradient_bytes"] == 4 * 25_175_040
+        assert 3 < weight["peak_over_gradients"] == weight["peak_bytes"] / weight["gradient_bytes"] < 12
+        assert weight["exchange_bytes"] == weight["peak_bytes"] - compute["peak_bytes"]
+        assert weight["exchange_over_gradients"] == weight["exchange_bytes"] / weight["gradient_bytes"]
+        assert "times" not in weight
+    assert topk["options"] == {"compress_ratio": 0.02}
+    assert horovod["options"] == compute["options"] == {}
+    assert topk["exchange_over_gradients"] > 0.9
+
+
+def test_peak_is_that_of_one_visit():
+    class Side:
+        def barrier(self): ...
+
+        def train(self, method, options):
+            return Training(options["numbers"])
+
+    class Training:
+        def __init__(self, numbers):
+            self._numbers = numbers
+
+        def step(self):
+            np.ones(self._numbers)
+
+        def reported(self):
+            return None
+
+        def gradient_bytes(self):
+            return 8
+
+    large, small = (visit(Side(), "topk", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 1_000_000))
+    # The kernel counts pages by processor, and adds up only now and then.
+    assert 62_000_000 < large < 72_000_000
+    assert 6_000_000 < small < 16_000_000
+
+
+def test_environment_of_ranks(monkeypatch):
+    """Timed ranks keep freed pages, and are not in a hurry when they go on after a pause."""
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "9")
+    for keep_pages in (True, False):
+        with (
+            network.Network(2, "none") as made,
+            Ranks(made, "torch", "resnet", "horovod", 2.5, keep_pages=keep_pages) as ranks,
+        ):
+            text = Path(f"/proc/{ranks._workers[0].pid}/environ").read_text()
+            environment = dict(entry.split("=", 1) for entry in text.split("\0") if entry)
+        assert environment["HOROVOD_CYCLE_TIME"] == "2.5"
+        assert int(environment["HOROVOD_GLOO_TIMEOUT_SECONDS"]) > 10 * (START_S + VISIT_S)
+        assert environment.get("MALLOC_MMAP_MAX_") == ("0" if keep_pages else None)
+        assert ("MALLOC_TRIM_THRESHOLD_" in environment) == keep_pages
+
+
+def test_options_are_json_or_text():
+    given = ["bucket_bytes=8388608", "compress_ratio=0.01", "index_coding=delta", "default_rules=false", "memory=a=b"]
+    assert parse_options(given) == {
+        "bucket_bytes": 8388608,
+        "compress_ratio": 0.01,
+        "index_coding": "delta",
+        "default_rules": False,
+        "memory": "a=b",
+    }
+    assert parse_options([]) == {}
+
+
+def test_numbers_of_a_sweep():
+    assert parse_numbers("--bucket-bytes", ["0,1024", "1024", "2048"], int) == [0, 1024, 2048]
+    assert parse_numbers("--cycle-times", ["0.5", "1,2"], float) == [0.5, 1.0, 2.0]
+    for given, kind in ((["x"], int), (["1.5"], int), (["-1"], int), ([","], int), (["nan"], float), (["inf"], float)):
+        with pytest.raises(ConfigError, match="numbers from 0 on, received"):
+            parse_numbers("--bucket-bytes", given, kind)
 
 
 @needs_shaping
@@ -186,6 +363,19 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one():
         (["--baselines", "ddpp"], "Did you mean 'ddp'"),
         (["--baselines", "ddp", "--framework", "tensorflow"], "'ddp' is PyTorch's"),
         (["--json", "/nowhere/x.json", "--link", "none"], "cannot be written"),
+        (["--compressors", ","], "--compressors: expected names"),
+        (["--options", "bucket_bytes"], "--options: expected KEY=VALUE"),
+        (["--options", "seed=1", "--options", "seed=2"], "'seed' is given twice"),
+        (["--options", "compressor=topk"], "named by --compressors"),
+        (["--compressors", "topk,none", "--options", "compress_ratio=0.1"], "is no option of compressor 'none'"),
+        (["--options", "bucket_bytes=1e6"], "'bucket_bytes': expected int"),
+        (["--bucket-bytes", "1024"], "--bucket-bytes says what --sweep tries"),
+        (["--cycle-times", "1"], "--cycle-times says what --sweep tries"),
+        (["--sweep", "--link", "none", "--cycle-times", "fast"], "expected numbers from 0 on, received 'fast'"),
+        (["--sweep", "--link", "none", "--options", "bucket_bytes=1"], "'bucket_bytes' is what --sweep tries"),
+        (["--sweep", "--baselines", "ddp"], "--baselines says nothing beside --sweep"),
+        (["--memory", "--sweep"], "--sweep says nothing beside --memory"),
+        (["--memory", "--rounds", "1"], "--rounds says nothing beside --memory"),
     ],
 )
 def test_refused_before_anything_runs(arguments, expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 # A step without any exchange: what remains when communication is free.
@@ -16,11 +18,33 @@ BASELINES = {
 }
 # What every other is compared with.
 REFERENCE = "horovod"
+# How often Horovod looks for what is to be sent, unless told otherwise.
+CYCLE_MS = 1.0
 
 
-def family_of(method: str) -> str:
-    """The library whose processes run a method."""
-    return BASELINES.get(method, "horovod")
+@dataclass(frozen=True)
+class Method:
+    """A compressor, a baseline or COMPUTE by its name; options beside those of the run, and Horovod's cycle time."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cycle_ms: float = CYCLE_MS
+
+    @property
+    def compresses(self) -> bool:
+        """Whether it is one of grace's."""
+        return self.name != COMPUTE and self.name not in BASELINES
+
+    @property
+    def family(self) -> str:
+        """The library whose processes run it."""
+        return BASELINES.get(self.name, "horovod")
+
+
+def compared(methods: list[Method]) -> list[Method]:
+    """The methods behind the two with which each is compared: a step without exchange, and plain Horovod."""
+    first = [Method(COMPUTE), Method(REFERENCE)]
+    return [*first, *(method for method in methods if method not in first)]
 
 
 def hops(exchange: Any, ranks: int) -> int:

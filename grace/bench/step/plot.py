@@ -23,7 +23,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         [max(0.0, m - a) for m, a in zip(medians, low, strict=True)],
         [max(0.0, b - m) for m, b in zip(medians, high, strict=True)],
     ]
-    names = [result.method for result in shown]
+    names = [result.method.name for result in shown]
     panel.barh(names, medians, xerr=spread, color="tab:blue", ecolor="gray")
     panel.barh(names, [min(compute.median, m) for m in medians], color="tab:orange", label="compute")
     panel.axvline(reference.median, color="gray", linestyle="--", linewidth=1, label="plain Horovod")

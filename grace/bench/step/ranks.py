@@ -11,27 +11,46 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from grace.bench.step.methods import CYCLE_MS
 from grace.bench.step.network import Network, Node
 from grace.core.errors import GraceError
 
 # Seconds that ranks get to load their libraries and find each other, and for one visit.
-START_S = 180.0
+START_S, VISIT_S = 180.0, 900.0
+# Horovod's own patience of 30 s would pass while ranks are stopped, and they would shut down when they go on.
+PATIENCE_S = 24 * 3600
 PORT = 29_513
+# glibc gives freed memory of this size back to the kernel, so that the gradients of every step are fresh pages, and
+# clearing those takes long: a step of the mlp without exchange needs 96 to 112 ms with them, 70 ms without. Here freed
+# pages are kept, by all methods alike; times then say more of the exchange, and differ less from step to step.
+KEPT_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 * 1024**3)}
 
 
 class Ranks:
     """Starts one worker per node of the network by hand, without ssh; kills what is left of them when it is left.
 
+    `cycle_ms` is Horovod's cycle time; `keep_pages` is false where memory is measured and not time.
     Raises GraceError with the end of what a worker said if one dies or does not answer in time.
     """
 
-    def __init__(self, network: Network, framework: str, family: str, model: str, visit_s: float) -> None:
-        self._network, self._framework, self._family, self._model = network, framework, family, model
-        self._visit_s = visit_s
+    def __init__(
+        self,
+        network: Network,
+        framework: str,
+        model: str,
+        family: str,
+        cycle_ms: float = CYCLE_MS,
+        *,
+        keep_pages: bool = True,
+    ) -> None:
+        self._network, self._framework, self._model, self._family = network, framework, model, family
+        self._cycle_ms = cycle_ms
+        self._allocator = KEPT_PAGES if keep_pages else {}
         self._workers: list[subprocess.Popen[str]] = []
         self._meeting: subprocess.Popen[str] | None = None
         self._said = tempfile.TemporaryDirectory(prefix="grace-bench-")
@@ -52,14 +71,14 @@ class Ranks:
     ) -> None:
         self._end()
 
-    def visit(self, method: str, warm_up: int, steps: int) -> list[dict[str, Any]]:
+    def visit(self, method: str, options: Mapping[str, Any], warm_up: int, steps: int) -> list[dict[str, Any]]:
         """Have all ranks make some steps of a method; their answers."""
-        order = json.dumps({"method": method, "warm_up": warm_up, "steps": steps})
+        order = json.dumps({"method": method, "options": options, "warm_up": warm_up, "steps": steps})
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.write(order + "\n")
             worker.stdin.flush()
-        return self._answers(self._visit_s, method)
+        return self._answers(VISIT_S, method)
 
     def pause(self) -> None:
         """Keep the processes from the cores, where even idle ones would talk to each other."""
@@ -77,14 +96,7 @@ class Ranks:
         alone = nodes[0].namespace is not None
         hosts = ",".join(f"{node.address}:1" for node in nodes) if alone else f"{nodes[0].address}:{size}"
         program = [sys.executable, "-m", "grace.bench.step.rendezvous", hosts]
-        self._meeting = subprocess.Popen(
-            self._network.hub.command(program),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log("rendezvous").open("w"),
-            text=True,
-            start_new_session=True,
-        )
+        self._meeting = self._launch("rendezvous", self._network.hub.command(program))
         assert self._meeting.stdout is not None
         port = self._meeting.stdout.readline().strip()
         if not port:
@@ -94,6 +106,8 @@ class Ranks:
             "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_CYCLE_TIME": str(self._cycle_ms),
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(PATIENCE_S),
         }
         return [
             {
@@ -124,16 +138,19 @@ class Ranks:
         mine = {cores[(rank * share + i) % len(cores)] for i in range(share)}
         interface = node.interface if node.namespace is not None else "-"
         program = [sys.executable, "-m", "grace.bench.step.worker", self._framework, self._family]
-        return subprocess.Popen(
+        own = {"OMP_NUM_THREADS": str(share), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        return self._launch(
+            str(rank),
             node.command([*program, self._model, interface]),
-            env={**_plain(os.environ), **environment, "OMP_NUM_THREADS": str(share), "TF_CPP_MIN_LOG_LEVEL": "3"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log(str(rank)).open("w"),
-            text=True,
-            start_new_session=True,
+            env={**_plain(os.environ), **self._allocator, **environment, **own},
             preexec_fn=lambda: os.sched_setaffinity(0, mine),
         )
+
+    def _launch(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[str]:
+        """A process of its own session, whose errors go to the log of that name."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with self._log(name).open("w") as errors:
+            return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True, **pipes, **more)
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -189,7 +206,7 @@ class Ranks:
 
 def _plain(environment: Any) -> dict[str, str]:
     """The environment without what a launcher or a user's configuration would change in the ranks."""
-    dropped = ("HOROVOD_", "GRACE_CONFIG", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_SIZE")
+    dropped = ("HOROVOD_", "GRACE_CONFIG", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_SIZE", "MALLOC_")
     return {name: value for name, value in environment.items() if not name.startswith(dropped)}
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
-from grace.bench.step.methods import COMPUTE, REFERENCE, family_of
+from grace.bench.step.methods import Method
 from grace.bench.step.network import LINKS, Network
 from grace.bench.step.ranks import Ranks
 
 WARM_UP = 3
-VISIT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,12 @@ class Setting:
     latency: str | None
     rounds: int
     steps: int
+    # Of the configurations of all compressors.
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def options_of(self, method: Method) -> dict[str, Any]:
+        """The options of a method's configuration."""
+        return {**self.options, **method.options} if method.compresses else {}
 
     @property
     def rate(self) -> int | None:
@@ -38,12 +44,11 @@ class Setting:
 class Result:
     """What was seen of one method: the slowest rank's seconds of every step, and bytes of one step and rank."""
 
-    method: str
+    method: Method
     setting: Setting
     times: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
     reported: int | None = None
-    peak_bytes: int = 0
 
     def add(self, visits: Sequence[dict[str, Any]]) -> None:
         """Take in the answers of all ranks."""
@@ -52,7 +57,6 @@ class Result:
         self.sent += [visit["sent"] / steps for visit in visits if visit["sent"] is not None]
         if visits[0]["reported"] is not None:
             self.reported = round(statistics.fmean(visit["reported"] for visit in visits))
-        self.peak_bytes = max(self.peak_bytes, *(visit["peak_bytes"] for visit in visits))
 
     @property
     def median(self) -> float:
@@ -77,7 +81,9 @@ class Result:
         setting, wire = self.setting, self.wire_bytes
         on_wire = 8 * wire / setting.rate if wire is not None and setting.rate is not None else 0.0
         return {
-            "method": self.method,
+            "method": self.method.name,
+            "options": setting.options_of(self.method),
+            "cycle_time_ms": self.method.cycle_ms if self.method.family == "horovod" else None,
             "framework": setting.framework,
             "link": setting.link,
             "latency": setting.latency,
@@ -90,29 +96,57 @@ class Result:
             "reported_bytes": self.reported,
             "speedup_over_horovod": reference.median / self.median,
             "speedup_bound": reference.median / max(compute.median, on_wire),
-            "peak_bytes": self.peak_bytes,
             "times": self.times,
         }
 
 
-def measure(setting: Setting, methods: Sequence[str], progress: Callable[[str], None]) -> list[Result]:
-    """Results of the methods, of a step without exchange and of plain Horovod, in this order of their visits.
+class Bed:
+    """A network and ranks on it, which are started when a method first needs them and stopped while others have turns.
 
-    `progress(text)` hears of what comes next. Raises GraceError where the test bed or a rank fails.
+    `progress(text)` hears of what comes next.
     """
-    results = {name: Result(name, setting) for name in dict.fromkeys([COMPUTE, REFERENCE, *methods])}
-    with contextlib.ExitStack() as stack:
-        network = stack.enter_context(Network(setting.ranks, setting.link, setting.latency))
-        groups: dict[str, Ranks] = {}
-        for family in dict.fromkeys(map(family_of, results)):
-            progress(f"starting {setting.ranks} ranks ({family})")
-            groups[family] = stack.enter_context(Ranks(network, setting.framework, family, setting.model, VISIT_S))
-            groups[family].pause()
+
+    def __init__(self, setting: Setting, progress: Callable[[str], None]) -> None:
+        self._setting, self._progress = setting, progress
+        self._stack = contextlib.ExitStack()
+        self._groups: dict[tuple[str, float], Ranks] = {}
+
+    def __enter__(self) -> Bed:
+        setting = self._setting
+        self._network = self._stack.enter_context(Network(setting.ranks, setting.link, setting.latency))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def measure(self, methods: list[Method]) -> list[Result]:
+        """Results in this order. Raises GraceError if a rank fails."""
+        setting = self._setting
+        results = [Result(method, setting) for method in methods]
+        groups = [self._ranks(result.method) for result in results]
         for turn in range(setting.rounds):
-            for name, result in results.items():
-                progress(f"{name}, round {turn + 1} of {setting.rounds}")
-                group = groups[family_of(name)]
+            for result, group in zip(results, groups, strict=True):
+                self._progress(f"{result.method.name}, round {turn + 1} of {setting.rounds}")
                 group.go_on()
-                result.add(group.visit(name, WARM_UP, setting.steps))
+                options = setting.options_of(result.method)
+                result.add(group.visit(result.method.name, options, WARM_UP, setting.steps))
                 group.pause()
-    return list(results.values())
+        return results
+
+    def _ranks(self, method: Method) -> Ranks:
+        key = (method.family, method.cycle_ms)
+        if key not in self._groups:
+            setting = self._setting
+            self._progress(f"starting {setting.ranks} ranks ({method.family})")
+            ranks = Ranks(self._network, setting.framework, setting.model, *key)
+            self._groups[key] = self._stack.enter_context(ranks)
+            ranks.pause()
+        return self._groups[key]
+
+
+def measure(setting: Setting, methods: list[Method], progress: Callable[[str], None]) -> list[Result]:
+    """What `Bed.measure` finds in a test bed of its own. Raises GraceError where it cannot be made or a rank fails."""
+    with Bed(setting, progress) as bed:
+        return bed.measure(methods)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+import grace.tensorflow
 from grace.bench.step.methods import BASELINES, COMPUTE, hops
 from grace.bench.step.models_tensorflow import MODELS
 from grace.bench.step.worker import SEED, Side, Training
@@ -28,8 +29,8 @@ def make(family: str, model: str) -> Side:
 class _Step:
     """Training on made data, new in every step."""
 
-    def __init__(self, step: Callable[[], Any], report: Callable[[], int] | None = None) -> None:
-        self._step, self._report = tf.function(step, jit_compile=False), report
+    def __init__(self, step: Callable[[], Any], variables: Any, report: Callable[[], int] | None = None) -> None:
+        self._step, self._variables, self._report = tf.function(step, jit_compile=False), variables, report
 
     def step(self) -> None:
         # Until the value is there, so that the next step does not begin beside this one.
@@ -37,6 +38,9 @@ class _Step:
 
     def reported(self) -> int | None:
         return None if self._report is None else self._report()
+
+    def gradient_bytes(self) -> int:
+        return sum(variable.value.dtype.size * variable.value.shape.num_elements() for variable in self._variables)
 
 
 class HorovodSide:
@@ -50,7 +54,7 @@ class HorovodSide:
     def barrier(self) -> None:
         hvd.allreduce(tf.zeros(1), name="grace.bench.barrier")
 
-    def train(self, method: str) -> Training:
+    def train(self, method: str, options: Mapping[str, Any]) -> Training:
         keras.backend.clear_session()
         keras.utils.set_random_seed(SEED)
         model, loss = self._model()
@@ -58,9 +62,7 @@ class HorovodSide:
         optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
         report = None
         if method != COMPUTE and method not in BASELINES:
-            import grace.tensorflow
-
-            config = {"compressor": method}
+            config = {**options, "compressor": method}
             optimizer = grace.tensorflow.DistributedOptimizer(optimizer, config=config, sparse_as_dense=True)
             exchange = optimizer.grace
             report = lambda: hops(exchange, hvd.size())  # noqa: E731
@@ -79,4 +81,4 @@ class HorovodSide:
             optimizer.apply(tape.gradient(value, sources), variables)
             return value
 
-        return _Step(step, report)
+        return _Step(step, variables, report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class _Step:
     def reported(self) -> int | None:
         return None if self._report is None else self._report()
 
+    def gradient_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
 
 class HorovodSide:
     """Horovod, and grace on top of it."""
@@ -40,19 +44,22 @@ class HorovodSide:
     def __init__(self, model: str) -> None:
         import horovod.torch as hvd
 
+        # Here, so that its modules are not taken for memory of a method.
+        import grace.torch
+
         logging.getLogger("grace").setLevel(logging.WARNING)
         hvd.init()
-        self._hvd, self._model = hvd, MODELS[model]
+        self._hvd, self._grace, self._model = hvd, grace.torch, MODELS[model]
 
     def barrier(self) -> None:
         self._hvd.barrier()
 
-    def train(self, method: str) -> Training:
+    def train(self, method: str, options: Mapping[str, Any]) -> Training:
         hvd = self._hvd
         torch.manual_seed(SEED)
         model = self._model()
         torch.manual_seed(SEED + hvd.rank())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        optimizer = _sgd(model)
         if method == COMPUTE:
             return _Step(model, optimizer, model.loss)
         named = list(model.named_parameters())
@@ -60,9 +67,8 @@ class HorovodSide:
             compression = hvd.Compression.fp16 if method == "horovod-fp16" else hvd.Compression.none
             wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
             return _Step(model, wrapped, model.loss)
-        import grace.torch
-
-        wrapped = grace.torch.DistributedOptimizer(optimizer, named_parameters=named, config={"compressor": method})
+        config = {**options, "compressor": method}
+        wrapped = self._grace.DistributedOptimizer(optimizer, named_parameters=named, config=config)
         return _Step(model, wrapped, model.loss, lambda: hops(wrapped.grace, hvd.size()))
 
 
@@ -70,15 +76,17 @@ class DdpSide:
     """PyTorch's own DistributedDataParallel over Gloo."""
 
     def __init__(self, model: str) -> None:
+        # Here, so that their modules are not taken for memory of a method.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        self._hooks, self._powersgd = default_hooks, powerSGD_hook
         torch.distributed.init_process_group("gloo", init_method="env://")
         self._model = MODELS[model]
 
     def barrier(self) -> None:
         torch.distributed.barrier()
 
-    def train(self, method: str) -> Training:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
+    def train(self, method: str, options: Mapping[str, Any]) -> Training:
         torch.manual_seed(SEED)
         model = self._model()
         torch.manual_seed(SEED + torch.distributed.get_rank())
@@ -86,12 +94,17 @@ class DdpSide:
         megabytes = 4096 if method == "ddp-powersgd" else None
         ddp = torch.nn.parallel.DistributedDataParallel(_Loss(model), bucket_cap_mb=megabytes)
         if method == "ddp-fp16":
-            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            ddp.register_comm_hook(None, self._hooks.fp16_compress_hook)
         elif method == "ddp-powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+            state = self._powersgd.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, self._powersgd.powerSGD_hook)
+        optimizer = _sgd(model)
         return _Step(model, optimizer, ddp)
+
+
+def _sgd(model: Any) -> torch.optim.Optimizer:
+    """The one that passes over the weights once, so that a step is about gradients."""
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
 
 
 class _Loss(torch.nn.Module):

@@ -1,17 +1,19 @@
 """One rank of `grace bench step`: takes orders from its standard input, a line of JSON each, and answers likewise.
 
-An order is {"method": ..., "warm_up": n, "steps": n}; the answer is a `Visit`. The end of the input is the end.
+An order is {"method": ..., "options": {...}, "warm_up": n, "steps": n}; the answer is a `Visit`. The end of the input
+is the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
-import resource
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +30,10 @@ class Visit:
     sent: int | None
     # Bytes that the method says it sends in a step; None of a baseline.
     reported: int | None
+    # The most that the process held at once, above what it held before the model was made; tells something in fresh
+    # processes that give freed pages back.
     peak_bytes: int
+    gradient_bytes: int
 
 
 class Training(Protocol):
@@ -40,12 +45,15 @@ class Training(Protocol):
     def reported(self) -> int | None:
         """Bytes that the method says a rank sends in a step, all hops counted."""
 
+    def gradient_bytes(self) -> int:
+        """Of all gradients together."""
+
 
 class Side(Protocol):
     """One communication library in one framework, initialized."""
 
-    def train(self, method: str) -> Training:
-        """A model under a method's optimizer."""
+    def train(self, method: str, options: Mapping[str, Any]) -> Training:
+        """A model under a method's optimizer, with options of grace's configuration."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -60,28 +68,49 @@ def serve(make_side: Callable[[str], Side], family: str, interface: str | None) 
     _say(answers, {"ready": os.getpid()})
     for line in sys.stdin:
         order = json.loads(line)
-        _say(answers, asdict(visit(side, order["method"], order["warm_up"], order["steps"], interface)))
+        _say(answers, asdict(visit(side, interface=interface, **order)))
 
 
-def visit(side: Side, method: str, warm_up: int, steps: int, interface: str | None) -> Visit:
+def visit(
+    side: Side, method: str, options: Mapping[str, Any], warm_up: int, steps: int, interface: str | None
+) -> Visit:
     """Make a model under the method and time its steps."""
-    training = side.train(method)
+    held = _forget_peak()
+    training = side.train(method, options)
     for _ in range(warm_up):
         training.step()
-    times = []
+    times, reports = [], []
     side.barrier()
     before = _sent(interface)
     for _ in range(steps):
         start = time.perf_counter()
         training.step()
         times.append(time.perf_counter() - start)
+        reports.append(training.reported())
     side.barrier()
     after = _sent(interface)
-    reported = training.reported()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sent = None if before is None or after is None else after - before
+    known = [report for report in reports if report is not None]
+    # What a method sends may change from step to step.
+    reported = round(statistics.fmean(known)) if known else None
+    found = Visit(times, sent, reported, _memory("VmHWM") - held, training.gradient_bytes())
     del training
     gc.collect()
-    return Visit(times, None if before is None or after is None else after - before, reported, peak)
+    return found
+
+
+def _forget_peak() -> int:
+    """Have the kernel measure the peak anew; bytes that the process holds now."""
+    # A kernel may be built without; then the peak is that since the process began.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _memory(name: str) -> int:
+    """Bytes of a line in the kernel's account of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
 def _say(answers: Any, what: dict[str, Any]) -> None:
