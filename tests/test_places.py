@@ -136,7 +136,7 @@ def test_gradients_that_lie_end_to_end_are_not_copied():
 def test_buffers_that_overlap_are_not_written_to():
     import torch
 
-    from grace.torch.optimizer import apart
+    from grace.torch.views import apart
 
     store = torch.zeros(100)
 
