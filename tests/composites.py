@@ -104,6 +104,20 @@ def half_sum(n, dtype):
 
 
 @case
+def finite_sum(n, dtype):
+    x, y, _ = several(n, dtype)
+    t = np.dtype(dtype).type
+    for a, b in ((1, 1), (0.9, 1), (1, 0.3), (0.9, 1 - 0.9)):
+        yield Call("finite_sum", (x, a, y, b), {}, (x * t(a) + y * t(b), np.array(True)))
+    for at, bad in ((0, np.nan), (n // 2, np.inf), (n - 1, -np.inf)):
+        if n:
+            z = y.copy()
+            z[at] = bad
+            yield Call("finite_sum", (x, 1, z, 1), {}, (x + z, np.array(False)))
+            yield Call("finite_sum", (z, 0.9, x, 1), {}, (z * t(0.9) + x, np.array(False)))
+
+
+@case
 def max_abs(n, dtype):
     x = numbers(n, dtype)
     yield Call("max_abs", (x,), {}, (np.array(max(abs(x), default=0), dtype),))

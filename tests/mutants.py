@@ -23,7 +23,7 @@ from grace.core.errors import IncompatibleError
 from grace.core.memories.dgc import DGCMemory
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
-from grace.core.memory import Memory
+from grace.core.memory import FINITE, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Field
 
@@ -336,6 +336,35 @@ class LosesNaN(NoCompression):
         return {"values": at.ops.where(x == x, x, 0.0)}
 
 
+@breaks("test_declared_flatness_holds", compress_ratio=0.1)
+@dataclass(frozen=True)
+class LooksAtTheShape(TopK):
+    """And does not say so."""
+
+    def compress(self, x, at):
+        return super().compress(-x if at.spec.ndim > 1 else x, at)
+
+
+@breaks("test_declared_flatness_holds")
+@dataclass(frozen=True)
+class TakesOnlyMatrices(SignSGD):
+    def unfit(self, spec):
+        return None if spec.ndim > 1 else "it has no columns"
+
+
+@breaks("test_declared_linearity_holds")
+@dataclass(frozen=True)
+class AddsAConstant(EFSignSGD):
+    def decompress(self, payload, at):
+        return super().decompress(payload, at) + 1
+
+
+@breaks("test_declared_linearity_holds", quantum_num=7)
+@dataclass(frozen=True)
+class NamesAFieldOfCodes(QSGD):
+    linear_in = ("codes",)
+
+
 # --- memories ---------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +396,14 @@ class GrowsAField(Residual):
 class AddsIntoTheState(Residual):
     def compensate(self, grad, state, at):
         return at.ops.add_(state["residual"], grad), {}
+
+
+@breaks("test_what_is_told_of_finite_gradients_is_right")
+@dataclass(frozen=True)
+class TakesAllForFinite(Residual):
+    def compensate(self, grad, state, at):
+        x, progress = super().compensate(grad, state, at)
+        return x, {**progress, FINITE: at.ops.finite(at.ops.zeros(1, "float32"))}
 
 
 @breaks("test_zero_gradients_leave_nothing_behind")

@@ -22,10 +22,30 @@ SPECS = [
     TensorSpec("brain", (9, 16), "bfloat16"),
     TensorSpec("double", (16, 9), "float64"),
 ]
+# Long enough to be cut.
+LONG = TensorSpec("long", (3, 5000))
+MIXED = [*SPECS[:2], LONG, *SPECS[2:]]
+# All fused, fused and cut, and all as one.
+CUTS = {
+    "bucket": {"granularity": "bucket"},
+    "small buckets": {"granularity": "bucket", "bucket_bytes": 6000, "split_bytes": 20_000},
+    "model": {"granularity": "model"},
+}
+LAYOUTS = {
+    "layer": {"granularity": "layer"},
+    **CUTS,
+    "slices": {"granularity": "bucket", "bucket_bytes": 0, "split_bytes": 1},
+    "whole tensors": {"granularity": "bucket", "bucket_bytes": 0, "split_bytes": 0},
+    "fewer pieces": {"granularity": "bucket", "bucket_bytes": 40_000, "split_bytes": 40_000},
+}
+each_cut = pytest.mark.parametrize("cut", list(CUTS))
 # Where steps are slow, those that differ most.
 FEW_SPECS = {"tensorflow": [spec for spec in SPECS if spec.name in ("matrix", "empty", "double")]}
 DEFAULTS = [parts.default_parts(c) for c in parts.all_compressors()]
 every_default = pytest.mark.parametrize("chosen", [pytest.param(p, id=parts.name(p.compressor)) for p in DEFAULTS])
+# The default of every registered name, without the extra configurations.
+METHODS = [p for p in DEFAULTS if p.compressor in parts.default_compressors()]
+every_method = pytest.mark.parametrize("chosen", [pytest.param(p, id=parts.name(p.compressor)) for p in METHODS])
 every_combination = pytest.mark.parametrize("chosen", parts.params(parts.valid_parts()))
 
 
@@ -48,8 +68,9 @@ every_combination_and_framework = in_frameworks(
 )
 
 
-def config(chosen: Parts, **options) -> Config:
-    return Config(chosen, default_rules=False, seed=5, **options)
+def config(chosen: Parts, granularity="layer", **options) -> Config:
+    """Every tensor by itself, so that each of the awkward ones meets the method; other cuts: test_granularity.py."""
+    return Config(chosen, default_rules=False, seed=5, granularity=granularity, **options)
 
 
 def simulate(chosen, framework="numpy", size=RANKS, average=True, specs=SPECS, **options):

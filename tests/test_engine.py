@@ -11,7 +11,7 @@ import grace
 from grace.core.config import Parts, make_config
 from grace.core.registry import communicators, compressors, memories
 from grace.testing import PoisonOps
-from grace.testing.harness import EPS, draw, host, same
+from grace.testing.harness import EPS, draw, same
 from tests import parts
 from tests.parts import every_framework
 from tests.steps import (
@@ -268,29 +268,6 @@ def test_gradients_are_only_read(chosen, framework):
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def traffic(monkeypatch):
-    """By rank and collective the bytes that were handed to the transport, which is all that leaves a rank."""
-    from grace.core.simulate import SimulatedTransport
-
-    sent: dict[int, dict[str, int]] = {}
-
-    def spy(kind):
-        original = getattr(SimulatedTransport, kind)
-
-        def call(self, x, **options):
-            if options.get("root", self.rank) == self.rank:
-                mine = sent.setdefault(self.rank, {})
-                mine[kind] = mine.get(kind, 0) + host(self._ops, x).nbytes
-            return original(self, x, **options)
-
-        monkeypatch.setattr(SimulatedTransport, kind, call)
-
-    for kind in ("allreduce", "allgather", "broadcast"):
-        spy(kind)
-    return sent
 
 
 @every_combination

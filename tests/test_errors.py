@@ -28,7 +28,8 @@ SHAPE = (20, 30)
 
 def simulation(size=2, **config):
     tensors = config.pop("tensors", {"a": SHAPE, "b": SHAPE})
-    return grace.Simulation(size, tensors, {"compressor": "topk", "default_rules": False, **config})
+    layers = {"compressor": "topk", "default_rules": False, "granularity": "layer"}
+    return grace.Simulation(size, tensors, {**layers, **config})
 
 
 def gradient():

@@ -108,7 +108,8 @@ def test_a_tensor_that_does_not_suit_the_method_stays_dense_with_the_reason():
 
 
 def names(plan):
-    return [[part.spec.name for part in bucket.parts] for bucket in plan.buckets]
+    """The tensors in every bucket."""
+    return [[piece.tensor for unit in bucket.parts for piece in unit.pieces] for bucket in plan.buckets]
 
 
 def test_buckets_follow_the_backward_pass():
@@ -141,11 +142,36 @@ def test_a_plan_is_the_same_however_often_it_is_made():
 
 
 def test_delegated_tensors_are_left_to_the_caller():
-    specs = [TensorSpec("w", (64, 64)), TensorSpec("w.bias", (64,))]
+    specs = [TensorSpec("w", (64, 64)), TensorSpec("small", (16, 16))]
     plan = make_plan(specs, make_config(TOPK), delegate=lambda part: part.dense)
     assert names(plan) == [["w"]]
-    assert [part.spec.name for part in plan.delegated] == ["w.bias"]
-    assert {part.spec.name for part in plan.parts} == {"w", "w.bias"}
+    assert [part.spec.name for part in plan.exchanged] == ["w"]
+    assert [part.spec.name for part in plan.delegated] == ["small"]
+    assert {part.spec.name for part in plan.parts} == {"w", "small"}
+
+
+def test_small_dense_vectors_beside_compressed_tensors_ride_along_in_one_collective():
+    specs = [
+        TensorSpec("w", (64, 64)),
+        TensorSpec("w.bias", (64,)),
+        TensorSpec("scale", ()),
+        TensorSpec("half", (64,), "float16"),
+        TensorSpec("double", (64,), "float64"),
+        TensorSpec("rows", (64,), sparse=True),
+        TensorSpec("small", (16, 16)),
+        TensorSpec("long", (65535,)),
+        TensorSpec("longer.bias", (65536,)),
+    ]
+    left = {"half", "rows", "small", "longer.bias"}
+    for granularity in ("layer", "bucket", "model"):
+        config = make_config({**TOPK, "granularity": granularity})
+        plan = make_plan(specs, config, delegate=lambda part: part.dense)
+        assert {part.spec.name for part in plan.delegated} == left, granularity
+        assert sorted(map(sorted, names(plan))) == [["double", "long", "scale", "w.bias"], ["w"]], granularity
+    # Where nothing is compressed all is the caller's, and the same as without grace.
+    plan = make_plan(specs, make_config(compressor="none"), delegate=lambda part: part.dense)
+    assert not plan.buckets
+    assert {part.spec.name for part in plan.delegated} == {spec.name for spec in specs}
 
 
 def test_names_must_be_unique():
@@ -183,8 +209,11 @@ def test_the_report_names_every_tensor_its_bytes_and_why_it_is_dense():
     assert "rule 1" in lines["table"]
     assert "by data" in lines["loud"]
     assert lines["scalar"].split()[1] == "scalar"
-    total = sum(bucket.nbytes for bucket in plan.buckets) + 4
-    assert f"5 tensors in {len(plan.buckets)} buckets and 1 uncompressed: 120,404 bytes dense, {total:,}" in report
+    total = sum(bucket.nbytes for bucket in plan.buckets)
+    # The scalar rides with the bias.
+    assert not plan.delegated
+    assert f"5 tensors as {len(plan.units)} units in {len(plan.buckets)} buckets, and 0 left to" in report
+    assert f"own allreduce: 120,404 bytes dense, {total:,} on the wire" in report
     assert "plus what the data select" in report
     assert "warning: rule 3 of the configuration (match no such tensor) fits no tensor" in report
 

@@ -72,7 +72,7 @@ class Forgetful(LeaderTopK):
 
 
 def simulate(compressor, memory, framework, **options):
-    config = Config(Parts(compressor, memory, Allreduce()), default_rules=False, **options)
+    config = Config(Parts(compressor, memory, Allreduce()), default_rules=False, granularity="layer", **options)
     return Simulation(3, SPECS, config, framework=framework)
 
 

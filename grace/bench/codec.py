@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grace.core.config import make_config
+from grace.core.memory import FINITE
 from grace.core.ops.composites import ArrayOps
 from grace.core.part import Part
 from grace.core.plan import make_plan
@@ -158,6 +159,7 @@ class LocalStep:
             lr=ops.full(1, LR, "float64")[0] if part.memory.needs_lr else None,
         )
         x, memory = part.memory.compensate(gradient, states["memory"], site)
+        memory = {key: value for key, value in memory.items() if key != FINITE}
         if memory:
             site = site._replace(memory=memory)
         return Begun(site, x, memory, part.compressor.agree(x, site))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,7 +130,9 @@ def fuse(items: Sequence[Part]) -> list[Part]:
     """Units of one bucket: what is served alike, and may be, laid end to end."""
     alike: dict[object, list[Part]] = {}
     for i, item in enumerate(items):
-        key = (item.parts, item.spec.dtype, item.index_coding) if item.compressor.flat else i
+        # Parameters may have learning rates of their own.
+        fits = item.compressor.flat and not item.memory.needs_lr
+        key = (item.parts, item.spec.dtype, item.index_coding) if fits else i
         alike.setdefault(key, []).append(item)
     return [
         group[0] if len(group) == 1 else _unit(group, tuple(piece for item in group for piece in item.pieces))
@@ -140,6 +143,9 @@ def fuse(items: Sequence[Part]) -> list[Part]:
 def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
     ends = [f"{p.tensor}[{p.start}:{p.stop}]" for p in (pieces[0], pieces[-1])]
     name = ends[0] if len(pieces) == 1 else f"{ends[0]} to {ends[1]}, {len(pieces)} pieces"
+    if len(pieces) > 2:
+        # States, checkpoints and random numbers go by the name: other pieces between the same ends are another unit.
+        name += f" ({zlib.crc32(repr([tuple(piece) for piece in pieces]).encode()):08x})"
     spec = dataclasses.replace(
         items[0].spec,
         name=name,

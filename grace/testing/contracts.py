@@ -34,12 +34,13 @@ from grace.testing.harness import (
     wire_bytes,
 )
 from grace.testing.poison import PoisonOps
+from grace.testing.unit_contract import UnitContract
 
 # Of a statistical check on right code: at most this chance to fail, were the seeds not fixed.
 FALSE_ALARM = 1e-6
 
 
-class CompressorContract:
+class CompressorContract(UnitContract):
     """What every compressor promises. Subclass it and override the fixture `compressor`.
 
     The methods take their fixtures as plain arguments, so they can also be called directly on a broken compressor.

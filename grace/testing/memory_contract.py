@@ -11,7 +11,7 @@ import pytest
 
 from grace.core.compressor import Compressor
 from grace.core.errors import IncompatibleError
-from grace.core.memory import Memory
+from grace.core.memory import FINITE, Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
@@ -60,6 +60,7 @@ class MemoryContract:
         """One step of one rank, in the engine's order of calls: the gradient for the optimizer, and the new state."""
         at = exchange(compressor, ops, self.spec, [host(ops, x)], step=step).sites[0]
         x, progress = memory.compensate(x, state, at)
+        progress = {key: value for key, value in progress.items() if key != FINITE}
         ex = exchange(compressor, ops, self.spec, [host(ops, x)], step=step, memory=progress)
         progress = memory.update(x, ex.payloads[0], compressor, progress, ex.sites[0])
         mean = compressor.merge(ex.payloads, ex.sites[0])
@@ -109,6 +110,20 @@ class MemoryContract:
                 gradient = array(ops, draw(self.spec, step), self.spec.work_dtype)
                 _, state = self.step(memory, compressor, ops, state, gradient, step)
                 assert same(host(ops, gradient), draw(self.spec, step)), compressor
+
+    def test_what_is_told_of_finite_gradients_is_right(self, memory: Memory, ops: ArrayOps) -> None:
+        compressor = next(iter(self.served(memory)))
+        for bad in (0.0, np.nan, np.inf, -np.inf):
+            for place in (0, self.spec.numel // 2, self.spec.numel - 1):
+                gradient = draw(self.spec, 1)
+                gradient[place] += bad
+                at = exchange(compressor, ops, self.spec, [draw(self.spec, 1)]).sites[0]
+                state = memory.init(self.spec, ops)
+                # Clipping divides by an infinite norm, and NumPy warns of it.
+                with np.errstate(invalid="ignore"):
+                    x, progress = memory.compensate(array(ops, gradient, self.spec.work_dtype), state, at)
+                if FINITE in progress:
+                    assert bool(progress[FINITE]) == bool(np.isfinite(host(ops, x)).all()), (bad, place)
 
     def test_zero_gradients_leave_nothing_behind(self, memory: Memory, ops: ArrayOps) -> None:
         """A sparsifier sends nothing of zeros, so a memory that invents nothing stays at zero."""

@@ -23,6 +23,13 @@ PROCESS_SETS: list[Any] = []
 
 # Fits tensors of every shape in Net, so that nothing is dense unless a method cannot take it.
 EVERYTHING = {"default_rules": False}
+LAYERS = {**EVERYTHING, "granularity": "layer"}
+# Of Net the large matrices are cut, and what is left of them is fused with smaller tensors.
+UNITS = {
+    "layer": LAYERS,
+    "bucket": {**EVERYTHING, "granularity": "bucket", "bucket_bytes": 20_000, "split_bytes": 16_384},
+    "model": {**EVERYTHING, "granularity": "model"},
+}
 
 
 class Net(torch.nn.Module):

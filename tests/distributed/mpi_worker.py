@@ -54,24 +54,30 @@ def configurations() -> dict[str, grace.Config]:
             chosen[f"{parts.name(compressor)}/broadcast"] = grace.Parts(
                 compressor, default.memory, communicators.make("broadcast")
             )
-    return {label: steps.config(p) for label, p in chosen.items()}
+    configs = {label: steps.config(p) for label, p in chosen.items()}
+    for compressor in parts.default_compressors():
+        for cut in ("small buckets", "model"):
+            configs[f"{parts.name(compressor)}/{cut}"] = steps.config(
+                parts.default_parts(compressor), **steps.CUTS[cut]
+            )
+    return configs
 
 
 def exchange_and_simulation() -> dict[str, Any]:
     """Some steps of every method, on all kinds of tensors, by MPI and simulated."""
     results = {}
     for label, config in configurations().items():
-        plan = make_plan(steps.SPECS, config)
+        plan = make_plan(steps.MIXED, config)
         refused = outcome(lambda p=plan: [part.compressor.check_ranks(SIZE) for part in p.parts])
         if refused:
-            results[label] = {"refused": refused, "exchange": outcome(lambda c=config: mpi.MPIExchange(steps.SPECS, c))}
+            results[label] = {"refused": refused, "exchange": outcome(lambda c=config: mpi.MPIExchange(steps.MIXED, c))}
             continue
-        exchange = mpi.MPIExchange(steps.SPECS, config)
-        simulation = grace.Simulation(SIZE, steps.SPECS, config)
+        exchange = mpi.MPIExchange(steps.MIXED, config)
+        simulation = grace.Simulation(SIZE, steps.MIXED, config)
         sent = spy(exchange.transport)
         equal, worst, digests, lengths = True, {"wide": 0.0, "half": 0.0, "half sum": 0.0}, [], []
         for step in range(3):
-            gradients = [{s.name: steps.gradient(s, step, rank) for s in steps.SPECS} for rank in range(SIZE)]
+            gradients = [{s.name: steps.gradient(s, step, rank) for s in steps.MIXED} for rank in range(SIZE)]
             sent.clear()
             merged = exchange(gradients[RANK])
             expected = simulation.step(gradients)[RANK]

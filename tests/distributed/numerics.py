@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,9 @@ from tests.distributed import halves
 from tests.distributed.launch import methods
 from tests.distributed.model import (
     EVERYTHING,
+    LAYERS,
     PROCESS_SETS,
+    UNITS,
     batches,
     digest,
     exchange,
@@ -136,6 +139,73 @@ def half_sums() -> dict[str, Any]:
     return results
 
 
+# Every way through the engine: gathered, summed, of run-time length, settled first, with states, by shape.
+_EVERY_WAY = ("none", "fp16", "topk", "randomk", "threshold", "dgc", "signsgd", "efsignsgd", "terngrad", "powersgd")
+
+
+def units() -> dict[str, Any]:
+    """Every granularity and communicator: training, and given gradients against the simulation, one of them not finite.
+
+    The gradients are views into one flat storage in every second step, so that they lie end to end.
+    """
+    results = {}
+    rank, size = hvd.rank(), hvd.size()
+    shapes = {name: tuple(p.shape) for name, p in make_net().named_parameters()}
+    specs = [TensorSpec(n, s) for n, s in shapes.items()]
+    for (granularity, options), (label, config) in itertools.product(UNITS.items(), valid_configs()):
+        name = config["compressor"]
+        if name not in _EVERY_WAY:
+            continue
+        config = {**config, **options}
+        model = make_net()
+        optimizer = wrap(model, config, gradient_as_bucket_view=granularity != "layer")
+        train(model, optimizer, 3)
+        trained = digest(model.parameters())
+        model = make_net()
+        optimizer, reference = wrap(model, config), Simulation(size, specs, config, framework="torch")
+        engine, worst, finite, alike = optimizer.grace.engine, 0.0, [], True
+        with spy(optimizer) as sent:
+            for step in range(4):
+                everyone = [_given(shapes, step, r, bad=step == 2 and r == size - 1) for r in range(size)]
+                flat_storage = torch.cat([everyone[rank][n].reshape(-1) for n in reversed(shapes)])
+                views = flat_storage.split([math.prod(shapes[n]) for n in reversed(shapes)])
+                mine = dict(zip(reversed(shapes), views, strict=True)) if step % 2 else everyone[rank]
+                for n, p in model.named_parameters():
+                    p.grad = mine[n].reshape(shapes[n])
+                sent.clear()
+                exchange(optimizer)
+                merged = reference.step(everyone)[rank]
+                for n, p in model.named_parameters():
+                    alike &= bool(torch.equal(torch.isfinite(p.grad), torch.isfinite(merged[n])))
+                    difference = (p.grad - merged[n]).nan_to_num(0.0, 0.0, 0.0).abs()
+                    worst = max(worst, float(difference.max()))
+                finite.append(bool(torch.isfinite(model.left.weight.grad).all()))
+        states = engine.state_dict()["tensors"].values()
+        stats = optimizer.grace.stats()
+        results[f"{granularity}/{label}"] = {
+            "trained": trained,
+            "weights": digest(p.grad for p in model.parameters()),
+            "worst": worst,
+            "as simulated": alike,
+            "finite": finite,
+            "states finite": all(
+                bool(torch.isfinite(value).all()) for unit in states for value in unit["memory"].values()
+            ),
+            "reported": stats["wire_bytes"] - sum(p.spec.nbytes for p in optimizer.grace.plan.delegated),
+            "sent": sum(nbytes for _, nbytes in sent),
+            "units": len(optimizer.grace.plan.units),
+        }
+    return results
+
+
+def _given(shapes: dict[str, Any], step: int, rank: int, bad: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if bad:
+        given["left.weight"][3, 5] = float("nan")
+    return given
+
+
 def hook_order() -> dict[str, Any]:
     """Gradients that become ready in one order on all ranks, and in opposite orders on odd and even ranks."""
     results = {}
@@ -183,7 +253,7 @@ def not_finite() -> dict[str, Any]:
     results = {}
     for name, bad in itertools.product(methods(), (float("nan"), float("inf"))):
         model = make_net()
-        optimizer = wrap(model, {"compressor": name, **EVERYTHING})
+        optimizer = wrap(model, {"compressor": name, **LAYERS})
         train(model, optimizer, 3)
         engine = optimizer.grace.engine
         guarded = any(p.spec.name == "left.weight" and p.guarded for p in optimizer.grace.plan.parts)

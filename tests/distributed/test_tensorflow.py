@@ -23,6 +23,7 @@ SCENARIOS: dict[tuple[str, int], list[str]] = {
         "none_and_one_process",
         "none_and_horovod",
         "simulation",
+        "simulation_units",
         "constant_gradients",
         "reductions",
         "two_optimizers",
@@ -42,6 +43,7 @@ SCENARIOS: dict[tuple[str, int], list[str]] = {
         "none_and_one_process",
         "none_and_horovod",
         "simulation_some",
+        "simulation_units",
         "constant_gradients",
         "hazard",
         "resume_tape",
@@ -149,6 +151,22 @@ def test_nan_and_inf_reach_all_ranks_and_no_residual(name, launch):
             for bad in result["bad"].values():
                 assert not bad["bad tensor finite"], label
                 assert bad["others finite"], label
+                assert bad["state kept"] or not result["guarded"], label
+
+
+@launches_of("simulation_units")
+def test_units_keep_the_promises(name, launch):
+    """Tensors fused, cut, and as one model: as simulated, also where a gradient is not finite."""
+    for rank in scenario(name, launch):
+        assert {label.split("/")[0] for label in rank} == {"bucket", "model"}
+        for label, result in rank.items():
+            method = label.split("/")[1]
+            assert result["moved"], label
+            inexact = method == "powersgd" or (method in SUMMED and launch[1] > 2)
+            assert result["worst"] <= (2e-2 if method == "fp16" else 1e-4) * inexact, label
+            for bad in result["bad"].values():
+                assert not bad["bad tensor finite"], label
+                assert bad["as simulated"], label
                 assert bad["state kept"] or not result["guarded"], label
 
 

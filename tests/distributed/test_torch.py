@@ -19,6 +19,7 @@ SCENARIOS = [
     "every_method",
     "none_and_horovod",
     "simulation",
+    "units",
     "hook_order",
     "unused_parameters",
     "not_finite",
@@ -116,6 +117,28 @@ def test_halves_are_added_in_float32_and_rounded_once(launch):
     if launch[1] > 2:
         # Ranks 0 and 2, whose numbers within their process set are others.
         halves.check([rank["set"] for rank in ranks[::2]])
+
+
+@each_launch
+def test_every_granularity_and_communicator_keeps_the_promises(launch):
+    ranks = scenario("units", launch)
+    assert {label.split("/")[0] for label in ranks[0]} == {"layer", "bucket", "model"}
+    assert {label.split("/")[2] for label in ranks[0]} == {"allreduce", "allgather", "broadcast"}
+    for label, result in ranks[0].items():
+        granularity, name, _ = label.split("/")
+        for key in ("trained", "weights", "units"):
+            assert same([rank[label][key] for rank in ranks]), (label, key)
+        if name != "none" and name != "powersgd":
+            layers = ranks[0][label.replace(granularity, "layer", 1)]["units"]
+            assert {"layer": result["units"] == layers, "bucket": True, "model": result["units"] == 1}[granularity]
+        for rank in ranks:
+            mine = rank[label]
+            assert mine["finite"] == [True, True, False, True], label
+            assert mine["as simulated"], label
+            assert mine["states finite"], label
+            assert mine["reported"] == mine["sent"], label
+            inexact = name in SUMMED and launch[1] > 2
+            assert mine["worst"] <= (2e-2 if name == "fp16" else 1e-4) * inexact, label
 
 
 @each_launch

@@ -22,6 +22,11 @@ PROCESS_SETS: list[Any] = []
 
 # Fits tensors of every shape in the model, so that nothing is dense unless a method cannot take it.
 EVERYTHING = {"default_rules": False}
+LAYERS = {**EVERYTHING, "granularity": "layer"}
+UNITS = {
+    "bucket": {**EVERYTHING, "granularity": "bucket", "bucket_bytes": 20_000, "split_bytes": 16_384},
+    "model": {**EVERYTHING, "granularity": "model"},
+}
 BATCH = 8
 
 
@@ -136,9 +141,13 @@ def through_tape(
 
 
 def state_of(exchange: grace.tensorflow.Exchange, tensor: str) -> str:
-    """Hash of a tensor's memory and compressor state on this rank."""
-    states = exchange._stages.slots.read(tensor)
-    return digest(states[kind][key] for kind in ("memory", "compressor") for key in sorted(states[kind]))
+    """Hash of what memories hold of a tensor's elements on this rank, and of its compressors' states."""
+    held = []
+    for unit, start, piece in exchange.plan.places[tensor]:
+        states = exchange._stages.slots.read(unit.spec.name)
+        for value in (states[kind][key] for kind in ("memory", "compressor") for key in sorted(states[kind])):
+            held.append(value[start : start + piece.numel] if value.shape == (unit.spec.numel,) else value)
+    return digest(held)
 
 
 @contextmanager

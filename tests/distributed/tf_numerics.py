@@ -17,7 +17,9 @@ from grace.core.simulate import Simulation
 from tests.distributed.tf_model import (
     BATCH,
     EVERYTHING,
+    LAYERS,
     PROCESS_SETS,
+    UNITS,
     compiled,
     data,
     digest,
@@ -133,9 +135,9 @@ def none_and_horovod() -> dict[str, Any]:
     return results
 
 
-def _gradients(step: int, rank: int) -> dict[str, np.ndarray]:
+def _gradients(step: int, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     rng = np.random.default_rng([step, rank])
-    return {label: rng.normal(size=shape).astype(np.float32) for label, shape in SHAPES.items()}
+    return {label: rng.normal(size=shape).astype(np.float32) for label, shape in shapes.items()}
 
 
 def simulation() -> dict[str, Any]:
@@ -143,40 +145,57 @@ def simulation() -> dict[str, Any]:
 
     Then with NaN, and with infinity, in one tensor on the last rank only.
     """
-    return _simulated(compressors)
+    return _simulated(compressors, LAYERS)
 
 
 def simulation_some() -> dict[str, Any]:
     """The same for methods that are gathered, summed, summed in 16 bits, and exchanged in two steps."""
-    return _simulated(("qsgd", "randomk", "fp16", "bf16", "powersgd"))
+    return _simulated(("qsgd", "randomk", "fp16", "bf16", "powersgd"), LAYERS)
 
 
-def _simulated(names: Iterable[str]) -> dict[str, Any]:
+def simulation_units() -> dict[str, Any]:
+    """The same of tensors that are fused and cut, and as one model, with every kind of communicator."""
+    methods = ("none", "fp16", "topk", "randomk", "threshold", "efsignsgd", "powersgd")
+    results = {}
+    for label, options in UNITS.items():
+        found = _simulated(methods, options, {**SHAPES, "long": (30, 200)})
+        found["topk, broadcast"] = _simulated(["topk"], {**options, "communicator": "broadcast"})["topk"]
+        results.update({f"{label}/{name}": result for name, result in found.items()})
+    return results
+
+
+def _simulated(
+    names: Iterable[str], options: dict[str, Any], shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> dict[str, Any]:
     results = {}
     rank, size = hvd.rank(), hvd.size()
     for number, name in enumerate(names):
-        config = {"compressor": name, **EVERYTHING}
-        variables = [tf.Variable(tf.zeros(shape), name=label) for label, shape in SHAPES.items()]
+        config = {"compressor": name, **options}
+        variables = [tf.Variable(tf.zeros(shape), name=label) for label, shape in shapes.items()]
         exchange = grace.tensorflow.Exchange(config)
         graph = tf.function(lambda *g, e=exchange, v=variables: through_tape(e, v, g), autograph=False)
-        reference = Simulation(size, SHAPES, config)
+        reference = Simulation(size, shapes, config)
         worst, bad_steps = 0.0, {}
         for step, bad in enumerate([0.0, 0.0, 0.0, np.nan, np.inf, 0.0]):
-            everyone = [_gradients(step, r) for r in range(size)]
+            everyone = [_gradients(step, r, shapes) for r in range(size)]
             everyone[-1]["matrix"][3, 5] += bad
             before = _state(exchange)
             mine = map(tf.constant, everyone[rank].values())
             merged = graph(*mine) if (step + number) % 2 else through_tape(exchange, variables, list(mine))
             with np.errstate(all="ignore"):
                 expected = reference.step(everyone)[rank]
-            found = dict(zip(SHAPES, map(np.asarray, merged), strict=True))
+            found = dict(zip(shapes, map(np.asarray, merged), strict=True))
             if bad != 0.0:
                 bad_steps[str(bad)] = {
+                    "as simulated": all(
+                        np.array_equal(np.isfinite(m), np.isfinite(expected[n])) for n, m in found.items()
+                    ),
                     "bad tensor finite": bool(np.isfinite(found.pop("matrix")).all()),
                     "others finite": bool(all(np.isfinite(m).all() for m in found.values())),
                     "state kept": _state(exchange) == before,
                 }
-            worst = max(worst, *(float(np.abs(m - expected[label]).max()) for label, m in found.items()))
+            found = {label: m for label, m in found.items() if np.isfinite(m).all()}
+            worst = max(worst, *(float(np.abs(m - expected[label]).max()) for label, m in found.items()), 0.0)
         results[name] = {
             "worst": worst,
             "bad": bad_steps,
@@ -188,7 +207,7 @@ def _simulated(names: Iterable[str]) -> dict[str, Any]:
 
 def _state(exchange: grace.tensorflow.Exchange) -> str:
     """State of the tensor "matrix", if the exchange has one for it yet."""
-    return state_of(exchange, "matrix") if exchange.built and "matrix" in exchange._stages.slots else ""
+    return state_of(exchange, "matrix") if exchange.built and "matrix" in exchange.plan.places else ""
 
 
 def constant_gradients() -> dict[str, Any]:
@@ -218,7 +237,7 @@ def constant_gradients() -> dict[str, Any]:
 def reductions() -> dict[str, Any]:
     """op=Sum against op=Average of the same gradients, and a predivision that must change nothing."""
     results = {}
-    mine = [tf.constant(g) for g in _gradients(0, hvd.rank()).values()]
+    mine = [tf.constant(g) for g in _gradients(0, hvd.rank(), SHAPES).values()]
     for name in ("none", "qsgd"):
         merged = {}
         for label, arguments in {

@@ -73,7 +73,8 @@ def tf_first_steps() -> dict[str, Any]:
     """By how much a residual shrinks where its unit does, if the first step of the stage rolls states back; and a
     change before the first step, for a variable whose gradient comes as rows.
     """
-    config = {**FIRST, "schedule": [{"step": 2, "compressor": "efsignsgd", "lr": 0.25}]}
+    schedule = [{"step": 2, "compressor": "efsignsgd", "lr": 0.25}]
+    config = {**FIRST, "granularity": "layer", "schedule": schedule}
     variables = [tf.Variable(tf.zeros([8, 16]), name=name) for name in "ab"]
     slope = tf.random.stateless_normal([8, 16], [1, 2])
     last = {

@@ -34,7 +34,7 @@ def scaled(optimizer: Any, **options: Any) -> keras.optimizers.Optimizer:
 
 def states(exchange: Any) -> list[str]:
     """Hashes of what this rank remembers of every tensor."""
-    return [state_of(exchange, part.spec.name) for bucket in exchange.plan.buckets for part in bucket.parts]
+    return [state_of(exchange, part.spec.name) for part in exchange.plan.exchanged]
 
 
 def watched(model: keras.Model, optimizer: Any, step: Callable[[int], Any], steps: int) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_tuner_finds_the_density(scale, framework):
     """From a first guess that is wrong by up to six decades, to within a fifth of the asked volume."""
     shapes, ratio, tune = {"a": (50, 40), "b": (30, 20)}, 0.02, 200
     config = {"compressor": "hardthreshold", "compress_ratio": ratio, "tune_steps": tune, "default_rules": False}
-    sim = grace.Simulation(2, shapes, config, framework=framework)
+    sim = grace.Simulation(2, shapes, {**config, "granularity": "layer"}, framework=framework)
     rng = np.random.default_rng(0)
     sent = []
     for _ in range(tune + 100):

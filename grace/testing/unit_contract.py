@@ -1,0 +1,79 @@
+"""What a compressor promises of units, which the engine makes of tensors laid end to end, and of slices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from grace.core.compressor import Compressor
+from grace.core.ops.composites import ArrayOps
+from grace.core.spec import Payload, TensorSpec
+from grace.testing.harness import draw, exchange, host, payload_on_host, same
+
+
+class UnitContract:
+    """The part of the compressor's contract that is about `flat` and `linear_in`."""
+
+    few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
+
+    def specs(self, compressor: Compressor, ops: ArrayOps | None = None) -> list[TensorSpec]:
+        """Every tensor under test that the compressor takes."""
+        raise NotImplementedError
+
+    def test_declared_flatness_holds(self, compressor: Compressor, ops: ArrayOps) -> None:
+        if not compressor.flat:
+            return
+        for spec in self.specs(compressor, ops):
+            # The other frameworks are held to the bytes of NumPy, and graphs are made per shape, which takes time.
+            if ops.name != "numpy" and spec.ndim < 2:
+                continue
+            given = [draw(spec, 1), draw(spec, 2)]
+            expected = self._told(compressor, ops, spec, given)
+            for shape in ((spec.numel,), (1, spec.numel)) if ops.name == "numpy" else ((spec.numel,),):
+                other = self._told(compressor, ops, dataclasses.replace(spec, shape=shape), given)
+                assert [name for name in expected if not _alike(expected[name], other[name])] == [], (spec, shape)
+
+    def _told(
+        self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, given: Sequence[np.ndarray[Any, Any]]
+    ) -> dict[str, Any]:
+        """All that a compressor says about a tensor and makes of its gradients."""
+        ex = exchange(compressor, ops, spec, given)
+        at = ex.sites[0]
+        return {
+            "unfit": compressor.unfit(spec),
+            "wire": compressor.wire(spec),
+            "agreement": compressor.agreement(spec),
+            "contraction": compressor.contraction(spec),
+            **{f"state.{k}": host(ops, v) for k, v in at.state.items()},
+            **{f"payload.{k}": v for k, v in payload_on_host(ops, ex.payloads[0]).items()},
+            "decoded": host(ops, compressor.decompress(ex.payloads[0], at)),
+            "merged": host(ops, compressor.merge(ex.payloads, at)),
+            **{f"learnt.{k}": host(ops, v) for k, v in compressor.learn(ex.payloads, at).items()},
+        }
+
+    def test_declared_linearity_holds(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec in self.specs(compressor, ops) if compressor.linear_in else []:
+            if ops.name == "tensorflow" and spec.shape != self.few_shapes[1]:
+                continue
+            fields = {f.name: f for f in compressor.wire(spec)}
+            assert all(fields[name].dtype == spec.work_dtype for name in compressor.linear_in), spec
+            ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2)])
+            at = ex.sites[0]
+            halves = [_halved(compressor, ops, payload) for payload in ex.payloads]
+            for whole, half in zip(ex.payloads, halves, strict=True):
+                one, two = (host(ops, compressor.decompress(payload, at)) for payload in (whole, half))
+                # Of normal numbers: half of the smallest is rounded.
+                assert np.array_equal(one / 2, two), spec
+            one, two = (host(ops, compressor.merge(payloads, at)) for payloads in (ex.payloads, halves))
+            assert np.array_equal(one / 2, two), spec
+
+
+def _halved(compressor: Compressor, ops: ArrayOps, payload: Payload) -> Payload:
+    return {k: v * ops.cast(0.5, ops.dtype(v)) if k in compressor.linear_in else v for k, v in payload.items()}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return same(a, b) if isinstance(a, np.ndarray) else bool(a == b)

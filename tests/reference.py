@@ -1,0 +1,119 @@
+"""A step tensor by tensor, written out with the parts alone: what the engine must give, whatever it does to be fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from grace.core.memory import FINITE
+from grace.core.part import Part
+from grace.core.plan import make_plan
+from grace.core.simulate import reduced
+from grace.core.spec import Key, Site
+from grace.testing.harness import settle
+
+
+@dataclass
+class Reference:
+    """`size` ranks on finite gradients; `parts` are the tensors with what serves them. `step` counts up."""
+
+    ops: Any
+    parts: list[Part]
+    size: int
+    seed: int
+    number: int = 0
+    states: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.states = [
+            {
+                part.spec.name: {
+                    "memory": part.memory.init(part.spec, self.ops),
+                    "compressor": part.compressor.init(part.spec, self.ops, Key.derive(self.seed, part.spec.name)),
+                }
+                for part in self.parts
+            }
+            for _ in range(self.size)
+        ]
+
+    def step(self, gradients, lr=0.1):
+        """Per rank and tensor the merged gradient, from one gradient per rank and tensor."""
+        merged: list[dict[str, Any]] = [{} for _ in range(self.size)]
+        tallies: dict[Any, list[Any]] = {}
+        for part in self.parts:
+            sites, payloads = self._exchange(part, [mine[part.spec.name] for mine in gradients], lr)
+            for rank in range(self.size):
+                gradient, tally = self._conclude(part, sites[rank], payloads[rank])
+                merged[rank][part.spec.name] = self.ops.reshape(
+                    self.ops.cast(gradient, part.spec.dtype), part.spec.shape
+                )
+                if tally is not None:
+                    tallies.setdefault((part.compressor, rank), []).append((sites[rank], tally))
+        self._retune(tallies)
+        self.number += 1
+        return merged
+
+    def _exchange(self, part, gradients, lr):
+        """Per rank the site, and the payloads as they arrive there: one of each rank, or their sum."""
+        ops, spec, compressor = self.ops, part.spec, part.compressor
+        xs, sites = [], []
+        for rank, gradient in enumerate(gradients):
+            states = self.states[rank][spec.name]
+            site = Site(
+                ops=ops,
+                spec=spec,
+                key=Key(Key.derive(self.seed, spec.name), self.number),
+                rank=rank,
+                size=self.size,
+                state=states["compressor"],
+                lr=ops.full(1, lr, "float64")[0],
+            )
+            flat = ops.copy(ops.cast(ops.reshape(gradient, (-1,)), spec.work_dtype))
+            x, memory_state = part.memory.compensate(flat, states["memory"], site)
+            memory_state.pop(FINITE, None)
+            states["memory"] = memory_state
+            xs.append(x)
+            sites.append(site._replace(memory=memory_state))
+        sites = settle(compressor, xs, sites)
+        payloads = [compressor.compress(x, site) for x, site in zip(xs, sites, strict=True)]
+        travelling = [{f.name: payload[f.name] for f in part.fields if f.wire} for payload in payloads]
+        if part.half_sum and self.size > 1:
+            travelling = [
+                {name: ops.cast(ops.cast(v, "float32") * (1.0 / self.size), ops.dtype(v)) for name, v in sent.items()}
+                for sent in travelling
+            ]
+        for rank in range(self.size):
+            states = self.states[rank][spec.name]
+            states["memory"] = part.memory.update(xs[rank], payloads[rank], compressor, states["memory"], sites[rank])
+        if part.communicator.sums:
+            travelling = [{name: reduced(ops, [sent[name] for sent in travelling], "sum") for name in travelling[0]}]
+        home = [{f.name: payload[f.name] for f in part.fields if not f.wire} for payload in payloads]
+        # Every rank has its own, because what is merged may be one of them and is changed in place.
+        return sites, [
+            [{**{name: ops.copy(v) for name, v in sent.items()}, **mine} for sent in travelling] for mine in home
+        ]
+
+    def _conclude(self, part, site, payloads):
+        states = self.states[site.rank][part.spec.name]
+        gradient = part.compressor.merge(payloads, site)
+        size = self.size if part.compressor.averages and not part.half_sum else 1
+        if part.memory.gain != size:
+            gradient = self.ops.scale_(gradient, part.memory.gain / size)
+        gradient, states["memory"] = part.memory.finish(gradient, states["memory"], site)
+        states["compressor"] = part.compressor.learn(payloads, site)
+        return gradient, part.compressor.tally(payloads, site)
+
+    def _retune(self, tallies):
+        ops = self.ops
+        for (compressor, rank), group in tallies.items():
+            first, second = (
+                ops.sum(ops.stack([ops.cast(tally[i], "float64") for _, tally in group], axis=0)) for i in (0, 1)
+            )
+            for site, _ in group:
+                states = self.states[rank][site.spec.name]
+                states["compressor"] = compressor.retune(states["compressor"], first, second, site)
+
+
+def reference(specs, config, ops, size):
+    """The reference of every tensor by itself, in the order of the engine."""
+    return Reference(ops, list(make_plan(specs, config).exchanged), size, config.seed)
