@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from grace.torch.optimizer import DistributedOptimizer, Exchange
+from grace.torch.exchange import Exchange
+from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.scheduler import CompressionScheduler
 from grace.torch.transport import HorovodTransport
 

@@ -13,7 +13,7 @@ from grace.core.config import Config
 from grace.core.errors import ConfigError, GraceError, StateError
 
 if TYPE_CHECKING:
-    from grace.torch.optimizer import Exchange
+    from grace.torch.exchange import Exchange
 
 
 def check_local(config: Config, local_steps: int, op: int, backward_passes_per_step: int, predivide: float) -> None:
