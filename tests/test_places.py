@@ -151,3 +151,37 @@ def test_buffers_that_overlap_are_not_written_to():
     # Views with gaps may overlap anything.
     assert names(a=store[::2], b=torch.zeros(3)) == set()
     assert names(a=store[:10], b=torch.zeros(0), c=store[10:]) == {"a", "b", "c"}
+
+
+@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="PyTorch is not installed")
+@pytest.mark.parametrize("cut", ["layer", "small buckets", "model"])
+@every_method
+def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
+    """As with gradients that are views into buckets: what was compressed where it lies is overwritten there."""
+    import torch
+
+    plain, placed = (simulate(chosen, "torch", size=2, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
+    for number in range(3):
+        expected = step(plain, number)
+        given = gradients(placed, number)
+        stores = []
+        for engine, mine in zip(placed.engines, given, strict=True):
+            # Units hold tensors in the order of the backward pass.
+            order = list(mine)
+            kinds = {mine[name].dtype for name in order}
+            flat = {kind: torch.cat([mine[n].reshape(-1) for n in order if mine[n].dtype == kind]) for kind in kinds}
+            taken = dict.fromkeys(flat, 0)
+            for name in order:
+                shape, dtype = mine[name].shape, mine[name].dtype
+                n = mine[name].numel()
+                mine[name] = flat[dtype][taken[dtype] : taken[dtype] + n].view(shape)
+                taken[dtype] += n
+            stores.append(mine)
+            for name in mine:
+                engine.ready(name, mine[name], 0.1)
+        for engine in placed.engines:
+            engine.advance()
+        for engine, mine in zip(placed.engines, stores, strict=True):
+            engine.finish(mine)
+        assert_same(expected, on_host(placed, stores))
+    assert_same(states(plain), states(placed))

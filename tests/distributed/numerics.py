@@ -172,9 +172,10 @@ def units() -> dict[str, Any]:
                 mine = dict(zip(reversed(shapes), views, strict=True)) if step % 2 else everyone[rank]
                 for n, p in model.named_parameters():
                     p.grad = mine[n].reshape(shapes[n])
+                # Before the exchange, which writes its results into the gradients.
+                merged = reference.step(everyone)[rank]
                 sent.clear()
                 exchange(optimizer)
-                merged = reference.step(everyone)[rank]
                 for n, p in model.named_parameters():
                     alike &= bool(torch.equal(torch.isfinite(p.grad), torch.isfinite(merged[n])))
                     difference = (p.grad - merged[n]).nan_to_num(0.0, 0.0, 0.0).abs()
