@@ -56,7 +56,7 @@ class EmulatedOps(NativeTorchOps):
         # As `Native` does where the device is a GPU.
         return None
 
-    def _start(self, kernel, inputs, integers, numbers, consumes):
+    def _start(self, kernel, inputs, integers, numbers, consumes, out):
         made = []
 
         def allocate(dtype, n):

@@ -221,6 +221,19 @@ def cast(ops, g):
 
 
 @case
+def finite_sum(ops, g):
+    for a, b in g.some([(1.0, 1.0), (0.9, 0.1), (1, -0.3), (0.3, 1)]):
+        total, finite = ops.finite_sum(g.x(), a, g.x(), b)
+        yield total
+        yield ops.cast(finite, "uint8")
+    for at in g.some([0, g.n // 2, g.n - 1]) if g.n else ():
+        for value in (np.nan, np.inf, -np.inf):
+            values = g.numbers()
+            values[at] = value
+            yield ops.cast(ops.finite_sum(g.lay(values), 1, g.x(), 0.5)[1], "uint8")
+
+
+@case
 def half_sum(ops, g):
     for half in ("float16", "bfloat16"):
         for rows, factor in g.some([(1, 1.0), (2, 1.0), (2, 0.5), (3, 1 / 3), (5, 1.0)]):
