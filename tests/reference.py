@@ -77,16 +77,13 @@ class Reference:
         sites = settle(compressor, xs, sites)
         payloads = [compressor.compress(x, site) for x, site in zip(xs, sites, strict=True)]
         travelling = [{f.name: payload[f.name] for f in part.fields if f.wire} for payload in payloads]
-        if part.half_sum and self.size > 1:
-            travelling = [
-                {name: ops.cast(ops.cast(v, "float32") * (1.0 / self.size), ops.dtype(v)) for name, v in sent.items()}
-                for sent in travelling
-            ]
         for rank in range(self.size):
             states = self.states[rank][spec.name]
             states["memory"] = part.memory.update(xs[rank], payloads[rank], compressor, states["memory"], sites[rank])
         if part.communicator.sums:
-            travelling = [{name: reduced(ops, [sent[name] for sent in travelling], "sum") for name in travelling[0]}]
+            # 16-bit floats are averaged on the way, since their sum may overflow.
+            op = "mean" if part.half_sum and self.size > 1 else "sum"
+            travelling = [{name: reduced(ops, [sent[name] for sent in travelling], op) for name in travelling[0]}]
         home = [{f.name: payload[f.name] for f in part.fields if not f.wire} for payload in payloads]
         # Every rank has its own, because what is merged may be one of them and is changed in place.
         return sites, [

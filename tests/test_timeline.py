@@ -86,7 +86,9 @@ def test_moments_are_those_of_what_happens():
     for engine in sim.engines:
         buckets = check(engine)
         assert max(bucket["ready"][1] for bucket in buckets.values()) >= 0.02
-        assert all(bucket["wait"][1] - bucket["wait"][0] >= 0.03 for bucket in buckets.values())
+    # The other rank found the payloads there when it sent its own.
+    buckets = check(sim.engines[0])
+    assert all(bucket["wait"][1] - bucket["wait"][0] >= 0.03 for bucket in buckets.values())
 
 
 def test_statistics_are_of_the_last_step_while_the_next_one_is_under_way():

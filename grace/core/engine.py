@@ -253,11 +253,13 @@ class Engine:
     def _collect(self) -> None:
         """Take in what has arrived, without waiting; memories need their last state no longer than that.
 
-        On a device the flags would have to be waited for.
+        On a device the flags would have to be waited for, and in a graph there is nothing to see of them yet.
         """
         for bucket in self.plan.buckets:
-            run = self._runs.get(bucket.name)
-            if run is None or run.sent is None or run.received is not None or bucket.parts[0].spec.device != "cpu":
+            run, spec = self._runs.get(bucket.name), bucket.parts[0].spec
+            if run is None or run.sent is None or run.received is not None:
+                continue
+            if spec.device != "cpu" or not self._ops(spec.device).in_place:
                 continue
             if all(handle.arrived() for handle in run.sent.handles.values()):
                 run.received = self._receive(bucket, run)
