@@ -290,7 +290,7 @@ def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
 def test_a_sparsifier_moves_values_without_rounding(compressor, cut, framework):
     """Seen with one rank: old residual + gradient == applied + new residual."""
     chosen = Parts(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
-    specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64")]
+    specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64") and compressor.unfit(spec) is None]
     sim = simulate(chosen, framework, size=1, specs=specs, **CUTS[cut])
     old = states(sim)[0]
     for number in range(3):

@@ -140,7 +140,7 @@ def half_sums() -> dict[str, Any]:
 
 
 # Every way through the engine: gathered, summed, of run-time length, settled first, with states, by shape.
-_EVERY_WAY = ("none", "fp16", "topk", "randomk", "threshold", "dgc", "signsgd", "efsignsgd", "terngrad", "powersgd")
+_EVERY_WAY = ("none", "fp16", "topk", "randomk", "threshold", "signsgd", "terngrad", "powersgd")
 
 
 def units() -> dict[str, Any]:

@@ -155,12 +155,14 @@ def simulation_some() -> dict[str, Any]:
 
 def simulation_units() -> dict[str, Any]:
     """The same of tensors that are fused and cut, and as one model, with every kind of communicator."""
-    methods = ("none", "fp16", "topk", "randomk", "threshold", "efsignsgd", "powersgd")
-    results = {}
+    shapes, results = {**SHAPES, "long": (30, 200)}, {}
+    # Graphs take time: of every way through the engine one.
+    methods = {"bucket": ("fp16", "topk", "threshold", "efsignsgd"), "model": ("fp16", "topk", "powersgd")}
     for label, options in UNITS.items():
-        found = _simulated(methods, options, {**SHAPES, "long": (30, 200)})
-        found["topk, broadcast"] = _simulated(["topk"], {**options, "communicator": "broadcast"})["topk"]
+        found = _simulated(methods[label], options, shapes)
         results.update({f"{label}/{name}": result for name, result in found.items()})
+    broadcast = {**UNITS["bucket"], "communicator": "broadcast"}
+    results["bucket/topk by broadcast"] = _simulated(["topk"], broadcast, shapes)["topk"]
     return results
 
 
