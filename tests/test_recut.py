@@ -161,7 +161,7 @@ def test_a_checkpoint_of_other_cuts_is_refused_by_name(before, after):
         load(saved, other)
         assert_same(states(other), states(saved))
         return
-    with pytest.raises(StateError, match=r"only on one side.*granularity and bucket_bytes") as refused:
+    with pytest.raises(StateError, match=r"only on one side.*granularity, bucket_bytes and split_bytes") as refused:
         load(saved, other)
     assert any(name in str(refused.value) for name in names)
     assert_same(states(other), fresh)

@@ -195,7 +195,10 @@ class Engine:
         return outgoing.merged
 
     def drop(self) -> None:
-        """Forget the gradients of a step that is not going to be finished; states stay as they are."""
+        """Forget the gradients of a step that is not going to be finished.
+
+        States stay as they are, but for memories whose payloads have arrived from all ranks already.
+        """
         self._runs: dict[str, Run] = {}
         self._incoming = Incoming(self.plan, self._ops)
 

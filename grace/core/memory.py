@@ -55,6 +55,11 @@ class Memory(ABC):
         """`Site.lr` is read; only optimizers know it, tapes do not."""
         return False
 
+    @property
+    def whole(self) -> bool:
+        """Something depends on the tensor as a whole (a norm, its learning rate): it is neither cut nor fused then."""
+        return self.needs_lr
+
     def check(self, compressor: Compressor) -> None:
         """Raise IncompatibleError if this memory cannot serve the compressor (default: any)."""
         return

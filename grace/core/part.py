@@ -96,6 +96,11 @@ class Part:
         return self.parts == dense_parts()
 
     @property
+    def flat(self) -> bool:
+        """Whether it may be cut, and fused with others."""
+        return self.compressor.flat and not self.memory.whole
+
+    @property
     def holds(self) -> bool:
         """Whether its memory may hold a residual, which a change of the plan must not lose."""
         return self.memory.feeds_back or memories.name_of(self.memory) == "leftover"
@@ -114,7 +119,7 @@ class Part:
 def cut(part: Part, most_bytes: int) -> list[Part]:
     """The tensor in units of at most `most_bytes` of its gradient and about equal length; whole where it cannot be."""
     spec = part.spec
-    if not part.compressor.flat or spec.nbytes <= most_bytes:
+    if not part.flat or spec.nbytes <= most_bytes:
         return [part]
     count = -(-spec.nbytes // most_bytes)
     width = -(-spec.numel // count // GRAIN) * GRAIN
@@ -130,9 +135,7 @@ def fuse(items: Sequence[Part]) -> list[Part]:
     """Units of one bucket: what is served alike, and may be, laid end to end."""
     alike: dict[object, list[Part]] = {}
     for i, item in enumerate(items):
-        # Parameters may have learning rates of their own.
-        fits = item.compressor.flat and not item.memory.needs_lr
-        key = (item.parts, item.spec.dtype, item.index_coding) if fits else i
+        key = (item.parts, item.spec.dtype, item.index_coding) if item.flat else i
         alike.setdefault(key, []).append(item)
     return [
         group[0] if len(group) == 1 else _unit(group, tuple(piece for item in group for piece in item.pieces))

@@ -80,7 +80,7 @@ class Slots:
             raise StateError(
                 f"checkpoint: what is compressed as one differs, {', '.join(different[:5])} "
                 f"{'is' if len(different) == 1 else 'are'} only on one side; use the configuration it was saved with, "
-                "also its granularity and bucket_bytes."
+                "also its granularity, bucket_bytes and split_bytes."
             )
         new: dict[str, dict[str, State]] = {}
         for name, part in parts.items():

@@ -36,6 +36,10 @@ class Residual(Memory):
     def needs_lr(self) -> bool:
         return self.lr_correction
 
+    @property
+    def whole(self) -> bool:
+        return self.needs_lr or self.gradient_clipping is not None
+
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         state = {"residual": ops.zeros(spec.numel, spec.work_dtype)}
         return {**state, "lr": ops.zeros(1, "float64")} if self.lr_correction else state
