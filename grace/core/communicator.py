@@ -132,7 +132,10 @@ class Allgather(_Gathering):
     def start(self, payloads: Sequence[Payload], flags: Sequence[Array], route: Route) -> Sent:
         assert isinstance(route.layout, GatherLayout)
         buffer = route.layout.encode(route.ops, payloads, flags, route.stamp)
-        return Sent({"all": route.transport.allgather(buffer, name=route.name)}, route.ops.length(buffer))
+        return Sent(
+            {"all": route.transport.allgather(buffer, name=route.name, equal=route.layout.fixed)},
+            route.ops.length(buffer),
+        )
 
 
 @communicators.register("broadcast")

@@ -107,7 +107,7 @@ class MPITransport(Transport):
             return _Done(x)
         return self._start(f"allreduce {op} {x.dtype}", name, x, lambda x, lengths: self._reduce(x, op), equal=True)
 
-    def allgather(self, x: Array, *, name: str) -> Handle:
+    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
         """See Transport; the lengths travel ahead."""
         if self.size == 1:
             return _Done(x)

@@ -89,7 +89,7 @@ class SimulatedTransport(Transport):
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
         return self._start(x, name, op)
 
-    def allgather(self, x: Array, *, name: str) -> Handle:
+    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
         return self._start(x, name, "allgather")
 
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:

@@ -39,8 +39,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def allgather(self, x: Array, *, name: str) -> Handle:
-        """The buffers of all ranks, which may differ in length, one after the other in the order of the ranks."""
+    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
+        """The buffers of all ranks, which may differ in length, one after the other in the order of the ranks. `equal`
+        says that all are of one length, a multiple of 16 bytes.
+        """
 
     @abstractmethod
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:

@@ -128,6 +128,11 @@ class GatherLayout:
         return _align(self._open_end, ALIGNMENT)
 
     @property
+    def fixed(self) -> bool:
+        """Whether the buffers of all ranks have one length, because nothing depends on the data."""
+        return not self.counts and not self._coded
+
+    @property
     def _open_end(self) -> int:
         """Where the part begins whose length depends on the data."""
         return _align(self._fixed_end, 8) if self.counts or self._coded else self._fixed_end

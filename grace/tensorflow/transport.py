@@ -98,7 +98,7 @@ class HorovodTransport(Transport):
         sums = hvd.allgather(tf.bitcast(total, tf.int16), **self._named(f"{name}.sums"))
         return tf.reshape(tf.bitcast(sums, x.dtype), [n])
 
-    def allgather(self, x: tf.Tensor, *, name: str) -> Handle:
+    def allgather(self, x: tf.Tensor, *, name: str, equal: bool = False) -> Handle:
         return _Tensor(x if self.size == 1 else hvd.allgather(self._at_run_time(x), **self._named(name)))
 
     def broadcast(self, x: tf.Tensor, *, root: int, name: str) -> Handle:

@@ -43,6 +43,42 @@ class _Pending(Handle):
         return bool(hvd.poll(self.handle))
 
 
+class _GatherOfTwo(Handle):
+    """Buffers of one length of two ranks, of which each finds the other's in the sum of both, as 32-bit integers.
+
+    Gloo lets two ranks gather in turns, and reduce at once: on a 1 Gbit/s link 3.2 MB take 66 ms and 30 ms. Integers
+    wrap around, so nothing is lost.
+    """
+
+    def __init__(self, x: torch.Tensor, rank: int, name: str, process_set: Any) -> None:
+        self._x, self._dtype = x.view(torch.int32), x.dtype
+        n = self._x.numel()
+        self._both = torch.empty(2 * n, dtype=torch.int32)
+        self._both[rank * n : (rank + 1) * n] = self._x
+        self._other = self._both[(1 - rank) * n : (2 - rank) * n]
+        self._other.copy_(self._x)
+        self._handle = hvd.allreduce_async_(self._other, name=name, op=hvd.Sum, process_set=process_set)
+
+    def wait(self) -> torch.Tensor:
+        hvd.synchronize(self._handle)
+        self._other.sub_(self._x)
+        return self._both.view(self._dtype)
+
+    def arrived(self) -> bool:
+        return bool(hvd.poll(self._handle))
+
+
+class _Gathered(Handle):
+    """Numbers of 16 bits of all ranks, which Horovod need not know."""
+
+    def __init__(self, x: torch.Tensor, name: str, process_set: Any) -> None:
+        self._dtype = x.dtype
+        self._handle = hvd.allgather_async(x.view(torch.int16), name=name, process_set=process_set)
+
+    def wait(self) -> torch.Tensor:
+        return hvd.synchronize(self._handle).view(self._dtype)
+
+
 # Sums of 16-bit floats are our own: Gloo adds them one by one in software, and Horovod knows no bfloat16. They travel
 # as integers of the same bits, and a rank sends the bytes of a ring allreduce, 2 (size - 1) / size of what it hands in.
 
@@ -51,11 +87,18 @@ class _HalfSumOfTwo(Handle):
     """The ranks send each other all of it, and both add."""
 
     def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any) -> None:
-        self._dtype, self._factor = x.dtype, factor
-        self._handle = hvd.allgather_async(x.view(torch.int16), name=name, process_set=process_set)
+        self._n, self._factor = x.numel(), factor
+        # Whole 32-bit integers.
+        padded = torch.nn.functional.pad(x, (0, x.numel() % 2))
+        rank = process_set.rank()
+        self._both: Handle = (
+            _GatherOfTwo(padded, rank, name, process_set)
+            if x.device.type == "cpu"
+            else _Gathered(padded, name, process_set)
+        )
 
     def wait(self) -> torch.Tensor:
-        return _half_sum(hvd.synchronize(self._handle).view(self._dtype), 2, self._factor)
+        return _half_sum(self._both.wait(), 2, self._factor)[: self._n]
 
 
 class _HalfSum(Handle):
@@ -110,9 +153,11 @@ class HorovodTransport(Transport):
         reduction = {"sum": hvd.Sum, "max": hvd.Max}[op]
         return _Pending(hvd.allreduce_async_(x, name=name, op=reduction, process_set=self._process_set))
 
-    def allgather(self, x: torch.Tensor, *, name: str) -> Handle:
+    def allgather(self, x: torch.Tensor, *, name: str, equal: bool = False) -> Handle:
         if self.size == 1:
             return _Done(x)
+        if equal and self.size == 2 and x.device.type == "cpu" and x.numel() > 0:
+            return _GatherOfTwo(x, self.rank, name, self._process_set)
         return _Pending(hvd.allgather_async(x, name=name, process_set=self._process_set))
 
     def broadcast(self, x: torch.Tensor, *, root: int, name: str) -> Handle:
