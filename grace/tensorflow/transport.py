@@ -41,6 +41,7 @@ class HorovodTransport(Transport):
         self._process_set = process_set
         self._prefix = prefix
         self._turn = tf.Variable(True, trainable=False)
+        self._on_cpu = not tf.config.list_logical_devices("GPU")
 
     def _named(self, name: str) -> dict[str, Any]:
         # Horovod matches collectives by the name of the operation. Name scopes depend on where it was traced; what
@@ -87,19 +88,40 @@ class HorovodTransport(Transport):
         sends are those of a ring allreduce, 2 (size - 1) / size of x.
         """
         # A graph does not know where x will lie; reference bodies run everywhere.
-        ops = get_ops("tensorflow", "gpu" if tf.config.list_logical_devices("GPU") else "cpu")
-        n, data = ops.length(x), tf.bitcast(x, tf.int16)
+        ops = get_ops("tensorflow", "cpu" if self._on_cpu else "gpu")
+        n = ops.length(x)
         if self.size == 2:
-            both = tf.reshape(hvd.allgather(data, **self._named(name)), [2 * n])
-            return ops.half_sum(tf.bitcast(both, x.dtype), 2, factor)
+            # Whole 32-bit integers.
+            both = self._gather_of_two(tf.pad(x, [[0, n % 2]]) if n % 2 else x, name)
+            return ops.half_sum(both, 2, factor)[:n]
+        data = tf.bitcast(x, tf.int16)
         splits = tf.stack([(n + rank) // self.size for rank in range(self.size)])
         slices, _ = hvd.alltoall(data, splits=splits, **self._named(f"{name}.slices"))
         total = ops.half_sum(tf.bitcast(slices, x.dtype), self.size, factor)
         sums = hvd.allgather(tf.bitcast(total, tf.int16), **self._named(f"{name}.sums"))
         return tf.reshape(tf.bitcast(sums, x.dtype), [n])
 
+    def _gather_of_two(self, x: tf.Tensor, name: str) -> tf.Tensor:
+        """The buffers of two ranks, of one length of whole 32-bit integers.
+
+        Gloo lets two ranks gather in turns, and reduce at once; see `_GatherOfTwo` of PyTorch. TensorFlow keeps such
+        integers on the host.
+        """
+        if not self._on_cpu:
+            both = hvd.allgather(tf.bitcast(x, tf.int16), **self._named(name))
+            return tf.reshape(tf.bitcast(both, x.dtype), [2 * x.shape.num_elements()])
+        mine = tf.bitcast(tf.reshape(x, [-1, 4 // x.dtype.size]) if x.dtype.size < 4 else x, tf.int32)
+        other = hvd.allreduce(mine, op=hvd.Sum, **self._named(name)) - mine
+        both = tf.concat([mine, other] if self.rank == 0 else [other, mine], 0)
+        return tf.reshape(tf.bitcast(both, x.dtype), [2 * x.shape.num_elements()])
+
     def allgather(self, x: tf.Tensor, *, name: str, equal: bool = False) -> Handle:
-        return _Tensor(x if self.size == 1 else hvd.allgather(self._at_run_time(x), **self._named(name)))
+        if self.size == 1:
+            return _Tensor(x)
+        x = self._at_run_time(x)
+        if equal and self.size == 2 and self._on_cpu and x.shape.num_elements():
+            return _Tensor(self._gather_of_two(x, name))
+        return _Tensor(hvd.allgather(x, **self._named(name)))
 
     def broadcast(self, x: tf.Tensor, *, root: int, name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:

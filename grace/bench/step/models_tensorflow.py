@@ -39,7 +39,13 @@ def _language(model: keras.Model, batch: int, length: int, most: int) -> tuple[k
 def mlp() -> tuple[keras.Model, Callable[[], Any]]:
     """Three dense layers, 25.2 M parameters; four made examples."""
     *hidden, last = MLP[1:]
-    stack = [keras.Input((MLP[0],)), *(layers.Dense(units, "relu") for units in hidden), layers.Dense(last)]
+    # PyTorch's, so that as many gradients pass a threshold.
+    weights = keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform")
+    stack = [
+        keras.Input((MLP[0],)),
+        *(layers.Dense(units, "relu", kernel_initializer=weights) for units in hidden),
+        layers.Dense(last, kernel_initializer=weights),
+    ]
     return _classifier(keras.Sequential(stack), (4, MLP[0]), last)
 
 
