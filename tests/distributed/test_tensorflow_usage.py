@@ -231,8 +231,8 @@ def test_embeddings_travel_as_rows_or_compressed():
         assert result[label]["sent"] == rows, label
     for label in ("as dense", "accumulated"):
         assert result[label]["sent"] == {"dense.0": 5120, "dense.1": 960, "dense.2": 8}, label
-    # 128 values of float32 with int32 indices, and a header.
-    assert result["compressed"]["sent"] == {"bucket.0": 128 * 8 + 16, "dense.1": 960, "dense.2": 8}
+    # 128 values of float32 with int32 indices, and a header; the biases, which ride along beside compressed tensors.
+    assert result["compressed"]["sent"] == {"bucket.1": 128 * 8 + 16, "dense.1": 960, "bucket.0.float32": 8}
     for label, values in result.items():
         assert values["reported"] == sum(values["sent"].values()), label
         assert values["distance"] < ROUNDING or label == "compressed", label

@@ -108,7 +108,8 @@ def statistics() -> dict[str, Any]:
     """StatisticsCallback in History and in the files of TensorBoard, without norms and with them."""
     results: dict[str, Any] = {}
     for norms in (False, True):
-        model, optimizer = net(), wrap(TOPK)
+        # Beside others, all of a bias may be worth sending.
+        model, optimizer = net(), wrap({**TOPK, "granularity": "layer"})
         early = error_of(optimizer.grace.stats), error_of(optimizer.grace.report)
         optimizer.grace.track_norms = norms
         model.compile(optimizer, "mse", steps_per_execution=3 if norms else 1)

@@ -45,7 +45,7 @@ def two_steps_in_one_graph() -> dict[str, list[float]]:
 def lists_of_variables() -> dict[str, Any]:
     """One Exchange with its variables in another order, and with other variables."""
     a, b, other = (tf.Variable(tf.zeros(8), name=name) for name in ("a", "b", "other"))
-    exchange = Exchange({"compressor": "topk", "compress_ratio": 0.5, **EVERYTHING})
+    exchange = Exchange({"compressor": "topk", "compress_ratio": 0.5, "granularity": "layer", **EVERYTHING})
 
     def gradients(sources: list[tf.Variable]) -> list[tf.Tensor]:
         with DistributedGradientTape(tf.GradientTape(), exchange) as tape:
