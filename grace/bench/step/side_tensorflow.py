@@ -50,12 +50,14 @@ class HorovodSide:
         logging.getLogger("grace").setLevel(logging.WARNING)
         hvd.init()
         self._model = MODELS[model]
+        self._held: list[Any] = []
 
     def barrier(self) -> None:
         hvd.allreduce(tf.zeros(1), name="grace.bench.barrier")
 
     def train(self, method: str, options: Mapping[str, Any]) -> Training:
         keras.backend.clear_session()
+        self._free()
         keras.utils.set_random_seed(SEED)
         model, loss = self._model()
         keras.utils.set_random_seed(SEED + hvd.rank())
@@ -70,6 +72,7 @@ class HorovodSide:
         # Horovod asks for TensorFlow's own variables.
         sources = [variable.value for variable in variables]
         optimizer.build(variables)
+        self._held = [variable.value for variable in (*model.variables, *optimizer.variables)]
 
         def step() -> Any:
             with tf.GradientTape() as tape:
@@ -82,3 +85,10 @@ class HorovodSide:
             return value
 
         return _Step(step, variables, report)
+
+    def _free(self) -> None:
+        """Empty the variables of the last training; a traced step of an optimizer of Keras holds them for ever."""
+        for variable in self._held:
+            nothing = tf.zeros([], variable.dtype)
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing, validate_shape=False)
+        self._held = []
