@@ -329,6 +329,21 @@ class VoteThatGrows(SignSGD):
         return Compressor.merge(self, payloads, at)
 
 
+@breaks("test_what_is_checked_is_compressed_as_ever")
+@dataclass(frozen=True)
+class TakesLargeForInfinite(SignSGD):
+    def compress_checked(self, x, at):
+        signs, mean = at.ops.sign_mean(x)
+        return {"signs": signs}, at.ops.finite(mean)
+
+
+@breaks("test_what_is_checked_is_compressed_as_ever")
+@dataclass(frozen=True)
+class SaysNothingOfNaN(SignSGD):
+    def compress_checked(self, x, at):
+        return self.compress(x, at), at.ops.finite(at.ops.zeros(1, "float32"))
+
+
 @breaks("test_declared_nonfinite_values_are_carried")
 @dataclass(frozen=True)
 class LosesNaN(NoCompression):

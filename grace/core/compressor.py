@@ -56,6 +56,11 @@ class Compressor(ABC):
         return False
 
     @property
+    def checks(self) -> bool:
+        """`compress_checked` is defined: NaN and infinity are found in the pass that compresses."""
+        return False
+
+    @property
     def flat(self) -> bool:
         """Nothing depends on the tensor's shape but its length, so that tensors may be cut, and laid end to end."""
         return True
@@ -103,6 +108,12 @@ class Compressor(ABC):
     @abstractmethod
     def decompress(self, payload: Payload, at: Site) -> Array:
         """Dense flat gradient carried by one payload; the same however often it is asked."""
+
+    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
+        """The payload, which may be anything if x is not finite, and whether x is (0-d bool). Only where `checks`."""
+        raise TypeError(
+            f"{type(self).__name__} does not look for NaN; compress_checked is defined only where checks is True"
+        )
 
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
         """Arrays that live across steps, found later in `at.state` (default: none)."""

@@ -85,7 +85,7 @@ class Works:
             # x may be the caller's own buffer, and it is needed again after this call.
             x = ops.copy(x)
         bad = False
-        if part.guarded:
+        if part.guarded and not part.checks:
             # Codecs may count on finite input: a bad gradient is replaced here and announced by its flag.
             bad = ~(ops.finite(x) if finite is None else finite)
             good = x
@@ -102,7 +102,11 @@ class Works:
         """Make the payload, with what the ranks have agreed on."""
         part, ops = entry.part, entry.site.ops
         entry.site = entry.site._replace(agreed=agreed)
-        entry.payload = part.compressor.compress(entry.x, entry.site)
+        if part.checks:
+            entry.payload, finite = part.compressor.compress_checked(entry.x, entry.site)
+            entry.bad = ~finite
+        else:
+            entry.payload = part.compressor.compress(entry.x, entry.site)
         if part.guarded:
             # A finite gradient can still overflow in the payload (float16, a norm); then it must not be remembered.
             for f in part.fields:

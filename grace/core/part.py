@@ -111,6 +111,11 @@ class Part:
         return not (self.compressor.carries_nonfinite and self.memory.stateless)
 
     @cached_property
+    def checks(self) -> bool:
+        """Whether its compressor looks for them itself, where nothing else has to know before."""
+        return self.guarded and self.compressor.checks and self.memory.stateless and not self.agreement
+
+    @cached_property
     def half_sum(self) -> bool:
         """Whether the payload is summed in 16 bits, so that it is averaged on the way and not divided afterwards."""
         return self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)

@@ -11,7 +11,7 @@ import numpy as np
 from grace.core.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Payload, TensorSpec
-from grace.testing.harness import draw, exchange, host, payload_on_host, same
+from grace.testing.harness import array, draw, exchange, host, payload_on_host, same
 
 
 class UnitContract:
@@ -35,6 +35,24 @@ class UnitContract:
             for shape in ((spec.numel,), (1, spec.numel)) if ops.name == "numpy" else ((spec.numel,),):
                 other = self._told(compressor, ops, dataclasses.replace(spec, shape=shape), given)
                 assert [name for name in expected if not _alike(expected[name], other[name])] == [], (spec, shape)
+
+    def test_what_is_checked_is_compressed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for spec in self.specs(compressor, ops) if compressor.checks else []:
+            for bad in (0.0, np.nan, np.inf, -np.inf):
+                for place in (0, spec.numel // 2, spec.numel - 1) if spec.numel else ():
+                    gradient = draw(spec, 1)
+                    # Their sum overflows float32, but they are finite.
+                    huge = np.float32(3e38)
+                    gradient[: spec.numel // 3] = huge
+                    gradient[place] += bad
+                    at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
+                    x = array(ops, gradient, spec.work_dtype)
+                    payload, finite = compressor.compress_checked(x, at)
+                    assert bool(finite) == bool(np.isfinite(gradient).all()), (spec, bad, place)
+                    if finite:
+                        one, two = (payload_on_host(ops, p) for p in (payload, compressor.compress(x, at)))
+                        assert one.keys() == two.keys()
+                        assert all(same(one[name], two[name]) for name in one), (spec, bad, place)
 
     def _told(
         self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, given: Sequence[np.ndarray[Any, Any]]

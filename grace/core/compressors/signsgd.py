@@ -25,12 +25,21 @@ class SignSGD(Compressor):
     """
 
     averages = False
+    checks = True
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("signs", "uint8", packed_size(spec.numel, 1)),)
 
     def compress(self, x: Array, at: Site) -> Payload:
         return {"signs": at.ops.binarize(x, 0)}
+
+    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
+        # The mean magnitude costs nothing beside reading x, and is not finite if an element is not.
+        signs, mean = at.ops.sign_mean(x)
+        finite = at.ops.finite(mean)
+        # Nor if so many are large.
+        finite = at.ops.choose(finite, lambda: finite, lambda: at.ops.finite(x))
+        return {"signs": signs}, finite
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return at.ops.majority([payload["signs"]], at.spec.numel, at.spec.work_dtype)
