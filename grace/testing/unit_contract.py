@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,14 +15,14 @@ from grace.core.spec import Payload, TensorSpec
 from grace.testing.harness import array, draw, exchange, host, payload_on_host, same
 
 
-class UnitContract:
+class UnitContract(ABC):
     """The part of the compressor's contract that is about `flat` and `linear_in`."""
 
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
 
+    @abstractmethod
     def specs(self, compressor: Compressor, ops: ArrayOps | None = None) -> list[TensorSpec]:
         """Every tensor under test that the compressor takes."""
-        raise NotImplementedError
 
     def test_declared_flatness_holds(self, compressor: Compressor, ops: ArrayOps) -> None:
         if not compressor.flat:

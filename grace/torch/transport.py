@@ -88,8 +88,8 @@ class _HalfSumOfTwo(Handle):
 
     def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any) -> None:
         self._n, self._factor = x.numel(), factor
-        # Whole 32-bit integers.
-        padded = torch.nn.functional.pad(x, (0, x.numel() % 2))
+        # Whole 32-bit integers; pad() copies even if nothing is missing.
+        padded = torch.nn.functional.pad(x, (0, 1)) if self._n % 2 else x
         rank = process_set.rank()
         self._both: Handle = (
             _GatherOfTwo(padded, rank, name, process_set)
