@@ -88,8 +88,9 @@ class _HalfSumOfTwo(Handle):
 
     def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any) -> None:
         self._n, self._factor = x.numel(), factor
-        # Whole 32-bit integers; pad() copies even if nothing is missing.
-        padded = torch.nn.functional.pad(x, (0, 1)) if self._n % 2 else x
+        # Whole 32-bit integers, where PyTorch can read them; pad() copies, even if it adds nothing.
+        odd = self._n % 2 or x.storage_offset() % 2
+        padded = torch.nn.functional.pad(x, (0, self._n % 2)) if odd else x
         rank = process_set.rank()
         self._both: Handle = (
             _GatherOfTwo(padded, rank, name, process_set)
