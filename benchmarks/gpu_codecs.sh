@@ -24,12 +24,12 @@ print("PyTorch", torch.__version__, "CUDA", torch.version.cuda)
 END
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee -a "$folder/machine.txt"
 
-python -m pytest -q -m gpu -p no:xdist tests/gpu 2>&1 | tee "$folder/tests.txt"
+python -m pytest -q -m gpu -p no:xdist tests/kernels/gpu 2>&1 | tee "$folder/tests.txt"
 
 if [ "${GRACE_SANITIZER:-1}" != 0 ] && command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck synccheck initcheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-            python -m pytest -q -m gpu -p no:xdist tests/gpu -k small 2>&1 |
+            python -m pytest -q -m gpu -p no:xdist tests/kernels/gpu -k small 2>&1 |
             tee "$folder/$tool.txt"
     done
 fi

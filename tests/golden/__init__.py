@@ -13,7 +13,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import TensorSpec
 from grace.core.wire import GatherLayout
 from grace.testing.harness import Exchange, exchange, host
-from tests import parts
+from tests.support import registered
 
 FOLDER = Path(__file__).parent
 STEP = 3
@@ -22,7 +22,7 @@ SPEC = TensorSpec("layer.weight", (17, 23))
 
 def cases() -> dict[str, Compressor]:
     """Every compressor whose bytes are stored, by the name of its file."""
-    return {parts.name(compressor): compressor for compressor in parts.all_compressors()}
+    return {registered.name(compressor): compressor for compressor in registered.all_compressors()}
 
 
 def gradient() -> np.ndarray:

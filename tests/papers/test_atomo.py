@@ -9,7 +9,7 @@ from grace.core.errors import ConfigError
 from grace.core.ops import get_ops
 from grace.testing.harness import exchange, inputs, wire_bytes
 from tests.papers.common import OPS, make, normal, payload, send, spec, variance
-from tests.parts import FRAMEWORKS
+from tests.support.registered import FRAMEWORKS
 
 ROWS, COLUMNS = 30, 20
 

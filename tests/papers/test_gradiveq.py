@@ -12,8 +12,8 @@ from grace.core.simulate import Simulation
 from grace.testing import traced
 from grace.testing.harness import array, exchange, host
 from tests.papers.common import make, normal, simulate, spec, state, step
-from tests.parts import every_framework
-from tests.steps import simulate as simulate_in
+from tests.support.registered import every_framework
+from tests.support.steps import simulate as simulate_in
 
 K, D = 16, 3
 SHAPE = (20, 24)  # 30 slices

@@ -11,7 +11,7 @@ from grace.core.ops import get_ops
 from grace.core.registry import communicators, memories
 from grace.testing.harness import exchange, host
 from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, spec, state, step, variance
-from tests.parts import every_framework
+from tests.support.registered import every_framework
 
 N = 400
 

@@ -9,7 +9,7 @@ from grace.core.ops import get_ops
 from grace.core.spec import TensorSpec
 from grace.testing.harness import exchange, host
 from tests.papers.common import make, normal, simulate, spec, state, step
-from tests.parts import every_framework
+from tests.support.registered import every_framework
 
 ROWS, COLUMNS = 30, 20
 

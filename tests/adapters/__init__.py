@@ -1,0 +1,1 @@
+"""Tests of the adapters, most of them with several real processes."""

@@ -1,0 +1,227 @@
+"""grace.core.mpi in real processes, on 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grace.core import mpi
+from grace.core.errors import ConfigError
+from grace.core.registry import compressors
+from tests.support import half_precision
+from tests.support.launch import MPI, ROOT, command, run
+from tests.support.steps import DEFAULTS, SPECS, gradients, simulate
+
+pytestmark = pytest.mark.distributed
+
+SCENARIOS = [
+    "exchange_and_simulation",
+    "half_sums",
+    "reductions",
+    "lengths",
+    "waiting_orders",
+    "differing_calls",
+    "stalled",
+    "different_configurations",
+    "wrong_gradients",
+    "resume",
+    "scheduled",
+    "communicators_apart",
+]
+
+each_size = pytest.mark.parametrize("ranks", [2, 4])
+
+
+@functools.cache
+def _results(ranks: int) -> list[dict[str, Any]]:
+    return run("mpirun", ranks, SCENARIOS, MPI)
+
+
+def scenario(name: str, ranks: int) -> list[Any]:
+    """What every rank reported of a scenario; fails if one of them raised."""
+    results = [rank[name] for rank in _results(ranks)]
+    for rank, result in enumerate(results):
+        assert "trace" not in result, f"rank {rank}: {result['trace']}"
+    return results
+
+
+@each_size
+def test_every_method_exchanges_what_the_simulation_does(ranks):
+    results = scenario("exchange_and_simulation", ranks)
+    assert {label.split("/")[0].split("-")[0] for label in results[0]} == set(compressors)
+    for rank in results:
+        for label, result in rank.items():
+            if "refused" in result:
+                assert result["exchange"] == result["refused"], label
+            elif ranks == 2 or not result["summed"]:
+                assert result["equal"], label
+            else:
+                # Sums of more than two depend on the algorithm, and the last bits of a 16-bit gradient on them.
+                assert result["worst"]["wide"] <= 1e-4, label
+                assert result["worst"]["half"] <= 2e-2, label
+                # These are added in the order of the ranks.
+                assert result["worst"]["half sum"] == 0, label
+
+
+@each_size
+def test_merged_gradients_are_identical_on_all_ranks(ranks):
+    results = scenario("exchange_and_simulation", ranks)
+    for label, result in results[0].items():
+        assert all(rank[label].get("digests") == result.get("digests") for rank in results), label
+
+
+@each_size
+def test_reported_bytes_are_those_handed_to_collectives(ranks):
+    for rank in scenario("exchange_and_simulation", ranks):
+        for label, result in rank.items():
+            for sent, reported, simulated in result.get("bytes", []):
+                assert sent == reported == simulated, label
+
+
+@each_size
+def test_halves_are_added_in_float32_and_rounded_once(ranks):
+    half_precision.check(scenario("half_sums", ranks))
+
+
+@each_size
+def test_sums_and_maxima(ranks):
+    results = scenario("reductions", ranks)
+    for label, result in results[0].items():
+        if "/" not in label:
+            continue
+        wide = label.startswith(("float32", "float64"))
+        assert result["close"] if wide else result["sum"], label
+        assert result["max"], label
+        assert result["dtypes"] == [True, True], label
+        assert all(rank[label]["digest"] == result["digest"] for rank in results), label
+    # 1 and ranks - 1 times half a unit in its last place; a tie goes to the even neighbour.
+    units = {2: 0, 4: 2}[ranks]
+    for rank in results:
+        assert rank["float16 rounds once"] == [1 + units * 2.0**-10] * 3
+        assert rank["bfloat16 rounds once"] == [1 + units * 2.0**-7] * 3
+        assert rank["overflow"] is True
+
+
+@each_size
+def test_buffers_of_run_time_length_and_empty_ones(ranks):
+    for rank in scenario("lengths", ranks):
+        assert [label for label, right in rank.items() if not right] == []
+
+
+@each_size
+def test_a_schedule_counts(ranks):
+    for rank in scenario("scheduled", ranks):
+        assert rank["methods"] == ["none", "none", "topk"]
+
+
+@each_size
+def test_collectives_may_be_waited_for_in_any_order(ranks):
+    for rank in scenario("waiting_orders", ranks):
+        assert [label for label, right in rank.items() if not right] == []
+
+
+@each_size
+def test_ranks_that_start_different_collectives_are_all_told(ranks):
+    for number, rank in enumerate(scenario("differing_calls", ranks)):
+        for label, errors in rank.items():
+            # At the latest when it waits, and again when it goes on.
+            assert len(errors) >= 2, (label, errors)
+            assert all(error.startswith("MismatchError") for error in errors), (label, errors)
+            other = 0 if number == ranks - 1 else ranks - 1
+            assert f"rank {number} started" in errors[0]
+            assert number == ranks - 1 or f"when rank {other} started" in errors[0]
+        assert "sum float32 'a' of 4" in rank["length"][0]
+        assert "sum float32 'a' of 2" in rank["length"][0]
+
+
+@each_size
+def test_a_rank_that_waits_says_so(ranks):
+    for number, rank in enumerate(scenario("stalled", ranks)):
+        assert rank["total"] == ranks
+        if number != 1:
+            assert any("the collective 'late' (allreduce sum float32)" in message for message in rank["messages"])
+            assert any("all ranks to make their transport" in message for message in rank["messages"])
+
+
+@each_size
+def test_differing_configurations_are_told_on_every_rank(ranks):
+    for number, rank in enumerate(scenario("different_configurations", ranks)):
+        for label, error in rank.items():
+            if label == "none":
+                assert error == ""
+            elif label == "invalid":
+                kind = "ConfigError" if number == ranks - 1 else "MismatchError"
+                assert error.startswith(kind), (label, error)
+                assert "compress_ratio is the share of elements kept" in error
+            else:
+                assert error.startswith("MismatchError: rank"), (label, error)
+        assert "compress_ratio is 0.2 and 0.1" in rank["option"]
+
+
+@each_size
+def test_wrong_gradients_are_refused_before_anything_is_sent(ranks):
+    results = scenario("wrong_gradients", ranks)
+    for label, error in results[0]["errors"].items():
+        assert error.startswith("StepError: step 0: expected gradients of the shapes"), label
+    for rank in results:
+        assert rank["step"] == 1
+        assert rank["digest"] == results[0]["digest"]
+        assert "closed" in rank["closed"]
+
+
+@each_size
+def test_resumed_exchange_is_bit_identical(ranks):
+    for rank in scenario("resume", ranks):
+        assert rank["mine"] is True
+        assert rank["equal"] is True
+        assert rank["partly"].startswith("MismatchError: the ranks are not at the same step")
+
+
+@each_size
+def test_exchanges_of_other_communicators_do_not_mix(ranks):
+    for number, rank in enumerate(scenario("communicators_apart", ranks)):
+        peers = range(number % 2, ranks, 2)
+        assert rank["sizes"] == [len(peers), ranks]
+        assert rank["apart"] == sum(peers) / len(peers)
+        assert rank["together"] == (ranks - 1) / 2
+
+
+def test_ranks_that_part_do_not_hang_at_their_end():
+    """The error ends the process, with requests of MPI still open."""
+    code = """
+import numpy as np
+from grace.core.mpi import MPITransport
+transport = MPITransport()
+names = "xyz" if transport.rank else "yx"
+handles = [transport.allreduce(np.zeros(3, np.float32), op="sum", name=name) for name in names]
+handles[0].wait()
+"""
+    done = subprocess.run(
+        [*command("mpirun", 2), sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "MismatchError: rank" in done.stderr
+
+
+def test_one_process_alone_compresses_too():
+    chosen = next(p for p in DEFAULTS if type(p.compressor).__name__ == "TopK")
+    simulation = simulate(chosen, size=1)
+    exchange = mpi.MPIExchange(SPECS, simulation.config, comm=mpi.MPI.COMM_SELF)
+    for step in range(3):
+        given = gradients(simulation, step)
+        expected, merged = simulation.step(given)[0], exchange(given[0])
+        assert all(np.array_equal(merged[name], expected[name]) for name in expected)
+    with pytest.raises(ConfigError, match="compress_ratio"):
+        mpi.MPIExchange(SPECS, {"compressor": "topk", "compress_ratio": 2.0}, comm=mpi.MPI.COMM_SELF)

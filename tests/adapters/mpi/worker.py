@@ -1,0 +1,372 @@
+"""One rank of a test of grace.core.mpi: `mpi_worker.py OUT NAME...` runs the named scenarios, as worker.py does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+import grace
+from grace.core import mpi
+from grace.core.plan import make_plan
+from grace.core.registry import communicators
+from grace.core.spec import HALF_DTYPES, ITEMSIZE
+from grace.testing.harness import same
+from tests.support import half_precision, registered, steps
+
+WORLD = mpi.MPI.COMM_WORLD
+RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
+DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in ITEMSIZE}
+
+
+def outcome(call: Any) -> str:
+    """The error that a call ends with; empty if none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def digest(merged: dict[str, np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(merged[name].tobytes() for name in sorted(merged))).hexdigest()
+
+
+def configurations() -> dict[str, grace.Config]:
+    """Every compressor as it comes, and by broadcast where that is possible; on two ranks their variants as well."""
+    listed = registered.all_compressors() if SIZE == 2 else registered.default_compressors()
+    chosen = {registered.name(c): registered.default_parts(c) for c in listed}
+    for compressor in registered.default_compressors():
+        if compressor.fixed_size and compressor.default_communicator != "broadcast":
+            default = registered.default_parts(compressor)
+            chosen[f"{registered.name(compressor)}/broadcast"] = grace.Parts(
+                compressor, default.memory, communicators.make("broadcast")
+            )
+    configs = {label: steps.config(p) for label, p in chosen.items()}
+    for compressor in registered.default_compressors():
+        for cut in ("small buckets", "model"):
+            configs[f"{registered.name(compressor)}/{cut}"] = steps.config(
+                registered.default_parts(compressor), **steps.CUTS[cut]
+            )
+    return configs
+
+
+def exchange_and_simulation() -> dict[str, Any]:
+    """Some steps of every method, on all kinds of tensors, by MPI and simulated."""
+    results = {}
+    for label, config in configurations().items():
+        plan = make_plan(steps.MIXED, config)
+        refused = outcome(lambda p=plan: [part.compressor.check_ranks(SIZE) for part in p.parts])
+        if refused:
+            results[label] = {"refused": refused, "exchange": outcome(lambda c=config: mpi.MPIExchange(steps.MIXED, c))}
+            continue
+        exchange = mpi.MPIExchange(steps.MIXED, config)
+        simulation = grace.Simulation(SIZE, steps.MIXED, config)
+        sent = spy(exchange.transport)
+        equal, worst, digests, lengths = True, {"wide": 0.0, "half": 0.0, "half sum": 0.0}, [], []
+        for step in range(3):
+            gradients = [{s.name: steps.gradient(s, step, rank) for s in steps.MIXED} for rank in range(SIZE)]
+            sent.clear()
+            merged = exchange(gradients[RANK])
+            expected = simulation.step(gradients)[RANK]
+            digests.append(digest(merged))
+            lengths.append([sum(sent), exchange.stats()["wire_bytes"], simulation.engines[RANK].stats()["wire_bytes"]])
+            for part in exchange.plan.parts:
+                name, theirs = part.spec.name, expected[part.spec.name]
+                equal = equal and same(merged[name], theirs)
+                size = float(np.abs(theirs.astype(np.float64)).max(initial=1e-30))
+                difference = np.abs(merged[name].astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0)
+                width = "half" if part.spec.dtype in HALF_DTYPES else "wide"
+                width = "half sum" if part.half_sum else width
+                worst[width] = max(worst[width], float(difference) / size)
+        summed = any(p.communicator.sums or p.agreement for p in exchange.plan.parts)
+        results[label] = {"equal": equal, "worst": worst, "digests": digests, "bytes": lengths, "summed": summed}
+        exchange.close()
+    return results
+
+
+def spy(transport: mpi.MPITransport) -> list[int]:
+    """The bytes of every array handed to a collective from now on."""
+    sent: list[int] = []
+
+    def watch(kind: str) -> None:
+        real = getattr(transport, kind)
+
+        def call(x: np.ndarray, **options: Any) -> Any:
+            # Of the broadcasts only one carries the rank's own data.
+            sent.append(x.nbytes if options.get("root", RANK) == RANK else 0)
+            return real(x, **options)
+
+        setattr(transport, kind, call)
+
+    for kind in ("allreduce", "allgather", "broadcast"):
+        watch(kind)
+    return sent
+
+
+def reductions() -> dict[str, Any]:
+    """Sums and maxima of every dtype and of awkward lengths, against float64."""
+    transport, results = mpi.MPITransport(), {}
+    for name, dtype in DTYPES.items():
+        for n in (0, 1, 5, 1000):
+            everyone = [np.random.default_rng((n, rank)).integers(-8, 9, n) for rank in range(SIZE)]
+            floats = name.startswith(("float", "bfloat"))
+            # Values whose sums need more than 8 bits of mantissa.
+            given = [(x / 7 if floats else abs(x)).astype(dtype) for x in everyone]
+            wide = np.stack([x.astype(np.float64) for x in given])
+            total = transport.allreduce(given[RANK].copy(), op="sum", name="s")
+            largest = transport.allreduce(given[RANK].copy(), op="max", name="m")
+            results[f"{name}/{n}"] = {
+                "sum": bool((total.wait() == wide.sum(axis=0).astype(dtype)).all()),
+                "close": bool(np.allclose(total.wait().astype(np.float64), wide.sum(axis=0), rtol=1e-6, atol=1e-6)),
+                "max": bool((largest.wait() == wide.max(axis=0).astype(dtype)).all()),
+                "dtypes": [str(total.wait().dtype) == str(dtype), str(largest.wait().dtype) == str(dtype)],
+                "digest": hashlib.sha256(total.wait().tobytes()).hexdigest(),
+            }
+    # What rounding after every addition would lose: 1 + 2^-11 is 1 in float16, and the same with 2^-8 in bfloat16.
+    for name, small in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
+        x = np.full(3, 1.0 if RANK == 0 else small, DTYPES[name])
+        results[f"{name} rounds once"] = transport.allreduce(x, op="sum", name="r").wait().astype(float).tolist()
+    x = np.full(3, 60000.0, np.float16)
+    results["overflow"] = bool(np.isinf(transport.allreduce(x, op="sum", name="o").wait()).all())
+    return results
+
+
+def half_sums() -> dict[str, Any]:
+    """Sums and means of 16-bit floats."""
+    transport = mpi.MPITransport()
+    return half_precision.reductions(
+        lambda x, op, name: transport.allreduce(x, op=op, name=name).wait, list(range(SIZE)), RANK
+    )
+
+
+def lengths() -> dict[str, Any]:
+    """Buffers of lengths that only their ranks know, empty ones among them."""
+    transport, results = mpi.MPITransport(), {}
+    for name, dtype in DTYPES.items():
+        for label, length in {"rank": RANK, "reversed": SIZE - 1 - RANK, "none": 0, "one": 7 * (RANK == 1)}.items():
+            got = transport.allgather(np.full(length, RANK, dtype), name="g").wait()
+            everyone = {
+                "rank": list(range(SIZE)),
+                "reversed": list(range(SIZE - 1, -1, -1)),
+                "none": [0] * SIZE,
+                "one": [7 * (rank == 1) for rank in range(SIZE)],
+            }[label]
+            expected = [rank for rank, n in enumerate(everyone) for _ in range(n)]
+            results[f"{name}/{label}"] = got.astype(int).tolist() == expected and got.dtype == dtype
+    # Every second element: not contiguous.
+    strided = np.arange(10, dtype=np.float32)[::2] + RANK
+    got = transport.allgather(np.repeat(strided, 2)[::2], name="strided").wait()
+    results["strided"] = got.tolist() == [float(2 * i + rank) for rank in range(SIZE) for i in range(5)]
+    for root in range(SIZE):
+        for n in (0, 3):
+            got = transport.broadcast(np.full(n, RANK, np.int32), root=root, name="b").wait()
+            results[f"broadcast/{root}/{n}"] = got.tolist() == [root] * n
+    # A threshold that only rank 0's gradient reaches, and in the second step nobody's.
+    config = {"compressor": "threshold", "threshold": 1.0, "memory": "none", "default_rules": False}
+    exchange = mpi.MPIExchange({"w": (50,)}, config, average=False)
+    for step, large in enumerate((True, False, True)):
+        mine = RANK == 0 and large
+        merged = exchange({"w": np.full(50, 2.0 if mine else 0.01, np.float32)})["w"]
+        results[f"threshold/{step}"] = merged.tolist() == [2.0 * large] * 50
+        results[f"bytes/{step}"] = exchange.stats()["tensors"]["w"]["wire_bytes"] == 50 * 8 * mine
+    return {label: bool(value) for label, value in results.items()}
+
+
+def waiting_orders() -> dict[str, Any]:
+    """Many collectives under way, for which the ranks wait in different orders."""
+    transport = mpi.MPITransport()
+    handles = {}
+    for i in range(12):
+        x = np.full(i + 1, RANK + i, [np.float16, np.float32, np.uint8][i % 3])
+        if i % 4 == 3:
+            handles[i] = transport.allgather(x[: RANK + 1], name=str(i))
+        else:
+            handles[i] = transport.allreduce(x, op="sum", name=str(i))
+    order = list(handles)
+    np.random.default_rng(RANK).shuffle(order)
+    got = {i: handles[i].wait().astype(float).tolist() for i in order}
+    sums = {i: [float(sum(rank + i for rank in range(SIZE)))] * (i + 1) for i in range(12)}
+    gathered = {i: [float(rank + i) for rank in range(SIZE) for _ in range(min(rank + 1, i + 1))] for i in range(12)}
+    return {str(i): got[i] == (gathered if i % 4 == 3 else sums)[i] for i in range(12)}
+
+
+def differing_calls() -> dict[str, Any]:
+    """Ranks that start different collectives: all hear of it, and again when they go on."""
+    last = RANK == SIZE - 1
+    x = np.zeros(4, np.float32)
+    calls = {
+        "order": lambda t: [t.allreduce(x, op="sum", name=n) for n in (["b", "a"] if last else ["a", "b"])],
+        "kind": lambda t: [t.allgather(x, name="a") if last else t.allreduce(x, op="sum", name="a")],
+        "length": lambda t: [t.allreduce(x[: 2 if last else 4], op="sum", name="a")],
+        "dtype": lambda t: [t.allgather(x.astype(np.int32) if last else x, name="a")],
+        "operation": lambda t: [t.allreduce(x, op="max" if last else "sum", name="a")],
+        "root": lambda t: [t.broadcast(x, root=1 if last else 0, name="a")],
+        "one more": lambda t: [t.allreduce(x, op="sum", name="a"), *([t.allgather(x, name="c")] if last else [])],
+    }
+    results = {}
+    for label, call in calls.items():
+        transport = mpi.MPITransport()
+        handles: list[Any] = []
+        errors = [outcome(lambda c=call, t=transport, h=handles: h.extend(c(t)))]
+        errors += [outcome(handle.wait) for handle in handles]
+        if label == "one more":
+            # The others go on with something else.
+            errors += [outcome(lambda t=transport: t.allreduce(x, op="sum", name="d").wait())] if not last else []
+        errors.append(outcome(lambda t=transport: t.allgather(x, name="afterwards")))
+        results[label] = [error for error in errors if error]
+    return results
+
+
+def stalled() -> dict[str, Any]:
+    """One rank comes late: those that wait say so, and then go on."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    keep = Keep()
+    logging.getLogger("grace").addHandler(keep)
+    before, mpi.STALL_SECONDS = mpi.STALL_SECONDS, 0.2
+    try:
+        if RANK == 1:
+            time.sleep(0.7)
+        transport = mpi.MPITransport()
+        if RANK == 1:
+            time.sleep(0.7)
+        total = transport.allreduce(np.ones(1, np.float32), op="sum", name="late").wait()
+    finally:
+        mpi.STALL_SECONDS = before
+        logging.getLogger("grace").removeHandler(keep)
+    return {"total": float(total[0]), "messages": messages}
+
+
+def different_configurations() -> dict[str, Any]:
+    """What one rank has that the others have not; per case the error of this rank."""
+    last = RANK == SIZE - 1
+    shapes, topk = {"w": (40, 40), "v": (30,)}, {"compressor": "topk", "compress_ratio": 0.1}
+    makes = {
+        "option": lambda: mpi.MPIExchange(shapes, {**topk, "compress_ratio": 0.2 if last else 0.1}),
+        "method": lambda: mpi.MPIExchange(shapes, {"compressor": "randomk" if last else "topk"}),
+        "seed": lambda: mpi.MPIExchange(shapes, {**topk, "seed": 1 if last else 0}),
+        "shape": lambda: mpi.MPIExchange({"w": (40, 41 if last else 40), "v": (30,)}, topk),
+        "order": lambda: mpi.MPIExchange(dict(reversed(shapes.items())) if last else shapes, topk),
+        "average": lambda: mpi.MPIExchange(shapes, topk, average=not last),
+        "invalid": lambda: mpi.MPIExchange(shapes, {**topk, "compress_ratio": 2.0 if last else 0.1}),
+        "none": lambda: mpi.MPIExchange(shapes, topk),
+    }
+    return {label: outcome(make) for label, make in makes.items()}
+
+
+def wrong_gradients() -> dict[str, Any]:
+    """Refusals on one rank only, before anything is sent; the next call works on all."""
+    exchange = mpi.MPIExchange({"w": (40, 40), "v": (30,)}, {"compressor": "topk", "default_rules": False})
+    good = {"v": np.full(30, float(RANK), np.float32), "w": np.ones((40, 40), np.float32)}
+    bad = {"missing": {"w": good["w"]}, "shape": {**good, "v": np.ones(31, np.float32)}, "unknown": {**good, "x": None}}
+    bad["unknown"]["x"] = good["v"]
+    errors = {label: outcome(lambda g=g: exchange(g)) for label, g in bad.items()} if RANK == 0 else {}
+    merged = exchange(good if RANK else dict(reversed(good.items())))
+    exchange.close()
+    return {
+        "errors": errors,
+        "digest": digest(merged),
+        "closed": outcome(lambda: exchange(good)),
+        "step": exchange.engine.step,
+    }
+
+
+def scheduled() -> dict[str, Any]:
+    """The method of every step of a schedule."""
+    config = {"compressor": "none", "default_rules": False, "schedule": [{"step": 2, "compressor": "topk"}]}
+    exchange = mpi.MPIExchange({"w": (40, 50)}, config)
+    methods = []
+    for _ in range(3):
+        exchange({"w": np.full((40, 50), RANK + 1.0, np.float32)})
+        methods.append(exchange.stats()["tensors"]["w"]["compressor"])
+    exchange.close()
+    return {"methods": methods}
+
+
+def resume() -> dict[str, Any]:
+    """Six steps at once, and three, saved and continued by another exchange."""
+    spec, results = {"w": (30, 20)}, {}
+    config = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False}
+
+    def run(exchange: mpi.MPIExchange, numbers: range) -> str:
+        return "".join(
+            digest(exchange({"w": np.random.default_rng((n, RANK)).normal(size=(30, 20)).astype(np.float32)}))
+            for n in numbers
+        )
+
+    whole = run(mpi.MPIExchange(spec, config), range(6))
+    first = mpi.MPIExchange(spec, config)
+    begun = run(first, range(3))
+    second = mpi.MPIExchange(spec, config)
+    results["mine"] = second.load_state_dict(first.state_dict())
+    results["equal"] = begun + run(second, range(3, 6)) == whole
+    # Only rank 0 loads: the stamps of the step differ.
+    third = mpi.MPIExchange(spec, config)
+    if RANK == 0:
+        third.load_state_dict(first.state_dict())
+    results["partly"] = outcome(lambda: run(third, range(1)))
+    return results
+
+
+def communicators_apart() -> dict[str, Any]:
+    """Two exchanges in opposite orders on even and odd ranks, each within ranks of its own."""
+    half = WORLD.Split(RANK % 2, RANK)
+    mine = mpi.MPIExchange({"w": (20,)}, {"compressor": "none"}, comm=half)
+    both = mpi.MPIExchange({"w": (20,)}, {"compressor": "none"})
+    x = np.full(20, float(RANK), np.float32)
+    apart, together = mine({"w": x})["w"], both({"w": x})["w"]
+    return {"apart": float(apart[0]), "together": float(together[0]), "sizes": [mine.size, both.size]}
+
+
+def timeline() -> dict[str, Any]:
+    """GRACE_TIMELINE, a timeline by hand, and a path that rank 1 cannot write."""
+    config = {"compressor": "powersgd", "default_rules": False}
+    gradients = {"w": np.ones((20, 10), np.float32)}
+    with tempfile.TemporaryDirectory() as folder:
+        with mock.patch.dict(os.environ, GRACE_TIMELINE=f"{folder}/told.json"):
+            exchange = mpi.MPIExchange({"w": (20, 10)}, config)
+        exchange(gradients)
+        results: dict[str, Any] = {"stats": exchange.stats()}
+        exchange.start_timeline(f"{folder}/by hand.json")
+        exchange(gradients)
+        exchange.stop_timeline()
+        exchange(gradients)
+        for name in ("told", "by hand"):
+            results[name] = json.loads(Path(f"{folder}/{name}.rank{RANK}.json").read_text())
+        path = f"{folder}/nowhere/trace.json" if RANK == 1 else ""
+        with mock.patch.dict(os.environ, GRACE_TIMELINE=path):
+            results["refused"] = outcome(lambda: mpi.MPIExchange({"w": (20, 10)}, config))
+    return results
+
+
+def main() -> None:
+    out, names = Path(sys.argv[1]), sys.argv[2:]
+    results = {}
+    for name in names:
+        started = time.monotonic()
+        try:
+            results[name] = globals()[name]()
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
+        (out / f"rank-{RANK}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Scenarios about callbacks: what one rank does, and what it reports."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from grace.tensorflow import BroadcastGlobalVariablesCallback, MetricAverageCallback, StatisticsCallback
+from tests.adapters.tensorflow.loss_scaling_scenarios import mixed_float16, scaled, states
+from tests.adapters.tensorflow.model import PROCESS_SETS, digest, sgd, wrap
+from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples
+
+
+class Look(keras.callbacks.Callback):
+    """Note what there is when training begins and after its first batch."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        exchange = self.model.optimizer.grace
+        self.weights, self.states = digest(self.model.weights), states(exchange)
+        mine = {id(v) for v in exchange.of_this_rank}
+        self.optimizer = digest([v for v in self.model.optimizer.variables if id(v.value) not in mine])
+
+
+def broadcast() -> dict[str, Any]:
+    """Ranks that start apart, in a fresh model and in one that has been trained apart."""
+    fresh = net(seed=hvd.rank())
+    fresh.compile(wrap(TOPK), "mse")
+    own = digest(fresh.weights)
+    first = Look()
+    fit(fresh, 2, callbacks=[BroadcastGlobalVariablesCallback(0), first])
+    # Ranks drift apart in what is broadcast, and differ in what is not.
+    for variable in (*fresh.weights, *(v for v in fresh.optimizer.variables if "momentum" in v.path)):
+        variable.assign(variable + hvd.rank())
+    apart, before = digest(fresh.weights), states(fresh.optimizer.grace)
+    second = Look()
+    fit(fresh, 2, callbacks=[BroadcastGlobalVariablesCallback(hvd.size() - 1), second])
+    with mixed_float16():
+        mixed = net(seed=hvd.rank())
+    mixed.compile(scaled(wrap(TOPK)), "mse")
+    fit(mixed, 2, callbacks=[BroadcastGlobalVariablesCallback(0)])
+    return {
+        "own": own,
+        "first": [first.weights, first.optimizer],
+        "apart": apart,
+        "second": [second.weights, second.optimizer],
+        "states": second.states == before,
+        "weights": [digest(fresh.weights), digest(mixed.weights)],
+    }
+
+
+def metrics() -> dict[str, Any]:
+    """Metrics of an epoch, of this rank and as the callbacks after MetricAverageCallback see them."""
+    model, own = net(), {}
+    model.compile(wrap(NONE), "mse", metrics=["mae"])
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: own.update(logs))
+    validation = samples(2, hvd.rank() + 100)
+    history = fit(model, 3, validation_data=validation, callbacks=[note, MetricAverageCallback()])
+
+    def different() -> None:
+        other = net()
+        other.compile(wrap(NONE), "mse", metrics=["mae"] if hvd.rank() == hvd.size() - 1 else [])
+        fit(other, 1, callbacks=[MetricAverageCallback()])
+
+    return {
+        "own": {name: float(value) for name, value in own.items()},
+        "history": {name: values[0] for name, values in history.history.items()},
+        "different": error_of(different),
+    }
+
+
+def learning_rates() -> dict[str, Any]:
+    """Callbacks that change the learning rate, each after metrics are averaged; and averaged weights swapped in."""
+    model = net()
+    model.compile(wrap(TOPK, sgd(use_ema=True, ema_momentum=0.5)), "mse")
+    rates: list[float] = []
+    history = fit(
+        model,
+        3,
+        epochs=4,
+        callbacks=[
+            MetricAverageCallback(),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.05 if epoch == 0 else rate),
+            # Nothing is enough of an improvement, so that the rate is halved after every epoch but the first.
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=100.0),
+            keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: rates.append(float(_rate(model)))),
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        ],
+    )
+    averages = [v for v in model.optimizer.variables if v.path.endswith("average")]
+    return {
+        "rates": rates,
+        "loss": history.history["loss"],
+        "weights": digest(model.weights),
+        "averages": [len(averages), digest(averages)],
+    }
+
+
+def _rate(model: keras.Model) -> Any:
+    return model.optimizer.learning_rate
+
+
+def statistics() -> dict[str, Any]:
+    """StatisticsCallback in History and in the files of TensorBoard, without norms and with them."""
+    results: dict[str, Any] = {}
+    for norms in (False, True):
+        # Beside others, all of a bias may be worth sending.
+        model, optimizer = net(), wrap({**TOPK, "granularity": "layer"})
+        early = error_of(optimizer.grace.stats), error_of(optimizer.grace.report)
+        optimizer.grace.track_norms = norms
+        model.compile(optimizer, "mse", steps_per_execution=3 if norms else 1)
+        with tempfile.TemporaryDirectory() as folder:
+            callbacks = [StatisticsCallback(), keras.callbacks.TensorBoard(folder)]
+            history = fit(model, 3, epochs=2, callbacks=callbacks).history
+            written = _tags(f"{folder}/train")
+        stats = optimizer.grace.stats()
+        results["with norms" if norms else "without"] = {
+            "early": early,
+            "late": error_of(lambda o=optimizer: setattr(o.grace, "track_norms", True)),
+            "history": {key: values for key, values in history.items() if key.startswith("grace")},
+            "written": written,
+            "stats": {key: stats[key] for key in ("step", "wire_bytes", "dense_bytes")},
+            "norms": [[t["relative_error"], t["residual_norm"]] for t in stats["tensors"].values()],
+            "report": optimizer.grace.report(),
+        }
+    plain = net()
+    plain.compile(sgd(), "mse")
+    results["refused"] = error_of(lambda: fit(plain, 1, callbacks=[StatisticsCallback()]))
+    return results
+
+
+def _tags(folder: str) -> list[str]:
+    """The tags of grace in the event files of a folder."""
+    tags = set()
+    for file in os.listdir(folder):
+        for record in tf.data.TFRecordDataset(os.path.join(folder, file)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            tags |= {value.tag for value in event.summary.value if "grace" in value.tag}
+    return sorted(tags)
+
+
+def apart() -> dict[str, Any]:
+    """Even and odd ranks train apart: optimizer, callbacks and a loaded model that must be told its process set."""
+    mine = PROCESS_SETS[hvd.rank() % 2]
+    model = net(seed=hvd.rank())
+    model.compile(wrap(TOPK, process_set=mine), "mse", run_eagerly=True)
+    callbacks = [BroadcastGlobalVariablesCallback(hvd.rank() % 2, mine), MetricAverageCallback(mine)]
+    history = fit(model, 2, callbacks=callbacks).history["loss"]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/model.keras")
+        loaded = keras.models.load_model(f"{folder}/model.keras")
+    unset = error_of(lambda: fit(loaded, 1, start=2))
+    loaded.optimizer.grace.process_set = mine
+    for m in (model, loaded):
+        fit(m, 2, start=2)
+    # Who is ready first must not shut Horovod down for the others.
+    hvd.allreduce(tf.zeros([]), name="apart")
+    return {"loss": history, "unset": unset, "weights": [digest(model.weights), digest(loaded.weights)]}

@@ -1,0 +1,39 @@
+"""Sums of 16-bit floats by TensorFlow: what one rank does, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from grace.tensorflow.transport import HorovodTransport
+from tests.adapters.tensorflow.model import PROCESS_SETS
+from tests.support import half_precision
+
+
+def half_sums() -> dict[str, Any]:
+    """Sums and means over all ranks, and over those of a process set, each in a graph of its own."""
+
+    def reductions(process_set: Any) -> dict[str, Any]:
+        transport = HorovodTransport(process_set, f"halves.{process_set.process_set_id}")
+
+        def reduce(x: np.ndarray, op: Any, name: str) -> Callable[[], np.ndarray]:
+            @tf.function(autograph=False)
+            def reduced(x: tf.Tensor) -> tf.Tensor:
+                return transport.allreduce(x, op=op, name=name).wait()
+
+            result = reduced(tf.constant(x))
+            return lambda: result.numpy()
+
+        return half_precision.reductions(reduce, process_set.ranks, hvd.rank())
+
+    results = {"all": reductions(hvd.global_process_set)}
+    for process_set in PROCESS_SETS:
+        if process_set.included() and len(process_set.ranks) > 1:
+            results["set"] = reductions(process_set)
+    # A rank that is done would end Horovod for the others.
+    hvd.allreduce(tf.zeros([]), name="halves.done")
+    return results

@@ -1,0 +1,164 @@
+"""Scenarios about what is refused: what one rank asks for, and what it is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+import grace
+from grace.tensorflow import DistributedGradientTape, Exchange
+from tests.adapters.tensorflow.loss_scaling_scenarios import scaled
+from tests.adapters.tensorflow.model import sgd, wrap
+from tests.adapters.tensorflow.saving_scenarios import Own
+from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, gradients, net, samples
+
+UNKNOWN = ("compression", "groups", "num_groups", "use_locking", "device_dense", "device_sparse")
+
+
+def made() -> list[tf.Tensor]:
+    """The gradients of a first step."""
+    return gradients(net(), *map(tf.constant, samples(1, hvd.rank())))
+
+
+def refused_arguments() -> dict[str, str]:
+    """Arguments and optimizers that cannot be honoured; on every rank alike."""
+
+    def attempt(**arguments: Any) -> str:
+        return error_of(lambda: wrap(arguments.pop("config", TOPK), **arguments))
+
+    def elastic() -> None:
+        os.environ["HOROVOD_ELASTIC"] = "1"
+        try:
+            wrap(TOPK)
+        finally:
+            del os.environ["HOROVOD_ELASTIC"]
+
+    built = sgd()
+    built.build(net().trainable_variables)
+    tape = tf.GradientTape()
+    return {
+        **{name: attempt(**{name: 1}) for name in UNKNOWN},
+        "op": attempt(op=hvd.Adasum),
+        "predivided sum": attempt(op=hvd.Sum, gradient_predivide_factor=2.0),
+        "no factor": attempt(gradient_predivide_factor=0.0),
+        "typo": attempt(config={"compressor": "topk", "compres_ratio": 0.1}),
+        "unknown argument": attempt(backward_passes=2),
+        "no passes": attempt(backward_passes_per_step=0),
+        "passes twice": attempt(optimizer=sgd(gradient_accumulation_steps=2), backward_passes_per_step=2),
+        "passes too late": attempt(optimizer=built, backward_passes_per_step=2),
+        "wrapped": attempt(optimizer=wrap(TOPK)),
+        "wrapped inside": attempt(optimizer=scaled(wrap(TOPK))),
+        "version 1": attempt(optimizer=tf.compat.v1.train.GradientDescentOptimizer(0.1)),
+        "not an optimizer": attempt(optimizer=net()),
+        "process set": attempt(process_set=hvd.ProcessSet([0])),
+        "elastic": error_of(elastic),
+        "tape, compression": error_of(lambda: DistributedGradientTape(tape, TOPK, compression=1)),
+        "tape, op": error_of(lambda: DistributedGradientTape(tape, TOPK, op=hvd.Adasum)),
+        "tape, typo": error_of(lambda: DistributedGradientTape(tape, TOPK, compres_ratio=0.1)),
+        "tape, twice": error_of(lambda: DistributedGradientTape(tape, Exchange(TOPK), op=hvd.Sum)),
+    }
+
+
+class Around(keras.optimizers.SGD):
+    """An optimizer that applies gradients by itself."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            variable.assign_sub(gradient)
+
+
+def refused_steps() -> dict[str, str]:
+    """Steps that cannot be taken; on every rank alike."""
+    model = net()
+    variables = model.trainable_variables
+
+    def float8() -> None:
+        layer = keras.layers.Dense(16, dtype="float8_from_float32")
+        layer.build((None, 16))
+        optimizer = wrap(TOPK)
+        optimizer.build(layer.trainable_variables)
+
+    def late() -> None:
+        """A variable gets its first gradient after the first step."""
+        optimizer = wrap(TOPK)
+        optimizer.apply([*made()[:3], None], variables)
+        optimizer.apply(made(), variables)
+
+    around = wrap(TOPK, Around(0.1))
+    return {
+        "fewer gradients": error_of(lambda: wrap(TOPK).apply(made()[:2], variables)),
+        "float8": error_of(float8),
+        "late": error_of(late),
+        "around": error_of(lambda: around.apply(made(), variables)),
+    }
+
+
+def compiled_by_xla() -> dict[str, str]:
+    """jit_compile=True in model.compile and tf.function, and on the last rank only; then without it."""
+    results = {}
+    last = hvd.rank() == hvd.size() - 1
+    model = net()
+    for label, jit in {"everywhere": True, "on one rank": last, "nowhere": False}.items():
+        model.compile(wrap(TOPK), "mse", jit_compile=jit)
+        results[label] = error_of(lambda: fit(model, 1))
+    optimizer = wrap(TOPK)
+    optimizer.build(model.trainable_variables)
+    apply = tf.function(lambda given: optimizer.apply(given, model.trainable_variables), jit_compile=True)
+    results["tf.function"] = error_of(lambda: apply(made()))
+    return results
+
+
+def different_ranks() -> dict[str, str]:
+    """The last rank differs from the others: in what it asks for, in its variables and in its gradients."""
+    last = hvd.rank() == hvd.size() - 1
+
+    def one_step(model: keras.Model, given: list[Any], **arguments: Any) -> Callable[[], Any]:
+        return lambda: wrap(TOPK, **arguments).apply(given, model.trainable_variables)
+
+    def renamed() -> Callable[[], Any]:
+        model = net(name="other" if last else "net")
+        return one_step(model, made())
+
+    def taped() -> None:
+        model = net()
+        with DistributedGradientTape(tf.GradientTape(), {"compressor": "qsgd" if last else "topk"}) as tape:
+            loss = tf.reduce_sum(model(samples(1, 0)[0]))
+        tape.gradient(loss, model.trainable_variables)
+
+    rows = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([1, 3]), tf.constant([16, 4]))
+    mixed = [*made()[:2], rows if last else tf.ones([16, 4]), tf.ones([4])]
+    none_by_rule = {"rules": [{"match": "*out/kernel", "compressor": "none"}]}
+    too_few = Exchange(NONE)
+    too_few.build(net().trainable_variables)
+    return {
+        "configuration": error_of(lambda: wrap({**TOPK, "compress_ratio": 0.5 if last else 0.25})),
+        "argument": error_of(lambda: wrap(TOPK, sparse_as_dense=last)),
+        "typo": error_of(lambda: wrap({"compressor": "topkk" if last else "topk"})),
+        "optimizer": error_of(lambda: wrap(TOPK, net() if last else sgd())),
+        "variables": error_of(renamed()),
+        "kind of gradient": error_of(lambda: wrap({**TOPK, **none_by_rule}).apply(mixed, net().trainable_variables)),
+        "densified": error_of(lambda: wrap(TOPK).apply(mixed, net().trainable_variables)),
+        "number of gradients": error_of(lambda: too_few(made()[: 3 if last else 4])),
+        "tape": error_of(taped),
+        "afterwards": error_of(one_step(net(), made())),
+    }
+
+
+def dispatch() -> dict[str, Any]:
+    """grace.DistributedOptimizer for optimizers of Keras, and for what it cannot take."""
+    wrapped = {
+        "keras": grace.DistributedOptimizer(sgd(), TOPK),
+        "own": grace.DistributedOptimizer(Own(2.0), config=TOPK),
+        "scaled": grace.DistributedOptimizer(scaled(sgd()), compressor="topk"),
+    }
+    return {
+        **{label: [type(o).__name__, o.grace.config.to_dict()["compressor"]["name"]] for label, o in wrapped.items()},
+        "version 1": error_of(lambda: grace.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))),
+        "model": error_of(lambda: grace.DistributedOptimizer(net(), TOPK)),
+        "object": error_of(lambda: grace.DistributedOptimizer(object(), TOPK)),
+    }

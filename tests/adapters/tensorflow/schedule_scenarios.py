@@ -1,0 +1,204 @@
+"""Scenarios about schedules in TensorFlow: what one rank does, and what it reports."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from grace.tensorflow import DistributedGradientTape, Exchange, ScheduleCallback
+from tests.adapters.tensorflow.model import EVERYTHING, digest, wrap
+from tests.adapters.tensorflow.usage_model import by_hand, distance, error_of, fit, net
+
+# From which step on what counts, over all kinds of state: residual, momentum, both and none, and a warm start.
+STAGES = {
+    0: {"compressor": "topk", "compress_ratio": 0.1},
+    2: {"compressor": "dgc", "compress_ratio": 0.2, "momentum": 0.5},
+    4: {"compressor": "powersgd", "compress_rank": 1},
+    6: {"compressor": "none"},
+    8: {"compressor": "topk", "compress_ratio": 0.3},
+}
+FIRST = {**STAGES[0], **EVERYTHING}
+SCHEDULED = {**FIRST, "schedule": [{"step": step, **STAGES[step]} for step in list(STAGES)[1:]]}
+STEPS = 10
+
+
+class Sent(keras.callbacks.Callback):
+    """Note the bytes of every step."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.bytes: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.bytes.append(self.model.optimizer.grace.stats()["wire_bytes"])
+
+
+def tf_schedules() -> dict[str, Any]:
+    """One run by the configuration in one graph, by hand, and by the callback; and one continued from a file."""
+    by_config, sent = net(), Sent()
+    by_config.compile(wrap(SCHEDULED), "mse")
+    fit(by_config, STEPS, callbacks=[sent])
+    eager = net()
+    optimizer = wrap(FIRST)
+    for step in range(STEPS):
+        if step in list(STAGES)[1:]:
+            optimizer.grace.change(**STAGES[step])
+        by_hand(eager, lambda g: optimizer.apply(g, eager.trainable_variables), 1, start=step)
+    by_callback = net()
+    by_callback.compile(wrap(FIRST), "mse")
+    callback = ScheduleCallback(lambda epoch: STAGES[2 * epoch])
+    for epoch in range(STEPS // 2):
+        fit(by_callback, 2, start=2 * epoch, initial_epoch=epoch, epochs=epoch + 1, callbacks=[callback])
+    first = net()
+    first.compile(wrap(SCHEDULED), "mse")
+    fit(first, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.keras")
+        first.save(path)
+        resumed = keras.saving.load_model(path)
+    fit(resumed, STEPS - 5, start=5)
+    models = {"config": by_config, "hand": eager, "callback": by_callback, "resumed": resumed}
+    return {
+        "weights": {name: digest(model.trainable_variables) for name, model in models.items()},
+        "sent": sent.bytes,
+        "traces": by_config.optimizer.grace.traces,
+    }
+
+
+def tf_first_steps() -> dict[str, Any]:
+    """By how much a residual shrinks where its unit does, if the first step of the stage rolls states back; and a
+    change before the first step, for a variable whose gradient comes as rows.
+    """
+    schedule = [{"step": 2, "compressor": "efsignsgd", "lr": 0.25}]
+    config = {**FIRST, "granularity": "layer", "schedule": schedule}
+    variables = [tf.Variable(tf.zeros([8, 16]), name=name) for name in "ab"]
+    slope = tf.random.stateless_normal([8, 16], [1, 2])
+    last = {
+        "dropped": ([slope, slope * float("nan")], {"loss_scale": tf.constant(1.0)}),
+        "left out": ([None, slope], {"absent": frozenset([0])}),
+    }
+    results: dict[str, Any] = {}
+    for case, (gradients, options) in last.items():
+        exchange = Exchange(config)
+        exchange.build(variables)
+        for _ in range(2):
+            exchange([slope, slope], **({"loss_scale": tf.constant(1.0)} if "loss_scale" in options else {}))
+        norms = [exchange_norm(exchange, 0)]
+        exchange(gradients, **options)
+        norms.append(exchange_norm(exchange, 1))
+        results[case] = norms[1] / norms[0]
+    rows = tf.IndexedSlices(tf.ones([2, 16]), tf.constant([1, 2]), tf.constant([40, 16]))
+    exchange = Exchange({"compressor": "none", **EVERYTHING})
+    exchange.build([tf.Variable(tf.zeros([40, 16]), name="rows")], [rows])
+    exchange.change(**STAGES[0])
+    results["rows"] = error_of(lambda: exchange([rows]))
+    return results
+
+
+def exchange_norm(exchange: Exchange, stage: int) -> float:
+    slots = exchange._stages.slots
+    slots.stage = stage
+    return float(tf.norm(slots.read("a")["memory"]["residual"]))
+
+
+def tf_changes_that_differ() -> dict[str, Any]:
+    """Ranks that want different things, a graph of before a change, and a change where a schedule would undo it."""
+    model, optimizer = net(), wrap(FIRST)
+    apply = tf.function(lambda g: optimizer.apply(g, model.trainable_variables))
+    by_hand(model, apply, 1)
+    errors = [
+        error_of(lambda: optimizer.grace.change(compress_ratio=0.5 + 0.1 * hvd.rank())),
+        error_of(lambda: optimizer.grace.change(**{"compress_rate" if hvd.rank() else "beta": 0.5})),
+    ]
+    by_hand(model, apply, 1, start=1)
+    optimizer.grace.change(compress_ratio=0.5)
+    errors.append(error_of(lambda: by_hand(model, apply, 1, start=2)))
+    by_hand(model, tf.function(lambda g: optimizer.apply(g, model.trainable_variables)), 1, start=2)
+    scheduled = wrap(SCHEDULED)
+    errors.append(error_of(lambda: scheduled.grace.change(compress_ratio=0.5)))
+    return {"errors": errors, "weights": digest(model.trainable_variables)}
+
+
+def tf_learning_rates() -> dict[str, Any]:
+    """Constant gradients under rates that change: how far the weights and what is held are from what was meant."""
+    rates = [0.1, 0.1, 0.4, 0.05, 0.01]
+    variable = tf.Variable(tf.zeros([40, 30]), name="w")
+    slopes = [tf.random.stateless_normal([40, 30], [rank, 1]) for rank in range(hvd.size())]
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 2, 3], [0.1, 0.4, 0.05, 0.01])
+    config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, **EVERYTHING}
+    optimizer = wrap(config, keras.optimizers.SGD(schedule))
+    apply = tf.function(lambda: optimizer.apply([slopes[hvd.rank()]], [variable]))
+    for _ in rates:
+        apply()
+    residual = tf.reshape(optimizer.grace._stages.slots.read("w")["memory"]["residual"], [40, 30])
+    held = hvd.allreduce(residual, op=hvd.Average, name="held")
+    meant = sum(rates) * sum(slopes) / hvd.size()
+    off = tf.reduce_max(tf.abs(rates[-1] * held - variable - meant))
+    tape = DistributedGradientTape(tf.GradientTape(), config=config)
+    with tape:
+        loss = tf.reduce_sum(variable)
+    return {
+        "off": float(off),
+        "moved": digest([variable]),
+        "tape": error_of(lambda: tape.gradient(loss, [variable])),
+    }
+
+
+def tf_local_steps() -> dict[str, Any]:
+    """Weights that meet every third step: the mean of ranks that train alone, and the same on all ranks with topk."""
+    results: dict[str, Any] = {}
+    for name, config in {
+        "none": {"compressor": "none"},
+        "qsparse": {"compressor": "qsparse", "compress_ratio": 0.2},
+    }.items():
+        model = net()
+        model.compile(wrap({**config, **EVERYTHING}, keras.optimizers.SGD(0.1, 0.9), local_steps=3), "mse")
+        apart = []
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "model.keras")
+            for step in range(7):
+                if step == 5:
+                    model.save(path)
+                fit(model, 1, start=step)
+                apart.append(digest(model.trainable_variables))
+            again = keras.saving.load_model(path)
+        fit(again, 2, start=5)
+        results[name] = {"apart": apart, "resumed": digest(again.trainable_variables) == apart[-1]}
+        if name == "none":
+            alone = net()
+            alone.compile(keras.optimizers.SGD(0.1, 0.9), "mse")
+            for meeting in range(2):
+                fit(alone, 3, start=3 * meeting)
+                for i, v in enumerate(alone.trainable_variables):
+                    v.assign(hvd.allreduce(v.value, op=hvd.Average, name=f"alone.{i}"))
+            fit(alone, 1, start=6)
+            results[name]["off"] = distance(model, alone)
+    return results
+
+
+def tf_changed_and_saved() -> dict[str, Any]:
+    """A model that is saved after two changes, which made and dropped variables, and continued from the file."""
+    model = net()
+    model.compile(wrap(FIRST, keras.optimizers.Adam(0.01)), "mse")
+    changes = {1: STAGES[4], 2: STAGES[2]}
+    callback = ScheduleCallback(lambda epoch: changes.get(epoch))
+    for epoch in range(3):
+        fit(model, 2, start=2 * epoch, initial_epoch=epoch, epochs=epoch + 1, callbacks=[callback])
+    exchange = model.optimizer.grace
+    before = exchange.stats()["wire_bytes"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.keras")
+        model.save(path)
+        resumed = keras.saving.load_model(path)
+    fit(model, 2, start=6)
+    fit(resumed, 2, start=6)
+    last = exchange.stats()["wire_bytes"]
+    exchange.change(compressor="none")
+    return {
+        "weights": [digest(m.trainable_variables) for m in (model, resumed)],
+        "sent": [before > 0, exchange.stats()["wire_bytes"] == last],
+    }

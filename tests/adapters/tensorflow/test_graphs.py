@@ -1,0 +1,199 @@
+"""Graphs of TensorFlow: one serves all steps, and a whole step of several ranks computes in one what NumPy computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import grace
+from grace.core.compressors.efsignsgd import EFSignSGD
+from grace.core.compressors.randomk import RandomK
+from grace.core.compressors.threshold import Threshold
+from grace.core.compressors.topk import TopK
+from grace.core.engine import Engine
+from grace.core.ops import get_ops
+from grace.core.ops.native import Native
+from grace.core.registry import compressors
+from grace.core.simulate import SimulatedTransport
+from grace.core.spec import TensorSpec
+from grace.testing import traced
+from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload_on_host, same
+from tests.core import test_contracts
+from tests.core.test_contracts import reordered
+from tests.support import registered
+from tests.support.steps import SPECS, config, gradients, on_host, simulate, states, step
+
+pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
+
+# --- one method in a graph --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
+def test_one_graph_serves_all_steps_and_lengths(compressor):
+    """A step that were fixed in the graph would draw the same numbers for ever, a length would break with the data."""
+    spec, ops, part = TensorSpec("t", (24, 40)), get_ops("tensorflow"), traced(compressor)
+    methods = [part.agree, part.compress, part.decompress]
+    graphs = 0
+    for number in range(3):
+        # Of different shares of large values.
+        x = draw(spec, number) * np.float32(10.0 ** -(2 * number))
+        plain, ex = (exchange(c, ops, spec, [x], step=number) for c in (compressor, part))
+        one, two = payload_on_host(ops, plain.payloads[0]), payload_on_host(ops, ex.payloads[0])
+        assert all(same(one[name], two[name]) for name in one)
+        decoded = [c.decompress(e.payloads[0], e.sites[0]) for c, e in ((compressor, plain), (part, ex))]
+        assert same(*(host(ops, d) for d in decoded))
+        counts = [count for method in methods for count in method.traces.values()]
+        assert set(counts) == {1}
+        assert graphs in (0, len(counts)), "another graph for another step"
+        graphs = len(counts)
+
+
+@dataclass(frozen=True)
+class BranchesOnAValue(TopK):
+    """Decides in Python what only the graph knows."""
+
+    def compress(self, x, at):
+        return super().compress(x if x[0] > 0 else -x, at)
+
+
+@dataclass(frozen=True)
+class BranchesOnALength(Threshold):
+    """Takes a length that depends on the data for a number."""
+
+    def compress(self, x, at):
+        payload = super().compress(x, at)
+        if at.ops.length(payload["values"]) == 0:
+            return {name: value[:0] for name, value in payload.items()}
+        return payload
+
+
+@dataclass(frozen=True)
+class CountsTheSteps(RandomK):
+    """Takes the number of the step for one of Python."""
+
+    def compress(self, x, at):
+        return super().compress(x, at) if int(at.key.step) % 2 else super().compress(-x, at)
+
+
+@dataclass(frozen=True)
+class DividesByANumber(EFSignSGD):
+    """Lets the graph's optimizer put a rounded reciprocal in place of the division."""
+
+    def compress(self, x, at):
+        scale = at.ops.sum(at.ops.abs(x)) / max(1, at.spec.numel)
+        return {**super().compress(x, at), "scale": at.ops.reshape(scale, (1,))}
+
+
+@pytest.mark.parametrize("mutant", [BranchesOnAValue(), BranchesOnALength(), CountsTheSteps()], ids=repr)
+def test_code_that_cannot_be_traced_is_noticed(mutant):
+    spec, ops = TensorSpec("t", (24, 40)), get_ops("tensorflow")
+    exchange(mutant, ops, spec, [draw(spec, 0)])
+    with pytest.raises(TypeError, match=r"symbolic|Symbolic"):
+        exchange(traced(mutant), ops, spec, [draw(spec, 0)])
+
+
+def test_bytes_that_differ_in_a_graph_are_noticed():
+    contract = test_contracts.TestTracedCompressors()
+    contract.reordered = lambda compressor, dtype: "float64" if dtype == "float64" else None
+    contract.test_bytes_are_equal_in_every_framework(DividesByANumber())
+    with pytest.raises(AssertionError):
+        contract.test_bytes_are_equal_in_every_framework(traced(DividesByANumber()))
+
+
+# --- a whole step in a graph ------------------------------------------------------------------------------------
+
+
+class Graph:
+    """A simulation whose steps are one graph, with states, numbers of steps, notes and moments in variables."""
+
+    def __init__(self, chosen, size, track_times=False, **options):
+        import tensorflow as tf
+
+        from grace.tensorflow.slots import VariableSlots
+        from grace.tensorflow.times import GraphTimes
+
+        self.sim = grace.Simulation(size, SPECS, config(chosen, **options), framework="tensorflow")
+        ops = get_ops("tensorflow")
+        self.traces = 0
+        self.plan = self.sim.plan
+        self.engines = self.sim.engines = []
+        for rank in range(size):
+            slots = VariableSlots(lambda name, value: tf.Variable(value, trainable=False))
+            slots.expect_notes(self.plan, False, ())
+            times = GraphTimes()
+            times.track = track_times
+            times.expect(self.plan)
+            transport = SimulatedTransport(rank, self.sim.exchange, ops)
+            self.engines.append(Engine(self.plan, lambda device: ops, transport, seed=5, slots=slots, times=times))
+        self._run = tf.function(self._step, autograph=False)
+
+    def _step(self, given):
+        self.traces += 1
+        return self.sim.step(given)
+
+    def step(self, given):
+        return self._run(given)
+
+
+def poison(name, rank, x):
+    if name == "matrix" and rank == 1:
+        x[3, 5] = np.nan
+    return x
+
+
+def assert_close(chosen, expected, got):
+    """The same bits where payloads are the same bytes in all frameworks; else what rounding makes of some steps."""
+    for mine, theirs in zip(expected, got, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            name = key if isinstance(key, str) else key[0]
+            spec = next(spec for spec in SPECS if spec.name == name)
+            if reordered(chosen.compressor, spec.dtype) is None:
+                assert same(mine[key], theirs[key]), key
+                continue
+            a, b = mine[key].astype(np.float64), theirs[key].astype(np.float64)
+            assert np.array_equal(np.isnan(a), np.isnan(b)), key
+            scale = np.abs(np.nan_to_num(a)).max(initial=0.0)
+            assert np.abs(np.nan_to_num(a) - np.nan_to_num(b)).max(initial=0.0) <= 1e3 * EPS[spec.dtype] * scale, key
+
+
+@pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
+def test_steps_in_a_graph_are_those_of_numpy(compressor):
+    """Of two ranks, the third step with a NaN on one of them."""
+    chosen = registered.default_parts(compressor)
+    reference, graph = simulate(chosen, size=2), Graph(chosen, 2)
+    for number in range(4):
+        change = {"change": poison} if number == 2 else {}
+        expected = step(reference, number, **change)
+        got = on_host(graph, graph.step(gradients(graph, number, **change)))
+        assert_close(chosen, expected, got)
+        assert np.isnan(got[0]["matrix"]).any() == (number == 2)
+        assert_close(chosen, states(reference), states(graph))
+        assert [e.stats()["wire_bytes"] for e in graph.engines] == [e.stats()["wire_bytes"] for e in reference.engines]
+        assert [int(engine.step) for engine in graph.engines] == [number + 1] * 2
+    assert graph.traces == 1
+
+
+def test_ranks_at_different_steps_are_told_by_the_graph():
+    import tensorflow as tf
+
+    graph = Graph(registered.default_parts(compressors.make("topk")), 2)
+    graph.engines[1]._slots.go_to(7)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="MismatchError: the ranks are not at the same step"):
+        graph.step(gradients(graph, 0))
+
+
+def test_the_device_of_a_variable_decides_on_the_kernels():
+    """TensorFlow's kernels are for the CPU; on a GPU the gradients stay where they are."""
+    import keras
+    import tensorflow as tf
+
+    from grace.tensorflow.gradients import device_of
+
+    assert [device_of(v) for v in (tf.Variable([1.0]), keras.Variable([1.0]))] == ["cpu", "cpu"]
+    places = {"/job:localhost/replica:0/task:0/device:GPU:1": "gpu", "/device:XPU:0": "xpu", "": "cpu"}
+    assert {place: device_of(SimpleNamespace(device=place)) for place in places} == places
+    assert not isinstance(get_ops("tensorflow", "gpu"), Native)

@@ -1,0 +1,70 @@
+"""What users of the TensorFlow adapter do now and then, in real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adapters.tensorflow.usage_results import TWO, same, scenario, two_and_four
+
+pytestmark = pytest.mark.distributed
+
+
+@two_and_four
+def test_two_steps_in_one_graph_do_not_mix(launch):
+    ranks = scenario("two_steps_in_one_graph", launch)
+    assert same(ranks)
+    mean = (1 + launch[1]) / 2
+    for method in ("none", "fp16", "bf16"):
+        # bfloat16 has 8 bits for a number.
+        assert ranks[0][method] == pytest.approx([mean, 100 * mean], rel=2**-8), method
+    assert ranks[0]["signsgd"] == [1.0, 1.0]
+
+
+def test_an_exchange_knows_its_variables():
+    ranks = scenario("lists_of_variables")
+    assert same(ranks)
+    # Half of 8 elements travels in each of 4 steps: 4, 8, 8 and 8 with its own residual, in any order.
+    assert ranks[0]["sums"] == [28.0, 2800.0]
+    assert "built for the variables a, b, and received gradients of a, other" in ranks[0]["other"]
+
+
+def test_models_that_their_first_batch_builds_are_broadcast_after_it():
+    ranks = scenario("lazy_model")
+    assert same(ranks)
+    assert not ranks[0]["built"], "build the model later, or the test shows nothing"
+
+
+def test_half_precision_weights_are_broadcast():
+    assert same(scenario("half_precision_weights"))
+
+
+@two_and_four
+def test_a_frozen_layer_keeps_its_weights_and_its_residual(launch):
+    ranks = scenario("frozen_layer", launch)
+    assert len({rank["weights"] for rank in ranks}) == 1
+    assert all(rank["kept"] and rank["step"] == 4 for rank in ranks)
+
+
+@two_and_four
+def test_gradients_may_change_their_form_after_the_first_step(launch):
+    ranks = scenario("changing_kinds", launch)
+    assert same(ranks)
+    mean = (1 + launch[1]) / 2
+    assert ranks[0] == {"dense first": mean, "rows first": mean}
+
+
+def test_ranks_at_different_iterations_are_told():
+    for result in scenario("different_iterations"):
+        assert result.startswith("MismatchError"), result
+        assert "iterations is 1 and 0" in result
+
+
+def test_odds_and_ends():
+    for result in scenario("odds_and_ends", TWO):
+        assert "gradient_accumulation_steps of the optimizers in it" in result["multi"]
+        assert "built once" in result["built twice"]
+        assert "'process_set'" in result["process set"]
+        assert result["saved"] == "SGD"
+        assert result["tape is gone"]
+        assert result["scaled"] == "topk"
+        assert not result["not scaled"]

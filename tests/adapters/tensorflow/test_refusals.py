@@ -1,0 +1,111 @@
+"""What the TensorFlow adapter refuses, and how ranks that differ are told, in real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.adapters.tensorflow.usage_results import same, scenario, two_and_four
+from tests.support.launch import ROOT
+
+pytestmark = pytest.mark.distributed
+
+
+def test_arguments_that_cannot_be_honoured_are_refused_by_name():
+    ranks = scenario("refused_arguments")
+    assert same(ranks)
+    result = ranks[0]
+    for name in ("compression", "groups", "num_groups", "use_locking", "device_dense", "device_sparse"):
+        assert f"the argument '{name}'" in result[name]
+    for name, words in {
+        "op": "'op' must be hvd.Average or hvd.Sum",
+        "predivided sum": "give a positive number and op=hvd.Average",
+        "no factor": "give a positive number and op=hvd.Average",
+        "typo": "Did you mean 'compress_ratio'?",
+        "unknown argument": "'backward_passes'",
+        "no passes": "must be at least 1, received 0",
+        "passes twice": "gradient_accumulation_steps, which is 2 already",
+        "passes too late": "wrap the optimizer before it is built",
+        "wrapped": "already wrapped",
+        "wrapped inside": "already wrapped",
+        "version 1": "TypeError: grace.tensorflow.DistributedOptimizer: GradientDescentOptimizer is an optimizer of Te",
+        "not an optimizer": "received Sequential of module keras",
+        "process set": "unknown to Horovod",
+        "elastic": "elastic Horovod",
+        "tape, compression": "the argument 'compression'",
+        "tape, op": "'op' must be hvd.Average or hvd.Sum",
+        "tape, typo": "Did you mean 'compress_ratio'?",
+        "tape, twice": "an Exchange has arguments of its own",
+    }.items():
+        assert words in result[name], name
+
+
+def test_steps_that_cannot_be_taken_are_refused():
+    ranks = scenario("refused_steps")
+    assert same(ranks)
+    for name, words in {
+        "fewer gradients": "expected one gradient per variable, received 2 for 4",
+        "float8": "overwritten by their gradients",
+        "late": "had no gradient on any rank in the first step",
+        "around": "Around.apply() went around",
+    }.items():
+        assert words in ranks[0][name], name
+
+
+@two_and_four
+def test_xla_is_refused_on_all_ranks(launch):
+    ranks = scenario("compiled_by_xla", launch)
+    for number, rank in enumerate(ranks):
+        assert rank["everywhere"].startswith("ConfigError: the step is being compiled by XLA")
+        assert "ConfigError: the step is being compiled by XLA" in rank["tf.function"]
+        told = (
+            "ConfigError"
+            if number == len(ranks) - 1
+            else f"MismatchError: the first step failed on rank {len(ranks) - 1}"
+        )
+        assert rank["on one rank"].startswith(told)
+        assert "jit_compile=False" in rank["on one rank"]
+        assert rank["nowhere"] == ""
+
+
+@two_and_four
+def test_ranks_that_differ_are_told_on_all_of_them(launch):
+    for rank in scenario("different_ranks", launch):
+        for name, words in {
+            "configuration": "compress_ratio is 0.5 and 0.25",
+            "argument": "sparse_as_dense is True and False",
+            "typo": "unknown compressor 'topkk'. Did you mean 'topk'?",
+            "optimizer": "received Sequential",
+            "variables": "net/hidden/kernel exists only on rank 0",
+            "kind of gradient": "'net/out/kernel' is dense on some ranks and rows of int32 on others",
+            "number of gradients": "expected 4 gradients, one per variable, received 3",
+            "tape": "is 'qsgd' and 'topk'",
+        }.items():
+            assert words in rank[name], name
+        assert rank["densified"] == rank["afterwards"] == ""
+
+
+def test_one_function_wraps_optimizers_of_keras():
+    ranks = scenario("dispatch")
+    assert same(ranks)
+    result = ranks[0]
+    for name, kind in {"keras": "DistributedSGD", "own": "DistributedOwn", "scaled": "LossScaleOptimizer"}.items():
+        assert result[name][0] == kind
+        assert result[name][1].startswith("topk")
+    assert "is an optimizer of TensorFlow 1" in result["version 1"]
+    assert result["model"].startswith("TypeError: grace.tensorflow")
+    assert "torch.optim.Optimizer or a keras.optimizers.Optimizer" in result["object"]
+
+
+def test_one_function_wraps_optimizers_of_pytorch():
+    # In a process of its own: Horovod cannot serve two frameworks in one.
+    code = """
+import horovod.torch as hvd, torch, grace
+hvd.init()
+optimizer = grace.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), compressor="topk")
+print(isinstance(optimizer, torch.optim.SGD), optimizer.grace.plan is not None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.split() == ["True", "True"], done.stderr

@@ -1,0 +1,310 @@
+"""How the TensorFlow adapter is used, in real processes: Keras' features, mixed precision, files, callbacks, tapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.adapters.tensorflow.usage_results import ALONE, FOUR, same, scenario, two_and_four
+
+pytestmark = pytest.mark.distributed
+
+# What two orders of summation may make of the weights after a few steps.
+ROUNDING = 1e-6
+
+
+def test_every_way_to_train_gives_the_same_bits():
+    ranks = scenario("ways_to_train")
+    assert same(ranks)
+    for label, ways in ranks[0].items():
+        assert len(set(ways.values())) == 1, (label, ways)
+    assert len(ranks[0]["topk"]) == 8
+    assert len({ways["graph"] for ways in ranks[0].values()}) == 3
+
+
+def test_options_of_optimizers_see_the_merged_gradient():
+    ranks = scenario("options_of_optimizers")
+    assert same(ranks)
+    for label, result in ranks[0].items():
+        assert result["distance"] < ROUNDING, label
+        assert result["moved"] > 1e-3, label
+    for label in ("clipnorm", "global_clipnorm", "clipvalue"):
+        assert ranks[0][label]["moved"] < ranks[0]["momentum"]["moved"] / 5, label
+
+
+def test_every_built_in_optimizer_exchanges():
+    ranks = scenario("all_optimizers")
+    assert same(ranks)
+    assert len(ranks[0]) >= 13
+    for label, result in ranks[0].items():
+        assert result["distance"] < ROUNDING, label
+        assert result["moved"] > 1e-5, label
+
+
+@two_and_four
+def test_accumulated_gradients_travel_once(launch):
+    ranks = scenario("passes_per_step", launch)
+    assert same(ranks)
+    result = ranks[0]
+    # Four passes make two steps, each of which sends what one pass would.
+    assert all(values["step"] == 2 for values in result.values())
+    assert [result[label]["bytes"] for label in ("sum", "mean", "of Keras", "sum of topk")] == [848, 848, 848, 432]
+    assert result["mean"]["weights"] == result["of Keras"]["weights"]
+    assert result["sum"]["distance"] < ROUNDING
+    assert result["mean"]["distance"] < ROUNDING
+    assert result["sum"]["weights"] != result["mean"]["weights"]
+
+
+def moved(history: list[dict[str, Any]]) -> list[list[str]]:
+    return [step["moved"] for step in history]
+
+
+@two_and_four
+def test_overflow_on_one_rank_skips_the_step_on_all(launch):
+    ranks = scenario("overflow_in_fit", launch)
+    assert same(ranks)
+    for label, result in ranks[0].items():
+        everything = ["weights", "momenta", *(["states"] if not label.startswith("none") else [])]
+        assert moved(result["history"]) == [everything, [], everything, everything], label
+        assert [step["scale"] for step in result["history"]] == [2.0**15, 2.0**14, 2.0**14, 2.0**14], label
+        assert result["finite"], label
+    assert ranks[0]["topk, graph"] == ranks[0]["topk, eager"]
+
+
+@two_and_four
+def test_one_bad_tensor_rolls_back_all_of_them(launch):
+    ranks = scenario("overflow_by_hand", launch)
+    assert same(ranks)
+    for label, result in ranks[0].items():
+        everything = ["weights", "momenta", *(["states"] if not label.startswith("none") else [])]
+        expected = [everything, [], everything]
+        if "accumulating" in label:
+            # The second pass does not count; the third is the second of the first step, and the fifth of the second.
+            expected = [[], [], everything, [], everything]
+        assert moved(result["history"]) == expected, label
+        scales = [step["scale"] for step in result["history"]]
+        assert scales == [2.0**10] + [2.0**9] * (len(scales) - 1), label
+        assert result["finite"], label
+
+
+def test_memories_do_not_depend_on_the_scale():
+    ranks = scenario("scale_of_the_day")
+    for rank in ranks:
+        for label, kinds in rank.items():
+            assert [kinds[kind][2] for kind in ("without", "fixed", "growing")] == [1.0, 2.0**10, 2.0**12], label
+            assert kinds["without"][:2] == kinds["fixed"][:2] == kinds["growing"][:2], label
+    assert same([[kinds["fixed"][0] for kinds in rank.values()] for rank in ranks])
+
+
+def test_saved_models_go_on_exactly():
+    ranks = scenario("saved_models")
+    assert same(ranks)
+    for label, result in ranks[0].items():
+        assert result["state"], label
+        whole, resumed = result["weights"]
+        assert whole == resumed, label
+        first, second = result["types"]
+        assert first == second, label
+    assert ranks[0]["mixed precision"]["types"][0] == "LossScaleOptimizer"
+
+
+def test_checkpoints_of_tensorflow_go_on_exactly():
+    ranks = scenario("checkpoints")
+    assert same(ranks)
+    for label, (whole, resumed) in ranks[0].items():
+        assert whole == resumed, label
+
+
+@two_and_four
+def test_one_file_for_all_ranks_starts_foreign_memories_from_zero(launch):
+    ranks = scenario("one_file", launch)
+    assert same([rank["weights"] for rank in ranks])
+    assert same([rank["inherited"][1] for rank in ranks])
+    for number, rank in enumerate(ranks):
+        assert rank["inherited"][0] == (number == 0)
+        loaded, expected = rank["weights"]
+        assert loaded == expected
+        assert rank["states"]
+        assert rank["step"] == 5
+
+
+def test_configurations_survive_a_round_trip():
+    ranks = scenario("round_trip")
+    assert same(ranks)
+    for label in ("from_config", "serialize", "again"):
+        assert ranks[0][label] == [True, 3.0, True], label
+    assert ranks[0]["passes"] == [2, 2]
+
+
+def test_a_fresh_process_loads_without_horovod_and_goes_on():
+    (result,) = scenario("fresh_process", ALONE)
+    fresh = result["result"]
+    for key, value in result["expected"].items():
+        assert fresh[key] == value, key
+    assert not fresh["initialized"]
+    for key in ("wrapped", "taped", "step"):
+        assert "call hvd.init() first" in fresh[key], key
+    assert "tf.distribute strategy" in fresh["mirrored"]
+    assert result["torch"]["backend"] == "torch"
+    assert result["torch"]["refused"].startswith("ConfigError")
+    assert "KERAS_BACKEND=tensorflow" in result["torch"]["refused"]
+
+
+@two_and_four
+def test_ranks_start_alike_and_keep_their_memories(launch):
+    ranks = scenario("broadcast", launch)
+    last = len(ranks) - 1
+    assert len({rank["own"] for rank in ranks}) == len(ranks)
+    assert len({rank["apart"] for rank in ranks}) == len(ranks)
+    for rank in ranks:
+        assert rank["first"] == ranks[0]["first"]
+        assert rank["first"][0] == ranks[0]["own"]
+        assert rank["second"] == ranks[0]["second"]
+        assert rank["second"][0] == ranks[last]["apart"]
+        assert rank["states"]
+        assert rank["weights"] == ranks[0]["weights"]
+
+
+@two_and_four
+def test_metrics_are_averaged_over_ranks(launch):
+    ranks = scenario("metrics", launch)
+    names = {"loss", "mae", "val_loss", "val_mae"}
+    for rank in ranks:
+        assert set(rank["own"]) == set(rank["history"]) == names
+        for name in names:
+            mean = sum(other["own"][name] for other in ranks) / len(ranks)
+            assert rank["history"][name] == pytest.approx(mean, rel=1e-9)
+        assert rank["different"].startswith("MismatchError: the metrics mae exist on some ranks only")
+    assert ranks[0]["own"]["loss"] != ranks[1]["own"]["loss"]
+
+
+def test_callbacks_that_decide_do_so_alike():
+    ranks = scenario("learning_rates")
+    assert same(ranks)
+    assert ranks[0]["rates"] == pytest.approx([0.05, 0.05, 0.025, 0.0125])
+    count, averages = ranks[0]["averages"]
+    assert count == 4
+    assert ranks[0]["weights"] == averages
+
+
+def test_statistics_reach_history_and_tensorboard():
+    keys = ["grace_dense_bytes", "grace_ratio", "grace_relative_error", "grace_residual_norm", "grace_wire_bytes"]
+    for rank in scenario("statistics"):
+        for label, expected in {
+            "with norms": keys,
+            "without": [k for k in keys if k.endswith(("bytes", "ratio"))],
+        }.items():
+            result = rank[label]
+            assert sorted(result["history"]) == expected, label
+            assert result["written"] == [f"epoch_{key}" for key in expected], label
+            assert result["history"]["grace_wire_bytes"] == [432, 432]
+            assert result["history"]["grace_dense_bytes"] == [848, 848]
+            assert result["stats"] == {"step": 6, "wire_bytes": 432, "dense_bytes": 848}
+            assert all("StepError" in error for error in result["early"])
+            for word in ("net/hidden/kernel", "topk", "residual", "allgather", "432 on the wire"):
+                assert word in result["report"]
+        assert all(0 < error < 1 and norm > 0 for error, norm in rank["with norms"]["norms"])
+        assert rank["without"]["norms"] == [[None, None]] * 4
+        assert "set it before the first one" in rank["without"]["late"]
+        assert rank["refused"].startswith("ConfigError: StatisticsCallback")
+
+
+def test_process_sets_train_apart():
+    ranks = scenario("apart", FOUR)
+    for number, rank in enumerate(ranks):
+        other = ranks[(number + 2) % 4]
+        assert rank == other
+        assert rank["weights"][0] == rank["weights"][1]
+        assert "set it before the first step" in rank["unset"]
+    assert ranks[0]["weights"] != ranks[1]["weights"]
+    assert ranks[0]["loss"] != ranks[1]["loss"]
+
+
+def test_embeddings_travel_as_rows_or_compressed():
+    ranks = scenario("embeddings")
+    assert same(ranks)
+    result = ranks[0]
+    # 12 words of 40 float32 and an int32 index each; the small matrix and the biases beside them.
+    rows = {"dense.0.values": 1920, "dense.0.indices": 48, "dense.1": 960, "dense.2": 8}
+    for label in ("rows", "rows beside topk", "clipped", "scaled"):
+        assert result[label]["sent"] == rows, label
+    for label in ("as dense", "accumulated"):
+        assert result[label]["sent"] == {"dense.0": 5120, "dense.1": 960, "dense.2": 8}, label
+    # 128 values of float32 with int32 indices, and a header; the biases, which ride along beside compressed tensors.
+    assert result["compressed"]["sent"] == {"bucket.1": 128 * 8 + 16, "dense.1": 960, "bucket.0.float32": 8}
+    for label, values in result.items():
+        assert values["reported"] == sum(values["sent"].values()), label
+        assert values["distance"] < ROUNDING or label == "compressed", label
+    assert 0 < result["compressed"]["distance"] < 0.1
+
+
+@two_and_four
+def test_rows_of_any_number_are_gathered(launch):
+    ranks, size = scenario("rows_of_a_table", launch), launch[1]
+    for label in ("average", "sum", "compressed"):
+        assert same([rank[label]["table"] for rank in ranks]), label
+    # Row i is looked up by the ranks from i on, and in the second step also by the one before.
+    counts = [(i < rank + 1) + (i < rank + 2) for rank in range(size) for i in range(32)]
+    lookups = [sum(counts[i::32]) for i in range(32)]
+    assert ranks[0]["sum"]["column"] == pytest.approx([1.0 - n for n in lookups])
+    assert ranks[0]["average"]["column"] == pytest.approx([1.0 - n / size for n in lookups])
+    for number, rank in enumerate(ranks):
+        assert rank["sum"]["sent"] == (number + 2) * (40 * 4 + 4)
+        assert rank["compressed"]["sent"] == 128 * 8 + 16
+
+
+@two_and_four
+def test_a_rank_without_rows_takes_part(launch):
+    ranks = scenario("without_rows", launch)
+    assert same([rank["weights"] for rank in ranks])
+    # The optimizer has momentum.
+    assert ranks[0]["moved"] == [True, True, True]
+
+
+def test_tapes_give_the_same_bits_as_optimizers():
+    ranks = scenario("tapes")
+    assert same(ranks)
+    assert len(ranks[0]["topk"]) == 5
+    for label, ways in ranks[0].items():
+        assert len(set(ways.values())) == 1, (label, ways)
+
+
+@two_and_four
+def test_an_exchange_in_a_checkpoint_goes_on_exactly(launch):
+    ranks = scenario("tape_checkpoint", launch)
+    assert same(ranks)
+    whole, resumed = ranks[0]["weights"]
+    assert whole == resumed
+    assert ranks[0]["step"] == 5
+
+
+@two_and_four
+def test_local_sources_stay_local(launch):
+    ranks = scenario("local_sources", launch)
+    for label, factor in {"scaled": 1 / launch[1], "as it is": 1.0}.items():
+        assert same([rank[label]["others"] for rank in ranks]), label
+        for rank in ranks:
+            assert rank[label]["factor"] == pytest.approx(factor)
+            assert rank[label]["error"] == 0
+            assert rank[label]["exchanged"] == ["net/hidden/bias", "net/out/kernel", "net/out/bias"]
+
+
+@two_and_four
+def test_a_tape_is_asked_in_several_ways(launch):
+    ranks, size = scenario("shapes_of_sources", launch), launch[1]
+    mean = 2.0 * sum(rank + 1 for rank in range(size)) / size
+    for rank in ranks:
+        assert rank["single"] == rank["used"] == [mean, mean]
+        assert rank["on rank 0"] == [1 / size, 1 / size]
+        assert rank["nowhere"]
+
+
+def test_two_models_have_their_own_memories_and_take_them_along():
+    ranks = scenario("two_models")
+    assert same(ranks)
+    one, two, first, second = ranks[0]["weights"]
+    assert [one, two] == [first, second]
+    assert one != two
+    assert ranks[0]["kept"] == 4
+    assert ranks[0]["afterwards"] == 0

@@ -1,0 +1,46 @@
+"""Times of a step and their trace, with every adapter, in two real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import MPI, TENSORFLOW, TORCH, run
+from tests.support.trace_checks import check_phases, check_trace, phases_in, steps_in
+
+pytestmark = pytest.mark.distributed
+
+# By how much a graph on a busy machine may look at the clock too late; clocks that differ would by far more.
+SLACK_US = 50_000
+# How many steps each part of the scenario takes.
+WORKERS = {TORCH: 1, TENSORFLOW: 3, MPI: 1}
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_every_rank_traces_its_steps_and_a_bad_path_is_told_to_all(worker):
+    launcher, steps = "mpirun" if worker == MPI else "horovodrun-gloo", WORKERS[worker]
+    results = [rank["timeline"] for rank in run(launcher, 2, ["timeline"], worker)]
+    for rank, result in enumerate(results):
+        assert "trace" not in result, result["trace"]
+        check_phases(result["stats"])
+        check_trace(result["told"], result["stats"], rank, steps - 1)
+        assert steps_in(result["told"]) == set(range(steps))
+        assert steps_in(result["by hand"]) == set(range(steps, 2 * steps))
+        assert any(event["name"] == "settle" for event in phases_in(result["told"]))
+    # One clock: a rank cannot have the others' payloads before they were handed over.
+    bucket = next(iter(results[0]["stats"]["buckets"]))
+    begun = [_begun(result["told"], bucket, steps - 1) for result in results]
+    assert max(rank["send"] for rank in begun) <= min(rank["merge"] for rank in begun) + SLACK_US
+    assert results[0]["refused"].startswith("MismatchError")
+    assert "rank 1: ConfigError: the timeline" in results[0]["refused"]
+    assert results[1]["refused"].startswith("ConfigError: the timeline")
+    if worker == TENSORFLOW:
+        for result in results:
+            assert result["late"].startswith("StepError: a timeline is part of the traced step")
+            assert steps_in(result["tape"]) == {0}
+        assert [result["refused tape"].split(":")[0] for result in results] == ["MismatchError", "ConfigError"]
+
+
+def _begun(events, bucket, step):
+    """When the phases of a bucket began, in microseconds."""
+    rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    return {e["name"]: e["ts"] for e in phases_in(events) if e["tid"] == rows[bucket] and e["args"]["step"] == step}

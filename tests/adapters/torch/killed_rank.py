@@ -1,0 +1,40 @@
+"""One rank of a run in which the last rank is killed in mid-step: `killed.py CONFIG`, with a configuration as JSON.
+
+Prints "lost" once the last rank is going to be killed, and ends as a training script does that knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+
+from tests.adapters.torch.model import batches, make_net, wrap
+
+LAST_STEP = 3
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    model = make_net()
+    optimizer = wrap(model, json.loads(sys.argv[1]))
+    for step, (x, y) in enumerate(batches(20, hvd.rank())):
+        if step == LAST_STEP and hvd.rank() == hvd.size() - 1:
+            # The gradients of the layers behind it are on their way by then, that of this one never will be.
+            model.conv.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        if step == LAST_STEP:
+            print("lost", flush=True)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    print("trained to the end", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The model, the data and the helpers of the scenarios."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+
+import grace.torch
+from grace.core.config import make_config
+from grace.core.errors import IncompatibleError
+from grace.core.registry import communicators
+from tests.support.launch import methods
+
+PROCESS_SETS: list[Any] = []
+
+
+# Fits tensors of every shape in Net, so that nothing is dense unless a method cannot take it.
+EVERYTHING = {"default_rules": False}
+LAYERS = {**EVERYTHING, "granularity": "layer"}
+# Of Net the large matrices are cut, and what is left of them is fused with smaller tensors.
+UNITS = {
+    "layer": LAYERS,
+    "bucket": {**EVERYTHING, "granularity": "bucket", "bucket_bytes": 20_000, "split_bytes": 16_384},
+    "model": {**EVERYTHING, "granularity": "model"},
+}
+
+
+class Net(torch.nn.Module):
+    """A convolution, two matrices, vectors, a scalar and two branches, of which `forward` can leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(1, 6, 3)
+        self.left = torch.nn.Linear(216, 40)
+        self.right = torch.nn.Linear(216, 40)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.head = torch.nn.Linear(40, 10)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.conv(x)).flatten(1)
+
+    def forward(self, x: torch.Tensor, right: bool = True) -> torch.Tensor:
+        h = self.features(x)
+        h = self.left(h) + self.right(h) if right else self.left(h)
+        return self.head(torch.relu(h * self.scale))
+
+
+def make_net(seed: int = 0) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net()
+
+
+def batches(steps: int, rank: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Data that differ between ranks and are the same in every scenario."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    for _ in range(steps):
+        yield torch.randn(8, 1, 8, 8, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+
+
+def digest(tensors: Any) -> str:
+    """Hash of the exact bits of several tensors."""
+    sha = hashlib.sha256()
+    for t in tensors:
+        sha.update(t.detach().to(torch.float64).contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def sgd(model: torch.nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.01, "momentum": 0.5, **options})
+
+
+def wrap(model: torch.nn.Module, config: dict[str, Any], **arguments: Any) -> Any:
+    optimizer = arguments.pop("optimizer", None) or sgd(model)
+    return grace.torch.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), config=config, **arguments
+    )
+
+
+def exchange(optimizer: Any) -> None:
+    """Exchange the gradients that are in place and close the step, so that the next one can be put in by hand."""
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int = 0) -> float:
+    """Train on the batches `start` to `start + steps`; the last loss."""
+    loss = torch.zeros(())
+    for x, y in itertools.islice(batches(start + steps, hvd.rank(), seed), start, None):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+def valid_configs() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every registered compressor with every communicator that can carry it."""
+    for name, communicator in itertools.product(methods(), communicators):
+        config = {"compressor": name, "communicator": communicator, **EVERYTHING}
+        if name in ("topk", "randomk", "dgc"):
+            config["compress_ratio"] = 0.05
+        try:
+            make_config(config)
+        except IncompatibleError:
+            continue
+        yield f"{name}/{communicator}", config
+
+
+@contextmanager
+def spy(optimizer: Any) -> Iterator[list[tuple[str, int]]]:
+    """Record the name and bytes of what this rank hands to each collective of the exchange."""
+    transport, sent = optimizer.grace.engine.transport, []
+    originals = {kind: getattr(transport, kind) for kind in ("allreduce", "allgather", "broadcast")}
+
+    def watch(kind: str) -> Callable[..., Any]:
+        def call(x: torch.Tensor, **arguments: Any) -> Any:
+            if kind != "broadcast" or arguments["root"] == transport.rank:
+                sent.append((arguments["name"], x.numel() * x.element_size()))
+            return originals[kind](x, **arguments)
+
+        return call
+
+    for kind in originals:
+        setattr(transport, kind, watch(kind))
+    try:
+        yield sent
+    finally:
+        for kind in originals:
+            delattr(transport, kind)
+
+
+def flat(states: dict[str, Any] | None) -> str:
+    """Hash of all arrays of a tensor's states."""
+    if states is None:
+        return ""
+    return digest(states[kind][key] for kind in ("memory", "compressor") for key in sorted(states[kind]))

@@ -1,0 +1,209 @@
+"""Scenarios about schedules in PyTorch: what one rank does, and what it reports."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import grace.torch
+from grace.core.errors import GraceError
+from grace.torch import CompressionScheduler
+from tests.adapters.torch.model import EVERYTHING, digest, make_net, train, wrap
+
+# From which step on what counts, over all kinds of state: residual, momentum, both and none, and a warm start.
+STAGES = {
+    0: {"compressor": "topk", "compress_ratio": 0.1},
+    2: {"compressor": "dgc", "compress_ratio": 0.2, "momentum": 0.5},
+    4: {"compressor": "powersgd", "compress_rank": 1},
+    6: {"compressor": "none"},
+    8: {"compressor": "topk", "compress_ratio": 0.3},
+}
+STEPS = 10
+RATES = (0.1, 0.1, 0.4, 0.05, 0.01)
+
+
+def scheduled() -> dict[str, Any]:
+    return {**STAGES[0], **EVERYTHING, "schedule": [{"step": step, **STAGES[step]} for step in list(STAGES)[1:]]}
+
+
+def weights(net: Any) -> str:
+    return digest(list(net.parameters()))
+
+
+def schedules() -> dict[str, Any]:
+    """One run by the configuration, by hand, and by a scheduler; and one that is continued from a file."""
+    by_config = make_net()
+    optimizer = wrap(by_config, scheduled())
+    sent = []
+    for step in range(STEPS):
+        train(by_config, optimizer, 1, start=step)
+        sent.append(optimizer.grace.stats()["wire_bytes"])
+        if step == 4:
+            file = io.BytesIO()
+            torch.save({"model": by_config.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    by_hand = make_net()
+    optimizer = wrap(by_hand, {**STAGES[0], **EVERYTHING})
+    for step in range(STEPS):
+        if step in list(STAGES)[1:]:
+            optimizer.grace.change(**STAGES[step])
+        train(by_hand, optimizer, 1, start=step)
+    by_scheduler = make_net()
+    optimizer = wrap(by_scheduler, {**STAGES[0], **EVERYTHING})
+    scheduler = CompressionScheduler(optimizer, lambda step: STAGES.get(step) if step else None)
+    for step in range(STEPS):
+        train(by_scheduler, optimizer, 1, start=step)
+        scheduler.step()
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make_net(seed=1)
+    resumed.load_state_dict(saved["model"])
+    optimizer = wrap(resumed, scheduled())
+    optimizer.load_state_dict(saved["optimizer"])
+    train(resumed, optimizer, STEPS - 5, start=5)
+    nets = {"config": by_config, "hand": by_hand, "scheduler": by_scheduler, "resumed": resumed}
+    return {"weights": {name: weights(net) for name, net in nets.items()}, "sent": sent}
+
+
+def dense_first() -> dict[str, Any]:
+    """Steps in which Horovod does everything, and a method from then on."""
+    net = make_net()
+    optimizer = wrap(net, {"compressor": "none", **EVERYTHING, "schedule": [{"step": 2, **STAGES[0]}]})
+    steps, sent = [], []
+    for step in range(4):
+        train(net, optimizer, 1, start=step)
+        steps.append(optimizer.grace.engine.step)
+        sent.append(optimizer.grace.stats()["wire_bytes"])
+    return {"steps": steps, "sent": sent, "weights": weights(net)}
+
+
+def resumed_scheduler() -> dict[str, Any]:
+    """The options of a scheduler that gives only what changes, and of one that went on from its state."""
+    changes = {1: {"compress_ratio": 0.5}, 3: {"beta": 0.5}}
+    first, second = (
+        CompressionScheduler(wrap(make_net(), {**STAGES[0], **EVERYTHING}), lambda step: changes.get(step))
+        for _ in "ab"
+    )
+    for _ in range(4):
+        first.step()
+    second.load_state_dict(first.state_dict())
+    try:
+        first.load_state_dict({"last_step": 2})
+        error = ""
+    except GraceError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"options": [repr(s._exchange.config.parts) for s in (first, second)], "error": error}
+
+
+def changes_that_differ() -> dict[str, Any]:
+    """Ranks that want different things, and one that wants something wrong; afterwards training goes on."""
+    net = make_net()
+    optimizer = wrap(net, {**STAGES[0], **EVERYTHING})
+    train(net, optimizer, 1)
+    errors = []
+    for changes in ({"compress_ratio": 0.5 + 0.1 * hvd.rank()}, {"compress_rate" if hvd.rank() else "beta": 0.5}):
+        try:
+            optimizer.grace.change(**changes)
+        except GraceError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    optimizer.grace.change(compress_ratio=0.5)
+    train(net, optimizer, 2, start=1)
+    return {"errors": errors, "weights": weights(net), "ratio": optimizer.grace.config.parts.compressor.compress_ratio}
+
+
+def learning_rates() -> dict[str, Any]:
+    """Constant gradients under rates that change: how far the weights and what is held are from what was meant."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(40, 30))
+    slopes = [torch.randn(40, 30, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
+    plain = torch.optim.SGD([parameter], lr=RATES[0])
+    config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, **EVERYTHING}
+    optimizer = grace.torch.DistributedOptimizer(plain, [("w", parameter)], config)
+    for lr in RATES:
+        optimizer.param_groups[0]["lr"] = lr
+        (parameter * slopes[hvd.rank()]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    residual = optimizer.grace.engine.state_dict()["tensors"]["w"]["memory"]["residual"].reshape(40, 30)
+    held = hvd.allreduce(residual, op=hvd.Average, name="held")
+    meant = sum(RATES) * sum(slopes) / hvd.size()
+    return {"off": float((RATES[-1] * held - parameter.detach() - meant).abs().max()), "moved": digest([parameter])}
+
+
+def local_steps() -> dict[str, Any]:
+    """Weights that meet every third step: the mean of ranks that train alone, and the same on all ranks with topk."""
+    results: dict[str, Any] = {}
+    for name, config in {
+        "none": {"compressor": "none"},
+        "qsparse": {"compressor": "qsparse", "compress_ratio": 0.2},
+    }.items():
+        net = make_net()
+        plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        optimizer = grace.torch.DistributedOptimizer(
+            plain, net.named_parameters(), {**config, **EVERYTHING}, local_steps=3
+        )
+        apart = []
+        for step in range(7):
+            if step == 5:
+                saved = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+            train(net, optimizer, 1, start=step)
+            apart.append(weights(net))
+        again = make_net(seed=1)
+        resumed = grace.torch.DistributedOptimizer(
+            torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9),
+            again.named_parameters(),
+            {**config, **EVERYTHING},
+            local_steps=3,
+        )
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(again, resumed, 2, start=5)
+        results[name] = {"apart": apart, "resumed": weights(again) == apart[-1]}
+        if name == "none":
+            alone = make_net()
+            lonely = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+            for meeting in range(2):
+                train(alone, lonely, 3, start=3 * meeting)
+                with torch.no_grad():
+                    for key, p in alone.named_parameters():
+                        p.copy_(hvd.allreduce(p, op=hvd.Average, name=f"alone.{key}"))
+            train(alone, lonely, 1, start=6)
+            pairs = zip(net.parameters(), alone.parameters(), strict=True)
+            results[name]["off"] = max(float((a - b).abs().max()) for a, b in pairs)
+    return results
+
+
+def local_refusals() -> dict[str, Any]:
+    """What does not go with local steps."""
+    net = make_net()
+    wrong = [
+        {"local_steps": 0},
+        {"local_steps": 2, "op": hvd.Sum},
+        {"local_steps": 2, "backward_passes_per_step": 2},
+        {"local_steps": 2, "lr_correction": True},
+        {"local_steps": 2 + hvd.rank()},
+    ]
+    errors = []
+    for arguments in wrong:
+        try:
+            wrap(net, {"compressor": "topk", **EVERYTHING}, **arguments)
+        except GraceError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return {"errors": errors}
+
+
+def loaded_in_another_stage() -> dict[str, Any]:
+    """Only rank 0 loads a checkpoint, which is of a later stage."""
+    first = make_net()
+    optimizer = wrap(first, scheduled())
+    train(first, optimizer, 3)
+    second = make_net()
+    fresh = wrap(second, scheduled())
+    if hvd.rank() == 0:
+        fresh.load_state_dict(optimizer.state_dict())
+    train(second, fresh, 1)
+    return {}

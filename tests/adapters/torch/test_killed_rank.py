@@ -1,0 +1,111 @@
+"""A rank that is killed in mid-step ends the others with an error, in bounded time: nobody waits for it for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.support.launch import ROOT, command
+
+pytestmark = pytest.mark.distributed
+
+# Horovod's patience with a rank that is not there, and what starting and ending take on a machine with other work.
+TIMEOUT_S, SLACK_S = 10, 90
+CONFIGS = {
+    "layer": {"compressor": "topk", "compress_ratio": 0.1, "granularity": "layer", "bucket_bytes": 0},
+    "bucket": {"compressor": "terngrad", "shared_scale": True, "bucket_bytes": 20_000, "split_bytes": 16_384},
+    "model": {"compressor": "powersgd", "granularity": "model"},
+}
+
+
+def words(granularity: str) -> list[str]:
+    config = {**CONFIGS[granularity], "default_rules": False}
+    return [sys.executable, "-m", "tests.adapters.torch.killed_rank", json.dumps(config)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "GRACE_CONFIG"))}
+    patience = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(TIMEOUT_S)}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **patience, **more}
+
+
+@contextmanager
+def rendezvous(size: int) -> Iterator[str]:
+    """The port of Horovod's meeting place for ranks that no launcher looks after."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "grace.bench.step.rendezvous", f"127.0.0.1:{size}"],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.parametrize(("granularity", "size"), [("bucket", 2), ("layer", 2), ("model", 4)])
+def test_the_others_end_by_themselves(granularity, size):
+    """No launcher is there to end them: each has to notice."""
+    with ExitStack() as stack:
+        port = stack.enter_context(rendezvous(size))
+        ranks, said = [], []
+        for rank in range(size):
+            place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0}
+            place |= {"CROSS_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "HOSTNAME": "127.0.0.1"}
+            place |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": "lo"}
+            said.append(stack.enter_context(tempfile.TemporaryFile("w+")))
+            ranks.append(
+                subprocess.Popen(
+                    words(granularity),
+                    cwd=ROOT,
+                    env=environment(**{f"HOROVOD_{name}": str(value) for name, value in place.items()}),
+                    stdout=said[-1],
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            stack.callback(ranks[-1].kill)
+        # One that waits for ever would hang here.
+        codes = [ranks[-1].wait(timeout=120)]
+        started = time.monotonic()
+        codes = [process.wait(timeout=TIMEOUT_S + SLACK_S) for process in ranks[:-1]] + codes
+        seconds = time.monotonic() - started
+        outputs = []
+        for file in said:
+            file.seek(0)
+            outputs.append(file.read())
+        assert codes[-1] == -signal.SIGKILL, outputs[-1]
+        for code, output in zip(codes[:-1], outputs[:-1], strict=True):
+            assert "lost" in output, output
+            assert code != 0, output
+            assert "trained to the end" not in output
+            assert "Error" in output, "a training script says why it ends"
+        assert seconds < TIMEOUT_S + SLACK_S
+
+
+def test_horovodrun_ends_with_an_error():
+    done = subprocess.run(
+        [*command("horovodrun-gloo", 2), *words("bucket")],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120 + TIMEOUT_S + SLACK_S,
+        check=False,
+    )
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert "trained to the end" not in done.stdout

@@ -1,0 +1,387 @@
+"""Scenarios about how the optimizer is used: what one rank does, and what it reports."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+
+from tests.adapters.torch.model import (
+    EVERYTHING,
+    LAYERS,
+    PROCESS_SETS,
+    Net,
+    batches,
+    digest,
+    flat,
+    make_net,
+    sgd,
+    spy,
+    train,
+    wrap,
+)
+from tests.support.launch import methods
+
+
+def resume() -> dict[str, Any]:
+    """10 steps in one go, and 5 steps, a checkpoint through a file, and 5 more in a fresh optimizer."""
+    results = {}
+    for name in methods():
+        config = {"compressor": name, **EVERYTHING}
+        whole = make_net()
+        train(whole, wrap(whole, config), 10)
+        first = make_net()
+        optimizer = wrap(first, config)
+        train(first, optimizer, 5)
+        file = io.BytesIO()
+        torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        second = make_net(seed=1)
+        second.load_state_dict(saved["model"])
+        optimizer = wrap(second, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.load_state_dict(saved["optimizer"])
+        train(second, optimizer, 5, start=5)
+        ends = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in (whole, second)]
+        results[name] = {
+            "weights": digest([ends[1]]),
+            "equal": bool((ends[0] == ends[1]).all()),
+            "distance": float((ends[0] - ends[1]).abs().max()),
+        }
+    return results
+
+
+def foreign_checkpoint() -> dict[str, Any]:
+    """Every rank loads the checkpoint of rank 0, as scripts do that save on one rank only."""
+    model = make_net()
+    optimizer = wrap(model, {"compressor": "topk", **LAYERS})
+    train(model, optimizer, 3)
+    mine = optimizer.state_dict()
+    saved = mine if hvd.rank() == 0 else copy.deepcopy(mine)
+    saved["grace"]["rank"] = 0
+    fresh = wrap(model, {"compressor": "topk", **LAYERS})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fresh.load_state_dict(saved)
+        messages = [str(w.message) for w in caught]
+    state, step = (
+        fresh.grace.engine.state_dict()["tensors"]["left.weight"]["memory"]["residual"],
+        fresh.grace.engine.step,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain = {k: v for k, v in saved.items() if k != "grace"}
+        fresh.load_state_dict(plain)
+        without = [str(w.message) for w in caught]
+    return {
+        "messages": messages,
+        "residual": float(state.norm()),
+        "step": step,
+        "without": without,
+    }
+
+
+def partly_loaded() -> dict[str, str]:
+    """Only rank 0 loads a checkpoint, of an earlier step, and the ranks go on."""
+    results = {}
+    for name in ("topk", "randomk", "powersgd"):
+        model = make_net()
+        optimizer = wrap(model, {"compressor": name, **EVERYTHING})
+        train(model, optimizer, 2)
+        state = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, 3)
+        if hvd.rank() == 0:
+            optimizer.load_state_dict(state)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        try:
+            train(model, optimizer, 1)
+            results[name] = ""
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def _evaluate(model: Net, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def closures() -> dict[str, Any]:
+    """step(closure) against the same steps without one."""
+    weights = []
+    for with_closure in (True, False):
+        model = make_net()
+        optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING})
+        losses = []
+        for x, y in batches(4, hvd.rank()):
+            evaluate = functools.partial(_evaluate, model, optimizer, x, y)
+            if with_closure:
+                losses.append(float(optimizer.step(evaluate).detach()))
+            else:
+                losses.append(float(evaluate().detach()))
+                optimizer.step()
+        weights.append([digest(model.parameters()), losses])
+    try:
+        wrap(make_net(), {"compressor": "topk"}, optimizer=torch.optim.LBFGS(make_net().parameters()))
+        refused = ""
+    except Exception as error:
+        refused = str(error)
+    return {"weights": weights[0][0], "equal": weights[0] == weights[1], "refused": refused}
+
+
+def synchronized_twice() -> dict[str, Any]:
+    """synchronize() and then a plain step(), which Horovod allows, against one exchange; and a load in mid-step."""
+    weights = []
+    for twice in (False, True):
+        model = make_net()
+        config = {"compressor": "dgc", "compress_ratio": 0.5, **EVERYTHING}
+        optimizer = wrap(model, config, optimizer=sgd(model, momentum=0.0))
+        for x, y in batches(4, hvd.rank()):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if twice:
+                    optimizer.synchronize()
+                optimizer.step()
+        weights.append(digest(model.parameters()))
+    x, y = next(batches(1, hvd.rank()))
+    F.cross_entropy(model(x), y).backward()
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+        refused = ""
+    except Exception as error:
+        refused = str(error)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    return {"weights": weights, "refused": refused, "after": digest(model.parameters())}
+
+
+def contract_of_horovod() -> dict[str, Any]:
+    """What a user of Horovod's optimizer relies on."""
+    model = make_net()
+    plain = sgd(model)
+    optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}, optimizer=plain)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    x, y = next(batches(1, hvd.rank()))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.synchronize()
+    synchronized = digest(p.grad for p in model.parameters())
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad(set_to_none=False)
+    zeroed = all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    optimizer.zero_grad(set_to_none=True)
+    cleared = all(p.grad is None for p in model.parameters())
+    F.cross_entropy(model(x), y).backward()
+    try:
+        optimizer.zero_grad()
+        early = ""
+    except Exception as error:
+        early = str(error)
+    optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(model, optimizer, 2)
+    return {
+        "instance": isinstance(optimizer, torch.optim.SGD),
+        "lr": optimizer.param_groups[0]["lr"],
+        "synchronized": synchronized,
+        "norm": norm,
+        "zeroed": zeroed,
+        "cleared": cleared,
+        "early": early,
+        "weights": digest(model.parameters()),
+    }
+
+
+def mixed_precision() -> dict[str, Any]:
+    """A loss scaler whose scaled loss overflows on the last rank only, in the second of three steps."""
+    model = make_net()
+    optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **LAYERS})
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    history = []
+    for i, (x, y) in enumerate(batches(3, hvd.rank())):
+        before = digest(model.parameters())
+        residuals = flat(optimizer.grace.engine.state_dict()["tensors"]["left.weight"])
+        optimizer.zero_grad()
+        overflow = float("inf") if i == 1 and hvd.rank() == hvd.size() - 1 else 1.0
+        scaler.scale(F.cross_entropy(model(x), y) * overflow).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        history.append(
+            {
+                "moved": digest(model.parameters()) != before,
+                "residual moved": flat(optimizer.grace.engine.state_dict()["tensors"]["left.weight"]) != residuals,
+                "scale": scaler.get_scale(),
+                "weights": digest(model.parameters()),
+            }
+        )
+    return {"history": history}
+
+
+def sparse_gradients() -> dict[str, Any]:
+    """An embedding with sparse gradients: compressed as dense, left to Horovod by a rule, or refused by name."""
+    results: dict[str, Any] = {}
+
+    def run(config: dict[str, Any], **arguments: Any) -> str:
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(64, 32, sparse=True)
+        optimizer = wrap(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+        for step in range(3):
+            model(torch.tensor([step, hvd.rank() + 5, 9])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest(model.parameters())
+
+    results["as dense"] = run({"compressor": "topk", "compress_ratio": 0.5}, sparse_as_dense=True)
+    results["by rule"] = run({"compressor": "topk", "rules": [{"match": "weight", "compressor": "none"}]})
+    try:
+        run({"compressor": "topk"})
+        results["refused"] = ""
+    except Exception as error:
+        results["refused"] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def overlap() -> dict[str, Any]:
+    """When the first collective of a step starts: before the backward pass ends, or after."""
+    model = make_net()
+    optimizer = wrap(model, {"compressor": "topk", "bucket_bytes": 0, **EVERYTHING})
+    train(model, optimizer, 2)
+    x, y = next(batches(1, hvd.rank()))
+    optimizer.zero_grad()
+    progress: list[int] = []
+    with spy(optimizer) as sent:
+        # The backward pass reaches the convolution last: what was sent by then was sent while it ran.
+        model.conv.weight.register_hook(lambda gradient: progress.append(len(sent)))
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return {"before the last gradient": progress, "total": len(sent)}
+
+
+def two_optimizers() -> dict[str, Any]:
+    """Two optimizers of one process whose exchanges are under way at the same time, as in a GAN."""
+    models = [make_net(seed) for seed in (0, 1)]
+    optimizers = [wrap(m, {"compressor": c, **EVERYTHING}) for m, c in zip(models, ("topk", "qsgd"), strict=True)]
+    for x, y in batches(4, hvd.rank()):
+        sum(F.cross_entropy(m(x), y) for m in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"weights": [digest(m.parameters()) for m in models]}
+
+
+def refusals() -> dict[str, str]:
+    """Arguments that cannot be honoured, and the errors that name them."""
+    model = make_net()
+
+    def attempt(**arguments: Any) -> str:
+        try:
+            wrap(model, arguments.pop("config", {"compressor": "topk"}), **arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    wrapped = wrap(model, {"compressor": "topk"})
+    try:
+        wrapped.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+        group = ""
+    except Exception as error:
+        group = str(error)
+    return {
+        "compression": attempt(compression=hvd.Compression.fp16),
+        "groups": attempt(groups=2),
+        "num_groups": attempt(num_groups=2),
+        "op": attempt(op=hvd.Adasum),
+        "typo": attempt(config={"compressor": "topk", "compres_ratio": 0.1}),
+        "unknown argument": attempt(backward_passes=2),
+        "wrapped": attempt(optimizer=wrapped),
+        "not an optimizer": attempt(optimizer=model),
+        "process set": attempt(process_set=hvd.ProcessSet([0])),
+        "add_param_group": group,
+    }
+
+
+def process_sets() -> dict[str, Any]:
+    """Even and odd ranks train apart."""
+    mine = PROCESS_SETS[hvd.rank() % 2]
+    results = {}
+    for name in ("none", "topk", "powersgd", "bf16"):
+        model = make_net()
+        optimizer = wrap(model, {"compressor": name, **EVERYTHING}, process_set=mine)
+        train(model, optimizer, 4)
+        results[name] = digest(model.parameters())
+    model = make_net()
+    optimizer = wrap(model, {"compressor": "topk", "communicator": "broadcast", **EVERYTHING}, process_set=mine)
+    train(model, optimizer, 4)
+    results["broadcast"] = digest(model.parameters())
+    outside = make_net()
+    optimizer = wrap(outside, {"compressor": "topk"}, process_set=PROCESS_SETS[0])
+    train(outside, optimizer, 2)
+    results["only even"] = digest(outside.parameters())
+    if hvd.rank() % 2:
+        wrap(make_net(), {"compressor": "topk"}, process_set=mine)
+    # Odd ranks have built one more optimizer than even ones, which must not matter here.
+    together = make_net()
+    optimizer = wrap(together, {"compressor": "topk"})
+    train(together, optimizer, 2)
+    results["together"] = digest(together.parameters())
+    return results
+
+
+def statistics() -> dict[str, Any]:
+    """stats() with norms against what an error feedback with a known residual must give."""
+    model = make_net()
+    optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING})
+    train(model, optimizer, 1)
+    cheap = optimizer.grace.stats()["tensors"]["left.weight"]
+    optimizer.grace.track_norms = True
+    train(model, optimizer, 1, start=1)
+    tensor = optimizer.grace.stats()["tensors"]["left.weight"]
+    return {
+        "cheap": [cheap["relative_error"], cheap["residual_norm"]],
+        "relative_error": tensor["relative_error"],
+        "residual_norm": tensor["residual_norm"],
+        "report": optimizer.grace.report(),
+    }
+
+
+def _mismatch(configs: Callable[[int], dict[str, Any]], model: torch.nn.Module) -> dict[str, Any]:
+    started = time.monotonic()
+    try:
+        wrap(model, configs(hvd.rank()))
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - started}
+    return {"refused": "", "seconds": time.monotonic() - started}
+
+
+def different_configurations() -> dict[str, Any]:
+    """The last rank has another ratio; then an impossible configuration; then other parameters."""
+    last = hvd.size() - 1
+    ratio = _mismatch(lambda rank: {"compressor": "topk", "compress_ratio": 0.02 if rank == last else 0.01}, make_net())
+    typo = _mismatch(lambda rank: {"compressor": "topkk" if rank == last else "topk"}, make_net())
+    net = make_net()
+    if hvd.rank() == last:
+        net.head = torch.nn.Linear(40, 11)
+    parameters = _mismatch(lambda rank: {"compressor": "topk"}, net)
+    agreed = _mismatch(lambda rank: {"compressor": "topk"}, make_net())
+    return {"ratio": ratio, "typo": typo, "parameters": parameters, "agreed": agreed}

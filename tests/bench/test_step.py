@@ -1,0 +1,402 @@
+"""`grace bench step` with real processes: its figures, its test bed, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grace.bench.step import network, sweep
+from grace.bench.step.command import parse_numbers, parse_options
+from grace.bench.step.methods import COMPUTE, REFERENCE, Method
+from grace.bench.step.ranks import START_S, VISIT_S, Ranks
+from grace.bench.step.run import Result, Setting
+from grace.bench.step.worker import visit
+from grace.core.errors import ConfigError, GraceError
+from tests.support.launch import ROOT
+
+pytestmark = pytest.mark.distributed
+
+
+def bench(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "grace.cli", "bench", "step", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
+
+
+def finished(*arguments, status=0):
+    process = bench(*arguments)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == status, errors[-4000:]
+    return output, errors
+
+
+def can_shape():
+    """Whether this process may make namespaces and shape links."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+        return False
+    try:
+        with network.Network(1, "10gbit"):
+            return True
+    except GraceError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def shaping():
+    if not can_shape():
+        pytest.skip("no root, no iproute2 or no namespaces with tbf here")
+
+
+needs_shaping = pytest.mark.usefixtures("shaping")
+
+
+@pytest.fixture(autouse=True)
+def cleared():
+    """One failure must not make others."""
+    yield
+    if os.geteuid() == 0 and shutil.which("ip"):
+        network.remove_left_over()
+
+
+def present():
+    return network._present() if shutil.which("ip") else set()
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_without_shaping(framework, tmp_path):
+    path, picture = tmp_path / "step.json", tmp_path / "step.png"
+    given = ["--link", "none", "--model", "resnet", "--compressors", "topk,none", "--rounds", "2", "--steps", "2"]
+    given += ["--options", "bucket_bytes=65536", "seed=3"]
+    baselines = ["--baselines", "horovod,horovod-fp16" + (",ddp,ddp-powersgd" if framework == "torch" else "")]
+    figure = ["--plot", str(picture)] if framework == "torch" else []
+    output, _ = finished(*given, *baselines, *figure, "--framework", framework, "--json", str(path))
+    results = json.loads(path.read_text())
+    wanted = ["compute", "horovod", "horovod-fp16", *(["ddp", "ddp-powersgd"] if figure else []), "topk", "none"]
+    assert [result["method"] for result in results] == wanted
+    for result in results:
+        assert result["method"] in output
+        assert result["ranks"] == 2
+        assert result["link"] == "none"
+        assert result["model"] == "resnet"
+        assert len(result["times"]) == 4
+        assert 0 < result["spread"][0] <= result["median_s"] <= result["spread"][1]
+        assert result["compute_s"] == results[0]["median_s"]
+        assert result["speedup_over_horovod"] == results[1]["median_s"] / result["median_s"]
+        assert result["wire_bytes"] is None
+        chosen = {"bucket_bytes": 65536, "seed": 3} if result["method"] in ("topk", "none") else {}
+        assert result["options"] == chosen
+        assert result["cycle_time_ms"] == (None if result["method"].startswith("ddp") else 1.0)
+        assert not any("peak" in key for key in result)
+    assert "bucket_bytes=65536; seed=3" in output.splitlines()[0]
+    said = {result["method"]: result["reported_bytes"] for result in results}
+    # 1 % of 0.27 M values, 8 bytes each, and the rest of ResNet-20 whole.
+    assert said["none"] == 4 * 269_722
+    assert 0.02 * 4 * 269_722 < said["topk"] < 0.1 * said["none"]
+    if figure:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweep(tmp_path):
+    path = tmp_path / "sweep.json"
+    given = ["--link", "none", "--model", "resnet", "--compressors", "topk", "--rounds", "1", "--steps", "1"]
+    given += ["--options", "compress_ratio=0.1", "--sweep", "--bucket-bytes", "0,4194304"]
+    given += ["--split-bytes", "0", "--cycle-times", "1", "2.5"]
+    output, _ = finished(*given, "--json", str(path))
+    trials = json.loads(path.read_text())
+    tried = {"bucket_bytes": [0, 4194304], "split_bytes": [0]}
+    tried |= {"granularity": list(sweep.GRANULARITIES), "cycle_time_ms": [1, 2.5]}
+    assert [(trial["swept"], trial["options"].get(trial["swept"], trial["cycle_time_ms"])) for trial in trials] == [
+        (kind, value) for kind, values in tried.items() for value in values
+    ]
+    kinds = [kind for kind, values in tried.items() if values]
+    best = {kind: [trial for trial in trials if trial["swept"] == kind and trial["best"]] for kind in kinds}
+    assert all(len(found) == 1 for found in best.values())
+    size = best["bucket_bytes"][0]["options"]["bucket_bytes"]
+    for trial in trials:
+        assert trial["method"] == "topk"
+        assert trial["options"]["compress_ratio"] == 0.1
+        assert trial["speedup_over_horovod"] > 0
+        # 10 % of 0.27 M values, 8 bytes each, and the rest of ResNet-20 whole.
+        assert 0.2 * 4 * 269_722 < trial["reported_bytes"] < 0.25 * 4 * 269_722
+        if trial["swept"] != "bucket_bytes":
+            assert trial["options"]["bucket_bytes"] == size
+    # A header for each tensor.
+    assert trials[0]["reported_bytes"] > trials[1]["reported_bytes"]
+    assert output.count("  best\n") == len(kinds)
+
+
+def test_a_sweep_goes_on_with_the_best(monkeypatch):
+    """Times are made up here: by sizes of buckets and cuts, granularity and cycle time."""
+    seconds = {
+        10: 0.3,
+        20: 0.1,
+        40: 0.2,
+        0: 0.2,
+        70: 0.1,
+        "layer": 0.3,
+        "bucket": 0.1,
+        "model": 0.2,
+        0.5: 0.03,
+        1.0: 0.02,
+        5.0: 0.01,
+    }
+    setting = Setting("torch", "mlp", 2, "none", None, 1, 1)
+    asked = []
+
+    class Bed:
+        def __init__(self, setting, progress): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception): ...
+
+        def measure(self, methods):
+            asked.append(methods)
+            found = []
+            for method in methods:
+                slower = 1 if method.name == "topk" else 2
+                taken = [*(seconds[value] for value in method.options.values()), seconds[method.cycle_ms]]
+                found.append(Result(method, setting, [slower * sum(taken)]))
+            return found
+
+    monkeypatch.setattr(sweep, "Bed", Bed)
+    monkeypatch.setattr(sweep, "GRANULARITIES", ("layer", "bucket", "model"))
+    trials = sweep.sweep(
+        setting, ["topk", "none"], sweep.choices([10, 20, 40], [0, 70], [0.5, 1.0, 5.0]), lambda text: None
+    )
+    assert all(methods[:2] == [Method(COMPUTE), Method(REFERENCE)] for methods in asked)
+    of_topk = [method for methods in asked for method in methods if method.name == "topk"]
+    sizes = [Method("topk", {"bucket_bytes": size}) for size in (10, 20, 40)]
+    cuts = [Method("topk", {"bucket_bytes": 20, "split_bytes": size}) for size in (0, 70)]
+    best = {"bucket_bytes": 20, "split_bytes": 70}
+    grains = [Method("topk", {**best, "granularity": name}) for name in ("layer", "bucket", "model")]
+    cycles = [Method("topk", {**best, "granularity": "bucket"}, ms) for ms in (0.5, 1.0, 5.0)]
+    assert of_topk == [*sizes, *cuts, *grains, *cycles]
+    labels = ["bucket_bytes=20", "split_bytes=70", "granularity=bucket", "cycle_time_ms=5.0"]
+    for name in ("topk", "none"):
+        assert [trial.label for trial in trials if trial.best and trial.result.method.name == name] == labels
+    assert len(sweep.lines(trials)) == 1 + 2 * (2 + 11)
+
+
+def test_memory(tmp_path):
+    """The mlp holds its parameters, gradients and the optimizer's momentum, and top-k the residual as well."""
+    path = tmp_path / "memory.json"
+    given = ["--link", "none", "--compressors", "topk", "--options", "compress_ratio=0.02", "--steps", "1"]
+    output, _ = finished(*given, "--memory", "--json", str(path))
+    compute, horovod, topk = found = json.loads(path.read_text())
+    assert [weight["method"] for weight in found] == ["compute", "horovod", "topk"]
+    for weight in found:
+        assert weight["method"] in output
+        assert weight["gradient_bytes"] == 4 * 25_175_040
+        assert 3 < weight["peak_over_gradients"] == weight["peak_bytes"] / weight["gradient_bytes"] < 12
+        assert weight["exchange_bytes"] == weight["peak_bytes"] - compute["peak_bytes"]
+        assert weight["exchange_over_gradients"] == weight["exchange_bytes"] / weight["gradient_bytes"]
+        assert "times" not in weight
+    assert topk["options"] == {"compress_ratio": 0.02}
+    assert horovod["options"] == compute["options"] == {}
+    assert topk["exchange_over_gradients"] > 0.9
+
+
+def test_peak_is_that_of_one_visit():
+    class Side:
+        def barrier(self): ...
+
+        def train(self, method, options):
+            return Training(options["numbers"])
+
+    class Training:
+        def __init__(self, numbers):
+            self._numbers = numbers
+
+        def step(self):
+            np.ones(self._numbers)
+
+        def reported(self):
+            return None
+
+        def gradient_bytes(self):
+            return 8
+
+    large, small = (visit(Side(), "topk", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 1_000_000))
+    # The kernel counts pages by processor, and adds up only now and then.
+    assert 62_000_000 < large < 72_000_000
+    assert 6_000_000 < small < 16_000_000
+
+
+def test_environment_of_ranks(monkeypatch):
+    """Timed ranks keep freed pages, and are not in a hurry when they go on after a pause."""
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "9")
+    for keep_pages in (True, False):
+        with (
+            network.Network(2, "none") as made,
+            Ranks(made, "torch", "resnet", "horovod", 2.5, keep_pages=keep_pages) as ranks,
+        ):
+            text = Path(f"/proc/{ranks._workers[0].pid}/environ").read_text()
+            environment = dict(entry.split("=", 1) for entry in text.split("\0") if entry)
+        assert environment["HOROVOD_CYCLE_TIME"] == "2.5"
+        assert int(environment["HOROVOD_GLOO_TIMEOUT_SECONDS"]) > 10 * (START_S + VISIT_S)
+        assert environment.get("MALLOC_MMAP_MAX_") == ("0" if keep_pages else None)
+        assert ("MALLOC_TRIM_THRESHOLD_" in environment) == keep_pages
+
+
+def test_options_are_json_or_text():
+    given = ["bucket_bytes=8388608", "compress_ratio=0.01", "index_coding=delta", "default_rules=false", "memory=a=b"]
+    assert parse_options(given) == {
+        "bucket_bytes": 8388608,
+        "compress_ratio": 0.01,
+        "index_coding": "delta",
+        "default_rules": False,
+        "memory": "a=b",
+    }
+    assert parse_options([]) == {}
+
+
+def test_numbers_of_a_sweep():
+    assert parse_numbers("--bucket-bytes", ["0,1024", "1024", "2048"], int) == [0, 1024, 2048]
+    assert parse_numbers("--cycle-times", ["0.5", "1,2"], float) == [0.5, 1.0, 2.0]
+    for given, kind in ((["x"], int), (["1.5"], int), (["-1"], int), ([","], int), (["nan"], float), (["inf"], float)):
+        with pytest.raises(ConfigError, match="numbers from 0 on, received"):
+            parse_numbers("--bucket-bytes", given, kind)
+
+
+@needs_shaping
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
+    path = tmp_path / "step.json"
+    given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "2"]
+    finished(*given, "--compressors", "none,topk,fp16", "--json", str(path))
+    assert not present()
+    for result in json.loads(path.read_text()):
+        sent, said = result["wire_bytes"], result["reported_bytes"]
+        if said is not None:
+            assert abs(sent - said) < 0.05 * said, result["method"]
+        if result["method"] == "compute":
+            # Horovod's ranks talk to each other all the time.
+            assert sent < 200_000
+
+
+@needs_shaping
+def test_a_slower_link_takes_longer():
+    """100 Mbit/s for 2 MB of gradients: at least 0.16 s; a bound that a busy machine cannot break."""
+    with network.Network(2, "100mbit") as made:
+        receiver = (
+            "import socket; s = socket.create_server(('', 7001)); print('ready', flush=True); c = s.accept()[0]\n"
+            "n = 0\nwhile n < 2_000_000: n += len(c.recv(1 << 16))\nc.sendall(b'.')"
+        )
+        sender = (
+            "import socket, time; c = socket.create_connection((HOST, 7001)); start = time.perf_counter()\n"
+            "c.sendall(bytes(2_000_000)); c.recv(1); print(time.perf_counter() - start)"
+        ).replace("HOST", repr(made.nodes[0].address))
+        with subprocess.Popen(
+            made.nodes[0].command([sys.executable, "-c", receiver]), stdout=subprocess.PIPE, text=True
+        ) as one:
+            assert one.stdout.readline() == "ready\n"
+            command = made.nodes[1].command([sys.executable, "-c", sender])
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert float(done.stdout) > 0.9 * 8 * 2_000_000 / 1e8
+    assert not present()
+
+
+@needs_shaping
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_after_an_interruption(number):
+    process = bench("--link", "1gbit", "--model", "resnet", "--rounds", "1000")
+    try:
+        deadline = time.monotonic() + 60
+        while len(present()) < 3:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.1)
+        time.sleep(1.0)
+        process.send_signal(number)
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, errors
+    assert "everything that was made is removed" in errors
+    assert not present()
+
+
+@needs_shaping
+def test_what_a_killed_run_left_is_removed_by_the_next_one():
+    process = bench("--link", "1gbit", "--model", "resnet", "--rounds", "1000")
+    deadline = time.monotonic() + 60
+    while len(present()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    left = present()
+    assert len(left) == 3
+    with network.Network(1, "1gbit") as made:
+        assert present() == {made.hub.namespace, made.nodes[0].namespace}
+    assert not present()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--link", "1gbits"], "Did you mean '1gbit'"),
+        (["--link", "none", "--latency", "1ms"], "--latency needs a shaped link"),
+        (["--model", "vg"], "Did you mean 'vgg'"),
+        (["--ranks", "1"], "--ranks: expected at least 2, received 1"),
+        (["--compressors", "topkk"], "topk"),
+        (["--baselines", "ddpp"], "Did you mean 'ddp'"),
+        (["--baselines", "ddp", "--framework", "tensorflow"], "'ddp' is PyTorch's"),
+        (["--json", "/nowhere/x.json", "--link", "none"], "cannot be written"),
+        (["--compressors", ","], "--compressors: expected names"),
+        (["--options", "bucket_bytes"], "--options: expected KEY=VALUE"),
+        (["--options", "seed=1", "--options", "seed=2"], "'seed' is given twice"),
+        (["--options", "compressor=topk"], "named by --compressors"),
+        (["--compressors", "topk,none", "--options", "compress_ratio=0.1"], "is no option of compressor 'none'"),
+        (["--options", "bucket_bytes=1e6"], "'bucket_bytes': expected int"),
+        (["--bucket-bytes", "1024"], "--bucket-bytes says what --sweep tries"),
+        (["--cycle-times", "1"], "--cycle-times says what --sweep tries"),
+        (["--sweep", "--link", "none", "--cycle-times", "fast"], "expected numbers from 0 on, received 'fast'"),
+        (["--sweep", "--link", "none", "--options", "bucket_bytes=1"], "'bucket_bytes' is what --sweep tries"),
+        (["--sweep", "--baselines", "ddp"], "--baselines says nothing beside --sweep"),
+        (["--memory", "--sweep"], "--sweep says nothing beside --memory"),
+        (["--memory", "--rounds", "1"], "--rounds says nothing beside --memory"),
+    ],
+)
+def test_refused_before_anything_runs(arguments, expected):
+    _, errors = finished(*arguments, status=2)
+    assert expected in errors
+    assert not present()
+
+
+def test_without_root_the_message_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"as root .*--link none"):
+        network.check_link("1gbit", None)
+    network.check_link("none", None)
+
+
+def test_a_rank_that_dies_is_told_with_what_it_said(tmp_path):
+    """A module that cannot be imported stands in for a broken installation."""
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("raise ImportError('no horovod today')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "grace.cli", "bench", "step", "--link", "none", "--model", "resnet"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "no horovod today" in done.stderr

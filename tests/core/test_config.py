@@ -1,0 +1,307 @@
+"""Configurations: every way to give one means the same, and whatever is wrong with one is said at once."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from grace.core.communicator import Allgather
+from grace.core.compressors.qsgd import QSGD
+from grace.core.compressors.topk import TopK
+from grace.core.config import Config, Parts, Rule, dense_parts, make_config
+from grace.core.errors import ConfigError, GraceError, IncompatibleError
+from grace.core.memories.none import NoMemory
+from grace.core.memories.residual import Residual
+from grace.core.registry import communicators, compressors, memories
+from tests.support import registered
+
+TOPK = Config(Parts(TopK(0.05), Residual(beta=0.9), Allgather()), seed=7)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    monkeypatch.delenv("GRACE_CONFIG", raising=False)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    path = tmp_path / "grace.toml"
+    path.write_text('compressor = "topk"\ncompress_ratio = 0.05\nbeta = 0.9\nseed = 7\n', encoding="utf-8")
+    return path
+
+
+# --- the same configuration in every form -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"compressor": "topk", "compress_ratio": 0.05, "beta": 0.9, "seed": 7},
+        {"compressor": {"name": "topk", "compress_ratio": 0.05}, "memory": {"name": "residual", "beta": 0.9}}
+        | {"seed": 7},
+        {"compressor": TopK(0.05), "memory": Residual(beta=0.9), "communicator": Allgather(), "seed": 7},
+        {"compressor": TopK(0.05), "beta": 0.9, "seed": 7},
+        {"compressor": {"name": "topk"}, "memory": "residual", "compress_ratio": 0.05, "beta": 0.9, "seed": 7},
+        TOPK,
+    ],
+)
+def test_a_mapping_says_it_flat_nested_or_with_ready_parts(config):
+    assert make_config(config) == TOPK
+
+
+def test_keywords_say_it():
+    assert make_config(compressor="topk", compress_ratio=0.05, beta=0.9, seed=7) == TOPK
+
+
+def test_keywords_win_over_the_mapping():
+    assert make_config({"compressor": "topk", "compress_ratio": 0.5, "beta": 0.9}, compress_ratio=0.05, seed=7) == TOPK
+    assert make_config(TOPK, seed=8).seed == 8
+    assert make_config(TOPK, bucket_bytes=0).parts == TOPK.parts
+
+
+def test_a_toml_file_says_it(toml):
+    assert make_config(toml) == make_config(str(toml)) == TOPK
+    assert make_config(toml, seed=9).seed == 9
+
+
+def test_toml_tables_nest(tmp_path):
+    path = tmp_path / "nested.toml"
+    path.write_text(
+        """
+        default_rules = false
+        [compressor]
+        name = "topk"
+        compress_ratio = 0.05
+        [memory]
+        name = "residual"
+        [[rules]]
+        match = ["*.bias", "*.scale"]
+        compressor = "none"
+        [[rules]]
+        match = "embedding.*"
+        min_numel = 1000
+        compressor = "qsgd"
+        quantum_num = 7
+        """,
+        encoding="utf-8",
+    )
+    config = make_config(path)
+    assert not config.default_rules
+    assert config.parts.compressor == TopK(0.05)
+    assert [rule.match for rule in config.rules] == [("*.bias", "*.scale"), ("embedding.*",)]
+    assert config.rules[0].parts == dense_parts()
+    assert config.rules[1].parts.compressor == QSGD(quantum_num=7)
+    assert (config.rules[1].min_numel, config.rules[1].reason) == (1000, "rule 2 of the configuration")
+
+
+def test_the_environment_says_it_by_path_or_inline(monkeypatch, toml):
+    monkeypatch.setenv("GRACE_CONFIG", str(toml))
+    assert make_config() == TOPK
+    assert make_config(bucket_bytes=0).bucket_bytes == 0
+    inline = {"compressor": "topk", "compress_ratio": 0.05, "beta": 0.9, "seed": 7}
+    monkeypatch.setenv("GRACE_CONFIG", json.dumps(inline))
+    assert make_config() == TOPK
+    assert make_config(compressor="none").parts == dense_parts(), "what is given in the script wins"
+    assert make_config({"compressor": "none"}).parts == dense_parts()
+
+
+@pytest.mark.parametrize("part", registered.all_compressors(), ids=registered.name)
+def test_every_configuration_survives_a_round_trip(part):
+    chosen = registered.default_parts(part)
+    rule = Rule(chosen, match=("a", "b*"), max_numel=5, dtype="float16", reason="rule 1 of the configuration")
+    config = Config(chosen, (rule,), default_rules=False, seed=3, bucket_bytes=0)
+    assert make_config(config.to_dict()) == config
+    assert make_config(json.loads(json.dumps(config.to_dict()))) == config
+    assert hash(make_config(config.to_dict())) == hash(config)
+
+
+# --- defaults ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_follows_from_the_compressor():
+    config = make_config(compressor="topk")
+    assert config == Config(Parts(TopK(), Residual(), Allgather()))
+    assert (config.seed, config.default_rules, config.bucket_bytes) == (0, True, 4 * 2**20)
+
+
+@pytest.mark.parametrize("name", list(compressors))
+def test_every_compressor_has_parts_that_suit_it(name):
+    config = make_config(compressor=name)
+    assert memories.name_of(config.parts.memory) == config.parts.compressor.default_memory
+    assert communicators.name_of(config.parts.communicator) == config.parts.compressor.default_communicator
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"compressor": "dgc", "momentum": 0.8, "gradient_clipping": 1.5}, {"momentum": 0.8, "gradient_clipping": 1.5}),
+        ({"compressor": "efsignsgd", "lr": 0.01}, {"lr": 0.01}),
+        ({"compressor": "qsgd", "quantum_num": 64}, {"quantum_num": 64}),
+        ({"compressor": "threshold", "threshold": 0.02}, {"threshold": 0.02}),
+        ({"compressor": "powersgd", "compress_rank": 2}, {"compress_rank": 2}),
+        ({"compressor": "randomk", "compress_ratio": 0.3}, {"compress_ratio": 0.3}),
+    ],
+)
+def test_the_keys_of_the_original_framework_mean_what_they_mean_there(config, expected):
+    made = make_config(config)
+    fields = {**vars(made.parts.compressor), **vars(made.parts.memory)}
+    assert {key: fields[key] for key in expected} == expected
+
+
+def test_a_named_memory_replaces_the_default():
+    assert make_config(compressor="topk", memory="none").parts.memory == NoMemory()
+
+
+# --- what is wrong is said --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"compressor": "topkk"}, r"unknown compressor 'topkk'.*Did you mean 'topk'\?.*qsgd"),
+        ({"compressor": "topk", "memory": "residul"}, r"unknown memory.*Did you mean 'residual'\?"),
+        ({"compressor": "topk", "communicator": "allgater"}, r"unknown communicator.*Did you mean 'allgather'\?"),
+        ({"compressor": "topk", "compress_ration": 0.1}, r"'compress_ration'.*topk.*Did you mean 'compress_ratio'\?"),
+        ({"compressor": "topk", "quantum_num": 7}, r"'quantum_num' is no option of compressor 'topk'"),
+        ({"compressor": {"name": "topk", "ratio": 0.1}}, r"compressor 'topk' has no option 'ratio'"),
+        ({"compressor": {"compress_ratio": 0.1}}, r"compressor: expected a table with the key 'name'"),
+        ({"compressor": "none", "memory": {"name": "none", "beta": 1.0}}, r"memory 'none' has no option 'beta'.*none"),
+        ({"memory": "residual"}, r"names no compressor.*topk"),
+        ({"compressor": 5}, r"'compressor': expected a name, a table or a compressor, received 5"),
+        ({"compressor": "topk", "compress_ratio": "0.1"}, r"'compress_ratio': expected float, received '0.1' of"),
+        ({"compressor": "topk", "compress_ratio": True}, r"expected float, received True of type bool"),
+        ({"compressor": "topk", "compress_ratio": 0.0}, r"compress_ratio.*\(0, 1\].*received 0.0"),
+        ({"compressor": "topk", "compress_ratio": 1.5}, r"received 1.5"),
+        ({"compressor": "topk", "compress_ratio": float("nan")}, r"received nan"),
+        ({"compressor": "qsgd", "quantum_num": 7.0}, r"'quantum_num': expected int, received 7.0"),
+        ({"compressor": "qsgd", "quantum_num": 0}, r"1..32767, received 0"),
+        ({"compressor": "qsgd", "quantum_num": 32768}, r"received 32768"),
+        ({"compressor": "qsgd", "norm": "l1"}, r"'norm'.*l2.*max.*received 'l1'"),
+        ({"compressor": "qsgd", "bucket_size": -1}, r"received -1"),
+        ({"compressor": "powersgd", "compress_rank": 0}, r"at least 1, received 0"),
+        ({"compressor": "threshold", "threshold": -1.0}, r"at least 0, received -1.0"),
+        ({"compressor": "threshold", "capacity": 0.0}, r"capacity.*received 0.0"),
+        ({"compressor": "terngrad", "clip_factor": 0.0}, r"positive, received 0.0"),
+        ({"compressor": "dgc", "sample_ratio": 0.0}, r"sample_ratio.*received 0.0"),
+        ({"compressor": "dgc", "overshoot": 0.5}, r"overshoot.*0.5"),
+        ({"compressor": "dgc", "momentum": 1.0}, r"momentum must lie in \[0, 1\), received 1.0"),
+        ({"compressor": "dgc", "gradient_clipping": 0.0}, r"gradient_clipping.*received 0.0"),
+        ({"compressor": "efsignsgd", "lr": 0.0}, r"lr.*received 0.0"),
+        ({"compressor": "topk", "seed": -1}, r"seed.*received -1"),
+        ({"compressor": "topk", "seed": "1"}, r"'seed': expected int, received '1'"),
+        ({"compressor": "topk", "bucket_bytes": -1}, r"bucket_bytes.*received -1"),
+        ({"compressor": "topk", "default_rules": 1}, r"'default_rules': expected bool, received 1"),
+        ({"compressor": "topk", "rules": {"match": "x"}}, r"'rules': expected a list of tables"),
+        ({"compressor": "topk", "rules": ["x"]}, r"'rules': expected a list of tables"),
+        ({"compressor": "topk", "rules": [{"match": "x"}]}, r"rule 1 names no compressor"),
+        ({"compressor": "topk", "rules": [{"compressor": "none", "mach": "x"}]}, r"rule 1: 'mach'.*mean 'match'"),
+        ({"compressor": "topk", "rules": [{"compressor": "none", "min_numel": "9"}]}, r"'min_numel': expected int"),
+        ({"compressor": "topk", "rules": [{"compressor": "none", "match": [1]}]}, r"'match'.*received \[1\]"),
+        ({"compressor": "topk", "rules": [{"compressor": "none", "match": []}]}, r"rule 1.*no pattern"),
+        ({"compressor": "topk", "rules": [{"compressor": "none", "min_numel": 9, "max_numel": 8}]}, r"between 9 and 8"),
+        ({"compressor": "topk", "rules": [{"compressor": "none", "min_ndim": -1}]}, r"between -1 and None"),
+        (
+            {"compressor": {"name": "topk", "compress_ratio": 0.1}, "compress_ratio": 0.2},
+            r"'compress_ratio' is given twice",
+        ),
+        ({"compressor": TopK}, r"'compressor': expected|received the class TopK"),
+        ({"compressor": "topk", "compress_ratio": float("inf")}, r"received inf"),
+        ({"compressor": "topk", "rules": [{"compressor": "none", "seed": 3}]}, r"'seed' belongs to the top level"),
+        ({"compressor": "topk", "rules": [{"compressor": "none", "dtype": "float8"}]}, r"'float8'.*mean 'float"),
+    ],
+    ids=str,
+)
+def test_a_wrong_configuration_is_refused_with_what_would_be_right(config, told):
+    with pytest.raises(ConfigError, match=told):
+        make_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"compressor": "qsgd", "communicator": "allreduce"}, r"'allreduce'.*QSGD.*Valid .*: allgather, broadcast\."),
+        ({"compressor": "dgc", "communicator": "allreduce"}, r"'allreduce'.*DGC.*Valid communicators: allgather\."),
+        ({"compressor": "threshold", "communicator": "broadcast"}, r"'broadcast'.*Valid communicators: allgather"),
+        ({"compressor": "qsgd", "memory": "dgc"}, r"'dgc'.*QSGD.*Valid memories: none, residual"),
+        ({"compressor": "topk", "rules": [{"compressor": "signsgd", "communicator": "allreduce"}]}, r"'allreduce'"),
+    ],
+    ids=str,
+)
+def test_parts_that_cannot_work_together_are_refused_with_those_that_can(config, told):
+    with pytest.raises(IncompatibleError, match=told):
+        make_config(config)
+
+
+def test_what_an_incompatibility_calls_valid_is_valid():
+    """Every name in an error message works in its place."""
+    told = 0
+    for compressor in compressors:
+        for kind, registry in (("memory", memories), ("communicator", communicators)):
+            for name in registry:
+                try:
+                    make_config(compressor=compressor, **{kind: name})
+                except IncompatibleError as error:
+                    for valid in str(error).partition("Valid ")[2].partition(": ")[2].rstrip(".").split(", "):
+                        make_config(compressor=compressor, **{kind: valid})
+                        told += 1
+    assert told > 10
+
+
+def test_nothing_at_all_is_told_what_to_do():
+    with pytest.raises(ConfigError, match=r"compressor.*GRACE_CONFIG.*topk"):
+        make_config()
+
+
+@pytest.mark.parametrize("value", ["{not json", '{"compressor": "topk",}', '["topk"]'])
+def test_broken_json_in_the_environment_is_named(monkeypatch, value):
+    monkeypatch.setenv("GRACE_CONFIG", value)
+    with pytest.raises(ConfigError, match="GRACE_CONFIG"):
+        make_config()
+
+
+def test_a_name_where_a_path_belongs_is_told_how_to_write_it():
+    with pytest.raises(ConfigError, match=r"'topk' cannot be read.*\{'compressor': 'topk'\}"):
+        make_config("topk")
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = make_config(
+        compressor="qsgd", quantum_num=np.int64(7), rules=[{"compressor": "topk", "compress_ratio": np.float64(0.5)}]
+    )
+    assert make_config(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_environment_is_put_under_options_without_a_compressor(monkeypatch, toml):
+    monkeypatch.setenv("GRACE_CONFIG", str(toml))
+    assert make_config({"seed": 9}).seed == 9
+    assert make_config({"seed": 9}).parts == TOPK.parts
+    assert make_config(compress_ratio=0.5).parts.compressor == TopK(0.5)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"missing\.toml.*No such file"):
+        make_config(tmp_path / "missing.toml")
+    (tmp_path / "broken.toml").write_text("compressor = topk", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"broken\.toml.*TOML"):
+        make_config(tmp_path / "broken.toml")
+
+
+@pytest.mark.parametrize("config", [5, ["topk"], b"topk"])
+def test_what_is_no_configuration_is_refused(config):
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        make_config(config)
+
+
+def test_options_of_parts_cannot_be_changed_beside_a_ready_config():
+    with pytest.raises(ConfigError, match=r"'compress_ratio'.*dictionary"):
+        make_config(TOPK, compress_ratio=0.5)
+    with pytest.raises(ConfigError, match="'seed': expected int"):
+        make_config(TOPK, seed="1")
+
+
+def test_every_error_is_a_grace_error():
+    assert issubclass(ConfigError, GraceError)
+    assert issubclass(IncompatibleError, GraceError)
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,85 @@
+"""The contracts reject what they should: every property has a mutant, and every mutant fails its property."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+from grace.core.errors import PayloadError
+from grace.core.ops import get_ops
+from grace.core.registry import compressors, memories
+from grace.testing import CompressorContract, MemoryContract, OpsContract
+from tests.mutants import array_ops, methods
+
+CONTRACTS = [
+    (CompressorContract, methods.COMPRESSORS),
+    (MemoryContract, methods.MEMORIES),
+    (OpsContract, array_ops.OPS),
+]
+# A broken part may also trip the machinery that a test runs it in: that rejects it as well.
+REJECTED = (AssertionError, pytest.fail.Exception, PayloadError, np.exceptions.AxisError)
+
+
+def params(pairs):
+    return [pytest.param(test, part, id=f"{type(part).__name__}-{test}") for test, part in pairs]
+
+
+def run(contract, test, part, **extra):
+    """Call one test of a contract on a part, with the fixtures that it names."""
+    method = getattr(contract(), test)
+    wanted = set(inspect.signature(method).parameters)
+    method(**{name: value for name, value in {**extra, **part}.items() if name in wanted})
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Give a mutant a name for the time of one test, as the contract may ask for its configuration."""
+    for registry in (compressors, memories):
+        list(registry)
+
+    def register(registry, part):
+        monkeypatch.setitem(registry._classes, "mutant", type(part))
+
+    return register
+
+
+@pytest.mark.parametrize(("test", "part"), params(methods.COMPRESSORS))
+def test_compressor_contract_rejects(test, part, registered):
+    registered(compressors, part)
+    with pytest.raises(REJECTED):
+        run(CompressorContract, test, {"compressor": part}, ops=get_ops("numpy"))
+
+
+@pytest.mark.parametrize(("test", "part"), params(methods.MEMORIES))
+def test_memory_contract_rejects(test, part, registered):
+    registered(memories, part)
+    with pytest.raises(REJECTED):
+        run(MemoryContract, test, {"memory": part}, ops=get_ops("numpy"))
+
+
+@pytest.mark.parametrize(("test", "part"), params(array_ops.OPS))
+def test_ops_contract_rejects(test, part):
+    with pytest.raises(REJECTED):
+        run(OpsContract, test, {"ops": part})
+
+
+def test_ops_contract_rejects_operations_of_tensorflow():
+    pytest.importorskip("tensorflow")
+    from tests.mutants.tensorflow_ops import OPS
+
+    survived = []
+    for test, mutant in OPS.items():
+        try:
+            run(OpsContract, test, {"ops": mutant()})
+        except REJECTED:
+            continue
+        survived.append(mutant)
+    assert not survived
+
+
+@pytest.mark.parametrize(("contract", "pairs"), CONTRACTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_property_has_a_mutant(contract, pairs):
+    properties = {name for name in dir(contract) if name.startswith("test_")}
+    assert properties == {test for test, _ in pairs}

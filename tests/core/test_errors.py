@@ -1,0 +1,258 @@
+"""A step driven wrongly, a payload that was not announced, a checkpoint of something else: named, never half done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import grace
+from grace.core.compressors.powersgd import PowerSGD
+from grace.core.compressors.topk import TopK
+from grace.core.errors import (
+    ConfigError,
+    GraceError,
+    IncompatibleError,
+    MismatchError,
+    PayloadError,
+    StateError,
+    StepError,
+    nearest,
+)
+from grace.core.registry import compressors
+from tests.mutants import methods
+
+SHAPE = (20, 30)
+
+
+def simulation(size=2, **config):
+    tensors = config.pop("tensors", {"a": SHAPE, "b": SHAPE})
+    layers = {"compressor": "topk", "default_rules": False, "granularity": "layer"}
+    return grace.Simulation(size, tensors, {**layers, **config})
+
+
+def gradient():
+    return np.ones(SHAPE, np.float32)
+
+
+def copy(saved, current):
+    return saved.copy()
+
+
+# --- steps ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_is_not_in_the_plan():
+    with pytest.raises(StepError, match="no tensor 'c'"):
+        simulation().engines[0].ready("c", gradient())
+
+
+def test_a_gradient_of_another_shape():
+    with pytest.raises(StepError, match=r"'a'.*\(20, 30\).*\(30, 20\)"):
+        simulation().engines[0].ready("a", gradient().T)
+
+
+def test_a_second_gradient_within_a_step():
+    engine = simulation().engines[0]
+    engine.ready("a", gradient())
+    with pytest.raises(StepError, match="'a' got a second gradient before step 0"):
+        engine.ready("a", gradient())
+
+
+@pytest.mark.parametrize("given", [[], ["a"]])
+def test_a_missing_gradient_is_named(given):
+    engine = simulation().engines[0]
+    for name in given:
+        engine.ready(name, gradient())
+    missing = "b" if given else "b, a"
+    with pytest.raises(StepError, match=f"no gradient for {missing}.*zeros"):
+        engine.finish()
+
+
+def test_a_step_can_go_on_after_the_missing_gradient_came():
+    sim = simulation(size=1)
+    engine = sim.engines[0]
+    engine.ready("a", gradient())
+    with pytest.raises(StepError):
+        engine.finish()
+    engine.ready("b", gradient())
+    assert set(engine.finish()) == {"a", "b"}
+    assert engine.step == 1
+
+
+def test_a_rank_that_would_hang_is_named_by_the_simulation():
+    sim = simulation(size=3)
+    for rank in (0, 2):
+        for name in ("a", "b"):
+            sim.engines[rank].ready(name, gradient())
+    with pytest.raises(StepError, match=r"would hang: ranks \[1\]"):
+        sim.engines[0].finish()
+
+
+def test_a_simulation_of_no_ranks():
+    with pytest.raises(ConfigError, match="at least 1 rank, received 0"):
+        simulation(size=0)
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mutant(monkeypatch):
+    list(compressors)
+    monkeypatch.setattr(compressors, "_classes", {**compressors._classes})
+
+    def make(cls, **fields):
+        grace.register_compressor("mutant")(cls)
+        return {"compressor": {"name": "mutant", **fields}}
+
+    return make
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "broadcast"])
+def test_a_payload_that_was_not_announced(mutant, communicator):
+    sim = simulation(**mutant(methods.SendsWiderIndices), communicator=communicator)
+    with pytest.raises(PayloadError, match=r"'b', field 'indices'.*int32.*int64"):
+        sim.step([{"a": gradient(), "b": gradient()} for _ in range(2)])
+
+
+def test_a_proposal_that_was_not_announced(mutant):
+    sim = simulation(**mutant(methods.AnnouncesNoAgreement))
+    with pytest.raises(PayloadError, match=r"'a'.*agreement announced.*agree proposed"):
+        sim.step([{"a": gradient(), "b": gradient()} for _ in range(2)])
+
+
+def test_a_missing_field_is_named(mutant):
+    @dataclass(frozen=True)
+    class Forgetful(TopK):
+        def compress(self, x, at):
+            return {"values": super().compress(x, at)["values"]}
+
+    sim = simulation(size=1, memory="none", **mutant(Forgetful))
+    with pytest.raises(PayloadError, match=r"\['values'\].*\['indices', 'values'\]"):
+        sim.step([{"a": gradient(), "b": gradient()}])
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def saved(sim, rank=0):
+    return sim.engines[rank].state_dict()
+
+
+def trained(**config):
+    sim = simulation(**config)
+    rng = np.random.default_rng(0)
+    sim.step([{name: rng.standard_normal(SHAPE, np.float32) for name in ("a", "b")} for _ in sim.engines])
+    return sim
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"tensors": {"a": SHAPE}}, "b is only on one side"),
+        ({"tensors": {"a": SHAPE, "b": SHAPE, "c": SHAPE, "d": SHAPE}}, "c, d are only on one side"),
+        ({"tensors": {"a": SHAPE, "b": (30, 20, 1, 2)}}, "'b'.*expected.*1200.*received.*600"),
+        ({"memory": "none"}, "'b'.*'none'.*'residual'"),
+        ({"compressor": "threshold"}, "'b'.*'threshold'.*'topk'"),
+    ],
+    ids=["fewer tensors", "more tensors", "shape", "memory", "compressor"],
+)
+def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(config, told):
+    target = simulation(**config).engines[0]
+    before = {name: dict(target._slots.read(name)["memory"]) for name in target._part_of}
+    with pytest.raises(StateError, match=told):
+        target.load_state_dict(saved(trained()), copy)
+    assert target.step == 0
+    for name, fields in before.items():
+        after = target._slots.read(name)["memory"]
+        assert fields.keys() == after.keys()
+        assert all(after[key] is value for key, value in fields.items())
+
+
+def test_a_checkpoint_of_another_version_is_refused():
+    state = {**saved(trained()), "version": 99}
+    with pytest.raises(StateError, match="version 1, received 99"):
+        simulation().engines[0].load_state_dict(state, copy)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "powersgd"])
+def test_a_checkpoint_of_another_rank_or_size_keeps_what_all_ranks_share(compressor):
+    sim = trained(size=2, compressor=compressor)
+    for target, state in (
+        (simulation(size=2, compressor=compressor).engines[1], saved(sim, 0)),
+        (simulation(size=3, compressor=compressor).engines[0], saved(sim, 0)),
+    ):
+        assert target.load_state_dict(state, copy) is False
+        assert target.step == 1
+        for name in ("a", "b"):
+            states = target._slots.read(name)
+            assert not states["memory"]["residual"].any(), "another rank's residual is not ours"
+            for key, value in states["compressor"].items():
+                assert np.array_equal(value, state["tensors"][name]["compressor"][key])
+    assert sim.engines[0]._slots.read("a")["memory"]["residual"].any()
+
+
+def test_a_memory_that_all_ranks_share_is_taken_over_from_any_of_them():
+    """Otherwise ranks would add different control variates to one mean, and their weights would part."""
+    options = {"compressor": "lpc", "memory": "svrg", "period": 2, "default_rules": False}
+    sim, fresh = (grace.Simulation(2, {"a": (40, 30)}, options) for _ in "ab")
+    drawn = [{"a": np.random.default_rng(rank).standard_normal((40, 30)).astype(np.float32)} for rank in range(2)]
+    for _ in range(3):
+        sim.step(drawn)
+    state = saved(sim, 0)
+    assert any(np.any(value) for value in state["tensors"]["a"]["memory"].values())
+    assert [engine.load_state_dict(state, copy) for engine in fresh.engines] == [True, False]
+    ours, theirs = (engine._slots.read("a")["memory"] for engine in fresh.engines)
+    assert all(np.array_equal(ours[key], theirs[key]) for key in ours)
+    went_on = fresh.step(drawn)[0]["a"]
+    assert all(np.array_equal(went_on, mine["a"]) for mine in sim.step(drawn))
+
+
+@pytest.mark.parametrize("compressor", ["topk", "threshold", "powersgd", "randomk"])
+def test_ranks_at_different_steps_are_stopped(compressor):
+    """One rank loaded a checkpoint, the other did not: what they draw at random no longer agrees."""
+    sim, old = trained(size=2, compressor=compressor), simulation(size=2, compressor=compressor)
+    sim.engines[1].load_state_dict(saved(old, 1), copy)
+    with pytest.raises(MismatchError, match="not at the same step"):
+        sim.step([{"a": gradient(), "b": gradient()} for _ in range(2)])
+
+
+@pytest.mark.parametrize("key", ["version", "step", "rank", "size", "tensors"])
+def test_what_is_no_checkpoint_is_refused(key):
+    state = saved(trained())
+    del state[key]
+    with pytest.raises(StateError, match=f"{key} missing"):
+        simulation().engines[0].load_state_dict(state, copy)
+
+
+def test_loading_a_checkpoint_drops_a_step_that_was_under_way():
+    sim = trained(size=1)
+    engine = sim.engines[0]
+    state = saved(sim)
+    engine.ready("a", gradient())
+    assert engine.load_state_dict(state, copy) is True
+    engine.ready("a", gradient())
+    engine.ready("b", gradient())
+    assert set(engine.finish()) == {"a", "b"}
+
+
+# --- the errors themselves --------------------------------------------------------------------------------------
+
+
+def test_all_errors_can_be_caught_at_once():
+    for error in (ConfigError, IncompatibleError, PayloadError, StepError, StateError, MismatchError):
+        assert issubclass(error, GraceError)
+        assert error.__doc__
+
+
+def test_the_nearest_name_is_offered_only_if_it_is_near():
+    assert nearest("topkk", ["topk", "qsgd"]) == " Did you mean 'topk'? Valid names: qsgd, topk."
+    assert nearest("xyz", ["topk", "qsgd"]) == " Valid names: qsgd, topk."
+
+
+def test_erasing_is_for_sparsifiers_only():
+    assert not PowerSGD().sparsifies
+    with pytest.raises(TypeError, match="PowerSGD is no sparsifier"):
+        PowerSGD().erase_(gradient(), {}, None)

@@ -1,0 +1,187 @@
+"""Merged gradients go where the caller wants them, and what lies end to end is not copied."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from grace.core.ops import get_ops
+from grace.core.registry import compressors
+from grace.testing.harness import FRAMEWORKS, array, host, same
+from tests.support import registered
+from tests.support.steps import (
+    LAYOUTS,
+    MIXED,
+    assert_same,
+    every_method,
+    gradients,
+    on_host,
+    simulate,
+    states,
+    step,
+)
+
+# --- results where the caller wants them ------------------------------------------------------------------------
+
+IN_PLACE = [name for name in FRAMEWORKS if get_ops(name).in_place]
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+@pytest.mark.parametrize(
+    ("cut", "size"), [("layer", 1), ("layer", 2), ("small buckets", 1), ("small buckets", 3), ("model", 2)]
+)
+@every_method
+def test_results_are_written_where_they_belong(chosen, cut, size, framework):
+    """Into the buffers of the gradients themselves, which is where PyTorch's optimizer reads them; the same bits."""
+    plain, placed = (simulate(chosen, framework, size=size, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
+    for number in range(2):
+        expected = step(plain, number)
+        given = gradients(placed, number)
+        for engine, mine in zip(placed.engines, given, strict=True):
+            for name, x in mine.items():
+                engine.ready(name, x, 0.1)
+        for engine in placed.engines:
+            engine.advance()
+        merged = [engine.finish(mine) for engine, mine in zip(placed.engines, given, strict=True)]
+        assert_same(expected, on_host(placed, merged))
+        assert_same(expected, on_host(placed, given))
+    assert_same(states(plain), states(placed))
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+@pytest.mark.parametrize("cut", ["layer", "small buckets", "model"])
+@every_method
+def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
+    sim = simulate(chosen, framework, size=2, specs=MIXED, **LAYOUTS[cut])
+
+    def poison(name, rank, x):
+        if name == "long" and rank == 1:
+            x[1, 7] = np.nan
+        return x
+
+    step(sim, 0)
+    before = states(sim)
+    given = gradients(sim, 1, change=poison)
+    for engine, mine in zip(sim.engines, given, strict=True):
+        for name, x in mine.items():
+            engine.ready(name, x, 0.1)
+    for engine in sim.engines:
+        engine.advance()
+    merged = [engine.finish(mine) for engine, mine in zip(sim.engines, given, strict=True)]
+    assert_same(on_host(sim, given), on_host(sim, merged))
+    got = on_host(sim, given)
+    assert_same([got[0]], [got[1]])
+    assert np.isnan(got[0]["long"][1, 7])
+    hit = sim.plan.places["long"][0][0].spec.name
+    for old, new in zip(before, states(sim), strict=True):
+        assert all(same(old[key], new[key]) for key in old if key[0] == hit)
+        assert all(np.isfinite(value.astype(np.float64)).all() for value in new.values())
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+@pytest.mark.parametrize("cut", ["layer", "small buckets", "model"])
+def test_only_what_was_offered_is_written_to(cut, framework):
+    chosen = registered.default_parts(compressors.make({"name": "topk", "compress_ratio": 0.1}))
+    plain, placed = (simulate(chosen, framework, size=1, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
+    (engine,), ops = placed.engines, placed.engines[0]._ops("cpu")
+    (expected,) = step(plain, 0)
+    (given,) = gradients(placed, 0)
+    (before,) = on_host(placed, [given])
+    for name, x in given.items():
+        engine.ready(name, x)
+    places = {
+        name: ops.reshape(ops.full(x.size, 7.0, str(x.dtype)), x.shape)
+        for name, x in before.items()
+        if name in ("matrix", "half", "long")
+    }
+    merged = engine.finish(places)
+    assert_same([before], on_host(placed, [given]))
+    assert_same([expected], on_host(placed, [merged]))
+    assert_same([{name: expected[name] for name in places}], on_host(placed, [places]))
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+def test_arrays_end_to_end_are_laid_out(framework):
+    ops = get_ops(framework)
+    store = array(ops, np.arange(24), "float32")
+    views = [store[0:5], store[5:5], store[5:12], store[12:24]]
+    laid = ops.lay_out(views)
+    assert host(ops, laid).tolist() == list(range(24))
+    for apart in (views[::-1], views[::2], [store[0:4], store[5:12]], [store[2:4], store[2:4]]):
+        assert host(ops, ops.lay_out(apart)).tolist() == [v for x in apart for v in host(ops, x).tolist()]
+    everything = ops.lay_out([array(ops, [1.0], "float32"), array(ops, [], "float32"), array(ops, [2.0], "float32")])
+    assert host(ops, everything).tolist() == [1, 2]
+
+
+@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="PyTorch is not installed")
+def test_gradients_that_lie_end_to_end_are_not_copied():
+    import torch
+
+    ops = get_ops("torch")
+    store = torch.arange(24.0)
+    laid = ops.lay_out([store[2:5], store[5:5], store[5:12], store[12:20]])
+    assert (laid.data_ptr(), laid.numel()) == (store[2:].data_ptr(), 18)
+    first, second = torch.arange(5.0), torch.arange(5.0)
+    assert ops.lay_out([first, second]).data_ptr() not in (first.data_ptr(), second.data_ptr())
+    strided = store[::2]
+    assert ops.lay_out([strided[:3], strided[3:6]]).tolist() == [0, 2, 4, 6, 8, 10]
+    assert ops.lay_out([store[0:4], strided[2:5]]).tolist() == [0, 1, 2, 3, 4, 6, 8]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None or "torch" not in FRAMEWORKS, reason="needs Horovod with PyTorch"
+)
+def test_buffers_that_overlap_are_not_written_to():
+    import torch
+
+    from grace.torch.views import apart
+
+    store = torch.zeros(100)
+
+    def names(**buffers):
+        return set(apart(buffers))
+
+    assert names(a=store[:50], b=store[50:]) == {"a", "b"}
+    assert names(a=store[:50], b=store[49:], c=torch.zeros(3)) == {"c"}
+    assert names(a=store, b=store[10:20], c=store[30:40], d=torch.zeros(3)) == {"d"}
+    assert names(a=store, b=store) == set()
+    assert names(a=store[:20], b=store[10:40], c=store[35:60], d=store[60:]) == {"d"}
+    # Views with gaps may overlap anything.
+    assert names(a=store[::2], b=torch.zeros(3)) == set()
+    assert names(a=store[:10], b=torch.zeros(0), c=store[10:]) == {"a", "b", "c"}
+
+
+@pytest.mark.skipif("torch" not in FRAMEWORKS, reason="PyTorch is not installed")
+@pytest.mark.parametrize("cut", ["layer", "small buckets", "model"])
+@every_method
+def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
+    """As with gradients that are views into buckets: what was compressed where it lies is overwritten there."""
+    import torch
+
+    plain, placed = (simulate(chosen, "torch", size=2, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
+    for number in range(3):
+        expected = step(plain, number)
+        given = gradients(placed, number)
+        stores = []
+        for engine, mine in zip(placed.engines, given, strict=True):
+            # Units hold tensors in the order of the backward pass.
+            order = list(mine)
+            kinds = {mine[name].dtype for name in order}
+            flat = {kind: torch.cat([mine[n].reshape(-1) for n in order if mine[n].dtype == kind]) for kind in kinds}
+            taken = dict.fromkeys(flat, 0)
+            for name in order:
+                shape, dtype = mine[name].shape, mine[name].dtype
+                n = mine[name].numel()
+                mine[name] = flat[dtype][taken[dtype] : taken[dtype] + n].view(shape)
+                taken[dtype] += n
+            stores.append(mine)
+            for name in mine:
+                engine.ready(name, mine[name], 0.1)
+        for engine in placed.engines:
+            engine.advance()
+        for engine, mine in zip(placed.engines, stores, strict=True):
+            engine.finish(mine)
+        assert_same(expected, on_host(placed, stores))
+    assert_same(states(plain), states(placed))

@@ -1,0 +1,388 @@
+"""What is compressed as one: layers as before, buckets and whole models as one flat tensor, long tensors as slices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+import grace
+from grace.core.config import Parts, make_config
+from grace.core.ops import get_ops
+from grace.core.part import GRAIN
+from grace.core.plan import make_plan
+from grace.core.registry import communicators, compressors, memories
+from grace.core.spec import TensorSpec
+from grace.testing.harness import FRAMEWORKS, host, same
+from tests.support import registered
+from tests.support.reference_step import Reference, reference
+from tests.support.registered import every_framework
+from tests.support.steps import (
+    CUTS,
+    DEFAULTS,
+    FEW_SPECS,
+    LONG,
+    MIXED,
+    RANKS,
+    SPECS,
+    assert_same,
+    config,
+    each_cut,
+    every_combination,
+    every_default,
+    every_method,
+    gradient,
+    gradients,
+    on_host,
+    simulate,
+    states,
+    step,
+)
+
+FLAT = [chosen for chosen in DEFAULTS if chosen.compressor.flat]
+every_flat = pytest.mark.parametrize("chosen", [pytest.param(p, id=registered.name(p.compressor)) for p in FLAT])
+
+
+def flat_gradients(sim, given):
+    """Per rank the flat gradient of every unit: its pieces end to end, in the dtype of its tensors."""
+    ops, plan = sim.engines[0]._ops("cpu"), sim.plan
+    return [
+        {
+            unit.spec.name: ops.concat([ops.reshape(mine[p.tensor], (-1,))[p.start : p.stop] for p in unit.pieces])
+            for unit in plan.units
+        }
+        for mine in given
+    ]
+
+
+def assert_units(sim, merged, expected):
+    """Every tensor is what the units that hold it came to."""
+    got, wanted = on_host(sim, merged), on_host(sim, expected)
+    for mine, theirs in zip(got, wanted, strict=True):
+        for name, places in sim.plan.places.items():
+            slices = [theirs[unit.spec.name].reshape(-1)[i : i + piece.numel] for unit, i, piece in places]
+            assert same(mine[name].reshape(-1), np.concatenate(slices)), name
+
+
+# --- what the cuts are ------------------------------------------------------------------------------------------
+
+
+def pieces(plan):
+    return [[tuple(piece) for piece in unit.pieces] for unit in plan.units]
+
+
+def test_every_element_lies_in_one_unit():
+    for chosen, options in itertools.product(DEFAULTS, [{"granularity": "layer"}, *CUTS.values()]):
+        plan = make_plan(MIXED, config(chosen, **options))
+        for part in plan.exchanged:
+            ends = [0, *(piece.stop for _, _, piece in plan.places[part.spec.name])]
+            assert [piece.start for _, _, piece in plan.places[part.spec.name]] == ends[:-1]
+            assert ends[-1] == part.spec.numel
+        assert len({unit.spec.name for unit in plan.units}) == len(plan.units)
+        for unit in plan.units:
+            assert unit.spec.numel == sum(piece.numel for piece in unit.pieces)
+            assert unit.compressor.unfit(unit.spec) is None
+
+
+def test_what_is_served_alike_is_one_unit_of_a_bucket():
+    specs = [TensorSpec(name, (40, 40)) for name in "abcd"] + [TensorSpec("e", (40, 40), "float64")]
+    options = {"compressor": "topk", "rules": [{"match": "b", "compressor": "onebit"}]}
+    plan = make_plan(specs, make_config(**options))
+    assert len(plan.buckets) == 1
+    assert pieces(plan) == [[("e", 0, 1600)], [(name, 0, 1600) for name in "dca"], [("b", 0, 1600)]]
+    layers = make_plan(specs, make_config(**options, granularity="layer"))
+    assert pieces(layers) == [[(name, 0, 1600)] for name in "edcba"]
+    assert all(unit.spec.shape == (40, 40) for unit in layers.units)
+    # 6,400 bytes of float32 each: a bucket of two.
+    plan = make_plan(specs[:4], make_config(compressor="topk", bucket_bytes=12_800))
+    assert pieces(plan) == [[("d", 0, 1600), ("c", 0, 1600)], [("b", 0, 1600), ("a", 0, 1600)]]
+
+
+def test_long_tensors_are_cut_into_about_equal_slices():
+    def starts(compressor="topk", **options):
+        plan = make_plan([TensorSpec("w", (10, 4096))], make_config(compressor=compressor, **options))
+        return [unit.pieces[0].start for unit in plan.units]
+
+    small = {"bucket_bytes": 4 * GRAIN, "split_bytes": 4 * 4 * GRAIN}
+    assert starts(**small) == [0, 4 * GRAIN, 8 * GRAIN]
+    assert starts(**small, compressor="qsgd") == [0, 4 * GRAIN, 8 * GRAIN]
+    assert starts(**{**small, "split_bytes": 0}) == [0]
+    assert starts(**{**small, "split_bytes": 10 * 4 * GRAIN}) == [0]
+    for granularity in ("layer", "model"):
+        assert starts(**small, granularity=granularity) == [0]
+    # No smaller than a grain, however small the slices should be.
+    assert starts(bucket_bytes=0, split_bytes=1) == list(range(0, 40960, GRAIN))
+
+
+@pytest.mark.parametrize("name", ["powersgd", "gradiveq", "gradzip", "atomo"])
+def test_methods_that_look_at_the_shape_stay_with_their_tensors(name):
+    specs = [TensorSpec(n, (100, 150)) for n in "abc"]
+    for options in CUTS.values():
+        plan = make_plan(specs, make_config(compressor=name, **options))
+        assert sorted((unit.spec.name, unit.spec.shape) for unit in plan.units) == [(n, (100, 150)) for n in "abc"]
+
+
+def test_tensors_of_which_a_slice_is_unfit_are_not_cut(monkeypatch):
+    options = {"compressor": "topk", "split_bytes": 20_000, "bucket_bytes": 0}
+    assert len(make_plan([LONG], make_config(**options)).units) > 1
+    topk = type(compressors.make("topk"))
+    monkeypatch.setattr(topk, "unfit", lambda self, spec: "short" if spec.numel < 8000 else None)
+    plan = make_plan([LONG], make_config(**options))
+    assert [unit.spec for unit in plan.units] == [plan.exchanged[0].spec]
+
+
+def test_tensors_of_different_learning_rates_are_not_compressed_as_one():
+    """A memory that corrects for the learning rate knows one; optimizers may have several."""
+    specs = {"a": (40, 40), "b": (40, 40)}
+    options = {"compressor": "topk", "compress_ratio": 0.05}
+    assert len(grace.Simulation(1, specs, options).plan.units) == 1
+    results = []
+    for granularity in ("layer", "bucket", "model"):
+        sim = grace.Simulation(1, specs, {**options, "lr_correction": True, "granularity": granularity})
+        assert len(sim.plan.units) == 2
+        (engine,) = sim.engines
+        for number in range(3):
+            for name, rate in (("a", 0.1 * (number + 1)), ("b", 0.5 / (number + 1))):
+                engine.ready(name, gradient(TensorSpec(name, (40, 40)), number, ord(name)), rate)
+            merged = engine.finish()
+        results.append(merged)
+    for other in results[1:]:
+        assert all(same(results[0][name], other[name]) for name in specs)
+
+
+# --- layers: nothing has changed --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@every_default
+def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
+    sim, by_hand = simulate(chosen, size=size), reference(SPECS, config(chosen), get_ops("numpy"), size)
+    for number in range(3):
+        given = gradients(sim, number)
+        assert_same(on_host(sim, by_hand.step(given)), on_host(sim, sim.step(given, lr=0.1)))
+    for mine, theirs in zip(states(sim), by_hand.states, strict=True):
+        for (name, kind, key), value in mine.items():
+            assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
+
+
+@pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f != "numpy"])
+@every_method
+def test_layers_are_the_same_in_every_framework(chosen, framework):
+    specs = FEW_SPECS.get(framework, SPECS)
+    ops = get_ops(framework)
+    sim, by_hand = simulate(chosen, framework, size=2, specs=specs), reference(specs, config(chosen), ops, 2)
+    for number in range(2):
+        given = gradients(sim, number)
+        assert_same(on_host(sim, by_hand.step(given)), on_host(sim, sim.step(given, lr=0.1)))
+
+
+# --- buckets and models: one flat tensor ------------------------------------------------------------------------
+
+
+def units_by_hand(sim, ops, size=RANKS):
+    """The reference in which every unit is a tensor."""
+    return Reference(ops, sim.plan.units, size, sim.config.seed)
+
+
+@each_cut
+@every_default
+def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
+    sim = simulate(chosen, specs=MIXED, **CUTS[cut])
+    by_hand = units_by_hand(sim, get_ops("numpy"))
+    whole = {piece.tensor for unit in sim.plan.units for piece in unit.pieces if len(unit.pieces) > 1}
+    split = {name for name, places in sim.plan.places.items() if len(places) > 1}
+    assert bool(whole) == any(part.compressor.flat for part in sim.plan.exchanged)
+    cuttable = next(part for part in sim.plan.exchanged if part.spec.name == "long").compressor.flat
+    assert split == ({"long"} if cut == "small buckets" and cuttable else set())
+    for number in range(3):
+        given = gradients(sim, number)
+        expected = by_hand.step(flat_gradients(sim, given))
+        assert_units(sim, sim.step(given, lr=0.1), expected)
+    for mine, theirs in zip(states(sim), by_hand.states, strict=True):
+        for (name, kind, key), value in mine.items():
+            assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
+
+
+@pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f != "numpy"])
+@every_method
+def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework):
+    specs = [*FEW_SPECS["tensorflow"], TensorSpec("vector", (131,)), LONG]
+    sim = simulate(chosen, framework, size=2, specs=specs, **CUTS["small buckets"])
+    by_hand = units_by_hand(sim, get_ops(framework), 2)
+    for number in range(2):
+        given = gradients(sim, number)
+        expected = by_hand.step(flat_gradients(sim, given))
+        assert_units(sim, sim.step(given, lr=0.1), expected)
+
+
+@pytest.mark.parametrize("cut", ["small buckets", "model"])
+@every_combination
+def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, traffic):
+    sim = simulate(chosen, specs=MIXED, **CUTS[cut])
+    for engine in sim.engines:
+        engine.track_norms = True
+    for number in range(2):
+        traffic.clear()
+        first, *others = step(sim, number)
+        for other in others:
+            assert_same([first], [other])
+        for spec in MIXED:
+            assert (first[spec.name].shape, str(first[spec.name].dtype)) == (spec.shape, spec.dtype)
+        for rank, engine in enumerate(sim.engines):
+            stats = engine.stats()
+            assert stats["wire_bytes"] == sum(traffic[rank].values())
+            assert {kind: n for kind, n in stats["collectives"].items() if n} == traffic[rank]
+            fields = sum(int(engine._slots.noted("unit", unit.spec.name)) for unit in sim.plan.units)
+            assert sum(tensor["wire_bytes"] for tensor in stats["tensors"].values()) == fields
+            assert set(stats["tensors"]) == {spec.name for spec in MIXED}
+    predicted = sum(bucket.nbytes for bucket in sim.plan.buckets)
+    if chosen.compressor.fixed_size:
+        assert predicted == sum(traffic[0].values())
+        assert sum(sim.plan.bytes_of(part) for part in sim.plan.parts) == fields
+    else:
+        assert predicted <= sum(traffic[0].values())
+
+
+@each_cut
+@every_flat
+def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
+    sim = simulate(chosen, specs=[*SPECS[:2], LONG], **CUTS[cut])
+    for engine in sim.engines:
+        engine.track_norms = True
+    for number in range(2):
+        step(sim, number)
+    for engine, held in zip(sim.engines, states(sim), strict=True):
+        tensors = engine.stats()["tensors"]
+        residuals = [value for (_, _, key), value in held.items() if key == "residual"]
+        if not residuals:
+            assert {tensor["residual_norm"] for tensor in tensors.values()} == {None}
+            continue
+        total = math.fsum(float(np.sum(value.astype(np.float64) ** 2)) for value in residuals)
+        assert math.fsum(t["residual_norm"] ** 2 for t in tensors.values()) == pytest.approx(total, rel=1e-5)
+        assert all(tensor["relative_error"] is not None for tensor in tensors.values())
+
+
+@each_cut
+@every_method
+def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
+    forward, shuffled = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        expected, given = step(forward, number), gradients(shuffled, number)
+        calls = [(rank, spec.name) for rank in range(RANKS) for spec in MIXED]
+        for i in rng.permutation(len(calls)):
+            rank, name = calls[i]
+            shuffled.engines[rank].ready(name, given[rank][name], 0.1)
+        for rank in rng.permutation(RANKS):
+            shuffled.engines[rank].advance()
+        merged = {rank: shuffled.engines[rank].finish() for rank in rng.permutation(RANKS)}
+        assert_same(expected, on_host(shuffled, [merged[rank] for rank in range(RANKS)]))
+    assert_same(states(forward), states(shuffled))
+
+
+@every_framework
+@each_cut
+@pytest.mark.parametrize(
+    "compressor", [pytest.param(c, id=registered.name(c)) for c in registered.default_compressors() if c.sparsifies]
+)
+def test_a_sparsifier_moves_values_without_rounding(compressor, cut, framework):
+    """Seen with one rank: old residual + gradient == applied + new residual."""
+    chosen = Parts(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
+    specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64") and compressor.unfit(spec) is None]
+    sim = simulate(chosen, framework, size=1, specs=specs, **CUTS[cut])
+    old = states(sim)[0]
+    for number in range(3):
+        given = gradients(sim, number)
+        flat = {n: host(sim.engines[0]._ops("cpu"), x) for n, x in flat_gradients(sim, given)[0].items()}
+        merged = on_host(sim, flat_gradients(sim, sim.step(given, lr=0.1)))[0]
+        new = states(sim)[0]
+        for unit in sim.plan.units:
+            key = (unit.spec.name, "memory", "residual")
+            sent = merged[unit.spec.name]
+            assert np.array_equal(old[key] + flat[unit.spec.name], sent + new[key])
+            assert not np.any((sent != 0) & (new[key] != 0)), "a coordinate was sent and kept"
+        old = new
+
+
+@pytest.mark.parametrize(("cut", "bad"), [("bucket", np.inf), ("small buckets", np.nan), ("model", np.nan)])
+@every_method
+def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, cut, bad):
+    clean, hit = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
+    for sim in (clean, hit):
+        step(sim, 0)
+
+    def poison(name, rank, x):
+        if name == "long" and rank == 1:
+            x[2, 4999] = bad
+        return x
+
+    before = states(hit)
+    expected, got = step(clean, 1), step(hit, 1, change=poison)
+    unit = hit.plan.places["long"][-1][0]
+    with_it = {piece.tensor for piece in unit.pieces if unit.guarded} | {"long"}
+    for mine, theirs in zip(got, expected, strict=True):
+        assert not np.isfinite(mine["long"][2, 4999])
+        for name in set(mine) - with_it:
+            assert same(mine[name], theirs[name]), name
+        if unit.guarded:
+            for piece in unit.pieces:
+                assert np.isnan(mine[piece.tensor].reshape(-1)[piece.start : piece.stop].astype(np.float32)).all()
+    assert_same([got[0]], [got[1]])
+    for old, new in zip(before, states(hit), strict=True):
+        assert all(np.isfinite(value.astype(np.float64)).all() for value in new.values())
+        assert all(same(old[key], new[key]) for key in old if key[0] == unit.spec.name)
+    for mine in step(hit, 2):
+        assert all(np.isfinite(x.astype(np.float64)).all() for x in mine.values()), "the step after is a normal one"
+
+
+@each_cut
+def test_tensors_of_nothing_and_of_one_element_are_fused(cut):
+    specs = [
+        TensorSpec("nothing", (0, 4)),
+        TensorSpec("none", (0,)),
+        TensorSpec("scalar", ()),
+        TensorSpec("one", (1, 1)),
+        TensorSpec("many", (30, 40)),
+        TensorSpec("end", (7, 0)),
+    ]
+    for chosen in FLAT:
+        for some in (specs, specs[:2], specs[:3], specs[3:4]):
+            sim = simulate(chosen, specs=some, size=2, **CUTS[cut])
+            by_hand = units_by_hand(sim, get_ops("numpy"), 2)
+            for number in range(2):
+                given = gradients(sim, number)
+                expected = by_hand.step(flat_gradients(sim, given))
+                merged = sim.step(given, lr=0.1)
+                assert_units(sim, merged, expected)
+                assert {name: x.shape for name, x in merged[0].items()} == {spec.name: spec.shape for spec in some}
+
+
+@each_cut
+@every_framework
+def test_rules_with_several_methods_share_a_bucket(cut, framework):
+    specs = [TensorSpec(f"{kind}{i}", (50, 40)) for i in range(3) for kind in ("a", "b", "c", "d")]
+    rules = [
+        {"match": "b*", "compressor": "onebit"},
+        {"match": "c*", "compressor": "powersgd", "memory": "residual"},
+        {"match": "d*", "compressor": "qsgd"},
+    ]
+    made = make_config(compressor="topk", compress_ratio=0.1, seed=5, rules=rules, **CUTS[cut])
+    sim = grace.Simulation(2, specs, made, framework=framework)
+    by_hand = units_by_hand(sim, get_ops(framework), 2)
+    fused = [unit for unit in sim.plan.units if len(unit.pieces) > 1]
+    assert all(len({piece.tensor[0] for piece in unit.pieces}) == 1 for unit in fused)
+    assert bool(fused) == (cut != "small buckets")
+    for number in range(3):
+        given = gradients(sim, number)
+        expected = by_hand.step(flat_gradients(sim, given))
+        assert_units(sim, sim.step(given), expected)
+
+
+@pytest.mark.parametrize("options", [{"lr_correction": True}, {"gradient_clipping": 1.0}])
+def test_what_depends_on_a_whole_tensor_is_neither_cut_nor_fused(options):
+    chosen = {"compressor": "topk", "memory": {"name": "residual", **options}, "default_rules": False}
+    specs = [TensorSpec(name, (40, 4096)) for name in "ab"]
+    plan = make_plan(specs, make_config(chosen, split_bytes=4096))
+    assert pieces(plan) == [[(name, 0, 40 * 4096)] for name in "ba"]

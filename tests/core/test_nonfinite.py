@@ -1,0 +1,94 @@
+"""NaN, infinity and overflow: every rank is told, no state remembers, the next step is a normal one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grace.core.config import Parts
+from grace.core.registry import communicators, compressors
+from grace.core.spec import TensorSpec
+from grace.testing.harness import same
+from tests.support import registered
+from tests.support.steps import (
+    FEW_SPECS,
+    SPECS,
+    assert_same,
+    every_default_and_framework,
+    simulate,
+    states,
+    step,
+)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@every_default_and_framework
+def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
+    clean, hit = (simulate(chosen, framework, specs=FEW_SPECS.get(framework, SPECS)) for _ in "ab")
+    step(clean, 0)
+    step(hit, 0)
+
+    def poison(name, rank, x):
+        if name == "matrix" and rank == 1:
+            x[3, 5] = bad
+        return x
+
+    before = states(hit)
+    expected, got = step(clean, 1), step(hit, 1, change=poison)
+    part = next(part for part in hit.plan.parts if part.spec.name == "matrix")
+    for mine, theirs in zip(got, expected, strict=True):
+        matrix = mine.pop("matrix")
+        assert not np.isfinite(matrix[3, 5])
+        if part.guarded:
+            assert np.isnan(matrix).all()
+        theirs.pop("matrix")
+    assert_same(expected, got)
+    after = states(hit)
+    for old, new in zip(before, after, strict=True):
+        assert all(same(old[key], new[key]) for key in old if key[0] == "matrix")
+    for mine in step(hit, 2):
+        assert all(np.isfinite(x.astype(np.float64)).all() for x in mine.values()), "the step after is a normal one"
+
+
+@pytest.mark.parametrize("chosen", [pytest.param(p, id=registered.name(p)) for p in registered.valid_parts()])
+def test_a_gradient_that_overflows_in_the_payload_enters_no_state(chosen):
+    """1e30 is finite in float32 and infinite in float16; what a residual would make of it is NaN."""
+    specs = [TensorSpec("matrix", (24, 40))]
+    sim = simulate(chosen, specs=specs)
+    step(sim, 0)
+    before = states(sim)
+
+    def explode(name, rank, x):
+        return x * np.float32(1e30) if rank == 1 else x
+
+    first, *others = step(sim, 1, change=explode)
+    assert all(same(first["matrix"], other["matrix"]) for other in others)
+    finite = bool(np.isfinite(first["matrix"]).all())
+    for old, new in zip(before, states(sim), strict=True):
+        assert all(np.isfinite(x).all() for x in new.values())
+        assert finite or all(same(old[key], new[key]) for key in old)
+
+
+@pytest.mark.parametrize("memory", registered.params(registered.all_memories()))
+def test_an_infinite_gradient_enters_no_memory(memory):
+    """Memories compute before the guard looks: clipping divides by an infinite norm."""
+    compressor = compressors.make({"name": "topk", "compress_ratio": 0.1})
+    sim = simulate(Parts(compressor, memory, communicators.make("allgather")), specs=SPECS[:2])
+    step(sim, 0)
+    before = states(sim)
+
+    def poison(name, rank, x):
+        return np.where(np.arange(x.size).reshape(x.shape) % 7 == 0, np.inf, x) if rank == 0 else x
+
+    # NumPy warns of infinity times zero, and rightly so.
+    with np.errstate(invalid="ignore"):
+        merged = step(sim, 1, change=poison)
+    assert all(np.isnan(x).all() for mine in merged for x in mine.values())
+    assert_same(before, states(sim))
+
+
+def test_a_bad_gradient_of_a_rank_that_selects_nothing_is_announced():
+    chosen = registered.default_parts(compressors.make({"name": "threshold", "threshold": 1e9}))
+    sim = simulate(chosen, specs=SPECS[:1])
+    merged = step(sim, 0, change=lambda name, rank, x: x * (np.float32(np.nan) if rank == 2 else np.float32(1)))
+    assert all(np.isnan(mine["matrix"]).all() for mine in merged)

@@ -1,0 +1,182 @@
+"""Names: complete, never taken twice, open to parts from outside."""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import grace
+import grace.core.compressors
+import grace.core.memories
+from grace.core.compressor import Compressor
+from grace.core.errors import ConfigError
+from grace.core.registry import Registry, communicators, compressors, memories
+from grace.core.spec import Field, Proposal
+from grace.testing import CompressorContract
+from tests.core.test_contract_mutants import run
+
+
+@dataclass(frozen=True)
+class MaxScale(Compressor):
+    """A method as an outsider would write it: int8 levels of the largest magnitude on any rank, summed on the way."""
+
+    levels: int = 31
+    extremes: tuple[float, ...] = (-1.0, 1.0)
+
+    summable = True
+    default_memory = "residual"
+
+    def wire(self, spec):
+        return Field("codes", "int32", spec.numel), Field("scale", "float32", 1, wire=False)
+
+    def agreement(self, spec):
+        return (Field("scale", spec.work_dtype, 1),)
+
+    def agree(self, x, at):
+        return Proposal(at.ops.reshape(at.ops.max(at.ops.abs(x)), (1,)), "max")
+
+    def compress(self, x, at):
+        scale = at.ops.cast(at.agreed, "float32")
+        wide = at.ops.cast(scale, at.spec.work_dtype)
+        codes = at.ops.quantize(x, wide, self.levels, at.private_key)
+        return {"codes": at.ops.cast(codes, "int32"), "scale": scale}
+
+    def decompress(self, payload, at):
+        return at.ops.dequantize(payload["codes"], payload["scale"], self.levels, at.spec.work_dtype)
+
+    def merge(self, payloads, at):
+        codes = payloads[0]["codes"]
+        for payload in payloads[1:]:
+            codes = codes + payload["codes"]
+        return self.decompress({**payloads[0], "codes": codes}, at)
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """An entry point of another distribution, seen by registries that have loaded nothing yet."""
+
+    class Entry:
+        name = "maxscale"
+
+        def load(self):
+            return MaxScale
+
+    groups = []
+
+    def entry_points(group):
+        groups.append(group)
+        return [Entry()] if group == "grace.compressors" else []
+
+    monkeypatch.setattr("grace.core.registry.entry_points", entry_points)
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("registry", "package"), [(compressors, grace.core.compressors), (memories, grace.core.memories)]
+)
+def test_every_module_registers_something(registry, package):
+    """A forgotten decorator leaves a method that nobody can name."""
+    modules = {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}
+    assert {registry.get(name).__module__ for name in registry} == modules
+
+
+def test_names_are_those_that_configurations_use():
+    assert {"allgather", "allreduce", "broadcast"} == set(communicators)
+    assert {"none", "residual", "dgc", "efsignsgd", "powersgd"} <= set(memories)
+    assert {"none", "fp16", "topk", "randomk", "threshold", "dgc", "qsgd", "terngrad", "signsgd"} <= set(compressors)
+    assert list(compressors) == sorted(compressors)
+    assert "topk" in compressors
+    assert "no such" not in compressors
+
+
+def test_every_part_is_a_frozen_dataclass_with_working_defaults():
+    for registry in (compressors, memories, communicators):
+        for name in registry:
+            part = registry.make(name)
+            assert registry.name_of(part) == name
+            assert hash(part) == hash(registry.make(name))
+            assert registry.make(part) is part
+            assert registry.make(registry.config_of(part)) == part
+            assert registry.get(name).__doc__, f"{name} says nothing about itself"
+
+
+def test_a_name_is_never_taken_twice():
+    registry: Registry = Registry("compressor", "no such group", "grace.core.compressors")
+    registry.register("mine")(MaxScale)
+    with pytest.raises(ConfigError, match=r"'mine' is taken by .*MaxScale"):
+        registry.register("mine")(MaxScale)
+    with pytest.raises(ConfigError, match=r"'topk' is taken by grace\.core\.compressors\.topk\.TopK"):
+        grace.register_compressor("topk")(MaxScale)
+    assert compressors.get("topk").__name__ == "TopK"
+
+
+def test_unregistered_parts_are_told_how_to_register():
+    with pytest.raises(ConfigError, match=r"MaxScale is not registered.*@grace\.register_compressor"):
+        compressors.name_of(MaxScale())
+    with pytest.raises(ConfigError, match="not registered"):
+        grace.make_config(compressor=MaxScale())
+
+
+def test_entry_points_bring_parts_from_outside(outside):
+    registry: Registry = Registry("compressor", "compressors", "grace.core.memories")
+    assert "maxscale" in registry
+    assert registry.make({"name": "maxscale", "levels": 7}) == MaxScale(7)
+    assert outside == ["grace.compressors"]
+
+
+def test_entry_points_are_read_only_when_a_name_is_asked_for(outside):
+    Registry("compressor", "compressors", "grace.core.memories")
+    assert outside == []
+
+
+def test_an_entry_point_that_registers_itself_at_import_is_no_conflict(outside):
+    registry: Registry = Registry("compressor", "compressors", "grace.core.memories")
+    registry.register("maxscale")(MaxScale)
+    assert list(registry) == ["maxscale"]
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    list(compressors)
+    monkeypatch.setattr(compressors, "_classes", {**compressors._classes})
+    grace.register_compressor("maxscale")(MaxScale)
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_outside_compressor_runs_like_any_other():
+    """Forty lines, a proposal, a sum of integers, error feedback: two steps on three ranks."""
+    config = {"compressor": "maxscale", "levels": 15, "default_rules": False}
+    shapes = {"w": (20, 30), "v": (11,)}
+    sim = grace.Simulation(3, shapes, config, framework="torch")
+    reference = grace.Simulation(3, shapes, config)
+    import torch
+
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        given = [{name: rng.standard_normal(s, np.float32) for name, s in shapes.items()} for _ in range(3)]
+        merged = sim.step([{name: torch.from_numpy(x.copy()) for name, x in mine.items()} for mine in given])
+        expected = reference.step([{name: x.copy() for name, x in mine.items()} for mine in given])
+        for name in shapes:
+            assert all(torch.equal(mine[name], merged[0][name]) for mine in merged)
+            assert np.array_equal(merged[0][name].numpy(), expected[0][name])
+            # One level is max|x| / 15; with two steps of feedback no element is off by more than two levels.
+            mean = np.mean([mine[name] for mine in given], axis=0)
+            largest = max(np.abs(mine[name]).max() for mine in given)
+            assert np.abs(expected[0][name] - mean).max() < 2 * (largest + 1) / 15
+    assert grace.make_config(compressor="maxscale", extremes=[0, 1]).parts.compressor.extremes == (0, 1)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("test", [name for name in dir(CompressorContract) if name.startswith("test_")])
+def test_an_outside_compressor_passes_the_contract(test):
+    from grace.core.ops import get_ops
+
+    run(CompressorContract, test, {"compressor": MaxScale(15)}, ops=get_ops("numpy"))
+
+
+def test_the_class_decorator_returns_the_class():
+    registry: Registry = Registry("memory", "no such group", "grace.core.memories")
+    assert registry.register("another")(MaxScale) is MaxScale

@@ -1,0 +1,250 @@
+"""The moments of a step: every phase of every bucket, in order, in `stats()` and in the Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+
+import pytest
+
+from grace.core.errors import ConfigError
+from grace.core.registry import compressors
+from grace.core.timeline import PHASES, Timeline, Times
+from grace.testing.harness import FRAMEWORKS
+from tests.support import registered
+from tests.support.steps import gradients, in_frameworks, simulate, step
+from tests.support.trace_checks import check_phases, check_trace, phases_in, steps_in
+
+# One method per way through the engine: gathered, summed, settled first, of run-time length.
+METHODS = ["topk", "randomk", "powersgd", "sketchedsgd", "threshold", "none"]
+# So small that there are several buckets.
+OPTIONS = {"bucket_bytes": 4096, "split_bytes": 4096}
+
+
+def chosen(name):
+    return registered.default_parts(compressors.make(name))
+
+
+def check(engine):
+    """The buckets of the last step of one rank."""
+    stats = engine.stats()
+    buckets = stats["buckets"]
+    check_phases(stats)
+    assert list(buckets) == [bucket.name for bucket in engine.plan.buckets]
+    assert {name for bucket in buckets.values() for name in bucket["tensors"]} == {
+        part.spec.name for part in engine.plan.exchanged
+    }
+    for planned in engine.plan.buckets:
+        assert (buckets[planned.name]["settle"] is not None) == any(unit.agreement for unit in planned.parts)
+    assert stats["wire_bytes"] == sum(bucket["wire_bytes"] for bucket in buckets.values())
+    return buckets
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+# The traces below have TensorFlow's.
+@in_frameworks({name: chosen(name) for name in METHODS}, {})
+def test_moments_of_every_bucket_are_in_order(chosen, framework):
+    sim = simulate(chosen, framework, size=2, **OPTIONS)
+    for engine in sim.engines:
+        assert all(bucket[phase] is None for bucket in engine.stats()["buckets"].values() for phase in PHASES)
+    for number in range(2):
+        began = time.perf_counter()
+        step(sim, number)
+        took = time.perf_counter() - began
+        for engine in sim.engines:
+            buckets = check(engine)
+            assert len(buckets) > 1
+            # No rank of a simulation begins before the step, nor ends after it.
+            assert max(bucket["merge"][1] for bucket in buckets.values()) <= took + 1e-5
+
+
+def test_moments_are_those_of_what_happens():
+    """A rank that gets its gradients late, and waits for others, says so."""
+    sim = simulate(chosen("topk"), size=2, **OPTIONS)
+    (first, *rest) = sim.plan.exchanged
+    for engine, mine in zip(sim.engines, gradients(sim, 0), strict=True):
+        engine.ready(first.spec.name, mine[first.spec.name])
+        time.sleep(0.02)
+        for part in rest:
+            engine.ready(part.spec.name, mine[part.spec.name])
+    handle = sim.engines[0]._runs[sim.plan.buckets[0].name].sent.handles["all"]
+    waited = type(handle).wait
+
+    def slow(self):
+        time.sleep(0.03)
+        return waited(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(handle), "wait", slow)
+        for engine in sim.engines:
+            engine.finish()
+    for engine in sim.engines:
+        buckets = check(engine)
+        assert max(bucket["ready"][1] for bucket in buckets.values()) >= 0.02
+    # The other rank found the payloads there when it sent its own.
+    buckets = check(sim.engines[0])
+    assert all(bucket["wait"][1] - bucket["wait"][0] >= 0.03 for bucket in buckets.values())
+
+
+def test_statistics_are_of_the_last_step_while_the_next_one_is_under_way():
+    sim = simulate(chosen("topk"), size=1, **OPTIONS)
+    step(sim, 0)
+    before = sim.engines[0].stats()["buckets"]
+    name = sim.plan.exchanged[0].spec.name
+    sim.engines[0].ready(name, gradients(sim, 1)[0][name])
+    assert sim.engines[0].stats()["buckets"] == before
+
+
+def test_a_change_of_the_plan_has_buckets_of_its_own():
+    sim = simulate(chosen("topk"), size=1, **OPTIONS)
+    step(sim, 0)
+    sim.change(compressor="qsgd")
+    check_names = set(sim.engines[0].stats()["buckets"])
+    step(sim, 1)
+    assert check_names.isdisjoint(check(sim.engines[0]))
+
+
+def test_a_note_is_cheap():
+    times, arrays = Times(), (object(),)
+    best = min(_seconds_of_notes(times, arrays) for _ in range(20))
+    assert best / 1000 < 5e-6
+
+
+def _seconds_of_notes(times, arrays):
+    began = time.perf_counter()
+    for _ in range(1000):
+        times.mark("ready", "layer.weight", arrays)
+    return time.perf_counter() - began
+
+
+# --- the trace ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_trace_is_whole_after_every_step(tmp_path, framework):
+    sim = simulate(chosen("powersgd"), framework, size=2, **OPTIONS)
+    for rank, engine in enumerate(sim.engines):
+        engine.times.start(tmp_path / "trace.json", rank, 2)
+    for number in range(2):
+        before = time.time()
+        step(sim, number)
+        after = time.time()
+        assert sorted(os.listdir(tmp_path)) == ["trace.rank0.json", "trace.rank1.json"]
+        for rank, engine in enumerate(sim.engines):
+            check(engine)
+            check_trace(read(tmp_path / f"trace.rank{rank}.json"), engine.stats(), rank, number)
+            latest = [e for e in phases_in(read(tmp_path / f"trace.rank{rank}.json")) if e["args"]["step"] == number]
+            # Epoch time, so that several ranks can be laid side by side.
+            assert all(before - 0.1 <= e["ts"] / 1e6 <= after + 0.1 for e in latest)
+
+
+def test_exchanges_of_a_process_share_a_file(tmp_path):
+    path, sims = tmp_path / "trace.json", [simulate(chosen(name), size=1, **OPTIONS) for name in ("topk", "qsgd")]
+    for sim in sims:
+        sim.engines[0].times.start(path, 0, 1)
+        step(sim, 0)
+    sims[1].engines[0].times.stop()
+    step(sims[1], 1)
+    sims[1].change(compressor="none")
+    sims[1].engines[0].times.start(str(path), 0, 1)
+    step(sims[1], 2)
+    events = read(path)
+    steps = [e["args"]["step"] for e in phases_in(events) if e["name"] == "ready"]
+    # Of both exchanges, which number buckets alike here, and not the step without a timeline.
+    assert {number: steps.count(number) for number in steps} == {
+        0: len(sims[0].plan.buckets) * 2,
+        2: len(sims[1].plan.buckets),
+    }
+    assert len([e for e in events if e["name"] == "process_name"]) == 1
+
+
+def test_a_file_that_was_taken_away_is_made_anew(tmp_path):
+    path = tmp_path / "trace.json"
+    for _ in range(2):
+        sim = simulate(chosen("topk"), size=1)
+        sim.engines[0].times.start(path, 0, 1)
+        step(sim, 0)
+        check_trace(read(path), sim.engines[0].stats(), 0, 0)
+        path.unlink()
+
+
+def test_a_step_that_cannot_be_written_ends_the_trace_and_not_the_training(tmp_path, caplog):
+    path, sim = tmp_path / "trace.json", simulate(chosen("topk"), size=1)
+    sim.engines[0].times.start(path, 0, 1)
+    path.unlink()
+    with caplog.at_level(logging.WARNING, logger="grace"):
+        step(sim, 0)
+        step(sim, 1)
+    assert len(caplog.records) == 1
+    assert "ends here" in caplog.text
+    check(sim.engines[0])
+
+
+@pytest.mark.parametrize("path", ["nowhere/trace.json", ".", ""])
+def test_paths_that_cannot_be_written_are_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    for size in (1, 2):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            Timeline.at(path, 0, size)
+    monkeypatch.setenv("GRACE_TIMELINE", path)
+    if path:
+        with pytest.raises(ConfigError, match="GRACE_TIMELINE"):
+            Times().start_as_told(0, 1)
+    else:
+        Times().start_as_told(0, 1)
+
+
+def test_the_environment_names_a_file(tmp_path, monkeypatch):
+    sim = simulate(chosen("topk"), size=1)
+    monkeypatch.setenv("GRACE_TIMELINE", str(tmp_path / "told.json"))
+    sim.engines[0].times.start_as_told(0, 1)
+    step(sim, 0)
+    check_trace(read(tmp_path / "told.json"), sim.engines[0].stats(), 0, 0)
+    # What was started by hand goes on.
+    sim.engines[0].times.start(tmp_path / "by hand.json", 0, 1)
+    sim.engines[0].times.start_as_told(0, 1)
+    step(sim, 1)
+    assert steps_in(read(tmp_path / "by hand.json")) == {1}
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------------
+
+graphs = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
+
+
+@graphs
+@pytest.mark.parametrize("name", ["powersgd", "threshold"])
+def test_a_graph_notes_the_same_moments_if_asked(tmp_path, name):
+    from tests.adapters.tensorflow.test_graphs import Graph
+
+    graph = Graph(chosen(name), 2, track_times=True, **OPTIONS)
+    for rank, engine in enumerate(graph.engines):
+        assert all(bucket[phase] is None for bucket in engine.stats()["buckets"].values() for phase in PHASES)
+        if rank == 0:
+            engine.times.start(tmp_path / "trace.json", rank, 1)
+    seen = []
+    for number in range(3):
+        graph.step(gradients(graph, number))
+        for engine in graph.engines:
+            check(engine)
+        check_trace(read(tmp_path / "trace.json"), graph.engines[0].stats(), 0, number)
+        seen.append(graph.engines[1].times.moments(graph.plan)["arrived", graph.plan.buckets[0].name])
+    assert seen == sorted(set(seen))
+    assert graph.traces == 1
+
+
+@graphs
+def test_a_graph_that_is_not_asked_notes_nothing():
+    from tests.adapters.tensorflow.test_graphs import Graph
+
+    graph = Graph(chosen("none"), 2, **OPTIONS)
+    graph.step(gradients(graph, 0))
+    for engine in graph.engines:
+        assert all(bucket[phase] is None for bucket in engine.stats()["buckets"].values() for phase in PHASES)
+    operations = {op.type for op in graph._run.get_concrete_function(gradients(graph, 0)).graph.get_operations()}
+    assert not operations & {"Timestamp", "PyFunc", "EagerPyFunc"}

@@ -1,0 +1,181 @@
+"""Units that change in mid-run, and units of a checkpoint: no residual is lost, and none goes astray."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from grace.core.config import make_config
+from grace.core.errors import StateError
+from grace.core.plan import next_plan
+from grace.core.simulate import Simulation
+from grace.testing.harness import host, same
+from tests.support.registered import every_framework
+from tests.support.steps import (
+    CUTS,
+    LAYOUTS,
+    LONG,
+    MIXED,
+    SPECS,
+    assert_same,
+    each_cut,
+    every_method,
+    gradients,
+    on_host,
+    simulate,
+    states,
+    step,
+)
+
+# --- changes in mid-run: no residual is lost --------------------------------------------------------------------
+
+
+def residuals(sim):
+    """By tensor the sum over ranks of what memories hold of it, in units of the gradient, element by element."""
+    total = {part.spec.name: np.zeros(part.spec.numel) for part in sim.plan.exchanged}
+    ops = sim.engines[0]._ops("cpu")
+    for engine in sim.engines:
+        for name, places in engine.plan.places.items():
+            for unit, start, piece in places:
+                memory = engine._slots.read(unit.spec.name)["memory"]
+                if "residual" in memory:
+                    held = host(ops, memory["residual"]).astype(np.float64)[start : start + piece.numel]
+                    total[name][piece.start : piece.stop] += held / unit.memory.residual_scale
+    return total
+
+
+def change(sim, **options):
+    """Go on with another configuration, as `change` does with other parts."""
+    sim.config = make_config({**sim.config.to_dict(), **options})
+    sim._changes += 1
+    plan = next_plan(sim._specs, sim.config, sim.plan, prefix=f"grace.change{sim._changes}")
+    for engine in sim.engines:
+        engine.change(plan)
+
+
+TOPK = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False}
+
+
+@every_framework
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
+def test_residuals_are_carried_from_any_cut_to_any_other(before, after, framework):
+    specs = [spec for spec in MIXED if spec.name in ("matrix", "empty", "scalar", "double", "long")]
+    sim = Simulation(2, specs, {**TOPK, **LAYOUTS[before]}, framework=framework)
+    for number in range(2):
+        step(sim, number)
+    held = residuals(sim)
+    assert all(np.count_nonzero(held[spec.name]) >= spec.numel // 2 for spec in specs if spec.numel > 1)
+    change(sim, **LAYOUTS[after])
+    assert {name: x.tobytes() for name, x in residuals(sim).items()} == {n: x.tobytes() for n, x in held.items()}
+    assert set(sim.engines[0].state_dict()["tensors"]) == {unit.spec.name for unit in sim.plan.units}
+    # What was held is sent.
+    change(sim, compressor="none", memory="none")
+    merged = on_host(sim, sim.step([{n: x * 0 for n, x in mine.items()} for mine in gradients(sim, 3)]))[0]
+    for spec in specs:
+        assert np.allclose(merged[spec.name].reshape(-1), held[spec.name] / 2, rtol=1e-6, atol=1e-7), spec
+    assert not any(x.any() for x in residuals(sim).values())
+
+
+@each_cut
+@pytest.mark.parametrize(
+    "to",
+    [
+        {"compressor": "powersgd", "compress_rank": 2, "memory": "residual"},
+        {"compressor": "dgc", "momentum": 0.0},
+        {"compressor": "efsignsgd", "lr": 0.25},
+        {"compressor": "onebit", "communicator": "broadcast"},
+        {"compressor": "none"},
+        {"compressor": "qsgd", "memory": "residual"},
+    ],
+    ids=lambda to: to["compressor"],
+)
+def test_a_schedule_loses_nothing_where_methods_are_cut_differently(to, cut):
+    """What came in is what went out and what is still held; PowerSGD takes tensors one by one, and no vectors."""
+    specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64")]
+    schedule = [{"step": 2, **to}, {"step": 4, "compressor": "topk", "compress_ratio": 0.05}]
+    sim = Simulation(2, specs, {**TOPK, **CUTS[cut], "schedule": schedule})
+    given = {spec.name: np.zeros(spec.numel) for spec in specs}
+    received = {spec.name: np.zeros(spec.numel) for spec in specs}
+    cuts = set()
+    for number in range(6):
+        cuts.add(tuple(unit.pieces for unit in sim.plan.units))
+        mine = gradients(sim, number)
+        merged = sim.step(mine)[0]
+        held = residuals(sim)
+        for name in given:
+            given[name] += sum(g[name].astype(np.float64).reshape(-1) for g in mine) / 2
+            received[name] += merged[name].astype(np.float64).reshape(-1)
+            assert np.abs(given[name] - received[name] - held[name] / 2).max(initial=0.0) < 1e-4, (number, name)
+    assert len(cuts) == 1 + (to["compressor"] == "powersgd")
+
+
+def test_momentum_is_carried_like_the_residual():
+    options = {"compressor": "dgc", "compress_ratio": 0.05, "default_rules": False, "granularity": "layer"}
+    sim = Simulation(1, [SPECS[0], LONG], options)
+    for number in range(2):
+        step(sim, number)
+    before = states(sim)[0]
+    change(sim, **CUTS["small buckets"])
+    after = states(sim)[0]
+    for key, name in itertools.product(("momentum", "residual"), ("matrix", "long")):
+        places = sim.plan.places[name]
+        slices = [after[unit.spec.name, "memory", key][i : i + piece.numel] for unit, i, piece in places]
+        assert same(np.concatenate(slices), before[name, "memory", key])
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def load(sim, other):
+    for engine, new in zip(sim.engines, other.engines, strict=True):
+        ops = engine._ops("cpu")
+        assert new.load_state_dict(
+            engine.state_dict(),
+            lambda saved, current, ops=ops: ops.reshape(ops.concat([saved]), tuple(current.shape)),
+        )
+
+
+@each_cut
+@every_method
+def test_a_checkpoint_continues_bit_for_bit(chosen, cut):
+    sim, fresh = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
+    for number in range(2):
+        step(sim, number)
+    load(sim, fresh)
+    for number in range(2, 4):
+        assert_same(step(sim, number), step(fresh, number))
+    assert_same(states(sim), states(fresh))
+
+
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
+def test_a_checkpoint_of_other_cuts_is_refused_by_name(before, after):
+    specs = [SPECS[0], SPECS[1], LONG]
+    saved, other = (Simulation(2, specs, {**TOPK, **LAYOUTS[name]}) for name in (before, after))
+    step(saved, 0)
+    held, here = ({unit.spec.name for unit in sim.plan.units} for sim in (saved, other))
+    names, fresh = held ^ here, states(other)
+    if not names:
+        # Different options, and yet the same units.
+        load(saved, other)
+        assert_same(states(other), states(saved))
+        return
+    with pytest.raises(StateError, match=r"only on one side.*granularity, bucket_bytes and split_bytes") as refused:
+        load(saved, other)
+    assert any(name in str(refused.value) for name in names)
+    assert_same(states(other), fresh)
+
+
+def test_a_checkpoint_of_other_tensors_between_the_same_ends_is_refused():
+    """Residuals would be added to the gradients of other parameters."""
+    shapes = {"a": (40,), "b": (10,), "c": (20,), "d": (40,)}
+    for other in (
+        {"a": (40,), "b": (20,), "c": (10,), "d": (40,)},
+        {"a": (40,), "c": (20,), "b": (10,), "d": (40,)},
+        {"a": (40,), "b": (10,), "e": (20,), "d": (40,)},
+    ):
+        sim, fresh = (Simulation(1, given, TOPK) for given in (shapes, other))
+        assert [len(s.plan.units) for s in (sim, fresh)] == [1, 1]
+        with pytest.raises(StateError, match="only on one side"):
+            load(sim, fresh)

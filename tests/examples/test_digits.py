@@ -1,0 +1,150 @@
+"""The digits examples as the README launches them: every method trains, and sends what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from examples import digits
+from grace import make_config
+from grace.core.registry import compressors
+from grace.core.spec import TensorSpec
+from grace.core.wire import payload_bytes
+from tests.support.launch import ROOT, command
+
+pytestmark = pytest.mark.distributed
+
+KEYS = {
+    "framework",
+    "compressor",
+    "accuracy",
+    "wire_bytes_per_step",
+    "dense_bytes_per_step",
+    "seconds_per_step",
+    "replicas_identical",
+}
+
+# The weights of at least 1,024 elements, as PowerSGD sees them: conv2, hidden and output.
+MATRICES = {
+    "torch": [(64, 288), (128, 1024), (10, 128)],
+    "keras": [(288, 64), (1024, 128), (128, 10)],
+    "tensorflow": [(288, 64), (1024, 128), (128, 10)],
+}
+ELEMENTS = 64 * 288 + 128 * 1024 + 10 * 128
+# The largest share of the dense bytes for methods without an announced size, with the settings that ship.
+MOST = {
+    "3lc": 1.6 / 32,
+    "adaptive": 0.01 * 1.05,  # one index in place of a value
+    "atomo": 3 * (352 + 1152 + 138) / ELEMENTS * 1.1,  # three singular triples on average
+    "dgc": 2 * 0.01 * 1.3,  # the overshoot
+    "hardthreshold": 2 * 0.01 * 2,  # until the threshold is tuned, it may send more than its budget
+    "inceptionn": 10 / 32,  # no gradient of this network takes more than 8 bits and its tag on average
+    "sketchml": 0.01,  # much less than a value of 4 bytes per kept element
+    "threshold": 0.1,
+    "variance": 0.1,
+    "wangni": 2 * 0.1,  # values and indices of a tenth
+}
+# What the tape adds to what Keras' optimizer has in common with it does not depend on the method.
+METHODS = {
+    "torch": list(compressors),
+    "keras": list(compressors),
+    "tensorflow": ["none", "fp16", "bf16", "topk", "signsgd", "efsignsgd", "powersgd"],
+}
+
+
+@pytest.fixture(scope="module", params=MATRICES)
+def framework(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def rows(framework, tmp_path_factory):
+    """The final table of one launch that trains with its methods in turn, with the settings that it ships."""
+    file = tmp_path_factory.mktemp("example") / "table.json"
+    words = [*command("horovodrun-gloo", 2), sys.executable, f"examples/{framework}_digits.py", "--json", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("GRACE_CONFIG", None)
+    done = subprocess.run(
+        [*words, "--compressor", *METHODS[framework]],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return {row["compressor"]: row for row in json.loads(file.read_text())}
+
+
+def test_every_method_is_trained_and_described(framework, rows):
+    assert set(rows) == set(METHODS[framework])
+    for row in rows.values():
+        assert set(row) >= KEYS
+        assert row["framework"] == framework
+        assert row["replicas_identical"] is True
+        assert row["seconds_per_step"] > 0
+
+
+def test_accuracy_with_the_shipped_settings(rows):
+    assert rows["none"]["accuracy"] >= 0.97
+    # One of the 360 test images is 0.28 %.
+    least = max(0.96, rows["none"]["accuracy"] - 0.02)
+    assert {name: row["accuracy"] for name, row in rows.items() if row["accuracy"] < least} == {}
+
+
+def payload_size(name, framework):
+    """What the method announces for the three weights, with the setting that ships; None if it follows the data.
+
+    They are one unit where it does not look at their shapes.
+    """
+    options = digits.SETTINGS.get(name, digits.Setting()).options
+    compressor = make_config({"compressor": name, **options}).parts.compressor
+    total = 0
+    shapes = [(ELEMENTS,)] if compressor.flat else MATRICES[framework]
+    for shape in shapes:
+        spec = TensorSpec("weight", shape)
+        assert compressor.unfit(spec) is None
+        size = payload_bytes([*compressor.agreement(spec), *compressor.wire(spec)])
+        if size is None:
+            return None
+        total += size
+    return total
+
+
+def test_bytes_of_the_compressed_tensors_are_those_announced(framework, rows):
+    wrong = {}
+    for name, row in rows.items():
+        payload, sent = payload_size(name, framework), row["compressed_wire_bytes_per_step"]
+        # The header of a bucket: its stamp, a flag per tensor, and padding to 16 bytes; or none at all.
+        if name != "none" and payload is not None and not 0 <= sent - payload <= 32:
+            wrong[name] = (payload, sent)
+    assert wrong == {}
+
+
+def test_bytes_that_follow_the_data_stay_in_bounds(framework, rows):
+    share = {name: row["compressed_wire_bytes_per_step"] / 4 / ELEMENTS for name, row in rows.items()}
+    open_ended = {name: share[name] for name in rows if payload_size(name, framework) is None}
+    assert {name: x for name, x in open_ended.items() if not 0 < x <= MOST.get(name, 0.5)} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("topk", 0.022), ("signsgd", 0.033), ("efsignsgd", 0.033), ("fp16", 0.501), ("bf16", 0.501)]
+)
+def test_share_of_the_dense_bytes_of_the_compressed_tensors(rows, name, most):
+    row = rows[name]
+    assert 0 < row["compressed_wire_bytes_per_step"] <= most * row["compressed_dense_bytes_per_step"]
+
+
+def test_powersgd_sends_what_its_ranks_predict(framework, rows):
+    # Rank 2: (rows + columns) * 2 float32 and a float32 flag for each matrix, and two for the stamp of their bucket.
+    predicted = sum(4 * 2 * sum(shape) + 4 for shape in MATRICES[framework]) + 4 * 2
+    assert rows["powersgd"]["compressed_wire_bytes_per_step"] == predicted
+
+
+def test_none_sends_the_dense_bytes(rows):
+    assert rows["none"]["wire_bytes_per_step"] == rows["none"]["dense_bytes_per_step"] == 4 * 151_306

@@ -1,0 +1,1 @@
+"""Deliberately wrong implementations that the contracts must reject."""
