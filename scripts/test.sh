@@ -18,6 +18,7 @@ step() {
 step "lint" ruff check .
 step "format" ruff format --check .
 step "types" mypy
+step "docs" bash scripts/docs.sh -q
 
 found=0
 tests() {

@@ -1,0 +1,41 @@
+"""Configuration of the documentation site; `bash scripts/docs.sh` builds it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS / "_ext"), str(DOCS.parent)]
+
+import grace  # noqa: E402 - found by the path above
+
+project = "grace"
+author = "The grace authors"
+copyright = author
+version = release = grace.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design", "mathml"]
+exclude_patterns = ["_*"]
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist", "substitution"]
+myst_heading_anchors = 4
+copybutton_exclude = ".linenos, .gp, .go"
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"grace {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "logo": {"text": "grace"},
+    "header_links_before_dropdown": 7,
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "show_prev_next": True,
+    "article_footer_items": [],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
