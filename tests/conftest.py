@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run full products of test cases in place of covering arrays")
+
+
+def pytest_configure(config):
+    # Before any test module is imported: covering.py reads it, here and in the processes that tests start.
+    if config.getoption("--all"):
+        os.environ["GRACE_TEST_ALL"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,56 @@
+"""The covering arrays: every pair that can occur does, in few rows, the same ones each time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support import covering
+
+FACTORS = {
+    "method": list("abcdefgh"),
+    "communicator": [1, 2, 3],
+    "granularity": ["model", "tensor"],
+    "ranks": [1, 2, 4],
+}
+
+
+def constraint(row):
+    """Method a excludes communicator 1; method b needs four ranks."""
+    return not (row["method"] == "a" and row["communicator"] == 1) and (row["method"] != "b" or row["ranks"] == 4)
+
+
+@pytest.mark.parametrize("valid", [lambda row: True, constraint])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_pair_that_can_occur_is_covered_by_few_valid_rows(valid, seed):
+    product = covering.product(FACTORS, valid)
+    rows = covering.pairwise(FACTORS, valid, seed)
+    possible = {pair for row in product for pair in covering.pairs(row)}
+    assert {pair for row in rows for pair in covering.pairs(row)} == possible
+    assert all(row in product for row in rows)
+    assert [product.index(row) for row in rows] == sorted({product.index(row) for row in rows})
+    # The two largest factors alone need 24 rows; the product has 144.
+    assert len(rows) <= 30
+
+
+def test_the_same_arguments_give_the_same_rows_whatever_the_global_generator_says():
+    random.seed(1)
+    first = covering.pairwise(FACTORS, constraint)
+    random.seed(2)
+    assert covering.pairwise(FACTORS, constraint) == first
+    assert covering.pairwise(FACTORS, constraint, seed=1) != first
+
+
+def test_one_factor_or_two_give_the_product():
+    assert covering.pairwise({"a": [1, 2, 3]}) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    factors = {"a": [1, 2], "b": [3, 4]}
+    assert covering.pairwise(factors) == covering.product(factors)
+    assert covering.pairwise(factors, lambda row: False) == []
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_all_runs_the_full_product(monkeypatch, everything):
+    monkeypatch.setattr(covering, "ALL", everything)
+    chosen = covering.product if everything else covering.pairwise
+    assert covering.rows(FACTORS, constraint) == chosen(FACTORS, constraint)
