@@ -362,6 +362,8 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one():
         (["--compressors", "topkk"], "topk"),
         (["--baselines", "ddpp"], "Did you mean 'ddp'"),
         (["--baselines", "ddp", "--framework", "tensorflow"], "'ddp' is PyTorch's"),
+        (["--baselines", "grace2021-topk"], "the package 'grace_dl' is not installed"),
+        (["--baselines", "grace2021-topk", "--framework", "tensorflow"], "runs with PyTorch only"),
         (["--json", "/nowhere/x.json", "--link", "none"], "cannot be written"),
         (["--compressors", ","], "--compressors: expected names"),
         (["--options", "bucket_bytes"], "--options: expected KEY=VALUE"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from grace.bench.command import INTERRUPTED, check_plot, check_writable
 from grace.bench.progress import Progress
+from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, REFERENCE, Method, compared
 from grace.bench.step.models import NAMES
 from grace.bench.step.network import LINKS, check_link
@@ -115,6 +116,7 @@ def _checked(args: argparse.Namespace) -> Run:
         _check("--baselines", name, tuple(BASELINES))
         if BASELINES[name] == "ddp" and args.framework != "torch":
             raise ConfigError(f"--baselines: '{name}' is PyTorch's; leave it out with --framework tensorflow.")
+        _check_original(name, args.framework)
     compressors = list(COMPRESSORS) if args.compressors is None else _split(args.compressors)
     if not compressors:
         raise ConfigError(f"--compressors: expected names, received {args.compressors!r}.")
@@ -143,6 +145,18 @@ def _check_together(args: argparse.Namespace) -> None:
     for option in ("bucket_bytes", "split_bytes", "cycle_times"):
         if getattr(args, option) is not None and not args.sweep:
             raise ConfigError(f"--{option.replace('_', '-')} says what --sweep tries; add --sweep, or leave it out.")
+
+
+def _check_original(name: str, framework: str) -> None:
+    if name not in original.PARAMETERS:
+        return
+    if framework != "torch":
+        raise ConfigError(f"--baselines: '{name}' runs with PyTorch only; leave it out with --framework tensorflow.")
+    if original.missing():
+        raise ConfigError(
+            f"--baselines: '{name}' needs the original GRACE, and the package 'grace_dl' is not installed. "
+            "Install it, or put its sources on PYTHONPATH."
+        )
 
 
 def _check(option: str, name: str, known: Sequence[str]) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace.bench.step import original
+
 # A step without any exchange: what remains when communication is free.
 COMPUTE = "compute"
 # By name the library whose processes run it.
@@ -15,6 +17,7 @@ BASELINES = {
     "ddp": "ddp",
     "ddp-fp16": "ddp",
     "ddp-powersgd": "ddp",
+    **dict.fromkeys(original.PARAMETERS, "horovod"),
 }
 # What every other is compared with.
 REFERENCE = "horovod"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, COMPUTE, hops
 from grace.bench.step.models_torch import MODELS
 from grace.bench.step.worker import SEED, Side, Training
@@ -66,6 +67,8 @@ class HorovodSide:
         if method in BASELINES:
             compression = hvd.Compression.fp16 if method == "horovod-fp16" else hvd.Compression.none
             wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+            if method in original.PARAMETERS:
+                original.compress(wrapped, method, hvd.size())
             return _Step(model, wrapped, model.loss)
         config = {**options, "compressor": method}
         wrapped = self._grace.DistributedOptimizer(optimizer, named_parameters=named, config=config)
