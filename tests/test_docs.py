@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,13 +13,13 @@ import pytest
 from grace import compressors, make_config
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "docs/accuracy.md",
-    "docs/compressors.md",
-    "docs/design.md",
-    "docs/hard_threshold.md",
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+# Pages whose blocks of Python are one script, block after block.
+RUNNABLE = [
+    *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "tensorflow")),
+    *(f"docs/{page}.md" for page in ("configuration", "communicators_and_memories", "checkpoints", "statistics")),
+    *(f"docs/extend/{page}.md" for page in ("index", "compressor", "memory", "communicator", "transport")),
+    "docs/design/mpi4py.md",
 ]
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
 
@@ -27,8 +28,8 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_readme_compressor_works():
-    code = re.search(r"<!-- tests/test_docs.py runs this. -->\n```python\n(.*?)```", read("README.md"), re.DOTALL)
+def test_the_compressor_of_the_documents_works():
+    code = re.search(r"```python\n(.*?)```", read("docs/extend/compressor.md"), re.DOTALL)
     assert code is not None
     # Rounding to 2 * 127 + 1 levels of a normal sample of 2,048 elements: half a level, and max|x| is below 5.
     output = subprocess.check_output([sys.executable, "-c", code.group(1)], text=True)
@@ -40,8 +41,22 @@ def built_in() -> list[str]:
 
 
 def test_readme_table_has_every_built_in_method():
-    table = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \|[^|]*\|$", read("README.md"), re.MULTILINE)
-    assert dict(table) == {name: compressors.make(name).default_memory for name in built_in()}
+    table = re.findall(r"^\| [^|]+ \| ((?:`\w+` ?)+)\|", read("README.md"), re.MULTILINE)
+    assert sorted(re.findall(r"\w+", " ".join(table))) == sorted(built_in())
+
+
+def test_memories_page_names_the_default_of_every_built_in_method():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", read("docs/communicators_and_memories.md"), re.MULTILINE)
+    named = {method: memory for memory, methods in rows for method in re.findall(r"`(\w+)`", methods)}
+    expected = {name: compressors.make(name).default_memory for name in built_in()}
+    assert {method: memory for method, memory in named.items() if method in expected} == expected
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_the_python_of_a_page_runs(name, tmp_path):
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", read(name), re.DOTALL | re.MULTILINE))
+    assert code
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def lacking(name: str, docstring: str) -> list[str]:
