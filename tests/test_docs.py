@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grace import compressors, make_config
+from grace import Config, compressors, make_config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
@@ -50,6 +52,22 @@ def test_memories_page_names_the_default_of_every_built_in_method():
     named = {method: memory for memory, methods in rows for method in re.findall(r"`(\w+)`", methods)}
     expected = {name: compressors.make(name).default_memory for name in built_in()}
     assert {method: memory for method, memory in named.items() if method in expected} == expected
+
+
+def test_configuration_page_names_every_key_and_its_default():
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| `([^`|]*)` \|", read("docs/configuration.md"), re.MULTILINE)
+    fields = {f.name: f.default for f in dataclasses.fields(Config) if f.name != "parts"}
+    expected = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    assert {key: json.loads(value) for key, value in rows if key in expected} == expected
+
+
+def test_configuration_files_of_the_configuration_page_are_valid(tmp_path):
+    blocks = re.findall(r"^```toml\n(.*?)^```", read("docs/configuration.md"), re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 3
+    for block in blocks:
+        (tmp_path / "grace.toml").write_text(block, encoding="utf-8")
+        config = make_config(str(tmp_path / "grace.toml"))
+        assert make_config(config.to_dict()) == config
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
