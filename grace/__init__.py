@@ -49,17 +49,18 @@ __all__ = [
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802 - the field's name
-    """Wrap an optimizer in the adapter of its framework, `grace.torch` or `grace.tensorflow`, with its arguments.
+    """Wrap an optimizer with the adapter of its framework.
 
-    Raises TypeError if no adapter knows the optimizer's type.
+    All further arguments go to the `DistributedOptimizer` of `grace.torch` or `grace.tensorflow`.
+    Raises TypeError if the optimizer belongs to neither framework.
     """
     frameworks = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
-    # Keras first: on its backend "torch" or "tensorflow" its classes derive from theirs.
+    # Keras comes first: with the backend "torch" or "tensorflow", its classes derive from that framework's classes.
     name = next((name for name in ("keras", "tensorflow", "torch") if name in frameworks), None)
     if name is None:
         raise TypeError(
             "grace.DistributedOptimizer: expected a torch.optim.Optimizer or a keras.optimizers.Optimizer, "
-            f"received {type(optimizer).__qualname__} of module {type(optimizer).__module__}."
+            f"received {type(optimizer).__qualname__} from module {type(optimizer).__module__}."
         )
     adapter = importlib.import_module("grace.torch" if name == "torch" else "grace.tensorflow")
     return adapter.DistributedOptimizer(optimizer, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""The command `grace`: which methods there are, and whether this machine is ready to use them.
+"""The command `grace`: list the methods, check the machine, run benchmarks.
 
-Nothing here imports a framework: versions come from the installed packages' metadata, everything else from processes
-that are started for the purpose and may fail without harm.
+This module imports no framework. Versions come from the metadata of the installed packages. Every other check runs in a
+child process, which may fail without harm.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from grace.machine import FRAMEWORKS, installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="grace", description="Gradient compression for Horovod.")
     parser.add_argument("--version", action="version", version=f"grace {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    methods = commands.add_parser("compressors", help="list the methods with their flags, bytes and options")
+    methods = commands.add_parser("compressors", help="list the methods with their flags, sizes and options")
     methods.add_argument("--markdown", action="store_true", help="print docs/compressors.md")
     methods.set_defaults(run=lambda args: _print(listing.as_markdown() if args.markdown else listing.as_text()))
 
-    doctor = commands.add_parser("doctor", help="check versions, Horovod's build, MPI, and an allreduce of 2 ranks")
-    doctor.add_argument("--no-launch", action="store_true", help="do not start the two ranks")
-    doctor.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="per check (default: 120)")
+    doctor = commands.add_parser("doctor", help="check the versions, Horovod's build, MPI, and an allreduce of 2 ranks")
+    doctor.add_argument("--no-launch", action="store_true", help="skip the allreduce of 2 ranks")
+    doctor.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="limit per check (default: 120)")
     doctor.set_defaults(run=lambda args: Doctor(args.timeout).examine(launch=not args.no_launch))
 
-    bench = commands.add_parser("bench", help="measure what compression costs and gains here")
+    bench = commands.add_parser("bench", help="measure what compression costs and saves on this machine")
     benchmarks = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_codec(benchmarks)
     add_step(benchmarks)
@@ -73,19 +73,22 @@ OPEN_MPI_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
 class Doctor:
-    """Examines the machine and prints a line per finding; `timeout` bounds every process it starts, in seconds."""
+    """Checks of this machine, printed one line each.
+
+    Every child process is killed after `timeout` seconds.
+    """
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._problems: list[str] = []
-        # A launcher that stands beside this Python serves it even when the environment is not activated.
+        # A launcher in the same folder as this Python works even if the environment is not activated.
         own = str(Path(sys.executable).parent)
         self._path = os.pathsep.join([os.environ.get("PATH", os.defpath), own])
-        # Horovod's launcher imports TensorFlow, which is talkative.
+        # Horovod's launcher imports TensorFlow, which logs a lot.
         self._environment = {**os.environ, "PATH": self._path, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
     def examine(self, *, launch: bool) -> int:
-        """Run all checks; 0 if training with grace works here, 1 with the reasons if not."""
+        """Run all checks and print the problems. Return 0 if training with grace works on this machine, else 1."""
         self._versions()
         mpi = self._mpi_version()
         built = self._horovod()
@@ -114,24 +117,24 @@ class Doctor:
             "torch": "",
             "tensorflow": "",
             "keras": "",
-            "horovod": "horovod is missing: run scripts/setup.sh, or build it for your framework with MPI or Gloo",
+            "horovod": "horovod is missing: run scripts/setup.sh, or build Horovod for your framework with MPI or Gloo",
             "mpi4py": "",
         }
         for package, problem in needed.items():
             version = installed(package)
             self._say(package, version or "not installed", "" if version else problem)
         if not any(map(installed, FRAMEWORKS)):
-            self._problems.append("torch and tensorflow are missing: install PyTorch or TensorFlow")
+            self._problems.append("torch and tensorflow are missing: install PyTorch or TensorFlow (or both)")
 
     def _mpi_version(self) -> str:
         mpirun = shutil.which("mpirun", path=self._path)
         lines = self._run([mpirun, "--version"])[1].strip().splitlines() if mpirun else []
         version = lines[0] if lines else ""
-        self._say("MPI", version or "not found (only horovodrun --gloo can start ranks)")
+        self._say("MPI", version or "not found (without it, only horovodrun --gloo can start ranks)")
         return version
 
     def _horovod(self) -> dict[str, list[str]]:
-        """Per installed framework the controllers that Horovod was built with for it, of "MPI" and "Gloo"."""
+        """Return the controllers ("MPI", "Gloo") in Horovod's build, for each installed framework."""
         built: dict[str, list[str]] = {}
         if not installed("horovod"):
             return built
@@ -147,7 +150,7 @@ class Doctor:
         return built
 
     def _kernels(self) -> None:
-        # Not at the top: the module of kernels imports NumPy, which `grace bench` must prepare first.
+        # A local import: this module imports NumPy, and `grace bench` sets the number of threads before that.
         from grace.core.ops.native import described
 
         try:
@@ -156,13 +159,13 @@ class Doctor:
             self._say("kernels", "not usable", str(error))
             return
         if installed("tensorflow"):
-            # In a process of its own, because only TensorFlow itself can tell.
+            # Only TensorFlow itself can load its kernels; so a child process checks them.
             status, output = self._run([sys.executable, "-c", KERNELS])
             lines = output.strip().splitlines()[-1:]
-            self._say("kernels.tensorflow", lines[0] if status == 0 and lines else "not known: the check failed")
+            self._say("kernels.tensorflow", lines[0] if status == 0 and lines else "unknown: the check failed")
 
     def _launchers(self) -> dict[str, str]:
-        """Name and path of the launchers that can be started."""
+        """Return the names and paths of the launchers that are installed."""
         found: dict[str, str] = {}
         for name in ("horovodrun", "mpirun"):
             path = shutil.which(name, path=self._path)
@@ -170,7 +173,7 @@ class Doctor:
                 self._say(name, "not found")
                 continue
             found[name] = path
-            note = "" if shutil.which(name) else " (not on PATH: activate the environment before you use it)"
+            note = "" if shutil.which(name) else " (not on PATH: activate the environment first)"
             self._say(name, f"{path}{note}")
         return found
 
@@ -189,8 +192,8 @@ class Doctor:
                 self._say(
                     f"2-rank allreduce, {framework}: ",
                     "not possible",
-                    f"no launcher fits Horovod's build for {framework} ({' and '.join(controllers) or 'neither'}): "
-                    "horovodrun needs Gloo, mpirun needs MPI",
+                    f"no installed launcher fits Horovod's build for {framework} "
+                    f"({' and '.join(controllers) or 'neither MPI nor Gloo'}): horovodrun needs Gloo, mpirun needs MPI",
                 )
 
     def _try(self, what: str, command: list[str]) -> None:
@@ -201,10 +204,13 @@ class Doctor:
             return
         end = f"no answer in {self._timeout:g} s" if status is None else f"exit status {status}"
         print(f"{topic}FAILED, {end}\n{_indented(output)}")
-        self._problems.append(f"two ranks cannot add their gradients ({what}): the output is above")
+        self._problems.append(f"the 2-rank allreduce failed ({what}): see its output above")
 
     def _run(self, command: list[str]) -> tuple[int | None, str]:
-        """Exit status, None if it was stopped by the time-out, and output of a process and all that it starts."""
+        """Run a command and return its exit status and its output.
+
+        The status is None if the timeout ended it; its child processes are killed with it.
+        """
         process = subprocess.Popen(
             command,
             env=self._environment,
@@ -224,7 +230,7 @@ class Doctor:
 
 
 def _indented(output: str, most: int = 30) -> str:
-    """The last lines of a failure, set off from the findings."""
+    """Return the last lines of an output, indented."""
     return "\n".join(f"    | {line}" for line in output.strip().splitlines()[-most:])
 
 

@@ -1,4 +1,4 @@
-"""What `grace compressors` prints: the methods with their flags, bytes and options, as text or as a page."""
+"""The output of `grace compressors`: the methods with their flags, sizes and options, as text or Markdown."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from grace.core.spec import ITEMSIZE, TensorSpec
 from grace.core.wire import payload_bytes
 from grace.machine import FRAMEWORKS, installed
 
-# What bits are computed for; where they depend on the data, they are measured on a smaller one.
+# Bits per element are computed for EXAMPLE. If they depend on the data, they are measured on the smaller MEASURED.
 EXAMPLE = TensorSpec("example", (1024, 1024))
 MEASURED, STEPS, DEVIATION = TensorSpec("measured", (256, 256)), 100, 0.01
 
 FLAGS = {
-    "summable": "payloads can be added on the way, so allreduce can carry them",
-    "unbiased": "the mean over the random keys is the gradient itself",
-    "fixed-size": "the bytes do not depend on the data",
-    "sparsifies": "some coordinates travel exactly, the others not at all",
+    "summable": "an allreduce can add the payloads",
+    "unbiased": "the expectation over the random keys is the gradient itself",
+    "fixed-size": "the size of the payload does not depend on the data",
+    "sparsifies": "some coordinates are sent exactly, the others are not sent",
 }
 HEAD = ["name", "memory", "communicator", *FLAGS, "error feedback", "bits per element", "frameworks"]
 REFERENCE = re.compile(r'((?:[A-Z][\w-]+(?:, | and )?)+(?: et al\.)?), "[^"]+", ([^";]*?20\d\d)')
 
 
 def _rows(*, page: bool) -> list[list[str]]:
-    """One row per method, in the order of the names.
+    """Return one row per method, sorted by name.
 
-    On the page, bits are measured where they must be, which takes seconds, and frameworks are listed that are not here.
+    With `page`, measure the bits that depend on the data, which takes seconds, and list frameworks that are not
+    installed too.
     """
     rows = []
-    # Every method is written in array operations alone.
+    # Every method runs on every framework, because it uses only grace's array operations.
     runs_on = ", ".join(["numpy", *(name for name in FRAMEWORKS if page or installed(name))])
     for name in compressors:
         if required(compressors.get(name)):
-            rows.append([name, *["by options"] * (len(HEAD) - 1)])
+            rows.append([name, *["depends on options"] * (len(HEAD) - 1)])
             continue
         c = compressors.make(name)
         words = ["yes" if flag else "no" for flag in (c.summable, c.unbiased, c.fixed_size, c.sparsifies)]
@@ -48,7 +49,7 @@ def _rows(*, page: bool) -> list[list[str]]:
 
 
 def _feedback(compressor: Compressor) -> str:
-    """Whether a method wants error feedback."""
+    """Return the advice on error feedback for a method."""
     if compressor.harmed_by_feedback:
         return "harms"
     if compressor.contraction(EXAMPLE) == 1:
@@ -57,21 +58,21 @@ def _feedback(compressor: Compressor) -> str:
 
 
 def _bits(name: str, compressor: Compressor, *, measure: bool) -> str:
-    """Bits on the wire per element of the example, without bucket header: payload, and what is settled before it."""
+    """Return the bits that one rank sends per element of the example: proposal and payload, without bucket header."""
     fields = [*compressor.agreement(EXAMPLE), *compressor.wire(EXAMPLE)]
     fixed = payload_bytes(fields)
     if fixed is not None:
         return f"{8 * fixed / EXAMPLE.numel:.3g}"
     open_ended = [f for f in fields if f.wire and isinstance(f.length, str)]
     each = 8 * sum(ITEMSIZE[f.dtype] for f in open_ended)
-    # Several lengths cannot be added up, and one need not be that of kept elements.
-    kept = [f"{each} per kept one"] if compressor.selects and len({f.length for f in open_ended}) == 1 else []
-    return "; ".join(kept + ([f"about {_measured(name):.2g}"] if measure else [] if kept else ["by the data"]))
+    # Different lengths cannot be added, and a length is only a number of kept elements if the method selects.
+    kept = [f"{each} per kept element"] if compressor.selects and len({f.length for f in open_ended}) == 1 else []
+    return "; ".join(kept + ([f"about {_measured(name):.2g}"] if measure else [] if kept else ["data-dependent"]))
 
 
 def _measured(name: str) -> float:
-    """Bits per element sent by one rank with the default memory, on average over its steps."""
-    # Here, because the doctor must also run where NumPy is missing.
+    """Measure the bits per element that one rank sends with the default memory; return the mean over the steps."""
+    # Local imports, because `grace doctor` must run without NumPy.
     import numpy as np
 
     from grace.core.simulate import Simulation
@@ -86,13 +87,13 @@ def _measured(name: str) -> float:
 
 
 def required(cls: type) -> list[str]:
-    """Options without a default; only parts from outside have any."""
+    """Return the options that have no default. Only methods from outside grace have such options."""
     missing = dataclasses.MISSING
     return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
 
 
 def _options(cls: type) -> list[str]:
-    """The fields as they are written in a configuration: `name = default`."""
+    """Return the options as a configuration spells them: `name = default`."""
     if needed := required(cls):
         return [f"{name} (required)" if name in needed else name for name in fields_of(cls)]
     return [f"{f.name} = {json.dumps(f.default)}" for f in dataclasses.fields(cls) if f.init]
@@ -103,20 +104,20 @@ def _documentation(cls: type) -> str:
 
 
 def _summary(cls: type) -> str:
-    """The first sentence of the docstring, on one line."""
+    """Return the first sentence of the docstring, on one line."""
     text = " ".join(_documentation(cls).split())
     return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
 
 
 def _said(cls: type) -> dict[str, str]:
-    """What the docstring of a method says of its cost, its use, and its publications in short."""
+    """Return the sections `Cost` and `When` of a method's docstring, and its publications as `Reference`."""
     text = " ".join(_documentation(cls).split())
     found = list(REFERENCE.finditer(text))
     said = {"Cost": "-", "When": "-", "Reference": "; ".join(", ".join(match.groups()) for match in found) or "-"}
     for part in re.split(r" (?=Cost: |When: )", text)[1:]:
         topic, _, what = part.partition(": ")
         cited = REFERENCE.search(what)
-        # Up to the sentence that cites.
+        # The text ends before the sentence that contains the citation.
         said[topic] = (re.sub(r"[^.]*$", "", what[: cited.start()]) if cited else what).strip()
     return said
 
@@ -126,6 +127,7 @@ def _registries() -> dict[str, Registry[Any]]:
 
 
 def as_text() -> str:
+    """Return the list of methods as text for a terminal."""
     lines = [_aligned([HEAD, *_rows(page=False)])]
     for title, registry in _registries().items():
         lines += ["", title]
@@ -143,25 +145,27 @@ def _aligned(rows: list[list[str]]) -> str:
 
 
 def as_markdown() -> str:
+    """Return the list of methods as the Markdown page docs/compressors.md."""
     lines = [
         "# Methods",
         "",
         "<!-- Written by `grace compressors --markdown`; do not edit. -->",
         "",
-        "`memory` and `communicator` are the defaults. Bits per element are what one rank sends with the default",
-        "options, without the header of its bucket: of a float32 gradient of "
-        f"{EXAMPLE.shape[0]} x {EXAMPLE.shape[1]} elements or, where they depend",
-        f"on the data, *about* so many: the mean of {STEPS} steps with the default memory on "
-        f"{MEASURED.shape[0]} x {MEASURED.shape[1]} elements, drawn",
-        f"anew in every step from a normal distribution with standard deviation {DEVIATION}. Networks differ.",
-        "Kept ones are the elements that travel. The flags:",
+        "The columns `memory` and `communicator` show the defaults. `bits per element` is what one rank sends for a",
+        f"float32 gradient of {EXAMPLE.shape[0]} x {EXAMPLE.shape[1]} elements with the default options, without the "
+        "header of the bucket. A number after *about*",
+        f"depends on the data: it is the mean of {STEPS} steps with the default memory on a gradient of "
+        f"{MEASURED.shape[0]} x {MEASURED.shape[1]} elements,",
+        f"drawn in every step from a normal distribution with standard deviation {DEVIATION}. Real gradients give",
+        "other numbers. A kept element is one that is sent. The flags:",
         "",
         *(f"- {flag}: {meaning}." for flag, meaning in FLAGS.items()),
-        "- error feedback: it harms votes, and methods whose errors cancel by themselves.",
+        "- error feedback: whether the method needs a memory of what it did not send. *harms* marks sign votes, and "
+        "methods whose errors average out without it.",
         "",
         *_markdown_table([HEAD, *([_link(name), *cells] for name, *cells in _rows(page=True))]),
         "",
-        "The same methods, by what they do, what that costs, and when to use them:",
+        "What each method computes, what it costs, and when to use it:",
         "",
         *_markdown_table([["name", "formula", "cost", "when", "reference"], *map(_description, compressors)]),
     ]

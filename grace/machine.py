@@ -1,4 +1,4 @@
-"""What this machine has: installed packages and the processor, told without importing a framework."""
+"""Facts about this machine: installed packages and the processor. No framework is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ FRAMEWORKS = ("torch", "tensorflow")
 
 
 def installed(package: str) -> str | None:
-    """Version of an installed package; builds for one kind of device have names of their own."""
+    """Return the version of a package, or None if it is not installed.
+
+    Builds for one kind of device (`tensorflow-cpu`) count as the package; the version then shows their name.
+    """
     for name in (package, f"{package}-cpu", f"{package}-gpu"):
         try:
             return f"{metadata.version(name)}" + (f" ({name})" if name != package else "")
@@ -20,7 +23,7 @@ def installed(package: str) -> str | None:
 
 
 def processor() -> str:
-    """The processor's model."""
+    """Return the model name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

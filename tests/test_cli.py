@@ -67,11 +67,11 @@ def test_compressors_lists_an_outside_method_with_required_options(monkeypatch, 
 def test_bits_of_run_time_length_are_those_of_kept_elements_or_by_the_data(capsys):
     assert cli.main(["compressors"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.split("\n\n")[0].splitlines()}
-    assert all("64 per kept one" in rows[name] for name in ("dgc", "hardthreshold", "threshold"))
-    assert "32 per kept one" in rows["variance"]
+    assert all("64 per kept element" in rows[name] for name in ("dgc", "hardthreshold", "threshold"))
+    assert "32 per kept element" in rows["variance"]
     # Several lengths, or one that is not of kept elements.
     for name in ("3lc", "adaptive", "atomo", "gradiveq", "inceptionn", "sketchml", "wangni"):
-        assert "by the data" in rows[name]
+        assert "data-dependent" in rows[name]
 
 
 def test_measured_bits_are_what_theory_says():
@@ -219,7 +219,7 @@ def test_doctor_shows_the_output_of_a_failed_launch(only_mpirun, capsys):
     only_mpirun('case "$1" in --version) echo "mpirun (Open MPI) 5.0" ;; *) echo "no slots for $*"; exit 3 ;; esac')
     assert cli.main(["doctor"]) == 1
     output = capsys.readouterr().out
-    assert "kernels.tensorflow  not known: the check failed" in output
+    assert "kernels.tensorflow  unknown: the check failed" in output
     assert "2-rank allreduce, tensorflow, mpirun: FAILED, exit status 3" in output
     assert "| no slots for --allow-run-as-root --oversubscribe --bind-to none -np 2" in output
 
@@ -237,7 +237,7 @@ def test_doctor_says_when_no_launcher_fits(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"torch": ["Gloo"]})
     monkeypatch.setattr(cli.shutil, "which", lambda name, path=None: None)
     assert cli.main(["doctor"]) == 1
-    assert "no launcher fits Horovod's build for torch (Gloo)" in capsys.readouterr().out
+    assert "no installed launcher fits Horovod's build for torch (Gloo)" in capsys.readouterr().out
 
 
 @pytest.mark.distributed

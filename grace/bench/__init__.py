@@ -1,1 +1,1 @@
-"""The command `grace bench`: what compression costs on this machine."""
+"""The command `grace bench`: benchmarks of compression on this machine."""

@@ -1,4 +1,4 @@
-"""The local work of one tensor's step, as one rank does it, with what the other ranks would have sent."""
+"""The local work of one rank for one tensor in one training step, with simulated payloads of the other ranks."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from grace.core.state import initial
 from grace.core.wire import sent_bytes
 
 SEED = 0
-# A learning rate for memories that ask for one.
+# The learning rate for memories that need one.
 LR = 0.1
 
 
 def near_square(numel: int) -> tuple[int, int]:
-    """The matrix of so many elements whose sides differ least, the shorter one first: 25 million are 5,000 x 5,000."""
+    """Return (rows, columns) with rows * columns = numel, rows <= columns and the smallest difference.
+
+    Example: 25,000,000 elements are a matrix of 5,000 x 5,000.
+    """
     rows = next(n for n in range(int(numel**0.5), 0, -1) if numel % n == 0)
     return rows, numel // rows
 
 
 def make_part(compressor: str, numel: int, device: str = "cpu") -> Part:
-    """A near-square float32 matrix with a method's default options, memory and communicator.
+    """Return a near-square float32 matrix with the default options, memory and communicator of a method.
 
-    A matrix that the method leaves dense has a `reason`. Raises ConfigError for an unknown name.
+    If the method cannot compress the matrix, the part's `reason` says why. Raises ConfigError for an unknown name.
     """
     spec = TensorSpec("tensor", near_square(numel), device=device)
-    # The default rules would leave small tensors dense.
+    # The default rules do not compress small tensors.
     (part,) = make_plan([spec], make_config({"compressor": compressor, "default_rules": False})).parts
     return part
 
 
 class Begun(NamedTuple):
-    """A step of one rank up to what must be settled: the array to compress, and the memory in progress."""
+    """The first part of a rank's step: the array to compress, the memory's new state, and the proposal if any."""
 
     site: Site
     x: Array
@@ -48,9 +51,9 @@ class Begun(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What a rank gets from the network in one step: what was settled, and payloads.
+    """The data that a rank receives in one step: the agreed proposal and the payloads.
 
-    These are the other ranks' where payloads are gathered, and one, of all ranks, where they are summed.
+    With allgather, `payloads` holds those of the other ranks. With allreduce, it holds one: the sum over all ranks.
     """
 
     agreed: Array | None
@@ -58,7 +61,7 @@ class Arrived(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What a rank has at the end of a step."""
+    """The results of a rank's step."""
 
     merged: Array
     gradient: Array
@@ -68,20 +71,22 @@ class Done(NamedTuple):
 
 @dataclass
 class _Other:
-    """Another rank in the middle of a step."""
+    """The state of another rank during a step."""
 
     site: Site
     memory: State
 
 
 class LocalStep:
-    """One tensor on `ranks` ranks, of which rank 0 is timed; the others' work is done outside the timing.
+    """Training steps of one tensor on `ranks` ranks. Only the work of rank 0 is timed.
 
-    Per step: `receive` computes what the other ranks send; `run` is everything that rank 0 computes itself:
-    compensate, agree, compress, update of the memory, merge, finish, and what the compressor learns; `conclude` ends
-    the step on the other ranks. States go on from step to step as in training. What the engine does around it is not
-    here: the check for NaN, the wire buffer, the division by the number of ranks and the memory's gain with it. (Floats
-    that are summed come divided, because memories that look at what was merged expect means.)
+    Each step has three calls. `receive` computes the payloads of the other ranks. `run` does all work of rank 0:
+    compensate, agree, compress, update, merge, finish and learn. `conclude` ends the step on the other ranks. States
+    carry over from step to step, as in training.
+
+    The engine's own work is not included: the check for NaN, the wire buffer, the division by the number of ranks and
+    the memory's gain. (Summed floats are divided beforehand, because memories that read the merged gradient expect a
+    mean.)
     """
 
     def __init__(self, part: Part, ops: ArrayOps, ranks: int) -> None:
@@ -92,7 +97,7 @@ class LocalStep:
         self._seed = Key.derive(SEED, part.spec.name)
 
     def receive(self, gradients: Sequence[Array], step: int) -> Arrived:
-        """What arrives at rank 0 in a step with these gradients, one per rank."""
+        """Return the data that rank 0 receives in a step. `gradients` holds one gradient per rank."""
         part, ops = self.part, self.ops
         sums = part.communicator.sums
         ranks = range(0 if sums or part.agreement else 1, self.ranks)
@@ -123,7 +128,7 @@ class LocalStep:
         return total
 
     def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:
-        """The step of rank 0, which is what is timed."""
+        """Run the step of rank 0. This is the timed part."""
         done, self._states[0] = self.whole(gradient, self._states[0], step, arrived)
         return done
 
@@ -132,22 +137,22 @@ class LocalStep:
         compressor = self.states(0)["compressor"]
         for rank, other in enumerate(self._others, 1):
             _, memory = self.part.memory.finish(done.merged, other.memory, other.site)
-            # It follows from all payloads, and is equal on all ranks.
+            # The compressor's state depends on the payloads of all ranks; so it is equal on all ranks.
             self._states[rank] = {"memory": memory, "compressor": compressor}
         self._others = []
 
     def states(self, rank: int) -> dict[str, State]:
-        """The states of a rank between two steps."""
+        """Return the states of a rank between two steps."""
         return self._states[rank]
 
     def wire_bytes(self, done: Done) -> int:
-        """Bytes that rank 0 sent in a step: its payload, and what it proposed before."""
+        """Return the bytes that rank 0 sent in a step: payload and proposal."""
         return int(sent_bytes(self.ops, self.part.fields, done.payload)) + self.part.settled_bytes
 
     # --- one rank's step ----------------------------------------------------------------------------------------
 
     def begin(self, gradient: Array, states: dict[str, State], rank: int, step: int) -> Begun:
-        """Compensate and propose."""
+        """Compensate the gradient and make the proposal."""
         part, ops = self.part, self.ops
         site = Site(
             ops=ops,
@@ -167,7 +172,7 @@ class LocalStep:
     def whole(
         self, gradient: Array, states: dict[str, State], step: int, arrived: Arrived
     ) -> tuple[Done, dict[str, State]]:
-        """The step of rank 0 from its states, and its new states."""
+        """Run the step of rank 0 from the given states. Return its results and its new states."""
         part, c = self.part, self.part.compressor
         site, x, memory, proposal = self.begin(gradient, states, 0, step)
         if proposal is not None:

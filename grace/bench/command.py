@@ -1,4 +1,4 @@
-"""`grace bench codec`: its arguments, what is refused before anything runs, and its outputs."""
+"""The command `grace bench codec`: its arguments, their checks, and its outputs."""
 
 from __future__ import annotations
 
@@ -28,28 +28,31 @@ INTERRUPTED = 130
 
 
 def add_codec(commands: Any) -> None:
-    """Tell argparse of the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "codec",
-        help="time of compress, decompress and error feedback, in copies of the gradient",
-        description="Times what one rank computes in a step, method by method, beside a copy of the same array.",
+        help="time compression, decompression and error feedback, relative to a copy of the gradient",
+        description="Time the local work of one rank in a step, method by method, and compare it with a plain copy.",
     )
     add = parser.add_argument
-    add("--compressors", nargs="+", metavar="NAME", help="names, by spaces or commas (default: all)")
-    add("--numel", nargs="+", metavar="N", help="elements, also as 25M (default: 25M; with --plot 250 to 25M)")
+    add("--compressors", nargs="+", metavar="NAME", help="methods, separated by spaces or commas (default: all)")
+    add("--numel", nargs="+", metavar="N", help="elements, such as 1000 or 25M (default: 25M; with --plot: 250 to 25M)")
     add("--framework", default="numpy", help="numpy, torch or tensorflow (default: numpy)")
     add("--device", default="cpu", help="cpu, or cuda with torch (default: cpu)")
-    add("--ranks", type=int, default=2, metavar="N", help="payloads to merge (default: 2)")
+    add("--ranks", type=int, default=2, metavar="N", help="ranks whose payloads are merged (default: 2)")
     add("--threads", type=int, default=1, metavar="N", help="threads of the framework (default: 1)")
-    add("--repetitions", type=int, default=30, metavar="N", help="default: 30; slow methods get fewer")
-    add("--json", type=Path, metavar="FILE", help="write one object per method and size")
-    add("--plot", type=Path, metavar="FILE", help="draw the times as violins, a panel per size")
-    add("--no-native", action="store_true", help="time the reference bodies, not the kernels")
+    add("--repetitions", type=int, default=30, metavar="N", help="timed steps, fewer for slow methods (default: 30)")
+    add("--json", type=Path, metavar="FILE", help="write the results, one object per method and size")
+    add("--plot", type=Path, metavar="FILE", help="plot the times as violins, one panel per size")
+    add("--no-native", action="store_true", help="time the reference implementation instead of the kernels")
     parser.set_defaults(run=run_codec)
 
 
 def run_codec(args: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status. Raises GraceError before anything is measured."""
+    """Measure, print and write the results. Return the exit status.
+
+    Raises GraceError for wrong arguments, before anything is measured.
+    """
     for option in ("ranks", "threads", "repetitions"):
         if getattr(args, option) < 1:
             raise ConfigError(f"--{option}: expected at least 1, received {getattr(args, option)}.")
@@ -57,7 +60,7 @@ def run_codec(args: argparse.Namespace) -> int:
     sizes = _sizes(args.numel) if args.numel else FIGURE if args.plot else (NUMEL,)
     for path in filter(None, (args.json, args.plot)):
         check_writable(path)
-    # Imports wait until the number of threads is known: NumPy reads it when it is imported.
+    # Local imports: NumPy reads the number of threads when it is imported, and `set_up` sets it.
     from grace.bench.codec import make_part
     from grace.bench.frameworks import set_up
 
@@ -78,18 +81,18 @@ def run_codec(args: argparse.Namespace) -> int:
         print(f"grace bench: interrupted after {len(results)} of {len(parts)} results", file=sys.stderr)
         status = INTERRUPTED
     finally:
-        # What was measured is kept, whatever happened.
+        # After an error or Ctrl-C, the results so far are written.
         _write(args, results)
     return status
 
 
 def names_of(given: Sequence[str] | None) -> list[str]:
-    """The methods asked for; of all of them those that need no options."""
+    """Return the names of the given methods, or of all methods that need no options."""
     if given is None:
         return [name for name in compressors if not required(compressors.get(name))]
     names = list(dict.fromkeys(name for text in given for name in text.split(",") if name))
     if not names:
-        raise ConfigError(f"--compressors: expected names, received {given!r}.")
+        raise ConfigError(f"--compressors: expected names of methods, received {given!r}.")
     for name in names:
         compressors.make(name)
     return names
@@ -103,7 +106,7 @@ def _sizes(given: Sequence[str]) -> list[int]:
 
 
 def _size(text: str) -> int:
-    """A number of elements, such as 1000, 25M or 2.5K."""
+    """Return the number of elements that a text such as 1000, 25M or 2.5K gives."""
     factor = SUFFIXES.get(text[-1:].upper(), 1)
     try:
         numel = Decimal(text[:-1] if factor > 1 else text) * factor
@@ -111,12 +114,13 @@ def _size(text: str) -> int:
         numel = Decimal(0)
     if not (numel.is_finite() and numel >= 1 and numel == int(numel)):
         raise ConfigError(
-            f"--numel: expected a number of elements of at least 1, such as 1000, 25M or 2.5K; received '{text}'."
+            f"--numel: expected a whole number of elements, at least 1, such as 1000, 25M or 2.5K; received '{text}'."
         )
     return int(numel)
 
 
 def check_writable(path: Path) -> None:
+    """Raise ConfigError if the file cannot be written. An existing file stays as it is."""
     existed = path.exists()
     try:
         with path.open("ab"):
@@ -128,16 +132,17 @@ def check_writable(path: Path) -> None:
 
 
 def check_plot(path: Path) -> None:
+    """Raise ConfigError if matplotlib is missing or cannot write files with this suffix."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed here; install it, or leave --plot out.")
+        raise ConfigError("--plot needs matplotlib, which is not installed; install it, or leave --plot out.")
     from grace.bench.plot import formats
 
     if path.suffix[1:] not in formats():
-        raise ConfigError(f"--plot: '{path}' is no figure.{nearest(path.suffix[1:], formats())}")
+        raise ConfigError(f"--plot: '{path}' has no known image format.{nearest(path.suffix[1:], formats())}")
 
 
 def _measure(parts: Sequence[tuple[str, Part]], setting: Setting, results: list[Result]) -> None:
-    """Time the parts in their order; adds to the results and prints them."""
+    """Time the parts in order. Append each result to `results` and print it."""
     from grace.bench.measure import WARM_UP, Bench
     from grace.bench.table import Table
 
@@ -147,7 +152,7 @@ def _measure(parts: Sequence[tuple[str, Part]], setting: Setting, results: list[
         bench, shape = None, ()
         for name, part in parts:
             if bench is None or part.spec.shape != shape:
-                # The old gradients first, or both would be there at once.
+                # Free the old gradients before new ones are made.
                 bench, shape = None, part.spec.shape
                 bench = Bench(shape, setting)
             progress.say(f"{name}, {part.spec.numel:,}")

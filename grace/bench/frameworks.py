@@ -1,6 +1,6 @@
-"""How each framework is set up, timed and copied with.
+"""Set-up, timing and copies in each framework.
 
-The modules that import a framework do so when their class is made, after the numbers of threads are set.
+A framework is imported when its class is instantiated, after the number of threads is set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class Framework:
-    """A framework on one device; `native=False` keeps the kernels out."""
+    """A framework on one device. `native=False` disables the kernels."""
 
     name: ClassVar[str]
 
@@ -35,37 +35,37 @@ class Framework:
 
     @property
     def native(self) -> bool:
-        """Whether the array operations are those of the kernels."""
-        # Not at the top: with it comes NumPy, before the number of threads is known.
+        """True if the array operations use the kernels."""
+        # A local import: it imports NumPy, which reads the number of threads.
         from grace.core.ops.native import Native
 
         return isinstance(self.ops, Native)
 
     @property
     def device_name(self) -> str | None:
-        """What the accelerator is called."""
+        """Name of the accelerator, None on the CPU."""
         return None
 
     def load(self, values: Any) -> Array:
-        """A NumPy array where the copies beside the steps are made."""
+        """Return a NumPy array as an array of the framework on the device."""
         return values
 
     def gradient(self, loaded: Array) -> Array:
-        """A part of what was loaded as a step takes it."""
+        """Return a window of a loaded array in the form that a step expects."""
         return loaded
 
     def step(self, part: Part, ranks: int) -> LocalStep:
-        """The work that is timed."""
+        """Return the local step to time."""
         return LocalStep(part, self.ops, ranks)
 
     def clock(self, work: Callable[[], T]) -> tuple[float, T]:
-        """Seconds that the work takes, and its result."""
+        """Run the work. Return its time in seconds and its result."""
         start = time.perf_counter()
         result = work()
         return time.perf_counter() - start, result
 
     def copier(self, loaded: Array) -> Callable[[Array], None]:
-        """A function that copies an array like this one into one that exists."""
+        """Return a function that copies an array of this shape into an existing array."""
         import numpy as np
 
         target = np.zeros_like(loaded)
@@ -73,13 +73,13 @@ class Framework:
 
 
 class Numpy(Framework):
-    """NumPy; the process' environment tells it the number of threads before it is imported."""
+    """NumPy. It reads the number of threads from the environment when it is imported."""
 
     name = "numpy"
 
 
 class Torch(Framework):
-    """PyTorch; on CUDA timed by events of the current stream."""
+    """PyTorch. On CUDA, events of the current stream measure the time."""
 
     name = "torch"
 
@@ -89,8 +89,8 @@ class Torch(Framework):
         torch.set_num_threads(threads)
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
-                f"device 'cuda': PyTorch {torch.__version__} finds no CUDA device; "
-                "use --device cpu, or a build of PyTorch for CUDA on a machine with a GPU."
+                f"--device cuda: PyTorch {torch.__version__} finds no CUDA device; "
+                "use --device cpu, or a CUDA build of PyTorch on a machine with a GPU."
             )
         super().__init__(device, native)
         self._torch = torch
@@ -100,7 +100,7 @@ class Torch(Framework):
         return self._torch.cuda.get_device_name() if self.device == "cuda" else None
 
     def load(self, values: Any) -> Array:
-        # A copy also on the CPU: PyTorch aligns its memory, NumPy less.
+        # Copy on the CPU too: PyTorch aligns its memory to more bytes than NumPy.
         return self._torch.from_numpy(values).to(self.device, copy=True)
 
     def clock(self, work: Callable[[], T]) -> tuple[float, T]:
@@ -125,15 +125,18 @@ class Torch(Framework):
 
 
 def set_up(name: str, device: str, threads: int, native: bool) -> Framework:
-    """The framework of that name. `native=False` keeps the kernels out. Raises ConfigError where it cannot be used."""
+    """Return the framework with this name. `native=False` disables the kernels.
+
+    Raises ConfigError if the framework or device is unknown, not installed, or the two do not go together.
+    """
     if name not in FRAMEWORKS:
-        raise ConfigError(f"no framework '{name}'.{nearest(name, FRAMEWORKS)}")
+        raise ConfigError(f"--framework: unknown framework '{name}'.{nearest(name, FRAMEWORKS)}")
     if device not in DEVICES:
-        raise ConfigError(f"no device '{device}'.{nearest(device, DEVICES)}")
+        raise ConfigError(f"--device: unknown device '{device}'.{nearest(device, DEVICES)}")
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"framework '{name}' is not installed here; install it, or name another with --framework.")
+        raise ConfigError(f"--framework: '{name}' is not installed; install it, or choose another framework.")
     if device == "cuda" and name != "torch":
-        raise ConfigError(f"device 'cuda' is timed with --framework torch only, received --framework {name}.")
+        raise ConfigError(f"--device cuda works with --framework torch only, received --framework {name}.")
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
     return FRAMEWORKS[name](device, threads, native)
@@ -144,7 +147,7 @@ def _numpy(device: str, threads: int, native: bool) -> Framework:
 
 
 def _tensorflow(device: str, threads: int, native: bool) -> Framework:
-    # It has much to say when it is imported.
+    # TensorFlow logs a lot when it is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from grace.bench.traced import Tensorflow
 
@@ -159,5 +162,5 @@ FRAMEWORKS: dict[str, Callable[[str, int, bool], Framework]] = {
 
 
 def versions(name: str) -> dict[str, str | None]:
-    """Versions of the packages that take part."""
+    """Return the versions of NumPy and of the framework."""
     return {package: installed(package) for package in dict.fromkeys(("numpy", name))}

@@ -1,4 +1,4 @@
-"""The gradients of the benchmark: made from a seed, heavy-tailed like real ones, other ones in every step."""
+"""The gradients of the benchmark: seeded, heavy-tailed like real gradients, and different in every step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import numpy as np
 
 from grace.bench.codec import SEED
 
-# The size at which the default threshold, 0.01, with error feedback keeps about as much as the default ratio of top-k.
+# With this standard deviation, `threshold` (default 0.01, with error feedback) keeps about as many elements as `topk`
+# with its default ratio.
 DEVIATION = 0.001
-# Of longer rows every so many columns repeat, or the distance between two steps would be large.
+# In longer rows the column scales repeat with this period. Otherwise two steps would be far apart in memory.
 MOST_COLUMNS = 2**16
 
 
 class Gradients:
     """g_ij = DEVIATION n_ij s_j with n_ij ~ N(0, 1) and s_j = exp(z_j), z_j ~ N(0, 1), scaled to a mean square of 1.
 
-    A column of a weight's gradient belongs to one input of its layer, and inputs differ in size by orders of magnitude:
-    so a few columns hold most of what is large. The columns keep their scale s_j from step to step, and every element
-    is drawn anew: all gradients are windows of `numel` elements into one array, a multiple of the rows' length apart,
-    and aligned as the array is, to 64 bytes.
+    Each column of a weight's gradient belongs to one input of its layer. Inputs differ by orders of magnitude, so a few
+    columns hold most of the large elements. The columns keep their scale s_j from step to step; the elements n_ij
+    change. All gradients are windows of `numel` elements into one array. Their distance is a multiple of the row length
+    and of 64 bytes.
     """
 
     def __init__(self, shape: tuple[int, int], count: int) -> None:
@@ -37,10 +38,10 @@ class Gradients:
         self._values.reshape(rows, columns)[:] *= scale.astype(np.float32)
 
     def array(self) -> np.ndarray[Any, Any]:
-        """The array into which all of them are windows."""
+        """Return the array that holds all gradients."""
         return self._values
 
     def window(self, index: int) -> slice:
-        """Where the gradient of that number lies, counted over all ranks and steps."""
+        """Return the position of a gradient in the array. The index counts over all ranks and steps."""
         start = self._distance * index
         return slice(start, start + self._numel)

@@ -1,4 +1,4 @@
-"""Repeated timing of a local step beside a copy of the same array."""
+"""Repeated timing of a local step and of a copy of the same array."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from grace.core.spec import Array
 from grace.machine import processor
 
 WARM_UP = 3
-# Seconds of a step from which a method gets as many repetitions as fit into BUDGET seconds, but not fewer than FEWEST.
+# A method whose step takes more than SLOW seconds gets as many repetitions as fit into BUDGET seconds, at least FEWEST.
 SLOW, BUDGET, FEWEST = 1.0, 60.0, 3
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods of a run have in common."""
+    """The settings that all methods of a run share."""
 
     framework: Framework
     ranks: int
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """The times of one method at one size, in seconds, and the bytes that it sent in each of these steps."""
+    """The measurements of one method at one size: times in seconds, and bytes sent in each step."""
 
     compressor: str
     part: Part
@@ -48,53 +48,56 @@ class Result:
 
     @property
     def numel(self) -> int:
-        """Elements of the gradient."""
+        """Number of elements of the gradient."""
         return self.part.spec.numel
 
     @property
     def median(self) -> float:
-        """Seconds of the step."""
+        """Median time of the step in seconds."""
         return float(np.median(self.times))
 
     @property
     def copy(self) -> float:
-        """Seconds of the copy."""
+        """Median time of the copy in seconds."""
         return float(np.median(self.copy_times))
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Tenth and ninetieth percentile of the step's seconds."""
+        """10th and 90th percentile of the step's time in seconds."""
         low, high = np.percentile(self.times, (10, 90))
         return float(low), float(high)
 
     @property
     def ratio(self) -> float:
-        """The step in copies."""
+        """Time of the step divided by the time of the copy."""
         return self.median / self.copy
 
     @property
     def gb_per_s(self) -> float:
-        """Gradient worked off, in 10^9 bytes per second."""
+        """Throughput: size of the gradient / time of the step, in 10^9 bytes per second."""
         return self.part.spec.nbytes / self.median / 1e9
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one rank sends in a step: the mean, where the data decide."""
+        """Bytes that one rank sends in a step; the mean over the steps if they depend on the data."""
         return round(float(np.mean(self.sent)))
 
     @property
     def bits_per_element(self) -> float:
-        """Of what one rank sends."""
+        """Bits that one rank sends per element of the gradient."""
         return 8 * self.wire_bytes / self.numel
 
     @property
     def break_even(self) -> float | None:
-        """Bytes saved / time, in Gbit/s: faster networks would have sent these bytes sooner; None if none are saved."""
+        """Break-even bandwidth in Gbit/s: bytes saved / time of the step. None if no bytes are saved.
+
+        On a faster network, sending the saved bytes takes less time than the compression does.
+        """
         saved = self.part.spec.nbytes - self.wire_bytes
         return 8 * saved / self.median / 1e9 if saved > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able and complete."""
+        """Return the settings, measurements and derived figures as an object for JSON."""
         setting, framework = self.setting, self.setting.framework
         return {
             "compressor": self.compressor,
@@ -125,7 +128,7 @@ class Result:
 
 
 def machine(framework: Framework) -> dict[str, Any]:
-    """What the times depend on besides the method."""
+    """Return the hardware and the software versions that the times depend on."""
     return {
         "cpu": processor(),
         "gpu": framework.device_name,
@@ -137,7 +140,7 @@ def machine(framework: Framework) -> dict[str, Any]:
 
 
 class Bench:
-    """Measures parts of one size, one after another, on the same gradients."""
+    """Measurements of parts of one size, all on the same gradients."""
 
     def __init__(self, shape: tuple[int, int], setting: Setting) -> None:
         self._setting = setting
@@ -145,7 +148,7 @@ class Bench:
         self._loaded = setting.framework.load(self._gradients.array())
 
     def measure(self, name: str, part: Part, progress: Callable[[int], None]) -> Result:
-        """Time a method's step; `progress(n)` hears of n steps that are over, or will not be taken."""
+        """Time the step of a method. Call `progress(n)` when n more steps are done or skipped."""
         setting, times = self._setting, []
         step = setting.framework.step(part, setting.ranks)
         copy = setting.framework.copier(self._loaded[self._gradients.window(0)])
@@ -153,7 +156,7 @@ class Bench:
         while len(times) < warm_up + repetitions:
             times.append(self._once(step, copy, len(times)))
             progress(1)
-            # Not the first step, in which TensorFlow traces and libraries load.
+            # Judge by the second step: in the first, TensorFlow traces and libraries load.
             seconds = times[-1][0]
             if len(times) == 2 and seconds > SLOW:
                 fewer = min(repetitions, max(FEWEST, int(BUDGET / seconds)))
@@ -163,7 +166,7 @@ class Bench:
         return Result(name, part, setting, list(of_step), list(of_copy), list(sent))
 
     def _once(self, step: LocalStep, copy: Callable[[Array], None], number: int) -> tuple[float, float, int]:
-        """One step and one copy: seconds of both, and bytes sent."""
+        """Run one step and one copy. Return the seconds of both, and the bytes sent."""
         framework, ranks = self._setting.framework, self._setting.ranks
         windows = [self._loaded[self._gradients.window(number * ranks + rank)] for rank in range(ranks)]
         gradients = [framework.gradient(window) for window in windows]

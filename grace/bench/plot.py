@@ -1,4 +1,4 @@
-"""The times as violins, after Figure 8 of GRACE: a panel per size, a violin per method."""
+"""Violin plot of the times, after Figure 8 of the GRACE paper: one panel per size, one violin per method."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLUMNS = 2
 
 
 def formats() -> list[str]:
-    """Suffixes of the files that can be written."""
+    """Return the suffixes of the image formats that matplotlib can write."""
     return sorted(Figure().canvas.get_supported_filetypes())
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Write the figure; the axis of seconds is logarithmic, a dashed line is the copy."""
+    """Write the figure. The time axis is logarithmic; a dashed line shows the copy."""
     sizes = list(dict.fromkeys(result.numel for result in results))
     most = max(sum(result.numel == numel for result in results) for numel in sizes)
     columns = min(COLUMNS, len(sizes))
@@ -31,7 +31,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for numel, panel in zip(sizes, panels, strict=False):
         of_size = [result for result in results if result.numel == numel]
-        # Densities are estimated on the axis that is drawn.
+        # Estimate the densities on the logarithmic scale that the axis shows.
         logs = [[math.log10(seconds) for seconds in result.times] for result in of_size]
         panel.violinplot(logs, widths=0.8, showmedians=True)
         copy = sorted(result.copy for result in of_size)[len(of_size) // 2]

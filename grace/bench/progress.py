@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Progress:
-    """A bar where tqdm is installed and someone looks at it; lines for the output go around it."""
+    """A progress bar, if tqdm is installed and the output is a terminal. Printed lines do not damage it."""
 
     def __init__(self, steps: int) -> None:
         self._bar: Any = None
@@ -25,23 +25,23 @@ class Progress:
             self._bar.close()
 
     def say(self, what: str) -> None:
-        """What is measured now."""
+        """Show a description of the current step."""
         if self._bar is not None:
             self._bar.set_description(what)
 
     def update(self, steps: int) -> None:
-        """So many steps are over."""
+        """Advance the bar by a number of steps."""
         if self._bar is not None:
             self._bar.update(steps)
 
     def next(self, what: str) -> None:
-        """The step before is over, and this one begins."""
+        """Finish the previous step and begin the next one."""
         self.update(int(self._begun))
         self._begun = True
         self.say(what)
 
     def write(self, line: str) -> None:
-        """Print a line."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.clear()
         print(line, flush=True)

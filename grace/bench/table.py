@@ -1,4 +1,4 @@
-"""The table of `grace bench codec`, line by line as the results come."""
+"""The table of `grace bench codec`, printed line by line."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Sequence
 
 from grace.bench.measure import Result, Setting, machine
 
-HEAD = ("numel", "median", "p10", "p90", "copy", "x copy", "GB/s", "bits/elem.", "pays below", "reps")
+HEAD = ("numel", "median", "p10", "p90", "copy", "x copy", "GB/s", "bits/elem.", "break-even", "reps")
 WIDTHS = (11, 7, 7, 7, 7, 7, 8, 10, 11, 4)
 SECONDS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns"))
 GBITS = ((1.0, "Gbit/s"), (1e3, "Mbit/s"), (1e6, "Kbit/s"), (1e9, "bit/s"))
 
 
 class Table:
-    """Lines of one width, for methods of these names."""
+    """The lines of a table, all of one width, for methods with these names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._first = max(len(name) for name in ("compressor", *names))
 
     def title(self, setting: Setting) -> str:
-        """What is timed, where."""
+        """Return the title: framework, device, ranks, and whether the kernels are in use."""
         framework, facts = setting.framework, machine(setting.framework)
         place = facts["gpu"] or f"{facts['cpu']}, {_counted(setting.threads, 'thread')}"
         return (
             f"{framework.name} {facts[framework.name]} on {framework.device} ({place}); "
-            f"{_counted(setting.ranks, 'rank')}; {'kernels' if framework.native else 'reference bodies, no kernels'}"
+            f"{_counted(setting.ranks, 'rank')}; {'kernels' if framework.native else 'reference implementation'}"
         )
 
     def head(self) -> str:
-        """The names of the columns."""
+        """Return the line with the names of the columns."""
         return self._line("compressor", HEAD)
 
     def row(self, result: Result) -> str:
-        """One method at one size."""
+        """Return the line of one method at one size."""
         low, high = result.spread
         cells = (
             f"{result.numel:,}",
@@ -43,7 +43,7 @@ class Table:
             "never" if result.break_even is None else scaled(result.break_even, GBITS),
             str(len(result.times)),
         )
-        note = f"  left dense: {result.part.reason}" if result.part.reason else ""
+        note = f"  not compressed: {result.part.reason}" if result.part.reason else ""
         return self._line(result.compressor, cells) + note
 
     def _line(self, first: str, cells: Sequence[str]) -> str:
@@ -56,12 +56,15 @@ def _counted(n: int, what: str) -> str:
 
 
 def scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Three digits, in the first unit in which that is at least one; a unit is how many of it make 1, and a name."""
+    """Format a value with three digits, in the first unit that gives at least 1.
+
+    A unit is a pair: its factor (how many of it make 1) and its name.
+    """
     factor, unit = next((u for u in units if value * u[0] >= 0.9995), units[-1])
     return f"{digits(value * factor)} {unit}"
 
 
 def digits(value: float) -> str:
-    """Three digits."""
-    # From 999.5 on, :.3g would write powers of ten.
+    """Format a value with three digits."""
+    # For 999.5 and more, :.3g would use powers of ten.
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"

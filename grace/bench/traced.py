@@ -1,4 +1,4 @@
-"""TensorFlow: the step as one traced graph over variables."""
+"""TensorFlow: the timed step as one traced graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.core.spec import Array, Field, State
 
 
 class Tensorflow(Framework):
-    """TensorFlow on the CPU, in graphs; the copy beside it is NumPy's, of the same bytes."""
+    """TensorFlow on the CPU. Steps run as graphs; NumPy makes the copies."""
 
     name = "tensorflow"
 
@@ -22,7 +22,7 @@ class Tensorflow(Framework):
         tf.config.set_visible_devices([], "GPU")
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
-        # It would warn of the many shapes for which the untimed part of a step is traced.
+        # Without this, TensorFlow warns that the untimed part of a step is traced for many shapes.
         tf.get_logger().setLevel("ERROR")
         super().__init__(device, native)
 
@@ -34,7 +34,7 @@ class Tensorflow(Framework):
 
 
 class TracedStep(LocalStep):
-    """A local step whose timed part is one graph, traced once; the states of rank 0 are variables."""
+    """A local step whose timed part is one graph, traced once. The states of rank 0 are variables."""
 
     def __init__(self, part: Part, ops: ArrayOps, ranks: int) -> None:
         super().__init__(part, ops, ranks)

@@ -1,4 +1,4 @@
-"""TensorFlow adapter: optimizers of Keras 3 and gradient tapes that compress what travels over Horovod."""
+"""TensorFlow adapter: Keras 3 optimizers and gradient tapes that exchange compressed gradients over Horovod."""
 
 from __future__ import annotations
 

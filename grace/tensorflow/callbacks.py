@@ -15,10 +15,10 @@ from grace.tensorflow.exchange import gather
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Give every rank the root's weights and optimizer state before the first batch.
+    """A callback that broadcasts the root's weights and optimizer state to all ranks before the first batch.
 
-    After the first one where the model is built by it (a Sequential without Input, a subclassed Model). Residuals stay
-    as they are: they belong to their rank. Random seeds of layers and metrics are left alone too.
+    If the first batch builds the model (a Sequential without Input, a subclassed Model), it broadcasts after that
+    batch. It does not change residuals, which differ between ranks, or the random seeds of layers and metrics.
     """
 
     def __init__(self, root_rank: int = 0, process_set: Any = hvd.global_process_set) -> None:
@@ -42,7 +42,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(self.model.trainable_variables)
         mine = {id(variable) for variable in exchange.of_this_rank} if exchange else set()
         variables = [v.value for v in (*self.model.weights, *optimizer.variables) if id(v.value) not in mine]
-        # Horovod knows no bfloat16, whose bits float32 holds.
+        # Horovod does not support bfloat16. float32 holds its values exactly.
         wide = {id(v): tf.Variable(tf.cast(v, tf.float32)) for v in variables if v.dtype == tf.bfloat16}
         sent = [wide.get(id(v), v) for v in variables]
         hvd.broadcast_variables(sent, root_rank=self.root_rank, process_set=self.process_set)
@@ -52,10 +52,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replace the metrics of an epoch by their mean over ranks, for the callbacks that come after it.
+    """A callback that replaces the metrics of an epoch by their mean over all ranks.
 
-    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and TensorBoard, which then decide alike on all
-    ranks. Raises MismatchError on every rank if ranks have different metrics.
+    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and TensorBoard in the list of callbacks. Then they
+    see the mean and make the same decision on all ranks. Raises MismatchError on every rank if the ranks have different
+    metrics.
     """
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
@@ -69,29 +70,29 @@ class MetricAverageCallback(keras.callbacks.Callback):
         different = sorted({name for other in everyone for name in set(other) ^ set(everyone[0])})
         if different:
             raise MismatchError(
-                f"the metrics {', '.join(different)} exist on some ranks only; "
-                "compile the same metrics, and pass validation data, on every rank or on none."
+                f"expected the same metrics on all ranks, but only some ranks have {', '.join(different)}; "
+                "compile the same metrics on every rank, and pass validation data to every rank or to none."
             )
         for name in logs:
             logs[name] = sum(other[name] for other in everyone) / len(everyone)
 
 
 class StatisticsCallback(keras.callbacks.Callback):
-    """Add what grace measured to the logs of an epoch, and so to `History`, TensorBoard and CSV files.
+    """A callback that adds grace's statistics to the logs of an epoch, for `History`, TensorBoard and CSV files.
 
-    `grace_wire_bytes` and `grace_dense_bytes` are bytes per step of this rank, as the mean over the steps after which
-    Keras calls back (every `steps_per_execution`-th); `grace_ratio` is their quotient. With
-    `optimizer.grace.track_norms` there are also `grace_relative_error` and `grace_residual_norm`, means over the
-    compressed tensors in the last step. Put it before TensorBoard in the list of callbacks. Raises ConfigError if the
-    optimizer is not one of grace.
+    `grace_wire_bytes` and `grace_dense_bytes` are bytes per step of this rank: the mean over the steps after which
+    Keras calls the callback (every `steps_per_execution`-th step). `grace_ratio` is their quotient. With
+    `optimizer.grace.track_norms` there are also `grace_relative_error` and `grace_residual_norm`, the means over the
+    compressed tensors in the last step. Put it before TensorBoard in the list of callbacks. Raises ConfigError for an
+    optimizer without grace.
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         exchange = getattr(self.model.optimizer, "grace", None)
         if exchange is None:
             raise ConfigError(
-                "StatisticsCallback: the model's optimizer has no statistics; "
-                "wrap it by grace.tensorflow.DistributedOptimizer before model.compile()."
+                "StatisticsCallback: expected a model whose optimizer compresses, received a plain optimizer; "
+                "wrap it with grace.tensorflow.DistributedOptimizer before model.compile()."
             )
         self._exchange = exchange
 
@@ -115,12 +116,12 @@ class StatisticsCallback(keras.callbacks.Callback):
 
 
 class ScheduleCallback(keras.callbacks.Callback):
-    """Change options or parts of the compression at the beginning of epochs; residuals are carried over.
+    """A callback that changes the options or the method of the compression at the start of epochs. Residuals are kept.
 
-    `schedule(epoch)` gives what shall count from then on, a dictionary such as {"compress_ratio": 0.01}, a number (the
-    compress_ratio), or None for no change. It must give the same on all ranks. The train function is traced anew after
-    a change; a `schedule` in the configuration, or `warmup_steps`, needs no tracing. Raises what `Exchange.change`
-    does, ConfigError if the optimizer is not one of grace.
+    `schedule(epoch)` returns the settings from this epoch on: a dictionary such as {"compress_ratio": 0.01}, a number
+    (the compress_ratio), or None for no change. It must return the same on all ranks. A change traces the train
+    function again; a `schedule` or `warmup_steps` in the configuration does not. Raises the errors of
+    `Exchange.change`, and ConfigError for an optimizer without grace.
     """
 
     def __init__(self, schedule: Callable[[int], Mapping[str, Any] | float | None]) -> None:
@@ -132,8 +133,8 @@ class ScheduleCallback(keras.callbacks.Callback):
         exchange = getattr(self.model.optimizer, "grace", None)
         if exchange is None:
             raise ConfigError(
-                "ScheduleCallback: the model's optimizer has no compression to change; "
-                "wrap it by grace.tensorflow.DistributedOptimizer before model.compile()."
+                "ScheduleCallback: expected a model whose optimizer compresses, received a plain optimizer; "
+                "wrap it with grace.tensorflow.DistributedOptimizer before model.compile()."
             )
         changes = as_changes(self.schedule(epoch))
         if changes and changes != self._last:

@@ -1,4 +1,4 @@
-"""`Exchange`: the plan, the state and the traced step that optimizers and tapes of TensorFlow share."""
+"""`Exchange`: the plan, the state and the traced step behind TensorFlow's optimizers and tapes."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ from grace.tensorflow.transport import HorovodTransport
 
 logger = logging.getLogger("grace")
 
-# Collectives of different exchanges of one process set must not share names; its ranks meet in the same order.
+# The number of exchanges that have started, per process set. It is part of the names of their collectives, which must
+# differ between exchanges. Ranks start exchanges in the same order.
 _meetings: collections.Counter[int] = collections.Counter()
 
 
 class Exchange(Measured, tf.Module):
-    """Exchanges the gradients of one list of variables, compressed; holds what must live across steps.
+    """The compressed exchange of the gradients of one list of variables, with the state that it keeps between steps.
 
-    An optimizer has its own as the attribute `grace`. For tapes, make one and pass it to every tape; as a `tf.Module`
-    it can be part of a `tf.train.Checkpoint`. `config` and `options` are those of `grace.make_config`, the other
-    arguments those of Horovod. Raises ConfigError for a configuration or arguments that cannot be honoured.
+    An optimizer has its own exchange as the attribute `grace`. For tapes, make one exchange and pass it to every tape.
+    It is a `tf.Module` and can be part of a `tf.train.Checkpoint`. `config` and `options` are those of
+    `grace.make_config`; the other arguments are those of Horovod. Raises ConfigError for a wrong configuration or
+    arguments that are not supported.
     """
 
     def __init__(
@@ -61,75 +63,78 @@ class Exchange(Measured, tf.Module):
     ) -> None:
         super().__init__(name="grace")
         if op not in (hvd.Average, hvd.Sum):
-            raise ConfigError("the argument 'op' must be hvd.Average or hvd.Sum; other reductions are not linear.")
+            raise ConfigError(
+                f"the argument 'op' must be hvd.Average or hvd.Sum, received {op}; "
+                "other reductions are not linear and do not work with compression."
+            )
         if gradient_predivide_factor != 1.0 and (op == hvd.Sum or gradient_predivide_factor <= 0.0):
             raise ConfigError(
-                "the argument 'gradient_predivide_factor' splits the division of an average in two; "
-                f"give a positive number and op=hvd.Average, not {gradient_predivide_factor!r} and op={op}."
+                "the argument 'gradient_predivide_factor' must be a positive number and needs op=hvd.Average "
+                f"({hvd.Average}), received {gradient_predivide_factor!r} with op={op}."
             )
         self.config = make_config(config, **options)
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
-        # Of the variables, once they are known; those of a saved optimizer are known before.
+        # The names of the variables: known after `build`, or earlier for an optimizer that was loaded.
         self.names: tuple[str, ...] = ()
-        # The configurations before every change by hand, whose variables are saved too.
+        # The configuration before each call of `change`. Variables of these configurations are saved too.
         self.history: list[Config] = []
         self.traces = 0
-        # How many steps the optimizer has taken; its accumulation of gradients depends on it.
+        # Returns the number of the optimizer's steps, on which its gradient accumulation depends.
         self.iterations: Callable[[], int] = lambda: 0
-        # The learning rate of the step under way, which tapes do not know.
+        # Returns the learning rate of the current step. Tapes do not know it.
         self.learning_rate: Callable[[], tf.Tensor] | None = None
-        # Makes a variable of a name and an initial value; an optimizer sets its own.
+        # Makes a variable from a name and an initial value. An optimizer sets its own function.
         self.make_variable: Callable[[str, tf.Tensor], tf.Variable] = self._make_variable
         self._variables: list[tf.Variable] = []
         self.times = GraphTimes()
-        # What was said already when an optimizer was wrapped.
+        # The warnings that were logged when the optimizer was wrapped.
         self.warned: tuple[str, ...] = ()
         self._stages: Stages | None = None
-        # Set when the ranks have met.
+        # Set at the first step, when all ranks have met.
         self._transport: HorovodTransport | None = None
 
-    # --- what the user sees -------------------------------------------------------------------------------------
+    # --- public interface ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Bytes, times, relative errors and residual norms of the last step; see `grace.core.engine.Engine.stats`.
+        """Return bytes, times, relative errors and residual norms of the last step.
 
-        Raises StepError before the first step.
+        `grace.core.engine.Engine.stats` describes the keys. Raises StepError before the first step.
         """
         if self._transport is None:
-            raise StepError("no step has been made yet; statistics are those of the last step.")
+            raise StepError("stats() describes the last step, and there is none yet; call it after the first step.")
         return self._known().stats()
 
     def report(self) -> str:
-        """The start-up report: per tensor the method, memory, collective and bytes, and why one stays dense."""
+        """Return the start-up report: method, memory, collective and bytes of each tensor, and why some stay dense."""
         return self.plan.report()
 
     @property
     def plan(self) -> Plan:
-        """What happens to every tensor in the step to come. Raises StepError before the variables are known."""
+        """The plan for the next step: how each tensor is exchanged. Raises StepError before the variables are known."""
         return self._known().plan
 
     @property
     def built(self) -> bool:
-        """Whether the variables are known, and with them plan and state."""
+        """True if the variables are known and the plan and the state exist."""
         return self._stages is not None
 
     def change(self, **changes: Any) -> None:
-        """Go on with other options or parts, for instance change(compress_ratio=0.1); residuals are carried over.
+        """Change options, for instance change(compress_ratio=0.1), or the method. Residuals are kept.
 
-        All ranks must call it, between the same two steps, and graphs that hold a step must be traced anew: after it,
-        one of before raises an error that says so. `ScheduleCallback` does all that for `fit`. Raises what
-        `make_config` raises, ConfigError where the configuration has a schedule, StepError inside a graph,
-        MismatchError on every rank if ranks differ.
+        All ranks must call it between the same two steps. Then trace every graph that contains a step again; an old
+        graph raises an error. `ScheduleCallback` does all this for `fit`. Raises the errors of `make_config`,
+        ConfigError if the configuration has a schedule, StepError inside a graph, and MismatchError on every rank if
+        the ranks differ.
         """
         description: dict[str, Any] = {}
         failure: Exception | None = None
         stages, plan = self._stages, None
         try:
             if not tf.executing_eagerly():
-                raise StepError("change() must be called between steps, outside of tf.function.")
+                raise StepError("change() was called inside tf.function; call it outside, between two steps.")
             config = change_config(self.config, changes)
             if stages is not None:
                 plan = stages.plan_of(config)
@@ -148,13 +153,17 @@ class Exchange(Measured, tf.Module):
     # --- before the first step ----------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Any], gradients: Sequence[Gradient | None] | None = None) -> None:
-        """Plan for these variables and make the state; touches no other rank, so a model can be loaded anywhere."""
+        """Make the plan and the state for these variables.
+
+        It does not contact other ranks, so a single process can load a model. Raises StepError if the exchange is
+        built.
+        """
         if self._stages is not None:
-            raise StepError("an exchange is built once, for one list of variables; make another one for others.")
+            raise StepError("this exchange is already built; make another Exchange for another list of variables.")
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             raise ConfigError(
-                "grace exchanges between processes, one replica each; "
-                "a tf.distribute strategy with several replicas in a process cannot be combined with it."
+                "tf.distribute strategies with several replicas per process are not supported; "
+                "start one process per device, for example by horovodrun."
             )
         names = self.names = names_of(variables, self.names)
         sparse = (
@@ -178,40 +187,40 @@ class Exchange(Measured, tf.Module):
                 self._stages.change(self._stages.plan_of(config))
 
     def serves(self, variables: Sequence[Any]) -> bool:
-        """Whether it was built for exactly these variables, in any order."""
+        """Return whether the exchange was built for exactly these variables, in any order."""
         return len(variables) == len(self._watched) and {id(inside(v)) for v in variables} == {
             id(watched()) for watched in self._watched
         }
 
     def places(self, variables: Sequence[Any]) -> list[int]:
-        """Where the variables stand in the list of `build`. Raises StepError for others."""
+        """Return the indices of the variables in the list of `build`. Raises StepError for other variables."""
         if not self.serves(variables):
             raise StepError(
-                f"the exchange was built for the variables {', '.join(self.names)}, and received gradients of "
-                f"{', '.join(names_of(variables, ()))}; use one exchange per list of variables."
+                f"this exchange was built for the variables {', '.join(self.names)}, but received gradients of "
+                f"{', '.join(names_of(variables, ()))}; use one Exchange per list of variables."
             )
         order = {id(watched()): place for place, watched in enumerate(self._watched)}
         return [order[id(inside(v))] for v in variables]
 
     def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         variable = tf.Variable(value, trainable=False, name=name.replace("/", "_"))
-        # In the list, a checkpoint finds it, and one that was restored before fills it.
+        # A checkpoint finds the variable in this list, and fills it if the checkpoint was restored earlier.
         self._variables.append(variable)
         return variable
 
     def _known(self) -> Stages:
         if self._stages is None:
-            raise StepError("the variables are not known yet; build the optimizer or take a first step.")
+            raise StepError("the variables are not known yet; build the optimizer, or run a first step.")
         return self._stages
 
     @property
     def of_this_rank(self) -> list[tf.Variable]:
-        """The variables that differ between ranks, which a broadcast must leave alone."""
+        """The variables that differ between ranks. A broadcast must not change them."""
         slots = self._known().slots
         return [slots.origin, *slots.of_this_rank]
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         return {
             "configuration": self.config.to_dict(),
             "op": self.op,
@@ -220,19 +229,25 @@ class Exchange(Measured, tf.Module):
         }
 
     def _start(self, gradients: Sequence[Gradient | None], failure: Exception | None) -> None:
-        """Meet the other ranks; raises the failure of this one, MismatchError if another failed or they differ."""
+        """Compare the settings of all ranks and start the engines.
+
+        Raises `failure` if it is not None, and MismatchError if another rank failed or the ranks differ.
+        """
         if not hvd.is_initialized():
             raise ConfigError("grace.tensorflow: Horovod is not initialized; call hvd.init() first.")
         if self.process_set is None:
             raise ConfigError(
-                "the optimizer was saved with a process set, which is not saved; set it before the first step: "
+                "the saved optimizer used a process set, and process sets are not saved; set it before the first step: "
                 "model.optimizer.grace.process_set = hvd.add_process_set(...)."
             )
         failure = failure or self._start_as_told()
         stages = self._known()
         set_id = self.process_set.process_set_id
         if not self.process_set.included():
-            raise ConfigError(f"this process is not in {self.process_set}, so it cannot take a step there.")
+            raise ConfigError(
+                f"this process is not in {self.process_set} and cannot take part in its steps; "
+                "call it only on the ranks of the set."
+            )
         description = {
             **self.describe(),
             "iterations": self.iterations(),
@@ -246,7 +261,7 @@ class Exchange(Measured, tf.Module):
             },
         }
         everyone = agree(description, failure, gather(self.process_set, "first step"), "the first step")
-        # An identifier may have been that of another set before, which not all of these ranks were in.
+        # Horovod may reuse the identifier of a removed set with other ranks. So the ranks' counts may differ.
         number = max(other["of this rank"]["meetings"] for other in everyone)
         _meetings[set_id] = number + 1
         self._transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}")
@@ -270,10 +285,10 @@ class Exchange(Measured, tf.Module):
 
     @tf.autograph.experimental.do_not_convert
     def filled(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
-        """The gradients with zeros for None, where another rank has a gradient; meets the other ranks the first time.
+        """Return the gradients, with zeros for None where another rank has a gradient.
 
-        Raises StepError for a wrong number of gradients, ConfigError inside `jit_compile=True`, MismatchError on every
-        rank if ranks differ.
+        The first call contacts the other ranks. Raises StepError for a wrong number of gradients, ConfigError inside
+        `jit_compile=True`, and MismatchError on every rank if the ranks differ.
         """
         self._known()
         failure = self._objection(gradients)
@@ -285,7 +300,7 @@ class Exchange(Measured, tf.Module):
         for spec, gradient in zip(self._specs, gradients, strict=True):
             if self._kinds[spec.name] is None and gradient is not None:
                 raise StepError(
-                    f"tensor '{spec.name}' had no gradient on any rank in the first step, and has one now; "
+                    f"tensor '{spec.name}' has a gradient now, but had none on any rank in the first step; "
                     "use one optimizer or tape per set of variables that are trained together."
                 )
         return [
@@ -294,13 +309,12 @@ class Exchange(Measured, tf.Module):
         ]
 
     def _objection(self, gradients: Sequence[Gradient | None]) -> Exception | None:
-        """Why this rank cannot take part in the step."""
+        """Return the error that keeps this rank from the step, or None."""
         if len(gradients) != len(self._specs):
             return StepError(f"expected {len(self._specs)} gradients, one per variable, received {len(gradients)}.")
         if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             return ConfigError(
-                "the step is being compiled by XLA, which has no kernels for Horovod's collectives; "
-                "pass jit_compile=False to model.compile() or tf.function()."
+                "XLA cannot compile Horovod's collectives; pass jit_compile=False to model.compile() or tf.function()."
             )
         return None
 
@@ -312,13 +326,12 @@ class Exchange(Measured, tf.Module):
         absent: frozenset[int] = frozenset(),
         loss_scale: tf.Tensor | None = None,
     ) -> list[Gradient | None]:
-        """Exchange one gradient per variable, in the order of `build`; what is None on every rank stays None.
+        """Exchange one gradient per variable, in the order of `build`. A gradient that is None on all ranks stays None.
 
-        The variables at the places `absent` are not trained now: their memories stay as they are. With `loss_scale`,
-        one tensor that is not finite when multiplied by it rolls back the memories of all: the caller will drop the
-        step. The step is traced once per pattern of dense and sparse gradients, whether it is called eagerly or inside
-        a `tf.function`; inside one, errors of the first step reach the caller as TensorFlow wraps them. Raises what
-        `filled` does.
+        `absent` holds the indices of variables that this step does not train; their memories do not change. With
+        `loss_scale`, all memories are rolled back if a result times `loss_scale` is not finite, because the caller then
+        skips the step. The step is traced once per pattern of dense and sparse gradients, in eager mode and inside a
+        `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first step. Raises the errors of `filled`.
         """
         given = [
             tf.zeros(spec.shape, spec.dtype) if gradient is None else gradient
@@ -333,7 +346,7 @@ class Exchange(Measured, tf.Module):
         return [None if self._kinds[spec.name] is None else m for spec, m in zip(self._specs, merged, strict=True)]
 
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
-        """Whether the condition holds on all ranks; to be asked by all of them, after `filled`."""
+        """Return whether the condition holds on all ranks. All ranks must call it, after `filled`."""
         assert self._transport is not None
         fails = tf.cast(tf.reshape(tf.logical_not(condition), [1]), tf.int32)
         failing = self._transport.allreduce(fails, op="max", name="everywhere").wait()
@@ -341,7 +354,7 @@ class Exchange(Measured, tf.Module):
         return failing[0] == 0
 
     def _shaped(self, spec: TensorSpec, gradient: Gradient | None) -> Gradient:
-        """The gradient in the form that all ranks agreed on: dense, or rows."""
+        """Convert the gradient to the form that all ranks agreed on: dense, or rows."""
         kind = self._kinds[spec.name]
         if gradient is None:
             gradient = nothing(spec, kind)
@@ -354,7 +367,7 @@ class Exchange(Measured, tf.Module):
         return as_rows(gradient, str(kind))
 
     def _kind(self, spec: TensorSpec, gradient: Gradient | None) -> str | None:
-        """How a gradient travels: "dense", as rows under indices of a dtype, or not at all."""
+        """Return the form in which a gradient is sent: "dense", "rows of DTYPE" (of the indices), or None."""
         if gradient is None:
             return None
         rows = isinstance(gradient, tf.IndexedSlices) and spec.name in self._known().rows
@@ -363,7 +376,7 @@ class Exchange(Measured, tf.Module):
     def _exchange(
         self, gradients: Sequence[Gradient], absent: frozenset[int], loss_scale: tf.Tensor | None
     ) -> list[Gradient]:
-        """The body of the traced step."""
+        """Run the body of the traced step."""
         self.traces += 1
         assert self._transport is not None
         stages = self._known()
@@ -383,6 +396,6 @@ class Exchange(Measured, tf.Module):
 
 
 def gather(process_set: Any, purpose: str) -> Callable[[Any], list[Any]]:
-    """A function that gives the objects of all ranks of the set; blocks."""
+    """Return a function that gathers one object from each rank of the process set. The function blocks."""
     name = f"grace.{process_set.process_set_id}.{purpose}".replace(" ", ".")
     return lambda mine: hvd.allgather_object(mine, name=name, process_set=process_set)

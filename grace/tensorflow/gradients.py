@@ -1,4 +1,4 @@
-"""Gradients as TensorFlow gives them: dense, as rows of an embedding, or none."""
+"""Helpers for TensorFlow's gradients: dense tensors, rows of an embedding (IndexedSlices), or None."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ Gradient = tf.Tensor | tf.IndexedSlices
 
 
 def inside(variable: Any) -> tf.Variable:
-    """The variable of TensorFlow inside one of Keras, or itself."""
+    """Return the TensorFlow variable inside a Keras variable, or the variable itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def device_of(variable: Any) -> str:
-    """Where a variable lies, and its gradients with it: "cpu", "gpu" or another kind of device, in small letters."""
+    """Return the device type of a variable and its gradients, in lower case: "cpu", "gpu" or another."""
     return str(tf.DeviceSpec.from_string(inside(variable).device or "").device_type or "cpu").lower()
 
 
 def common_kinds(ranks: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
-    """The kinds of gradients that ranks have; None where no rank has one. Raises MismatchError if they differ."""
+    """Return the kind of each gradient, None if no rank has one. Raises MismatchError if the ranks differ."""
     common: dict[str, str | None] = {}
     for name in ranks[0]:
         kinds = sorted({kinds[name] for kinds in ranks} - {None})
         if len(kinds) > 1:
             raise MismatchError(
                 f"the gradient of '{name}' is {kinds[0]} on some ranks and {kinds[1]} on others; "
-                "compute it in the same way on all of them, or pass sparse_as_dense=True."
+                "compute it the same way on all ranks, or pass sparse_as_dense=True."
             )
         common[name] = kinds[0] if kinds else None
     return common
 
 
 def nothing(spec: TensorSpec, kind: str | None) -> Gradient:
-    """The gradient of a rank that has none, of the kind that the others have."""
+    """Return a zero gradient of this kind, for a rank that has none."""
     if kind == "dense":
         return tf.zeros(spec.shape, spec.dtype)
     indices = tf.zeros([0], str(kind).removeprefix("rows of "))
@@ -47,7 +47,7 @@ def nothing(spec: TensorSpec, kind: str | None) -> Gradient:
 
 
 def as_rows(gradient: Gradient, kind: str) -> tf.IndexedSlices:
-    """A gradient as rows under indices of the dtype that the kind names."""
+    """Return a gradient as rows, with indices of the dtype in the kind."""
     dtype = tf.as_dtype(kind.removeprefix("rows of "))
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, dtype), gradient.dense_shape)
@@ -55,11 +55,12 @@ def as_rows(gradient: Gradient, kind: str) -> tf.IndexedSlices:
 
 
 def nbytes(gradient: tf.IndexedSlices) -> tf.Tensor:
-    """Bytes of the rows and their indices."""
+    """Return the size of the rows and their indices in bytes."""
     return sum(tf.size(x, tf.int64) * x.dtype.size for x in (gradient.values, gradient.indices))
 
 
 def flat(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+    """Return the tensors of the gradients; rows give two, values and indices."""
     return [
         tensor
         for gradient in gradients
@@ -68,10 +69,10 @@ def flat(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
 
 
 def names_of(variables: Sequence[Any], saved: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths of Keras' variables, the names of TensorFlow's; numbered where two are alike.
+    """Return unique names: the paths of Keras variables, the names of TensorFlow variables. Duplicates get a number.
 
-    Names with which the variables were `saved` win: in a Sequential model that it loads, Keras shortens the paths, on
-    which rules and random numbers depend.
+    `saved` names take precedence, because Keras shortens the paths when it loads a Sequential model, and rules and
+    random numbers depend on the names.
     """
     names: list[str] = []
     for variable in variables:
@@ -87,5 +88,5 @@ def names_of(variables: Sequence[Any], saved: tuple[str, ...]) -> tuple[str, ...
 
 
 def is_embedding(name: str) -> bool:
-    """Whether Keras' Embedding layer has made the variable: its gradient comes as the rows that were looked up."""
+    """Return whether the variable belongs to a Keras Embedding layer. Its gradient holds only the rows looked up."""
     return name.rpartition("/")[2] == "embeddings"

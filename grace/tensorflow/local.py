@@ -1,4 +1,4 @@
-"""Local steps: an optimizer that steps on its own rank, and exchanges what the weights moved every few steps."""
+"""Local steps: each rank steps on its own, and every few steps the ranks exchange the change of their weights."""
 
 from __future__ import annotations
 
@@ -16,38 +16,42 @@ _WHERE = "grace.tensorflow.DistributedOptimizer"
 
 
 def check_local(optimizer: Any, exchange: Exchange, local_steps: int, passes: int) -> None:
-    """Raise ConfigError for what local steps do not go with, naming the argument."""
+    """Raise ConfigError if an argument cannot be combined with local steps."""
     if local_steps < 1:
         raise ConfigError(f"{_WHERE}: local_steps must be at least 1, received {local_steps!r}.")
     if exchange.op != hvd.Average or exchange.gradient_predivide_factor != 1.0:
-        raise ConfigError(f"{_WHERE}: local_steps averages what the weights moved; leave op and predivision alone.")
+        raise ConfigError(
+            f"{_WHERE}: local_steps averages the change of the weights and needs op=hvd.Average and "
+            "gradient_predivide_factor=1; leave both arguments out."
+        )
     if passes != 1 or isinstance(optimizer, keras.optimizers.MultiOptimizer) or optimizer.gradient_accumulation_steps:
         raise ConfigError(
-            f"{_WHERE}: local_steps does not go with an accumulation of gradients or a MultiOptimizer; use one of them."
+            f"{_WHERE}: local_steps cannot be combined with gradient accumulation or a MultiOptimizer; "
+            "leave local_steps out, or use a plain optimizer."
         )
     needing = [stage.parts.memory for _, stage in exchange.config.stages if stage.parts.memory.needs_lr]
     if needing:
         raise ConfigError(
-            f"{_WHERE}: with local_steps the residual is in units of the weights already; {needing[0]} corrects it for "
-            "the learning rate once more. Leave lr_correction out."
+            f"{_WHERE}: with local_steps the residual already includes the learning rate, and {needing[0]} would "
+            "correct it for the learning rate again; leave lr_correction out."
         )
 
 
 def step_locally(optimizer: Any, apply: Callable[[], None], trainable_variables: Sequence[Any] | None) -> None:
-    """Apply this rank's gradients; after every `_local_steps`-th step the weights of the ranks meet.
+    """Apply this rank's gradients, and exchange the weights after every `_local_steps`-th step.
 
-    They become weights at the last meeting - mean of what travelled, which was (weights at the last meeting - weights);
-    the error feedback is in units of the weights. Momenta stay with their rank. Basu et al., "Qsparse-local-SGD",
-    NeurIPS 2019, Algorithm 1.
+    Each rank sends d = (weights after the last exchange - weights now), compressed with error feedback. All ranks then
+    set their weights to (weights after the last exchange - mean of the decoded d). The residual is in units of the
+    weights. Momentum stays local. Basu et al., "Qsparse-local-SGD", NeurIPS 2019, Algorithm 1.
     """
     optimizer._known(trainable_variables)
     variables, met, exchange = optimizer._trainable_variables, optimizer._met, optimizer.grace
     variables = [getattr(v, "value", v) for v in variables]
-    # The ranks meet outside of the branches below.
+    # The first call contacts the other ranks. That must happen outside of the conditional branches below.
     exchange.filled([tf.zeros_like(v) for v in variables])
 
     def remember() -> tf.Tensor:
-        # Weights may have been loaded or broadcast since.
+        # The weights may have been loaded or broadcast since the last exchange.
         for weights, v in zip(met, variables, strict=True):
             weights.assign(v)
         return tf.constant(True)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling with one decision for all ranks: what Keras' LossScaleOptimizer lacks for that."""
+"""Dynamic loss scaling with one decision for all ranks, by an extension of Keras' LossScaleOptimizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from grace.tensorflow.optimizer import Distributed
 
 
 def _scale_alike(keras_apply: Any) -> Any:
-    """`LossScaleOptimizer.apply` with one decision for all ranks where its optimizer exchanges gradients.
+    """Return a `LossScaleOptimizer.apply` that makes one decision for all ranks if the inner optimizer is distributed.
 
-    Keras skips the inner optimizer where it finds NaN or infinity, and so on some ranks only, while the others wait for
-    them in a collective. Here gradients are exchanged before Keras looks at them: a bad gradient of any rank arrives as
-    NaN on all, and no residual has taken in anything of that step. Micro-steps of an accumulation are not exchanged,
-    so there only the finding is. (`model.compile` makes the LossScaleOptimizer itself and tells nobody, hence the
-    change of the class.)
+    Keras skips the inner optimizer if it finds NaN or infinity. It may do so on some ranks only, while the others wait
+    in a collective. So gradients are exchanged before Keras checks them: a bad gradient of one rank arrives as NaN on
+    all ranks, and the residuals of that step are rolled back. With gradient accumulation, micro-steps exchange no
+    gradients; then only the result of the check is exchanged.
+
+    The class is changed because `model.compile` makes the LossScaleOptimizer itself.
     """
 
     @tf.autograph.experimental.do_not_convert
@@ -37,7 +38,7 @@ def _scale_alike(keras_apply: Any) -> Any:
                 self.build(list(trainable_variables))
         if inner._local_steps > 1:
             raise ConfigError(
-                "grace.tensorflow: local_steps does not go with dynamic loss scaling, under which ranks may skip "
+                "grace.tensorflow: local_steps cannot be combined with dynamic loss scaling, because ranks may skip "
                 "different steps; train in float32 or bfloat16."
             )
         grads = inner._filled(list(grads), trainable_variables)
@@ -46,7 +47,7 @@ def _scale_alike(keras_apply: Any) -> Any:
             keras_apply(self, _times(grads, factor), trainable_variables)
             return
         scale = self.dynamic_scale.value
-        # Residuals must not depend on the scale of the day. Both products are exact while it is a power of two.
+        # Residuals must not depend on the current scale. Both products are exact while the scale is a power of two.
         merged = _times(inner.exchanged(_times(grads, 1.0 / scale), inner._call.places, scale.read_value()), scale)
         inner._exchanged = True
         try:
@@ -62,7 +63,7 @@ def _times(grads: Sequence[Gradient | None], factor: tf.Tensor) -> list[Gradient
 
 
 def _inner_exchange(scaling: keras.optimizers.LossScaleOptimizer) -> Exchange:
-    """The exchange of the optimizer inside one that scales the loss."""
+    """Return the exchange of the optimizer inside a LossScaleOptimizer."""
     return scaling.inner_optimizer.grace
 
 

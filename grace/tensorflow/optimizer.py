@@ -1,9 +1,9 @@
-"""`DistributedOptimizer`: a Keras 3 optimizer whose gradients are exchanged before it clips and applies them.
+"""`DistributedOptimizer`: a Keras 3 optimizer that exchanges its gradients before it clips and applies them.
 
-Horovod's own Keras optimizer hooks methods that Keras 3 does not call, so its replicas drift apart without an error.
-Here the optimizer keeps being what it was: its class becomes a subclass of itself, which exchanges where Keras clips.
-That is after unscaling and after accumulation, so that clipping, weight decay and averages see the global gradient,
-and an accumulated gradient travels once.
+Horovod's own Keras optimizer hooks methods that Keras 3 does not call. Its replicas then diverge without an error.
+grace changes the class of the optimizer to a subclass, which exchanges gradients where Keras clips them. This is after
+unscaling and after accumulation. So clipping, weight decay and moving averages see the global gradient, and an
+accumulated gradient is sent once.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from grace.tensorflow.transport import HorovodTransport
 logger = logging.getLogger("grace")
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
-# Arguments of Horovod that do not apply, and why.
+# Horovod's arguments that are not supported, with the reasons.
 _REFUSED = {
-    "compression": "is Horovod's own; name a compressor in the configuration instead, for instance "
+    "compression": "belongs to Horovod; name a compressor in the configuration instead, for example "
     "config={'compressor': 'fp16'}",
-    "groups": "would bypass the compression; leave it out, grace groups tensors by 'bucket_bytes'",
-    "num_groups": "would bypass the compression; leave it out, grace groups tensors by 'bucket_bytes'",
-    "use_locking": "belongs to optimizers of TensorFlow 1; leave it out",
-    "device_dense": "would move tensors between devices; leave it out, gradients are exchanged where they are",
-    "device_sparse": "would move tensors between devices; leave it out, gradients are exchanged where they are",
-    "scale_local_gradients": "concerns variables that are not exchanged, which the optimizer does not support; "
+    "groups": "would bypass the compression; leave it out. grace groups tensors by the option 'bucket_bytes'",
+    "num_groups": "would bypass the compression; leave it out. grace groups tensors by the option 'bucket_bytes'",
+    "use_locking": "belongs to TensorFlow 1 optimizers; leave it out",
+    "device_dense": "would move tensors between devices; leave it out. Gradients are exchanged on their own device",
+    "device_sparse": "would move tensors between devices; leave it out. Gradients are exchanged on their own device",
+    "scale_local_gradients": "is for variables that are not exchanged, which the optimizer does not support; "
     "use grace.tensorflow.DistributedGradientTape and its register_local_source",
-    "name": "is given to the optimizer itself: keras.optimizers.SGD(name=...)",
+    "name": "belongs to the Keras optimizer; pass it there: keras.optimizers.SGD(name=...)",
 }
 
 
@@ -59,24 +59,28 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     process_set: Any = hvd.global_process_set,
     **options: Any,
 ) -> Any:
-    """Make a Keras optimizer exchange its gradients compressed, over Horovod; returns the same optimizer.
+    """Change a Keras optimizer so that its gradients are compressed and exchanged over Horovod. Return the optimizer.
 
-    It then works in `model.compile` and `fit`, in `apply` and `apply_gradients`, eagerly and inside `tf.function`.
-    Wrap it before `model.compile` and the first step: what was traced with the plain optimizer goes on without the
-    exchange.
-    `config` is a mapping, a `Config` or the path of a TOML file; `options` are further keys of it (see
-    `grace.make_config`); without either, GRACE_CONFIG counts. The other arguments are those of Horovod;
-    `backward_passes_per_step` is Keras' `gradient_accumulation_steps`, and adds the passes up unless
-    `average_aggregated_gradients`. `gradient_predivide_factor` concerns only tensors that stay dense.
-    With `local_steps` above 1 every rank applies its own gradients, and every local_steps-th step exchanges what the
-    weights have moved since the last exchange, in place of gradients (local SGD; Qsparse-local-SGD with a compressor).
+    It works in `model.compile` and `fit`, in `apply` and `apply_gradients`, in eager mode and inside `tf.function`.
+    Wrap it before `model.compile` and the first step, because a function that was traced with the plain optimizer does
+    not exchange.
 
-    The optimizer has the attribute `grace` (an `Exchange`). Its state is part of the optimizer's variables, and of
-    what Keras and `tf.train.Checkpoint` save. Dynamic loss scaling decides from the exchanged gradients, so that all
-    ranks skip the same steps. All ranks of the process set must call this.
+    `config` is a mapping, a `Config` or the path of a TOML file. `options` are further keys of the configuration (see
+    `grace.make_config`). If they name no compressor, the environment variable GRACE_CONFIG gives the configuration.
+    All other arguments are those of Horovod, except:
 
-    Raises ConfigError for arguments that cannot be honoured, TypeError for another optimizer than one of Keras 3,
-    MismatchError on every rank if ranks differ: in their configuration here, in their variables at the first step.
+    - `backward_passes_per_step`: sets Keras' `gradient_accumulation_steps`. The passes are summed, or averaged with
+      `average_aggregated_gradients`.
+    - `gradient_predivide_factor`: applies only to tensors that stay dense.
+    - `local_steps`: above 1, each rank applies its own gradients, and every local_steps-th step exchanges the change of
+      the weights since the last exchange instead of gradients (local SGD; Qsparse-local-SGD with a compressor).
+
+    The optimizer has the attribute `grace`, an `Exchange`. Its state is part of the optimizer's variables, which Keras
+    and `tf.train.Checkpoint` save. Dynamic loss scaling checks the exchanged gradients, so that all ranks skip the same
+    steps. All ranks of the process set must call this function.
+
+    Raises ConfigError for arguments that are not supported, TypeError for an optimizer that is not of Keras 3, and
+    MismatchError on every rank if the ranks differ: in their configuration here, in their variables at the first step.
     """
     check_process(_WHERE, process_set)
     failure: Exception | None = None
@@ -84,7 +88,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     try:
         refuse(options, _WHERE)
         _check(optimizer)
-        # Raises for a process set that Horovod does not know.
+        # Raises ConfigError for a process set that is not registered with Horovod.
         HorovodTransport(process_set, "")
         exchange = Exchange(
             config,
@@ -106,7 +110,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "local_steps": local_steps,
         }
     except Exception as error:
-        # The others must hear of it, or they would wait for this rank.
+        # Report the error to the other ranks; otherwise they would wait for this rank.
         failure = error
     included = process_set.process_set_id is not None and process_set.included()
     meet = gather(process_set, "optimizer") if included else lambda mine: [mine]
@@ -120,8 +124,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         inner.gradient_accumulation_steps = backward_passes_per_step
     if inner.built and int(inner.iterations) > 0:
         logger.warning(
-            "%s: the optimizer has taken steps already; call model.compile() again, or a train function that was "
-            "traced before goes on without any exchange.",
+            "%s: the optimizer has taken steps already; call model.compile() again. Otherwise a train function that "
+            "was traced before does not exchange gradients.",
             _WHERE,
         )
     _distribute(inner, exchange, 1 if average_aggregated_gradients else backward_passes_per_step, local_steps)
@@ -129,45 +133,45 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
 
 
 def check_process(where: str, process_set: Any) -> None:
-    """Raise ConfigError where no collective can run."""
+    """Raise ConfigError if this process cannot run collectives."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
-        raise ConfigError(f"{where}: TensorFlow runs in the graph mode of version 1; do not disable eager execution.")
+        raise ConfigError(f"{where}: TensorFlow runs in TensorFlow 1's graph mode; do not disable eager execution.")
     if not hvd.is_initialized():
         raise ConfigError(f"{where}: Horovod is not initialized; call hvd.init() first.")
     if not isinstance(process_set, hvd.ProcessSet):
         raise ConfigError(
             f"{where}: the argument 'process_set' must be an hvd.ProcessSet, received {process_set!r}; "
-            "leave it out for all ranks."
+            "leave it out to use all ranks."
         )
 
 
 def refuse(options: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for what cannot be honoured, naming the argument."""
+    """Raise ConfigError for an argument that is not supported."""
     for name, why in _REFUSED.items():
         if name in options:
             raise ConfigError(f"{where}: the argument '{name}' {why}.")
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ConfigError(
-            f"{where}: elastic Horovod changes the number of ranks in mid-run, which residuals do not survive yet; "
-            "launch without elastic options."
+            f"{where}: elastic Horovod is not supported, because residuals would be lost when the number of ranks "
+            "changes; launch without elastic options."
         )
 
 
 def _check(optimizer: Any) -> None:
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
-            f"{_WHERE}: Keras runs on the backend '{keras.backend.backend()}', and Horovod's collectives need "
-            "'tensorflow'; set KERAS_BACKEND=tensorflow, or wrap a torch optimizer with grace.torch."
+            f"{_WHERE}: expected the Keras backend 'tensorflow', received '{keras.backend.backend()}'; "
+            "set KERAS_BACKEND=tensorflow, or wrap a PyTorch optimizer with grace.torch."
         )
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         raise TypeError(
-            f"{_WHERE}: {type(optimizer).__qualname__} is an optimizer of TensorFlow 1; use one of keras.optimizers, "
-            "or take the gradients from grace.tensorflow.DistributedGradientTape and give them to its apply_gradients."
+            f"{_WHERE}: {type(optimizer).__qualname__} is a TensorFlow 1 optimizer; use one of keras.optimizers, or "
+            "pass gradients from grace.tensorflow.DistributedGradientTape to its apply_gradients."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
-            f"{_WHERE}: expected an optimizer of Keras 3 (keras.optimizers), received {type(optimizer).__qualname__} "
-            f"of module {type(optimizer).__module__}."
+            f"{_WHERE}: expected a Keras 3 optimizer (keras.optimizers), received {type(optimizer).__qualname__} "
+            f"from module {type(optimizer).__module__}."
         )
     inner = _innermost(optimizer)
     if any(isinstance(_innermost(o), Distributed) for o in (inner, *getattr(inner, "optimizers", ()))):
@@ -179,18 +183,19 @@ def _check_passes(optimizer: Any, passes: int) -> None:
         raise ConfigError(f"{_WHERE}: backward_passes_per_step must be at least 1, received {passes!r}.")
     if passes > 1 and isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ConfigError(
-            f"{_WHERE}: a MultiOptimizer does not accumulate; set gradient_accumulation_steps of the optimizers in it."
+            f"{_WHERE}: a MultiOptimizer does not accumulate gradients; set gradient_accumulation_steps of its "
+            "optimizers instead of backward_passes_per_step."
         )
     if passes > 1 and (optimizer.gradient_accumulation_steps or optimizer.built):
         raise ConfigError(
-            f"{_WHERE}: backward_passes_per_step={passes} sets Keras' gradient_accumulation_steps, which is "
-            f"{optimizer.gradient_accumulation_steps} already, or whose buffers were not made when the optimizer was "
-            "built; use only one of the two, and wrap the optimizer before it is built."
+            f"{_WHERE}: backward_passes_per_step={passes} sets Keras' gradient_accumulation_steps, but it is already "
+            f"{optimizer.gradient_accumulation_steps}, or the optimizer is already built; "
+            "use only one of the two arguments, and wrap the optimizer before it is built."
         )
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer that applies gradients, inside those that scale the loss."""
+    """Return the optimizer inside LossScaleOptimizers, which applies the gradients."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
@@ -198,7 +203,7 @@ def _innermost(optimizer: Any) -> Any:
 
 @dataclass
 class _Call:
-    """What one call of `apply` tells the methods that Keras calls on the way: where its gradients belong."""
+    """Data of one call of `apply`, for the methods that Keras calls within it: the indices of its variables."""
 
     places: list[int]
     absent: frozenset[int]
@@ -206,19 +211,19 @@ class _Call:
 
 
 class Distributed:
-    """What is mixed into the class of an optimizer."""
+    """Mixin for the class of a Keras optimizer, which exchanges the gradients."""
 
     grace: Exchange
-    # The class without the mixture.
+    # The class without the mixin.
     _plain: type
     _call: _Call
-    # While the gradients that come in have been exchanged already.
+    # True while the incoming gradients are already exchanged.
     _exchanged = False
-    # Passes that are added up, where Keras takes their mean.
+    # The factor that turns Keras' mean over accumulated passes into a sum.
     _summed_passes = 1
-    # How many steps a rank takes by itself before the weights meet.
+    # The number of local steps between two exchanges of the weights.
     _local_steps = 1
-    # The ranks of the process set with which a loaded optimizer was saved.
+    # The ranks of the process set of a saved optimizer, after loading.
     _saved_ranks: list[int] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -232,15 +237,15 @@ class Distributed:
         overwritten = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
         if overwritten:
             raise ConfigError(
-                f"{_WHERE}: {', '.join(overwritten[:3])} are overwritten by their gradients (float8 training), "
-                "for which no reduction over ranks is defined; train without float8."
+                f"{_WHERE}: float8 training is not supported, because {', '.join(overwritten[:3])} are overwritten by "
+                "their gradients, and such gradients cannot be reduced over ranks; train without float8."
             )
         self.grace.build(variables)
         if self._local_steps > 1:
             self._met = [self._make_variable(f"met_{i}", tf.convert_to_tensor(v)) for i, v in enumerate(variables)]
 
     def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
-        """A variable among the optimizer's own, which Keras and TensorFlow save."""
+        """Make a variable of the optimizer, which Keras and TensorFlow save with it."""
         return self.add_variable(
             shape=tuple(value.shape),
             dtype=value.dtype.name,
@@ -248,7 +253,7 @@ class Distributed:
             name=f"grace_{name}".replace("/", "_"),
         ).value
 
-    # Converting what it calls would take longer than tracing it, for nothing: no branch depends on a tensor.
+    # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         grads = list(grads)
@@ -258,25 +263,27 @@ class Distributed:
         if self._local_steps > 1:
             step_locally(self, lambda: super(Distributed, self).apply(grads, trainable_variables), trainable_variables)
             return
-        # Keras leaves out what has no gradient here, although another rank may have one.
+        # Keras drops variables without a gradient on this rank, although another rank may have one.
         grads = self._filled(grads, trainable_variables)
         if isinstance(self, keras.optimizers.MultiOptimizer):
-            # It never clips; the optimizers inside do, which are plain ones.
+            # A MultiOptimizer never clips. Its inner optimizers do, and they are plain ones.
             grads = self.exchanged(grads, self._call.places)
         super().apply(grads, trainable_variables)
         if not (self._call.asked or self.gradient_accumulation_steps):
             raise StepError(
-                f"{self._plain.__qualname__}.apply() went around Keras' _clip_gradients(), where gradients are "
-                "exchanged, and has applied this rank's own; let it end in super().apply(), or use "
+                f"{self._plain.__qualname__}.apply() did not call Keras' _clip_gradients(), where gradients are "
+                "exchanged, and has applied only this rank's gradients; call super().apply() at its end, or use "
                 "grace.tensorflow.DistributedGradientTape."
             )
 
     def _filled(self, grads: Sequence[Gradient | None], variables: Sequence[Any] | None) -> list[Gradient | None]:
         variables, count = self._known(variables), len(self._trainable_variables)
         if len(grads) != len(variables):
-            raise StepError(f"expected one gradient per variable, received {len(grads)} for {len(variables)}.")
+            raise StepError(
+                f"expected one gradient per variable, received {len(grads)} gradients for {len(variables)} variables."
+            )
         if self.gradient_accumulation_steps:
-            # Keras adds rows up in a dense array, which is what travels.
+            # Keras accumulates rows in a dense array, and that array is exchanged.
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         places = [self._get_variable_index(v) for v in variables]
         self._call = _Call(places, frozenset(range(count)) - set(places))
@@ -284,7 +291,7 @@ class Distributed:
         return [filled[place] for place in places]
 
     def _known(self, variables: Sequence[Any] | None) -> list[Any]:
-        """The variables of a call, with which the optimizer is built if it was not."""
+        """Return the variables of a call. Build the optimizer if necessary."""
         if variables is None:
             return self._trainable_variables
         variables = list(variables)
@@ -295,7 +302,7 @@ class Distributed:
         return variables
 
     def _backend_apply_gradients(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any]) -> None:
-        # _clip_gradients is not told what the gradients are of.
+        # _clip_gradients does not get the variables of the gradients.
         if not self._exchanged:
             self._call.places = [self._get_variable_index(v) for v in trainable_variables]
         super()._backend_apply_gradients(grads, trainable_variables)
@@ -308,7 +315,7 @@ class Distributed:
     def exchanged(
         self, grads: Sequence[Gradient | None], places: Sequence[int], loss_scale: tf.Tensor | None = None
     ) -> list[Gradient | None]:
-        """What the optimizer applies, of gradients of the variables at these places of its list."""
+        """Exchange gradients and return those to apply. `places` holds the indices of their variables."""
         self._call.asked = True
         given = _placed(grads, places, len(self._trainable_variables))
         merged = self.grace(given, absent=self._call.absent, loss_scale=loss_scale)
@@ -317,7 +324,7 @@ class Distributed:
         return [merged[place] for place in places]
 
     def get_config(self) -> dict[str, Any]:
-        # A shell of the plain class: to make an optimizer of it could fail where only saving it does not.
+        # An uninitialized instance of the plain class: its __init__ could fail, but serializing needs only get_config.
         plain, config = object.__new__(self._plain), super().get_config()
         plain.__dict__["get_config"] = lambda: config
         exchange = self.grace
@@ -341,7 +348,7 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
-        # No other rank takes part: it may be one process that loads a model.
+        # This must not contact other ranks, because a single process may load a model.
         optimizer = keras.optimizers.deserialize(config["optimizer"], custom_objects)
         exchange = Exchange(**config["grace"])
         exchange.names = tuple(config["names"])
@@ -357,10 +364,10 @@ keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(Distri
 
 @cache
 def _class(plain: type) -> type:
-    """The class of optimizers of a class that exchange."""
+    """Return the subclass of a Keras optimizer class that exchanges gradients."""
     made = type(f"Distributed{plain.__name__}", (Distributed, plain), {"__module__": __name__, "_plain": plain})
-    # All go by one name in saved models, which stands for the latest: `from_config`, which makes the class anew, is all
-    # that is asked of it.
+    # All these classes share one name in saved models. The name means the class that was registered last. This works,
+    # because Keras only calls `from_config`, which makes the right class.
     return keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(made)
 
 
@@ -377,7 +384,7 @@ def _distribute(optimizer: Any, exchange: Exchange, summed_passes: int, local_st
 
 
 def _placed(grads: Sequence[Gradient | None], places: Sequence[int], count: int) -> list[Gradient | None]:
-    """The gradients in the order in which the optimizer was built; None where there is none."""
+    """Return the gradients in the order of the optimizer's variables, None for variables without a gradient."""
     ordered: list[Gradient | None] = [None] * count
     for place, gradient in zip(places, grads, strict=True):
         ordered[place] = gradient

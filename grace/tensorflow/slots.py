@@ -1,4 +1,4 @@
-"""Slots in variables, for steps that are traced into graphs."""
+"""Slots in TensorFlow variables, for steps that are traced into graphs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from grace.core.state import Slots
 
 
 class VariableSlots(Slots):
-    """Step and states in variables made by `make(name, initial value)`, once, when they are first written.
+    """The step number and the states of all units, in variables.
 
-    Every stage of a schedule has slots of its own, `stage` says whose are meant; stages share the variables of states
-    that are alike. Numbers noted about a step that are known only when the graph runs live in variables too, beside any
-    checkpoint.
+    `make(name, initial value)` makes each variable when it is first written. Each stage of a schedule has its own
+    slots; `stage` selects them. Stages share the variables of states with the same shape and dtype. Statistics that are
+    known only when the graph runs are in variables too, which no checkpoint contains.
     """
 
     def __init__(self, make: Callable[[str, tf.Tensor], tf.Variable]) -> None:
         super().__init__()
         self.stage = 0
-        # Names of tensors, by stage, whose memories are equal on all ranks.
+        # Stage and name of the tensors whose memories are equal on all ranks.
         self.shared: set[tuple[int, str]] = set()
         self._make = make
         self._counter = make("step", tf.zeros([], tf.int64))
-        # The rank whose memories these are, and how many ranks there were; at first those of nobody.
+        # The rank that these memories belong to, and the number of ranks. -1: no rank yet.
         self.origin = make("origin", tf.constant([-1, 0], tf.int32))
         self._variables: dict[tuple[int, str], dict[str, dict[str, tf.Variable]]] = {}
         self._counts: dict[tuple[str, str], tf.Variable] = {}
@@ -62,7 +62,7 @@ class VariableSlots(Slots):
                 self._variables[self.stage, name][kind][key].assign(value)
 
     def _variable(self, name: str, kind: str, key: str, value: tf.Tensor) -> tf.Variable:
-        """That of an earlier stage if it is of this form, else a new one."""
+        """Return the variable of an earlier stage if it has this shape and dtype, else a new one."""
         for stage in range(self.stage):
             variable = self._variables.get((stage, name), {}).get(kind, {}).get(key)
             if variable is not None and variable.shape == value.shape and variable.dtype == value.dtype:
@@ -82,7 +82,7 @@ class VariableSlots(Slots):
         return list({id(variable): variable for variable in every}.values())
 
     def snapshot(self) -> list[tuple[str, tf.Variable, tf.Tensor]]:
-        """The states of all units in all stages as they are now, each with the name of its unit."""
+        """Return unit name, variable and current value of all states in all stages."""
         places = {
             id(variable): (name, variable)
             for (_, name), states in self._variables.items()
@@ -92,7 +92,7 @@ class VariableSlots(Slots):
         return [(name, variable, variable.read_value()) for name, variable in places.values()]
 
     def restore(self, snapshot: list[tuple[str, tf.Variable, tf.Tensor]]) -> tf.Tensor:
-        """Write the states of a snapshot back; False, as the branch of a graph returns something."""
+        """Write the states of a snapshot back. Return False, because a branch of a graph must return a tensor."""
         for _, variable, value in snapshot:
             variable.assign(value)
         return tf.constant(False)
@@ -100,7 +100,7 @@ class VariableSlots(Slots):
     def restore_tensors(
         self, snapshot: list[tuple[str, tf.Variable, tf.Tensor]], names: set[str], units: Mapping[str, Part]
     ) -> None:
-        """Write back what a snapshot holds of some tensors, also where their units hold others besides."""
+        """Write the states of some tensors back, even if their units also contain other tensors."""
         for unit, variable, value in snapshot:
             pieces = units[unit].pieces
             of_them = [piece.tensor in names for piece in pieces]
@@ -115,13 +115,13 @@ class VariableSlots(Slots):
                 variable.assign(tf.concat(rows, axis=0))
 
     def belong_to(self, rank: int, size: int) -> None:
-        """Start the memories from zero if a checkpoint of another rank, or another number of ranks, brought them in."""
+        """Set the memories to zero if they come from the checkpoint of another rank, or of another number of ranks."""
         here, origin = tf.constant([rank, size], tf.int32), self.origin.read_value()
 
         def forget() -> tf.Tensor:
             tf.print(
-                "grace: the checkpoint is of rank", origin[0], "of", origin[1], "and this is rank", rank, "of", size,
-                ": residuals start from zero. Save and load one file per rank for an exact continuation.",
+                "grace: rank", origin[0], "of", origin[1], "saved this checkpoint, and rank", rank, "of", size,
+                "loads it: residuals start from zero. To continue exactly, save and load one file per rank.",
                 output_stream=sys.stderr,
             )  # fmt: skip
             for variable in self.of_this_rank:
@@ -134,9 +134,10 @@ class VariableSlots(Slots):
         self.origin.assign(here)
 
     def expect_notes(self, plan: Plan, norms: bool, rows: Sequence[str]) -> None:
-        """Make the variables for what is known only when the graph runs; `rows` names tensors that travel as such.
+        """Make the variables for statistics that are known only when the graph runs.
 
-        While it is traced would be too late: TensorFlow traces a function twice that makes variables.
+        `rows` names the tensors that are sent as rows. The variables are made before tracing, because TensorFlow traces
+        a function twice if it makes variables.
         """
         for bucket in plan.buckets:
             by_data = [part for part in bucket.parts if part.wire_bytes is None]

@@ -1,4 +1,4 @@
-"""`Stages`: plans, engines and state of a run, stage by stage of its schedule, as one graph."""
+"""`Stages`: the plans, engines and states for all stages of a schedule, in one graph."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from grace.tensorflow.transport import HorovodTransport
 
 logger = logging.getLogger("grace")
 
-_STALE = "StepError: the step was traced before grace.change(); trace it anew: a new tf.function, or model.compile()."
+_STALE = (
+    "StepError: the step was traced before grace.change(); "
+    "trace it again: make a new tf.function, or call model.compile()."
+)
 
 
 class Stages:
-    """The stages of a schedule, each with its plan and its engine, over variables that they share.
+    """The stages of a schedule, each with its plan and its engine. They share variables.
 
-    A graph holds all of them and chooses by the number of the step. Tensors in `rows` travel as they are, uncompressed.
+    A graph contains all stages and selects one by the step number. Tensors in `rows` are sent as rows, uncompressed.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class Stages:
     ) -> None:
         self._specs = specs
         self._seed = config.seed
-        # By their numbers: from which step they count, and the plan. After a change by hand only the last one lives.
+        # The first step and the plan of each stage, by its number. After `change`, only the last stage is live.
         self._stages = dict(enumerate(make_plans(specs, config, prefix="bucket", delegate=_delegated)))
         self._live = list(self._stages)
         always = set.intersection(*({part.spec.name for part in plan.delegated} for plan in self.plans))
@@ -51,7 +54,7 @@ class Stages:
         self.slots = VariableSlots(make_variable)
         for number in self._stages:
             self._prepare(number)
-        # The last stage, by which a graph of before a change notices it.
+        # The number of the last stage. A graph that was traced before `change` compares it and raises an error.
         self._last = tf.Variable(max(self._stages), trainable=False)
         self._engines: dict[int, Engine] = {}
         self._done = -1, 0
@@ -64,12 +67,12 @@ class Stages:
 
     @property
     def units(self) -> dict[str, Part]:
-        """What is compressed as one in any of the stages, by name."""
+        """The units of all stages by name. A unit is compressed as a whole."""
         return {unit.spec.name: unit for plan in self.plans for unit in plan.units}
 
     @property
     def plan(self) -> Plan:
-        """That of the step to come."""
+        """The plan of the next step."""
         return self._stages[self._number_at(int(self.slots.step))][1]
 
     def _number_at(self, step: int) -> int:
@@ -92,7 +95,10 @@ class Stages:
         times: GraphTimes,
         warned: Sequence[str],
     ) -> None:
-        """Make the engines, once the ranks have met; `rows` are the names of what comes as such, `warned` was said."""
+        """Make the engines, after the ranks have met.
+
+        `rows` names the tensors whose gradients are rows. `warned` holds the warnings that were already logged.
+        """
         self._transport, self._rows, self._op = transport, rows, op
         self._predivide, self._track_norms, self._times, self._warned = predivide, track_norms, times, warned
         for number in self._live:
@@ -115,10 +121,10 @@ class Stages:
                     logger.warning("%s", text)
             logger.info("grace exchanges over %d ranks, from step %d:\n%s", self._transport.size, first, plan.report())
 
-    # --- changes by hand ----------------------------------------------------------------------------------------
+    # --- change -------------------------------------------------------------------------------------------------
 
     def plan_of(self, config: Config) -> Plan:
-        """The plan with which `change` goes on under a changed configuration. Raises what no engine could serve."""
+        """Return the plan for `change` under a changed configuration. Raises ConfigError if no engine can run it."""
 
         def delegated(part: Part) -> bool:
             return _delegated(part) or part.spec.name in self._rows
@@ -130,12 +136,12 @@ class Stages:
         return plan
 
     def change(self, plan: Plan) -> None:
-        """Go on with another plan; graphs that were traced before raise an error from now on."""
+        """Replace the plan. Graphs that were traced earlier raise an error from now on."""
         step, number = int(self.slots.step), len(self._stages)
         before = self._number_at(step)
-        # Statistics are about the last step until there is another one.
+        # Until the next step, statistics describe the last step of the old plan.
         self._done = step, self._number_at(max(0, step - 1))
-        # What travels as rows is known from the first step on, and was planned for.
+        # The tensors that are sent as rows are known since the first step, and the new plan takes them into account.
         self.rows &= {part.spec.name for part in plan.delegated}
         self._stages[number] = 0, plan
         self._live = [number]
@@ -146,7 +152,7 @@ class Stages:
             self._engage(number)
 
     def _carry_on(self, before: int, number: int) -> None:
-        """Take the states of one stage into another."""
+        """Carry the states of one stage over to another."""
         self.slots.stage = before
         units = (self._stages[stage][1].units for stage in (before, number))
         new = carried(*units, self.slots.read, lambda unit: initial(unit, _ops(unit.spec.device), self._seed), _ops)
@@ -157,9 +163,9 @@ class Stages:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Carry the states over where a stage begins with the step to come; to be traced into a graph.
+        """Carry the states over if a stage begins with the next step. It is traced into a graph.
 
-        Before anything takes a snapshot to which the states may be rolled back: this counts also if the step does not.
+        It must run before a snapshot for a rollback is taken, because it stays in effect even if the step is skipped.
         """
         step = self.slots.step
         for number in self._live[1:]:
@@ -173,7 +179,7 @@ class Stages:
         return enter
 
     def step(self, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
-        """Exchange one gradient per tensor, given the learning rate if it is known; to be traced into a graph."""
+        """Exchange one gradient per tensor. `lr` is the learning rate if it is known. It is traced into a graph."""
         tf.debugging.Assert(tf.equal(self._last.read_value(), self._live[-1]), [_STALE])
         step = self.slots.step
         if len(self._live) == 1:
@@ -198,7 +204,7 @@ class Stages:
             merged[name] = self._transport.average(
                 mine[name], op=self._op, predivide=self._predivide, name=f"dense.{names.index(name)}"
             )
-        # An earlier trace may have ended with an error half-way.
+        # An earlier trace may have failed midway.
         engine.drop()
         for part in plan.exchanged:
             engine.ready(part.spec.name, mine[part.spec.name], lr)
@@ -206,7 +212,7 @@ class Stages:
         return [merged[name] for name in names]
 
     def stats(self) -> dict[str, Any]:
-        """Those of the last step; see `grace.core.engine.Engine.stats`."""
+        """Return the statistics of the last step; see `grace.core.engine.Engine.stats`."""
         step, (changed, number) = int(self.slots.step), self._done
         self.slots.stage = number if step == changed else self._number_at(max(0, step - 1))
         stats = self._engines[self.slots.stage].stats()
@@ -223,5 +229,5 @@ def _ops(device: str) -> ArrayOps:
 
 
 def _delegated(part: Part) -> bool:
-    """Dense tensors take Horovod's own path; but Horovod cannot add bfloat16."""
+    """Return whether Horovod reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
     return part.dense and part.spec.dtype != "bfloat16"

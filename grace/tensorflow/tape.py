@@ -1,4 +1,4 @@
-"""`DistributedGradientTape`: Horovod's tape with grace's exchange behind its seam."""
+"""`DistributedGradientTape`: Horovod's gradient tape with grace's exchange in place of Horovod's allreduce."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from grace.tensorflow.gradients import Gradient, inside
 from grace.tensorflow.optimizer import check_process, refuse
 
 _WHERE = "grace.tensorflow.DistributedGradientTape"
-# A tape lives for one step; what it must find again is kept as long as the first of its variables.
+# A tape exists for one step only. The exchanges here live as long as the first of their variables, so that the tape of
+# the next step finds them.
 _exchanges: dict[tuple[Any, ...], Exchange] = {}
 
 
@@ -34,15 +35,15 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
     scale_local_gradients: bool = True,
     **options: Any,
 ) -> Any:
-    """Wrap a tape so that `gradient(loss, variables)` gives the gradients exchanged over all ranks, compressed.
+    """Wrap a tape so that `gradient(loss, variables)` compresses the gradients and exchanges them over all ranks.
 
-    `config` and `options` are those of `grace.make_config`, the other arguments those of Horovod. Residuals are found
-    again, step after step, by the configuration and the variables; or pass an `Exchange` in place of a configuration,
-    which can be saved: `tf.train.Checkpoint(model=..., optimizer=..., grace=exchange)`. After the first call of
-    `gradient` it is the attribute `grace` of the tape. Works eagerly and inside `tf.function`.
+    `config` and `options` are those of `grace.make_config`; the other arguments are those of Horovod. The tape of each
+    step finds the residuals of the last step by the configuration and the variables. To save them, pass an `Exchange`
+    instead of a configuration: `tf.train.Checkpoint(model=..., optimizer=..., grace=exchange)`. After the first call of
+    `gradient`, the exchange is the tape's attribute `grace`. It works in eager mode and inside `tf.function`.
 
-    Raises ConfigError for arguments that cannot be honoured; MismatchError on every rank, at the first step, if ranks
-    differ in configuration or variables.
+    Raises ConfigError for arguments that are not supported, and MismatchError on every rank at the first step if the
+    ranks differ in configuration or variables.
     """
     check_process(_WHERE, process_set)
     refuse(options, _WHERE)
@@ -54,14 +55,17 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
     }
     ignored = options or list(arguments.values()) != [hvd.Average, 1.0, False, hvd.global_process_set]
     if isinstance(config, Exchange) and ignored:
-        raise ConfigError(f"{_WHERE}: an Exchange has arguments of its own; give op and the like to it.")
+        raise ConfigError(
+            f"{_WHERE}: received an Exchange and further arguments; pass op, process_set and all other arguments to "
+            "the Exchange."
+        )
     given = config if isinstance(config, Exchange) else Exchange(config, **arguments, **options)
     wrapped = hvd.DistributedGradientTape(
         tape, process_set=given.process_set, scale_local_gradients=scale_local_gradients
     )
 
-    # Horovod makes a class for every tape, and what is set there, unlike on the instance, does not keep it alive with
-    # all that it has recorded.
+    # Horovod makes a class for every tape. The methods are set on the class: on the instance they would make a
+    # reference cycle, which keeps the tape and its recorded tensors alive.
     cls, of_keras = type(wrapped), {}
     horovod_gradient, horovod_register = cls.gradient, cls.register_local_source
 
@@ -73,7 +77,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
             return list(gradients)
         exchange, sources = self.grace, [of_keras.get(source.ref(), source) for source in sources]
         if not isinstance(config, Exchange):
-            # A persistent tape may be asked for the gradients of several lists of variables.
+            # A persistent tape may compute the gradients of several lists of variables.
             fresh = given if not given.built else Exchange(config, **arguments, **options)
             exchange = self.grace = _found(fresh, sources)
         if not exchange.built:
@@ -84,7 +88,8 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
 
     @tf.autograph.experimental.do_not_convert
     def gradient(self: Any, target: Any, sources: Any, *args: Any, **keywords: Any) -> Any:
-        # Horovod tells sources by Variable.ref(), which Keras' variables lack; the ones inside them have it.
+        # Horovod identifies sources by Variable.ref(). Keras variables lack it; the TensorFlow variables inside have
+        # it.
         flat = tf.nest.flatten(sources)
         of_keras.update({s.value.ref(): s for s in flat if isinstance(s, keras.Variable)})
         gradients = horovod_gradient(self, target, [inside(s) for s in flat], *args, **keywords)
@@ -94,7 +99,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         horovod_register(self, inside(source))
 
     cls.gradient, cls.register_local_source = gradient, register_local_source
-    # Horovod's own seam: gradient() hands every gradient but those of local sources to it.
+    # Horovod's gradient() passes all gradients except those of local sources to _allreduce_grads.
     del wrapped._allreduce_grads
     cls._allreduce_grads = reduce
     wrapped.grace = given
@@ -102,9 +107,9 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
 
 
 def _found(exchange: Exchange, variables: Sequence[Any]) -> Exchange:
-    """The exchange of an earlier tape with the same configuration and variables, or else this one."""
+    """Return the exchange of an earlier tape with the same configuration and variables, or else this one."""
     key = (repr(exchange.describe()), exchange.process_set.process_set_id, *(id(v) for v in variables))
-    # The identity of a variable that is gone may be that of a new one.
+    # A new variable may have the id of a deleted one.
     if key not in _exchanges or not _exchanges[key].serves(variables):
         _exchanges[key] = exchange
         weakref.finalize(variables[0], _exchanges.pop, key, None)

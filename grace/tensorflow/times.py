@@ -1,4 +1,4 @@
-"""What an exchange of TensorFlow measures beyond bytes: norms, and moments of a step that is a graph."""
+"""Measurements of TensorFlow's exchange: norms, and the times of a step that runs as a graph."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from grace.core.timeline import Moments, Times, moments_of
 
 
 class GraphTimes(Times):
-    """Moments that TensorFlow notes while the graph runs, if `track` is set before it is traced; else none.
+    """Times that TensorFlow records while the graph runs, if `track` is set before the graph is traced.
 
-    The host takes no part in a step, so the graph calls it at the end of each one, for the timeline.
+    Python code does not run during a step. So the graph calls it at the end of each step to write the timeline.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.track = False
-        # By plan: its moments, and their values in its last step.
+        # For each plan, its moments and their values in the last step.
         self._places: dict[tuple[str, ...], tuple[list[tuple[str, str]], tf.Variable]] = {}
         self._stamps: dict[tuple[str, str], tf.Tensor] = {}
 
@@ -33,7 +33,7 @@ class GraphTimes(Times):
         self.track = True
 
     def expect(self, plan: Plan) -> None:
-        """Make the variables; while the step is traced would be too late, as for `VariableSlots.expect_notes`."""
+        """Make the variables before the step is traced, as `VariableSlots.expect_notes` does."""
         if self.track and plan.buckets:
             found = moments_of(plan)
             variable = tf.Variable(tf.zeros([len(found)], tf.float64), trainable=False)
@@ -73,18 +73,18 @@ def _named(plan: Plan) -> tuple[str, ...]:
 
 
 class Measured:
-    """What is measured is traced into the step, so it is chosen before the first one; mixed into `Exchange`."""
+    """Mixin of `Exchange` for its measurements. They are traced into the step and must be set before the first one."""
 
-    # Set when the ranks have met.
+    # Set at the first step, when all ranks have met.
     _transport: Any = None
     _track_norms = False
     times: GraphTimes
 
     @property
     def track_norms(self) -> bool:
-        """Whether each step measures errors and norms for stats(); costs a decompression per tensor and step.
+        """True if each step measures errors and norms for stats(). This costs a decompression per tensor and step.
 
-        It is traced into the step: setting it after the first one raises StepError.
+        Setting it after the first step raises StepError.
         """
         return self._track_norms
 
@@ -95,9 +95,9 @@ class Measured:
 
     @property
     def track_times(self) -> bool:
-        """Whether each step notes when what happened, for stats() and a timeline.
+        """True if each step records its times for stats() and a timeline.
 
-        It is traced into the step: setting it after the first one raises StepError.
+        Setting it after the first step raises StepError.
         """
         return self.times.track
 
@@ -107,23 +107,23 @@ class Measured:
         self.times.track = value
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of the steps from now on; see `grace.core.timeline.Times.start`.
+        """Write a Chrome trace of all further steps; see `grace.core.timeline.Times.start`.
 
-        It sets `track_times`. Raises StepError after the first step, unless times are tracked; ConfigError if the path
-        cannot be written.
+        It sets `track_times`. Raises StepError after the first step unless `track_times` was set before, and
+        ConfigError if the path cannot be written.
         """
         if not hvd.is_initialized():
             raise ConfigError("start_timeline: Horovod is not initialized; call hvd.init() first.")
         if not self.track_times:
-            self._before_the_first_step("a timeline")
+            self._before_the_first_step("the timeline")
         self.times.start(path, hvd.rank(), hvd.size())
 
     def stop_timeline(self) -> None:
-        """Write no more steps to the timeline."""
+        """Stop writing the timeline."""
         self.times.stop()
 
     def _start_as_told(self) -> Exception | None:
-        """Start the timeline for which GRACE_TIMELINE asks; why it cannot be written."""
+        """Start the timeline if GRACE_TIMELINE is set. Return the error if the file cannot be written, else None."""
         try:
             self.times.start_as_told(hvd.rank(), hvd.size())
         except ConfigError as error:
@@ -132,4 +132,4 @@ class Measured:
 
     def _before_the_first_step(self, name: str) -> None:
         if self._transport is not None:
-            raise StepError(f"{name} is part of the traced step; set it before the first one.")
+            raise StepError(f"{name} was set after the first step was traced; set it before the first step.")

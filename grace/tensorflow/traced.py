@@ -1,4 +1,4 @@
-"""One graph of a step for every pattern of gradients, whoever calls it."""
+"""One graph of the step for every pattern of dense and sparse gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from grace.tensorflow.gradients import Gradient, flat
 
 
 class Traced:
-    """A step as a graph, made once for every pattern of dense and sparse gradients, for any number of rows.
+    """A step as a graph, traced once for every pattern of dense and sparse gradients, for any number of rows.
 
-    `body(gradients, absent, loss_scale)` is what is traced, `shapes` are those of the variables.
+    `body(gradients, absent, loss_scale)` is the function to trace. `shapes` are the shapes of the variables.
     """
 
     def __init__(self, body: Callable[..., list[Gradient]], shapes: Sequence[tuple[int, ...]]) -> None:

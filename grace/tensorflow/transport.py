@@ -1,4 +1,4 @@
-"""Transport over Horovod's TensorFlow collectives, which are operations of a graph."""
+"""The transport over Horovod's TensorFlow collectives, which are operations of a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grace.core.transport import Handle, Reduction, Transport
 
 @dataclass(frozen=True)
 class _Tensor(Handle):
-    """A result that the graph waits for by itself: whatever reads the tensor runs after the collective."""
+    """The result of a collective. The graph itself waits for it: readers of the tensor run after the collective."""
 
     result: tf.Tensor
 
@@ -25,15 +25,16 @@ class _Tensor(Handle):
 
 
 class HorovodTransport(Transport):
-    """Named collectives of Horovod within one process set, to be traced into a graph; `rank` is -1 outside of the set.
+    """Named collectives of Horovod within one process set, to be traced into a graph. `rank` is -1 outside the set.
 
-    `prefix` keeps the names of several exchanges apart. Raises ConfigError for a process set unknown to Horovod.
+    `prefix` makes the names of several exchanges unique. Raises ConfigError for a process set that is not registered
+    with Horovod.
     """
 
     def __init__(self, process_set: Any, prefix: str) -> None:
         if process_set.process_set_id is None or process_set.ranks is None:
             raise ConfigError(
-                f"{process_set} is unknown to Horovod; "
+                f"{process_set} is not registered with Horovod; "
                 "pass it to hvd.init(process_sets=[...]) or hvd.add_process_set() first."
             )
         self.size = len(process_set.ranks)
@@ -44,8 +45,8 @@ class HorovodTransport(Transport):
         self._on_cpu = not tf.config.list_logical_devices("GPU")
 
     def _named(self, name: str) -> dict[str, Any]:
-        # Horovod matches collectives by the name of the operation. Name scopes depend on where it was traced; what
-        # follows the last slash does not.
+        # Horovod matches collectives by the name of the operation. Name scopes depend on the place of the trace; the
+        # part after the last slash does not.
         return {
             "name": f"{self._prefix}.{name}".replace("/", "."),
             "ignore_name_scope": True,
@@ -53,11 +54,11 @@ class HorovodTransport(Transport):
         }
 
     def _at_run_time(self, x: tf.Tensor) -> tf.Tensor:
-        """x as something that is known only when the graph runs, and like nothing else; no copy.
+        """Return x as a tensor that TensorFlow's graph optimizer knows nothing about. Nothing is copied.
 
-        TensorFlow takes Horovod's collectives for pure functions. It would run those of constants while it optimizes,
-        where other ranks do not wait for them, and merge those of equal inputs into one. It does not know the value of
-        a variable, and leaves placeholders alone.
+        TensorFlow assumes that Horovod's collectives are pure functions. It would run a collective of a constant during
+        optimization, when other ranks do not take part, and would merge two collectives of equal inputs into one. It
+        does not evaluate variables and does not change placeholders; so both hide x.
         """
         if tf.executing_eagerly():
             return x
@@ -65,10 +66,11 @@ class HorovodTransport(Transport):
         return tf.raw_ops.PlaceholderWithDefault(input=either, shape=x.shape)
 
     def end_turn(self, results: list[tf.Tensor]) -> None:
-        """Let the collectives that a graph starts later wait for these results.
+        """Make collectives that a graph starts later wait for these results.
 
-        Two steps in one graph use the same names, and Horovod would match one rank's first with another's second. What
-        is sent has read the variable that is written here, and the order of reads and writes is kept.
+        Two steps in one graph use the same names, and Horovod could match the first step of one rank with the second
+        step of another. Every collective reads the variable that this method writes, and TensorFlow keeps the order of
+        reads and writes.
         """
         with tf.control_dependencies(results):
             self._turn.assign(True)
@@ -82,16 +84,17 @@ class HorovodTransport(Transport):
         return _Tensor(hvd.allreduce(x, op={"sum": hvd.Sum, "max": hvd.Max}[op], **self._named(name)))
 
     def _half_sum(self, x: tf.Tensor, factor: float, name: str) -> tf.Tensor:
-        """Gloo adds 16-bit floats one by one in software, and Horovod knows no bfloat16: the ranks add by themselves.
+        """Add the 16-bit floats of all ranks without Gloo's allreduce.
 
-        Two of them send each other all of it. More exchange slices, add, and gather the sums. The bytes that a rank
-        sends are those of a ring allreduce, 2 (size - 1) / size of x.
+        Gloo adds 16-bit floats one by one in software, and Horovod does not support bfloat16. Two ranks exchange their
+        whole buffers. More ranks exchange slices, add them and gather the sums. A rank sends as many bytes as in a ring
+        allreduce: 2 (size - 1) / size of x.
         """
-        # A graph does not know where x will lie; reference bodies run everywhere.
+        # The device of x is unknown while the graph is traced; the reference implementation runs on every device.
         ops = get_ops("tensorflow", "cpu" if self._on_cpu else "gpu")
         n = ops.length(x)
         if self.size == 2:
-            # Whole 32-bit integers.
+            # Pad to whole 32-bit integers.
             both = self._gather_of_two(tf.pad(x, [[0, n % 2]]) if n % 2 else x, name)
             return ops.half_sum(both, 2, factor)[:n]
         data = tf.bitcast(x, tf.int16)
@@ -102,10 +105,10 @@ class HorovodTransport(Transport):
         return tf.reshape(tf.bitcast(sums, x.dtype), [n])
 
     def _gather_of_two(self, x: tf.Tensor, name: str) -> tf.Tensor:
-        """The buffers of two ranks, of one length of whole 32-bit integers.
+        """Gather the buffers of two ranks. Both have the same length, in whole 32-bit integers.
 
-        Gloo lets two ranks gather in turns, and reduce at once; see `_GatherOfTwo` of PyTorch. TensorFlow keeps such
-        integers on the host.
+        On the CPU it uses an allreduce, which is faster; see `_GatherOfTwo` in `grace.torch.transport`. On a GPU it
+        does not, because TensorFlow keeps 32-bit integers in host memory.
         """
         if not self._on_cpu:
             both = hvd.allgather(tf.bitcast(x, tf.int16), **self._named(name))
@@ -126,13 +129,13 @@ class HorovodTransport(Transport):
     def broadcast(self, x: tf.Tensor, *, root: int, name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:
             return _Tensor(x)
-        # Horovod counts roots in global ranks, also within a process set.
+        # Horovod expects the root as a global rank, even within a process set.
         return _Tensor(hvd.broadcast(self._at_run_time(x), self._process_set.ranks[root], **self._named(name)))
 
     def average(
         self, x: tf.Tensor | tf.IndexedSlices, *, op: int, predivide: float, name: str
     ) -> tf.Tensor | tf.IndexedSlices:
-        """An uncompressed gradient as Horovod reduces it: dense ones are added, the rows of sparse ones gathered."""
+        """Reduce an uncompressed gradient by Horovod: add dense gradients, gather the rows of sparse ones."""
         if self.size == 1:
             return x
         if isinstance(x, tf.IndexedSlices):

@@ -1,4 +1,4 @@
-"""PyTorch adapter: `DistributedOptimizer` wraps Horovod's and compresses what travels."""
+"""PyTorch adapter: `DistributedOptimizer` exchanges compressed gradients over Horovod."""
 
 from __future__ import annotations
 

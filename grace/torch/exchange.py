@@ -1,4 +1,4 @@
-"""`Exchange`: what an optimizer's attribute `grace` gives access to."""
+"""`Exchange`: the interface behind an optimizer's attribute `grace`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grace.torch.views import apart
 
 
 class Exchange:
-    """What `optimizer.grace` gives access to: the plan, the statistics and the state of the exchange."""
+    """The plan, the statistics and the state of an optimizer's exchange, available as `optimizer.grace`."""
 
     def __init__(
         self,
@@ -40,25 +40,25 @@ class Exchange:
         self._changes = 0
         self._met = False
         self._merged: dict[str, torch.Tensor] = {}
-        # The buffers of the framework that hold the gradients of the step under way.
+        # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
 
     @property
     def plan(self) -> Plan:
-        """What happens to every tensor in the step to come."""
+        """The plan for the next step: how each tensor is exchanged."""
         return self.engine.plan
 
     def change(self, **changes: Any) -> None:
-        """Go on with other options or parts, for instance change(compress_ratio=0.1); residuals are carried over.
+        """Change options, for instance change(compress_ratio=0.1), or the method. Residuals are kept.
 
-        All ranks must call it between the same two steps. Raises what `make_config` raises, ConfigError where the
-        configuration has a schedule, StepError in the middle of a step, MismatchError on every rank if ranks differ.
+        All ranks must call it between the same two steps. Raises the errors of `make_config`, ConfigError if the
+        configuration has a schedule, StepError during a step, and MismatchError on every rank if the ranks differ.
         """
         self._changes += 1
         prefix, failure, description = f"{self._prefix}.change{self._changes}", None, {}
         try:
             if self.engine.under_way:
-                raise StepError("change() was called while gradients are on their way; call it after step().")
+                raise StepError("change() was called while gradients are being exchanged; call it after step().")
             config, plan = change_plan(
                 self._specs, self.config, self.plan, changes, prefix=prefix, delegate=self._delegate
             )
@@ -73,16 +73,19 @@ class Exchange:
         self.config = config
 
     def stats(self) -> dict[str, Any]:
-        """Bytes, times, relative errors and residual norms of the last step; see `grace.core.engine.Engine.stats`."""
+        """Return bytes, times, relative errors and residual norms of the last step.
+
+        `grace.core.engine.Engine.stats` describes the keys.
+        """
         return self.engine.stats()
 
     def report(self) -> str:
-        """The start-up report: per tensor the method, memory, collective and bytes, and why one stays dense."""
+        """Return the start-up report: method, memory, collective and bytes of each tensor, and why some stay dense."""
         return self.plan.report()
 
     @property
     def track_norms(self) -> bool:
-        """Whether each step measures errors and norms for stats(); costs a decompression per tensor and step."""
+        """True if each step measures errors and norms for stats(). This costs a decompression per tensor and step."""
         return self.engine.track_norms
 
     @track_norms.setter
@@ -90,32 +93,34 @@ class Exchange:
         self.engine.track_norms = value
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of the steps from now on; see `grace.core.timeline.Times.start`."""
+        """Write a Chrome trace of all further steps; see `grace.core.timeline.Times.start`."""
         self.engine.times.start(path, hvd.rank(), hvd.size())
 
     def stop_timeline(self) -> None:
-        """Write no more steps to the timeline."""
+        """Stop writing the timeline."""
         self.engine.times.stop()
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint; warns where it is of another rank, so that residuals start from zero.
+        """Load the state of a checkpoint.
 
-        Raises StateError if it is of other tensors, parts or shapes.
+        If another rank saved it, warns and starts with residuals of zero. Raises StateError if the checkpoint has other
+        tensors, methods or shapes.
         """
         mine = self.engine.load_state_dict(saved, _place)
         self._merged.clear()
         if not mine:
             warnings.warn(
-                f"the checkpoint is of rank {saved['rank']} of {saved['size']}, this is rank "
-                f"{self.engine.transport.rank} of {self.engine.transport.size}: residuals start from zero. Save and "
-                "load one file per rank for an exact continuation.",
+                f"rank {saved['rank']} of {saved['size']} saved this checkpoint, and rank "
+                f"{self.engine.transport.rank} of {self.engine.transport.size} loads it: residuals start from zero. "
+                "To continue exactly, save and load one file per rank.",
                 stacklevel=3,
             )
 
     def meet_once(self) -> None:
-        """With a schedule, see that all ranks begin in one stage: collectives of several would wait for each other.
+        """Check at the first step that all ranks begin in the same stage of a schedule.
 
-        Raises MismatchError on every rank if a checkpoint was loaded on some of them only.
+        Otherwise ranks would start different collectives and wait forever. Raises MismatchError on every rank if only
+        some ranks have loaded a checkpoint.
         """
         if self._met or len(self.config.stages) == 1:
             return
@@ -135,5 +140,8 @@ class Exchange:
 
 def _place(saved: Any, current: torch.Tensor) -> torch.Tensor:
     if not isinstance(saved, torch.Tensor):
-        raise StateError(f"checkpoint: expected tensors, received {type(saved).__name__}.")
+        raise StateError(
+            f"checkpoint: expected a torch.Tensor, received {type(saved).__name__}; "
+            "load a checkpoint that grace.torch has saved."
+        )
     return saved.detach().to(device=current.device, dtype=current.dtype, copy=True)

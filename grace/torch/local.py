@@ -1,4 +1,4 @@
-"""Local steps: an optimizer that steps on its own rank, and exchanges what the weights moved every few steps."""
+"""Local steps: each rank steps on its own, and every few steps the ranks exchange the change of their weights."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ if TYPE_CHECKING:
 
 
 def check_local(config: Config, local_steps: int, op: int, backward_passes_per_step: int, predivide: float) -> None:
-    """Raise ConfigError for what local steps do not go with, naming the argument."""
+    """Raise ConfigError if an argument cannot be combined with local steps."""
     where = "grace.torch.DistributedOptimizer"
     if local_steps < 1:
         raise ConfigError(f"{where}: local_steps must be at least 1, received {local_steps!r}.")
     if op != hvd.Average:
-        raise ConfigError(f"{where}: local_steps averages what the weights moved; leave op at hvd.Average.")
+        raise ConfigError(
+            f"{where}: local_steps averages the change of the weights and needs op=hvd.Average, received op={op}; "
+            "leave op out."
+        )
     if backward_passes_per_step != 1 or predivide != 1.0:
         raise ConfigError(
             f"{where}: with local_steps no gradients are exchanged, so backward_passes_per_step and "
-            "gradient_predivide_factor have no meaning; call step() after as many backward passes as you like."
+            "gradient_predivide_factor have no effect; leave them out. To accumulate gradients, call step() after "
+            "several backward passes."
         )
     needing = [stage.parts.memory for _, stage in config.stages if stage.parts.memory.needs_lr]
     if needing:
         raise ConfigError(
-            f"{where}: with local_steps the residual is in units of the weights already; {needing[0]} corrects it for "
-            "the learning rate once more. Leave lr_correction out."
+            f"{where}: with local_steps the residual already includes the learning rate, and {needing[0]} would "
+            "correct it for the learning rate again; leave lr_correction out."
         )
 
 
 def local_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> dict[torch.nn.Parameter, str]:
-    """The parameters of the optimizer and their names; numbers where none are given.
+    """Return the name of each parameter of the optimizer. Without given names, names are made from indices.
 
-    Raises ValueError, as Horovod does, for parameters without a name and names of several parameters.
+    Raises ValueError, as Horovod does, if parameters have no name or share one.
     """
     groups = optimizer.param_groups
     if named_parameters is None:
@@ -57,10 +61,11 @@ def local_names(
 
 
 def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchange: Exchange, every: int) -> None:
-    """Let the optimizer exchange (weights at the last meeting - weights) after every `every`-th step; changes it.
+    """Change the optimizer in place so that it exchanges weights instead of gradients, after every `every`-th step.
 
-    All ranks then hold weights at the last meeting - mean of what travelled; the error feedback is in units of the
-    weights. Momenta stay with their rank. Basu et al., "Qsparse-local-SGD", NeurIPS 2019, Algorithm 1.
+    Each rank sends d = (weights after the last exchange - weights now), compressed with error feedback. All ranks then
+    set their weights to (weights after the last exchange - mean of the decoded d). The residual is in units of the
+    weights. Momentum stays local. Basu et al., "Qsparse-local-SGD", NeurIPS 2019, Algorithm 1.
     """
     engine, plain_class = exchange.engine, type(optimizer)
     plain_step = optimizer.step
@@ -78,7 +83,7 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
     def step(self: Any, closure: Any = None) -> Any:
         nonlocal steps
         if steps % every == 0:
-            # Weights may have been loaded or broadcast since.
+            # The weights may have been loaded or broadcast since the last exchange.
             for p in names:
                 met[p].copy_(p.detach())
         loss = plain_step(closure)
@@ -97,8 +102,8 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
         saved, local = plain.pop("grace", None), plain.pop("grace_local", None)
         if saved is None or local is None or set(local["met"]) != set(names.values()):
             raise StateError(
-                "checkpoint: it is none of an optimizer with local steps of these parameters (keys 'grace' and "
-                "'grace_local'); load one that was saved with the same local_steps."
+                "checkpoint: expected the state of an optimizer with local_steps and the same parameters (keys "
+                "'grace' and 'grace_local'); load a checkpoint that was saved with local_steps."
             )
         exchange.load(saved)
         plain_class.load_state_dict(optimizer, plain)
@@ -108,12 +113,12 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
 
     def add_param_group(group: dict[str, Any]) -> None:
         raise GraceError(
-            "parameters added after wrapping would never be exchanged; add the group to the optimizer first "
-            "and wrap it then."
+            "add_param_group() was called after the optimizer was wrapped, and the new parameters would not be "
+            "exchanged; add the group before you wrap the optimizer."
         )
 
     optimizer.grace = exchange
-    # A bound method, because learning-rate schedulers take the function out of it.
+    # A bound method, because learning-rate schedulers read its __func__.
     optimizer.step = types.MethodType(step, optimizer)
     optimizer.state_dict = state_dict
     optimizer.load_state_dict = load_state_dict

@@ -1,8 +1,8 @@
-"""`DistributedOptimizer`: Horovod's optimizer with grace's exchange behind Horovod's own seam.
+"""`DistributedOptimizer`: Horovod's optimizer with grace's exchange in place of Horovod's allreduce.
 
-Horovod starts the reduction of a gradient in `_allreduce_grad_async(p)`, called by a hook of the backward pass, and
-its `synchronize()` accepts a callable in place of a handle. The adapter sets that one method on the instance (it must
-not subclass: Horovod's methods use `super(self.__class__, self)`), and nothing of Horovod is changed.
+A hook of the backward pass calls Horovod's `_allreduce_grad_async(p)`, which starts the reduction of a gradient. Its
+`synchronize()` accepts a callable instead of a handle. The adapter replaces that one method on the instance. A subclass
+would not work, because Horovod's methods use `super(self.__class__, self)`. Horovod itself stays unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from grace.torch.views import GradientViews
 
 logger = logging.getLogger("grace")
 
-# Collectives of different optimizers of one process set must not share names; its ranks agree on the number.
+# The number of optimizers per process set. It is part of the names of their collectives, which must differ between
+# optimizers and be equal on all ranks.
 _instances: collections.Counter[int] = collections.Counter()
 
 
@@ -55,26 +56,28 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     groups: Any = None,
     **options: Any,
 ) -> Any:
-    """Wrap a torch optimizer so that its gradients are exchanged compressed, over Horovod.
+    """Wrap a PyTorch optimizer so that its gradients are compressed and exchanged over Horovod.
 
-    `config` is a mapping, a `Config` or the path of a TOML file; `options` are further keys of it (see
-    `grace.make_config`); without either, GRACE_CONFIG counts. With `gradient_as_bucket_view` gradients live in flat
-    storage, laid out as units are, so that none is concatenated; backward passes then add to them, which pays for many
-    small tensors only. The other arguments are those of `horovod.torch.DistributedOptimizer`. Tensors that stay dense
-    are reduced by Horovod itself, bit for bit as without grace, but small vectors beside compressed tensors, which
-    share one allreduce; `gradient_predivide_factor` concerns only what Horovod reduces, since decoded gradients are
-    summed in float32.
+    `config` is a mapping, a `Config` or the path of a TOML file. `options` are further keys of the configuration (see
+    `grace.make_config`). If they name no compressor, the environment variable GRACE_CONFIG gives the configuration.
+    All other arguments are those of `horovod.torch.DistributedOptimizer`, except:
 
-    The result is the optimizer that Horovod makes (an instance of the wrapped class), with the attribute `grace` (an
-    `Exchange`). `step(closure)` evaluates the closure, exchanges its gradients and updates. With one process the
-    compression applies as well. All ranks of the process set must call this.
+    - `gradient_as_bucket_view`: gradients are views into flat storage in the order of the exchange, which saves
+      concatenations. Backward passes then add to the gradients. This is faster for many small tensors only.
+    - `local_steps`: above 1, each rank applies its own gradients, and every local_steps-th step exchanges the change of
+      the weights since the last exchange instead of gradients (local SGD; Qsparse-local-SGD with a compressor).
 
-    With `local_steps` above 1 every rank steps on its own gradients, and every local_steps-th step exchanges what the
-    weights have moved since the last exchange, in place of gradients (local SGD; Qsparse-local-SGD with a compressor).
-    The result is then the given optimizer.
+    Horovod reduces the tensors that stay dense; the result is bit-identical to a run without grace. Small vectors are
+    the exception: together with compressed tensors they share one allreduce. `gradient_predivide_factor` applies only
+    to tensors that Horovod reduces, because decoded gradients are summed in float32.
 
-    Raises ConfigError for arguments that cannot be honoured (`compression`, `groups`, Adasum, LBFGS, elastic mode),
-    MismatchError on every rank if ranks differ in configuration or parameters.
+    Returns the optimizer that Horovod makes (an instance of the wrapped class), or with `local_steps` the given
+    optimizer. It has the attribute `grace`, an `Exchange`. `step(closure)` evaluates the closure, exchanges its
+    gradients and updates the weights. A single process compresses as well. All ranks of the process set must call this
+    function.
+
+    Raises ConfigError for arguments that are not supported (`compression`, `groups`, Adasum, LBFGS, elastic mode), and
+    MismatchError on every rank if the ranks differ in configuration or parameters.
     """
     if not hvd.is_initialized():
         raise ConfigError("grace.torch.DistributedOptimizer: Horovod is not initialized; call hvd.init() first.")
@@ -92,8 +95,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             check_local(made, local_steps, op, backward_passes_per_step, gradient_predivide_factor)
             if gradient_as_bucket_view:
                 raise ConfigError(
-                    "grace.torch.DistributedOptimizer: with local_steps no gradients are exchanged; leave "
-                    "gradient_as_bucket_view out."
+                    "grace.torch.DistributedOptimizer: with local_steps no gradients are exchanged, so "
+                    "gradient_as_bucket_view has no effect; leave it out."
                 )
             wrapped, names = optimizer, local_names(optimizer, named_parameters)
         else:
@@ -119,15 +122,16 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
         }
-        # What weights moved goes through the engine as a whole.
+        # With local steps, the engine exchanges all tensors.
         delegate = _delegated if local_steps == 1 else lambda part: False
         (_, plan), *later = make_plans(specs, made, prefix=prefix, delegate=delegate)
         if included:
             times.start_as_told(hvd.rank(), hvd.size())
     except Exception as error:
-        # The others must hear of it, or they would wait for this rank in the agreement below.
+        # Report the error to the other ranks; otherwise they would wait for this rank in `agree` below.
         failure = error
-    # One name for all optimizers of the set, so that ranks with different numbers of them meet and are told.
+    # All optimizers of the process set use the same name. So ranks with different numbers of optimizers still meet, and
+    # get an error instead of waiting forever.
     name = f"grace/{process_set.process_set_id}/agree"
     agree(
         description,
@@ -153,7 +157,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         views = GradientViews(plan, parameters) if gradient_as_bucket_view else None
         _attach(wrapped, type(optimizer), sparse_as_dense, views)
     if included and hvd.size() == 1 and local_steps == 1:
-        # Horovod does without hooks when it is alone; the numerics of the compression are wanted all the same.
+        # With one process Horovod registers no hooks, but gradients shall be compressed all the same.
         wrapped._register_hooks()
     if included and transport.rank == 0:
         for text in plan.warnings:
@@ -163,40 +167,41 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
 
 
 def _refuse(optimizer: torch.optim.Optimizer, op: int, compression: Any, num_groups: int, groups: Any) -> None:
-    """Raise for what cannot be honoured, naming the argument."""
+    """Raise ConfigError or TypeError for an argument that is not supported."""
     where = "grace.torch.DistributedOptimizer"
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{where}: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            f"{where}: LBFGS evaluates its closure several times in a step, which one exchange cannot serve; "
-            "use another optimizer."
+            f"{where}: LBFGS is not supported, because it evaluates its closure several times per step and grace "
+            "exchanges gradients once per step; use another optimizer."
         )
     if hasattr(optimizer, "_allreduce_grad_async"):
-        raise ConfigError(f"{where}: the optimizer is already wrapped by Horovod; pass the one inside it.")
+        raise ConfigError(f"{where}: the optimizer is already wrapped by Horovod; pass the plain optimizer.")
     if compression is not hvd.Compression.none:
         raise ConfigError(
-            f"{where}: the argument 'compression' is Horovod's own; "
-            "name a compressor in the configuration instead, for instance config={'compressor': 'fp16'}."
+            f"{where}: the argument 'compression' belongs to Horovod; "
+            "name a compressor in the configuration instead, for example config={'compressor': 'fp16'}."
         )
     if num_groups != 0 or groups is not None:
         raise ConfigError(
             f"{where}: the arguments 'groups' and 'num_groups' would bypass the compression; "
-            "leave them out, grace groups tensors by 'bucket_bytes'."
+            "leave them out. grace groups tensors by the option 'bucket_bytes'."
         )
     if op not in (hvd.Average, hvd.Sum):
         raise ConfigError(
-            f"{where}: the argument 'op' must be hvd.Average or hvd.Sum; other reductions are not linear."
+            f"{where}: the argument 'op' must be hvd.Average or hvd.Sum, received {op}; "
+            "other reductions are not linear and do not work with compression."
         )
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ConfigError(
-            f"{where}: elastic Horovod changes the number of ranks in mid-run, which residuals do not survive yet; "
-            "launch without elastic options."
+            f"{where}: elastic Horovod is not supported, because residuals would be lost when the number of ranks "
+            "changes; launch without elastic options."
         )
 
 
 def _specs(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Parameter, str]) -> list[TensorSpec]:
-    """What is known of every parameter that gets a gradient, in the order of the parameter groups."""
+    """Return the specs of all parameters that require a gradient, in the order of the parameter groups."""
     return [
         TensorSpec(names[p], tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device))
         for group in groups
@@ -206,19 +211,19 @@ def _specs(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Paramete
 
 
 def _delegated(part: Part) -> bool:
-    """Dense tensors take Horovod's own path; but Horovod cannot add bfloat16."""
+    """Return whether Horovod reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
     return part.dense and part.spec.dtype != "bfloat16"
 
 
 def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: GradientViews | None) -> None:
-    """Put the exchange behind Horovod's seam, and mend what today's PyTorch expects of an optimizer.
+    """Replace methods of Horovod's optimizer, so that it uses the exchange and works with current PyTorch.
 
     `plain_class` is the class of the optimizer before Horovod wrapped it.
     """
     exchange: Exchange = wrapped.grace
     engine = exchange.engine
     names: dict[torch.nn.Parameter, str] = wrapped._parameter_names
-    # By number, because loading a checkpoint replaces the groups.
+    # Keep the index of the group, because loading a checkpoint replaces the group objects.
     group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
     horovod_start, horovod_load = wrapped._allreduce_grad_async, wrapped.load_state_dict
     horovod_synchronize, horovod_step = wrapped.synchronize, wrapped.step
@@ -229,14 +234,14 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
         if not engine.exchanges(name):
             return horovod_start(p)
         if p.grad is None:
-            # Another rank may have used the parameter, and it waits for this one.
+            # Another rank may have used the parameter and wait for this rank's gradient.
             p.grad = torch.zeros_like(p)
         gradient = p.grad
         if gradient.is_sparse:
             if not sparse_as_dense:
                 raise StepError(
-                    f"tensor '{name}' has a sparse gradient, which its compressor cannot take. Pass "
-                    "sparse_as_dense=True, or keep the tensor uncompressed by a rule, for instance "
+                    f"tensor '{name}' has a sparse gradient, and compressors need dense gradients. Pass "
+                    "sparse_as_dense=True, or exclude the tensor from compression by a rule, for example "
                     f"rules=[{{'match': '{name}', 'compressor': 'none'}}]."
                 )
             gradient = gradient.to_dense()
@@ -247,16 +252,18 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
         return (lambda: exchange._result(name)), None
 
     def synchronize() -> None:
-        # Horovod would exchange the merged gradients once more, which momenta and residuals would count as a step.
+        # A second synchronize() would exchange the merged gradients again, and momentum and residuals would count
+        # another step.
         if wrapped._handles or not wrapped._synchronized:
             alone = not engine.plan.buckets
             horovod_synchronize()
             if alone:
-                # Horovod did everything, and asked for no result: the step counts all the same, for the schedule.
+                # Horovod reduced all tensors and asked the engine for no result. The schedule counts the step anyway.
                 engine.finish()
 
     def step(self: Any, closure: Any = None) -> Any:
-        # Horovod synchronizes before it evaluates the closure, so the gradients made there would never be exchanged.
+        # Horovod synchronizes before it evaluates the closure, and would not exchange the closure's gradients. So the
+        # closure runs here.
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -267,8 +274,8 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
     def refuse_while_under_way(call: str) -> None:
         if wrapped._handles:
             raise StepError(
-                f"{call} was called after backward() but before step() or synchronize(), while the gradients are on "
-                "their way; call it after step(), or after synchronize() to drop this step."
+                f"{call} was called after backward() but before step() or synchronize(), while gradients are being "
+                "exchanged; call it after step(), or after synchronize() to skip this step."
             )
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -291,18 +298,18 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
             exchange._merged.clear()
             engine.reset()
             warnings.warn(
-                "the checkpoint holds no state of grace (key 'grace'): residuals start from zero", stacklevel=2
+                "the checkpoint contains no state of grace (key 'grace'): residuals start from zero", stacklevel=2
             )
 
     def add_param_group(group: dict[str, Any]) -> None:
         raise GraceError(
-            "parameters added after wrapping would never be exchanged; add the group to the optimizer first "
-            "and wrap it then."
+            "add_param_group() was called after the optimizer was wrapped, and the new parameters would not be "
+            "exchanged; add the group before you wrap the optimizer."
         )
 
     wrapped._allreduce_grad_async = start
     wrapped.synchronize = synchronize
-    # A bound method, because learning-rate schedulers take the function out of it.
+    # A bound method, because learning-rate schedulers read its __func__.
     wrapped.step = types.MethodType(step, wrapped)
     wrapped.zero_grad = zero_grad
     wrapped.state_dict = state_dict

@@ -1,4 +1,4 @@
-"""A schedule of the compression in the form of PyTorch's learning-rate schedulers."""
+"""A scheduler for the compression, used like PyTorch's learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from grace.core.schedule import as_changes
 
 
 class CompressionScheduler:
-    """Change options or parts of the compression as training goes on; residuals are carried over.
+    """A scheduler that changes the options or the method of the compression during training. Residuals are kept.
 
-    `schedule(n)` gives what shall count once `step()` has been called n times (n = 0: now): a dictionary such as
-    {"compress_ratio": 0.01}, a number (the compress_ratio), or None for no change. It must give the same on all ranks.
-    Call `step()` after `optimizer.step()`, once per step or epoch. A `schedule` in the configuration, or
-    `warmup_steps`, needs none of this. Raises what `optimizer.grace.change` does, ConfigError for another optimizer.
+    `schedule(n)` returns the settings after n calls of `step()`; n = 0 is the start. It returns a dictionary such as
+    {"compress_ratio": 0.01}, a number (the compress_ratio), or None for no change, and the same on all ranks. Call
+    `step()` after `optimizer.step()`, once per step or epoch. A `schedule` or `warmup_steps` in the configuration does
+    not need this class. Raises the errors of `optimizer.grace.change`, and ConfigError for an optimizer without grace.
     """
 
     def __init__(self, optimizer: Any, schedule: Callable[[int], Mapping[str, Any] | float | None]) -> None:
         if not hasattr(optimizer, "grace"):
             raise ConfigError(
-                f"CompressionScheduler: expected what grace.torch.DistributedOptimizer returned, received "
-                f"{type(optimizer).__qualname__}, which compresses nothing."
+                f"CompressionScheduler: expected an optimizer from grace.torch.DistributedOptimizer, received "
+                f"{type(optimizer).__qualname__}, which does not compress; wrap it first."
             )
         self._exchange = optimizer.grace
         self._schedule = schedule
@@ -31,7 +31,7 @@ class CompressionScheduler:
         self.step()
 
     def step(self) -> None:
-        """Go one step further in the schedule."""
+        """Advance the schedule by one step."""
         self._go_to(self.last_step + 1)
 
     def _go_to(self, step: int) -> None:
@@ -42,19 +42,20 @@ class CompressionScheduler:
         self.last_step = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the schedule this is."""
+        """Return the position in the schedule."""
         return {"last_step": self.last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Be there again, with the options of that time; to be called before the optimizer loads its state.
+        """Restore the position and the options of that time. Call it before the optimizer loads its state.
 
-        Goes through the steps in between, because each gives what changes there. Raises ConfigError for an earlier one.
+        It applies all steps up to the position, because each step gives only a change. Raises ConfigError if the
+        position is earlier than the current one.
         """
         last = int(state["last_step"])
         if last < self.last_step:
             raise ConfigError(
-                f"CompressionScheduler: the state is of step {last}, and step {self.last_step} has been made; "
-                "load it into a new scheduler of a new optimizer."
+                f"CompressionScheduler: cannot go back from step {self.last_step} to step {last} of the saved state; "
+                "load it into a new scheduler with a new optimizer."
             )
         for step in range(self.last_step + 1, last + 1):
             self._go_to(step)

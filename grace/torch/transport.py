@@ -1,4 +1,4 @@
-"""Transport over Horovod's PyTorch collectives."""
+"""The transport over Horovod's PyTorch collectives."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ class _Pending(Handle):
 
 
 class _GatherOfTwo(Handle):
-    """Buffers of one length of two ranks, of which each finds the other's in the sum of both, as 32-bit integers.
+    """A gather of two ranks' buffers of equal length, by an allreduce of their bits as 32-bit integers.
 
-    Gloo lets two ranks gather in turns, and reduce at once: on a 1 Gbit/s link 3.2 MB take 66 ms and 30 ms. Integers
-    wrap around, so nothing is lost.
+    Each rank subtracts its own buffer from the sum and gets the other's. Integers wrap around, so the result is exact.
+    Gloo's allgather of two ranks sends in one direction at a time, its allreduce in both: 3.2 MB take 66 ms and 30 ms
+    on a link of 1 Gbit/s.
     """
 
     def __init__(self, x: torch.Tensor, rank: int, name: str, process_set: Any) -> None:
@@ -69,7 +70,7 @@ class _GatherOfTwo(Handle):
 
 
 class _Gathered(Handle):
-    """Numbers of 16 bits of all ranks, which Horovod need not know."""
+    """A gather of 16-bit floats as 16-bit integers, because Horovod does not support bfloat16."""
 
     def __init__(self, x: torch.Tensor, name: str, process_set: Any) -> None:
         self._dtype = x.dtype
@@ -79,16 +80,17 @@ class _Gathered(Handle):
         return hvd.synchronize(self._handle).view(self._dtype)
 
 
-# Sums of 16-bit floats are our own: Gloo adds them one by one in software, and Horovod knows no bfloat16. They travel
-# as integers of the same bits, and a rank sends the bytes of a ring allreduce, 2 (size - 1) / size of what it hands in.
+# Gloo adds 16-bit floats one by one in software, and Horovod does not support bfloat16. So grace adds them itself. They
+# are sent as integers with the same bits. A rank sends as many bytes as in a ring allreduce: 2 (size - 1) / size of its
+# input.
 
 
 class _HalfSumOfTwo(Handle):
-    """The ranks send each other all of it, and both add."""
+    """A sum of two ranks' 16-bit floats: the ranks exchange their buffers and both add them."""
 
     def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any) -> None:
         self._n, self._factor = x.numel(), factor
-        # Whole 32-bit integers, where PyTorch can read them; pad() copies, even if it adds nothing.
+        # The view as 32-bit integers needs an even length and an even offset. pad() copies, even if it adds nothing.
         odd = self._n % 2 or x.storage_offset() % 2
         padded = torch.nn.functional.pad(x, (0, self._n % 2)) if odd else x
         rank = process_set.rank()
@@ -103,9 +105,9 @@ class _HalfSumOfTwo(Handle):
 
 
 class _HalfSum(Handle):
-    """Each rank gets the slice of all others that it adds, and then the sums of all slices are gathered.
+    """A sum of 16-bit floats: each rank adds one slice of all ranks' buffers, and the sums are gathered.
 
-    The second collective starts in wait(). Ranks wait for their buckets in the order of the plan: it cannot deadlock.
+    The second collective starts in wait(). It cannot deadlock, because all ranks wait in the order of the plan.
     """
 
     def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any, size: int) -> None:
@@ -128,15 +130,15 @@ def _half_sum(rows: torch.Tensor, count: int, factor: float) -> torch.Tensor:
 
 
 class HorovodTransport(Transport):
-    """Named asynchronous collectives of Horovod within one process set; `rank` is -1 outside of it.
+    """Named asynchronous collectives of Horovod within one process set. `rank` is -1 outside the set.
 
-    Raises ConfigError for a process set that Horovod does not know.
+    Raises ConfigError for a process set that is not registered with Horovod.
     """
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         if process_set.process_set_id is None or process_set.ranks is None:
             raise ConfigError(
-                f"{process_set} is unknown to Horovod; "
+                f"{process_set} is not registered with Horovod; "
                 "pass it to hvd.init(process_sets=[...]) or hvd.add_process_set() first."
             )
         self.size = len(process_set.ranks)
@@ -164,12 +166,12 @@ class HorovodTransport(Transport):
     def broadcast(self, x: torch.Tensor, *, root: int, name: str) -> Handle:
         if x.numel() == 0 or self.size == 1:
             return _Done(x)
-        # Horovod counts roots in global ranks, also within a process set.
+        # Horovod expects the root as a global rank, even within a process set.
         global_root = self._process_set.ranks[root]
         return _Pending(hvd.broadcast_async_(x, global_root, name=name, process_set=self._process_set))
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """The JSON-able values of all ranks, in the order of the ranks; blocks."""
+        """Return the values of all ranks, in rank order. The values must be serializable as JSON. Blocks."""
         text = json.dumps(value).encode()
         data = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
         received = bytes(self.allgather(data, name=name).wait().tolist())

@@ -1,4 +1,4 @@
-"""Gradients as views into flat storage, laid out as the units are, so that nothing is concatenated."""
+"""Gradients as views into flat storage in the order of the units, so that units need no concatenation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from grace.core.plan import Plan
 class GradientViews:
     """Flat storage for the gradients that the engine exchanges, in the order of its units.
 
-    `parameters` are those of the model by name. A backward pass adds to what is there, in place of handing over a new
-    tensor, so `clear` must come before it.
+    `parameters` maps names to the model's parameters. Backward passes add to existing gradients, so call `clear` first.
     """
 
     def __init__(self, plan: Plan, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -32,7 +31,7 @@ class GradientViews:
         self.clear()
 
     def clear(self) -> None:
-        """Zero all gradients, and put the views back where the user replaced them."""
+        """Set all gradients to zero. Restore views that the user has replaced."""
         for flat in self._storage:
             flat.zero_()
         for p, view in self._views.items():
@@ -43,15 +42,15 @@ class GradientViews:
 
 
 def _place(plan: Plan, name: str) -> tuple[int, int]:
-    """The number of the unit that holds the tensor's first element, and where in it."""
+    """Return the index of the unit with the tensor's first element, and the element's offset in the unit."""
     unit, offset, _ = plan.places[name][0]
     return plan.units.index(unit), offset
 
 
 def apart(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those that results may be written to: contiguous, and sharing no memory with another.
+    """Return the buffers that may be overwritten with results: contiguous, and without memory shared with others.
 
-    Autograd may hand one buffer to several parameters, or views of it.
+    Autograd may give one buffer, or views of it, to several parameters.
     """
     spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes, name) for name, b in buffers.items() if b.is_contiguous())
     crowded, end, last = set(), 0, ""

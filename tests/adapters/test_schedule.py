@@ -79,7 +79,7 @@ def test_however_it_is_scheduled_the_run_is_the_same(framework, launch):
 def test_what_does_not_go_with_local_steps_is_refused():
     for rank in run("horovodrun-gloo", 2, ["local_refusals"]):
         errors = rank["local_refusals"]["errors"]
-        told = ("at least 1", "op at hvd.Average", "backward_passes_per_step", "lr_correction", "local_steps is")
+        told = ("at least 1", "op=hvd.Average", "backward_passes_per_step", "lr_correction", "local_steps is")
         assert len(errors) == len(told)
         assert all(word in error for word, error in zip(told, errors, strict=True)), errors
         assert [error.partition(":")[0] for error in errors] == ["ConfigError"] * 4 + ["MismatchError"]

@@ -35,7 +35,7 @@ def test_every_rank_traces_its_steps_and_a_bad_path_is_told_to_all(worker):
     assert results[1]["refused"].startswith("ConfigError: the timeline")
     if worker == TENSORFLOW:
         for result in results:
-            assert result["late"].startswith("StepError: a timeline is part of the traced step")
+            assert result["late"].startswith("StepError: the timeline was set after the first step was traced")
             assert steps_in(result["tape"]) == {0}
         assert [result["refused tape"].split(":")[0] for result in results] == ["MismatchError", "ConfigError"]
 

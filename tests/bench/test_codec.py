@@ -207,7 +207,7 @@ def test_all_methods_are_the_default_but_those_that_need_options(bench, monkeypa
 
 def test_what_stays_dense_is_said(bench):
     _, output, _, results = bench("--compressors", "powersgd", "--numel", "1009", "--repetitions", "1")
-    assert "left dense: rank 4 factors of a 1 x 1009 matrix" in output
+    assert "not compressed: rank 4 factors of a 1 x 1009 matrix" in output
     assert results[0]["dense"].startswith("rank 4 factors")
     assert results[0]["wire_bytes"] == 4 * 1009
 
@@ -220,7 +220,7 @@ def test_which_bodies_were_timed(bench, kernels):
     _, output, _, results = bench(*arguments)
     expected = kernels and native.serves("numpy", "cpu")
     assert results[0]["native"] is expected
-    assert ("kernels" if expected else "reference bodies, no kernels") == output.splitlines()[0].split("; ")[-1]
+    assert ("kernels" if expected else "reference implementation") == output.splitlines()[0].split("; ")[-1]
 
 
 def test_an_interrupted_run_leaves_what_it_has(bench, monkeypatch):
@@ -285,7 +285,7 @@ def test_lines_of_the_table_have_one_width(bench, monkeypatch, seconds):
     [
         (["--compressors", "tokp"], "unknown compressor 'tokp'. Did you mean 'topk'?"),
         (["--compressors", ","], "--compressors: expected names"),
-        (["--numel", "0"], "--numel: expected a number of elements of at least 1"),
+        (["--numel", "0"], "--numel: expected a whole number of elements, at least 1"),
         (["--numel", "2.5"], "received '2.5'"),
         (["--numel", "many"], "received 'many'"),
         (["--numel", "infinity"], "received 'infinity'"),
@@ -293,9 +293,9 @@ def test_lines_of_the_table_have_one_width(bench, monkeypatch, seconds):
         (["--ranks", "0"], "--ranks: expected at least 1, received 0"),
         (["--threads", "0"], "--threads: expected at least 1"),
         (["--repetitions", "-1"], "--repetitions: expected at least 1"),
-        (["--framework", "touch"], "no framework 'touch'. Did you mean 'torch'?"),
-        (["--device", "gpu"], "no device 'gpu'. Did you mean 'cpu'? Valid names: cpu, cuda."),
-        (["--device", "cuda"], "device 'cuda' is timed with --framework torch only"),
+        (["--framework", "touch"], "--framework: unknown framework 'touch'. Did you mean 'torch'?"),
+        (["--device", "gpu"], "--device: unknown device 'gpu'. Did you mean 'cpu'? Valid names: cpu, cuda."),
+        (["--device", "cuda"], "--device cuda works with --framework torch only, received --framework numpy"),
         (["--plot", "/nowhere/times.png"], "'/nowhere/times.png' cannot be written: No such file or directory"),
     ],
 )
@@ -315,7 +315,7 @@ def test_figures_of_unknown_kind_are_refused(bench, tmp_path):
     pytest.importorskip("matplotlib")
     status, _, errors, _ = bench("--plot", str(tmp_path / "times.pgn"))
     assert status == 2
-    assert "is no figure. Did you mean 'png'?" in errors
+    assert "has no known image format. Did you mean 'png'?" in errors
     assert not (tmp_path / "times.pgn").exists()
 
 
@@ -329,7 +329,7 @@ def test_missing_packages_are_named(bench, monkeypatch, tmp_path, package, argum
     status, _, errors, results = bench(*arguments)
     assert (status, results) == (2, None)
     assert package in errors
-    assert "not installed here" in errors
+    assert "is not installed;" in errors
 
 
 def test_cuda_without_a_gpu_is_refused(bench, monkeypatch):

@@ -273,7 +273,7 @@ def test_numbers_of_a_sweep():
     assert parse_numbers("--bucket-bytes", ["0,1024", "1024", "2048"], int) == [0, 1024, 2048]
     assert parse_numbers("--cycle-times", ["0.5", "1,2"], float) == [0.5, 1.0, 2.0]
     for given, kind in ((["x"], int), (["1.5"], int), (["-1"], int), ([","], int), (["nan"], float), (["inf"], float)):
-        with pytest.raises(ConfigError, match="numbers from 0 on, received"):
+        with pytest.raises(ConfigError, match="numbers, 0 or more, received"):
             parse_numbers("--bucket-bytes", given, kind)
 
 
@@ -332,7 +332,7 @@ def test_nothing_is_left_after_an_interruption(number):
         process.kill()
         process.wait()
     assert process.returncode == 130, errors
-    assert "everything that was made is removed" in errors
+    assert "all ranks and namespaces are removed" in errors
     assert not present()
 
 
@@ -356,28 +356,28 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one():
     ("arguments", "expected"),
     [
         (["--link", "1gbits"], "Did you mean '1gbit'"),
-        (["--link", "none", "--latency", "1ms"], "--latency needs a shaped link"),
+        (["--link", "none", "--latency", "1ms"], "--latency needs a link with limited bandwidth"),
         (["--model", "vg"], "Did you mean 'vgg'"),
         (["--ranks", "1"], "--ranks: expected at least 2, received 1"),
         (["--compressors", "topkk"], "topk"),
         (["--baselines", "ddpp"], "Did you mean 'ddp'"),
-        (["--baselines", "ddp", "--framework", "tensorflow"], "'ddp' is PyTorch's"),
+        (["--baselines", "ddp", "--framework", "tensorflow"], "'ddp' needs PyTorch"),
         (["--baselines", "grace2021-topk"], "the package 'grace_dl' is not installed"),
-        (["--baselines", "grace2021-topk", "--framework", "tensorflow"], "runs with PyTorch only"),
+        (["--baselines", "grace2021-topk", "--framework", "tensorflow"], "'grace2021-topk' needs PyTorch"),
         (["--json", "/nowhere/x.json", "--link", "none"], "cannot be written"),
         (["--compressors", ","], "--compressors: expected names"),
         (["--options", "bucket_bytes"], "--options: expected KEY=VALUE"),
         (["--options", "seed=1", "--options", "seed=2"], "'seed' is given twice"),
-        (["--options", "compressor=topk"], "named by --compressors"),
+        (["--options", "compressor=topk"], "'compressor' is not allowed here; use --compressors"),
         (["--compressors", "topk,none", "--options", "compress_ratio=0.1"], "is no option of compressor 'none'"),
         (["--options", "bucket_bytes=1e6"], "'bucket_bytes': expected int"),
-        (["--bucket-bytes", "1024"], "--bucket-bytes says what --sweep tries"),
-        (["--cycle-times", "1"], "--cycle-times says what --sweep tries"),
-        (["--sweep", "--link", "none", "--cycle-times", "fast"], "expected numbers from 0 on, received 'fast'"),
-        (["--sweep", "--link", "none", "--options", "bucket_bytes=1"], "'bucket_bytes' is what --sweep tries"),
-        (["--sweep", "--baselines", "ddp"], "--baselines says nothing beside --sweep"),
-        (["--memory", "--sweep"], "--sweep says nothing beside --memory"),
-        (["--memory", "--rounds", "1"], "--rounds says nothing beside --memory"),
+        (["--bucket-bytes", "1024"], "--bucket-bytes needs --sweep"),
+        (["--cycle-times", "1"], "--cycle-times needs --sweep"),
+        (["--sweep", "--link", "none", "--cycle-times", "fast"], "expected numbers, 0 or more, received 'fast'"),
+        (["--sweep", "--link", "none", "--options", "bucket_bytes=1"], "--sweep sets 'bucket_bytes' itself"),
+        (["--sweep", "--baselines", "ddp"], "--baselines has no effect with --sweep"),
+        (["--memory", "--sweep"], "--sweep has no effect with --memory"),
+        (["--memory", "--rounds", "1"], "--rounds has no effect with --memory"),
     ],
 )
 def test_refused_before_anything_runs(arguments, expected):

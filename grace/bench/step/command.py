@@ -1,4 +1,4 @@
-"""`grace bench step`: its arguments, what is refused before anything runs, and its outputs."""
+"""The command `grace bench step`: its arguments, their checks, and its outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 COMPRESSORS = ("none", "fp16", "topk", "randomk", "qsgd", "efsignsgd", "powersgd")
 ROUNDS = 3
-# What says nothing beside an option.
+# For each option, the options that have no effect with it.
 IDLE = {"memory": ("sweep", "rounds", "plot"), "sweep": ("baselines", "plot")}
 
 T = TypeVar("T", int, float)
@@ -34,57 +34,62 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be done once everything is checked; `steps` is how often it tells of its progress."""
+    """A checked run, ready to start. `steps` is the number of its progress reports."""
 
     steps: int
-    # Takes whom to tell; returns lines to print and objects to write.
+    # Takes the progress callback; returns the lines to print and the objects for --json.
     act: Callable[[Callable[[str], None]], tuple[list[str], list[dict[str, Any]]]]
 
 
 def add_step(commands: Any) -> None:
-    """Tell argparse of the command."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "step",
-        help="time of whole training steps over a shaped network",
-        description="Times training steps of several ranks on this machine, each behind a link of its own, "
-        "method by method in turns, beside plain Horovod and a step without exchange. The ranks keep the memory that "
-        "they free (glibc's MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_), so that no step has to ask for fresh pages.",
+        help="time whole training steps over a network with limited bandwidth",
+        description="Time training steps of several ranks on this machine. Every rank has its own network link with "
+        "limited bandwidth. The methods take turns with plain Horovod and with a step without exchange. The ranks do "
+        "not return freed memory to the system (glibc's MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_), so that no step "
+        "waits for new pages.",
     )
     add = parser.add_argument
     add("--ranks", type=int, default=2, metavar="N", help="processes (default: 2)")
-    add("--link", default="1gbit", help=f"{', '.join(LINKS)}; all but none need root (default: 1gbit)")
-    add("--latency", metavar="TIME", help="more delay per packet, such as 100us, where the kernel has netem")
+    add("--link", default="1gbit", help=f"{', '.join(LINKS)}; all but 'none' need root (default: 1gbit)")
+    add("--latency", metavar="TIME", help="additional delay per packet, such as 100us; needs netem in the kernel")
     add("--model", default="mlp", help=f"{', '.join(NAMES)} (default: mlp)")
     add("--compressors", nargs="+", metavar="NAME", help=f"by spaces or commas (default: {' '.join(COMPRESSORS)})")
-    options = "options of all compressors' configurations, such as bucket_bytes=8388608"
+    options = "configuration of all compressors, such as bucket_bytes=8388608"
     add("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=options)
     add("--baselines", nargs="+", metavar="NAME", help=f"{', '.join(BASELINES)} (default: {REFERENCE})")
     add("--framework", default="torch", help="torch or tensorflow (default: torch)")
-    add("--rounds", type=int, metavar="N", help=f"turns of all methods (default: {ROUNDS})")
+    add("--rounds", type=int, metavar="N", help=f"turns per method (default: {ROUNDS})")
     add("--steps", type=int, default=5, metavar="N", help="timed steps per turn (default: 5)")
-    sweep = "try the engine's choices one after the other: bytes of buckets and cuts, granularities, cycle times"
+    sweep = "tune bucket_bytes, split_bytes, granularity and Horovod's cycle time, one after the other"
     add("--sweep", action="store_true", help=sweep)
-    add("--bucket-bytes", nargs="+", metavar="N", help="bytes that --sweep tries (default: 1, 2, 4, 8, 16, 32 MiB)")
-    add("--split-bytes", nargs="+", metavar="N", help="bytes that --sweep tries (default: 0, 8, 16, 32, 64 MiB)")
-    add("--cycle-times", nargs="+", metavar="MS", help="milliseconds that --sweep tries (default: 0.5, 1, 2, 5)")
-    memory = "measure peak memory and no time: every method in fresh processes, which give back what they free"
+    add("--bucket-bytes", nargs="+", metavar="N", help="values for --sweep, in bytes (default: 1, 2, 4, 8, 16, 32 MiB)")
+    add("--split-bytes", nargs="+", metavar="N", help="values for --sweep, in bytes (default: 0, 8, 16, 32, 64 MiB)")
+    add("--cycle-times", nargs="+", metavar="MS", help="values for --sweep, in ms (default: 0.5, 1, 2, 5)")
+    memory = "measure peak memory instead of time: every method in new processes that return freed memory to the system"
     add("--memory", action="store_true", help=memory)
-    add("--json", type=Path, metavar="FILE", help="write one object per method, with --sweep one per choice")
-    add("--plot", type=Path, metavar="FILE", help="draw the steps' times as bars")
+    add("--json", type=Path, metavar="FILE", help="write the results, one object per method (--sweep: per value)")
+    add("--plot", type=Path, metavar="FILE", help="plot the step times as bars")
     parser.set_defaults(run=run_step)
 
 
 def run_step(args: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status. Raises GraceError before anything is measured."""
+    """Measure, print and write the results. Return the exit status.
+
+    Raises GraceError for wrong arguments, before anything is measured, and if a rank fails.
+    """
     run = _checked(args)
-    # A signal that ends the process would leave namespaces and ranks behind; nohup has some of them ignored.
+    # The default action of these signals would leave namespaces and ranks behind. nohup ignores SIGHUP; so it stays
+    # ignored.
     ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
         with Progress(run.steps) as progress:
             lines, found = run.act(progress.next)
     except KeyboardInterrupt:
-        print("grace bench: interrupted; everything that was made is removed", file=sys.stderr)
+        print("grace bench: interrupted; all ranks and namespaces are removed", file=sys.stderr)
         return INTERRUPTED
     finally:
         for number, handler in before.items():
@@ -99,11 +104,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _checked(args: argparse.Namespace) -> Run:
-    """The run that the arguments ask for. Raises ConfigError for arguments that no run can follow."""
+    """Return the run that the arguments describe. Raises ConfigError if they are wrong."""
     _check_together(args)
     rounds = ROUNDS if args.rounds is None else args.rounds
     for option, value, least in (("ranks", args.ranks, 2), ("rounds", rounds, 1), ("steps", args.steps, 1)):
@@ -115,11 +120,11 @@ def _checked(args: argparse.Namespace) -> Run:
     for name in baselines:
         _check("--baselines", name, tuple(BASELINES))
         if BASELINES[name] == "ddp" and args.framework != "torch":
-            raise ConfigError(f"--baselines: '{name}' is PyTorch's; leave it out with --framework tensorflow.")
+            raise ConfigError(f"--baselines: '{name}' needs PyTorch; leave it out, or use --framework torch.")
         _check_original(name, args.framework)
     compressors = list(COMPRESSORS) if args.compressors is None else _split(args.compressors)
     if not compressors:
-        raise ConfigError(f"--compressors: expected names, received {args.compressors!r}.")
+        raise ConfigError(f"--compressors: expected names of methods, received {args.compressors!r}.")
     options = parse_options(args.options)
     for name in compressors:
         make_config({**options, "compressor": name})
@@ -141,17 +146,17 @@ def _check_together(args: argparse.Namespace) -> None:
     for option, others in IDLE.items():
         for other in others:
             if getattr(args, option) and getattr(args, other) not in (None, False):
-                raise ConfigError(f"--{other} says nothing beside --{option}; leave one of them out.")
+                raise ConfigError(f"--{other} has no effect with --{option}; leave one of them out.")
     for option in ("bucket_bytes", "split_bytes", "cycle_times"):
         if getattr(args, option) is not None and not args.sweep:
-            raise ConfigError(f"--{option.replace('_', '-')} says what --sweep tries; add --sweep, or leave it out.")
+            raise ConfigError(f"--{option.replace('_', '-')} needs --sweep; add --sweep, or leave it out.")
 
 
 def _check_original(name: str, framework: str) -> None:
     if name not in original.PARAMETERS:
         return
     if framework != "torch":
-        raise ConfigError(f"--baselines: '{name}' runs with PyTorch only; leave it out with --framework tensorflow.")
+        raise ConfigError(f"--baselines: '{name}' needs PyTorch; leave it out, or use --framework torch.")
     if original.missing():
         raise ConfigError(
             f"--baselines: '{name}' needs the original GRACE, and the package 'grace_dl' is not installed. "
@@ -161,7 +166,7 @@ def _check_original(name: str, framework: str) -> None:
 
 def _check(option: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
-        raise ConfigError(f"{option}: '{name}' is not known.{nearest(name, known)}")
+        raise ConfigError(f"{option}: unknown name '{name}'.{nearest(name, known)}")
 
 
 def _split(given: Sequence[str]) -> list[str]:
@@ -169,16 +174,19 @@ def _split(given: Sequence[str]) -> list[str]:
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE texts as a mapping; a value is read as JSON, or else is the text itself. Raises ConfigError."""
+    """Return texts of the form KEY=VALUE as a mapping. A value that is not valid JSON is a string.
+
+    Raises ConfigError for texts of another form, for a repeated key, and for the key `compressor`.
+    """
     options: dict[str, Any] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise ConfigError(f"--options: expected KEY=VALUE, such as bucket_bytes=8388608; received '{text}'.")
         if key == "compressor":
-            raise ConfigError("--options: compressors are named by --compressors; leave 'compressor' out.")
+            raise ConfigError("--options: 'compressor' is not allowed here; use --compressors.")
         if key in options:
-            raise ConfigError(f"--options: '{key}' is given twice; keep one.")
+            raise ConfigError(f"--options: '{key}' is given twice; keep one of them.")
         try:
             options[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -187,14 +195,17 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_numbers(option: str, given: Sequence[str], kind: type[T]) -> list[T]:
-    """Numbers by spaces or commas, none twice. Raises ConfigError for others than finite ones of the kind from 0 on."""
+    """Return the numbers that are separated by spaces or commas, without duplicates.
+
+    Raises ConfigError unless all are finite numbers of the kind, 0 or more, and there is at least one.
+    """
     try:
         numbers = list(dict.fromkeys(kind(text) for text in _split(given)))
     except ValueError:
         numbers = []
     if not numbers or not all(0 <= number < float("inf") for number in numbers):
         name = "whole numbers" if kind is int else "numbers"
-        raise ConfigError(f"{option}: expected {name} from 0 on, received '{' '.join(given)}'.")
+        raise ConfigError(f"{option}: expected {name}, 0 or more, received '{' '.join(given)}'.")
     return numbers
 
 
@@ -241,7 +252,7 @@ def _sweep(setting: Setting, compressors: list[str], args: argparse.Namespace) -
     )
     for key in setting.options:
         if key in tried:
-            raise ConfigError(f"--options: '{key}' is what --sweep tries; leave it out.")
+            raise ConfigError(f"--options: --sweep sets '{key}' itself; leave it out.")
 
     def act(progress: Callable[[str], None]) -> tuple[list[str], list[dict[str, Any]]]:
         trials = sweep(setting, compressors, tried, progress)

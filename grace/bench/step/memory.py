@@ -1,4 +1,4 @@
-"""`grace bench step --memory`: the most that a rank holds at once under each method, in processes of its own."""
+"""The command `grace bench step --memory`: the peak memory of a rank, for each method in new processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ WIDTHS = (9, 11, 9, 11)
 
 @dataclass(frozen=True)
 class Weight:
-    """What the largest rank held at most above what it held before the model was made, and the model's gradients."""
+    """The memory of one method, in bytes.
+
+    `peak_bytes` is the peak of the largest rank minus what it held before it made the model. `gradient_bytes` is the
+    size of the model's gradients.
+    """
 
     method: Method
     setting: Setting
@@ -27,7 +31,10 @@ class Weight:
     gradient_bytes: int
 
     def to_dict(self, compute: Weight) -> dict[str, Any]:
-        """JSON-able and complete; the exchange's bytes are those beyond a step without exchange."""
+        """Return the settings and figures as an object for JSON.
+
+        `exchange_bytes` is the peak minus the peak of a step without exchange.
+        """
         setting, exchange = self.setting, self.peak_bytes - compute.peak_bytes
         return {
             "method": self.method.name,
@@ -46,9 +53,9 @@ class Weight:
 
 
 def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], None]) -> list[Weight]:
-    """Weights in the order of the methods, each in processes of its own.
+    """Measure the peak memory of each method, in the given order, in new processes.
 
-    `progress(text)` hears of what comes next. Raises GraceError where the test bed or a rank fails.
+    Calls `progress(text)` before each method. Raises GraceError if the network cannot be made or a rank fails.
     """
     weights = []
     with Network(setting.ranks, setting.link, setting.latency) as network:
@@ -62,7 +69,7 @@ def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], Non
 
 
 def lines(weights: Sequence[Weight]) -> list[str]:
-    """Title, head and a line per method; the first weight is the step without exchange."""
+    """Return the title, the headings and one line per method. The first weight must be the step without exchange."""
     compute = weights[0]
     first = max(len(name) for name in ("method", *(weight.method.name for weight in weights)))
     title = f"{place(compute.setting)}; gradients of {scaled(compute.gradient_bytes, BYTES)}"
@@ -71,7 +78,7 @@ def lines(weights: Sequence[Weight]) -> list[str]:
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
-    # What differs by less than the kernel counts may come out below zero.
+    # The difference may be negative, because the kernel's count is not exact.
     sign = "-" if found["exchange_bytes"] < 0 else ""
     return [
         scaled(found["peak_bytes"], BYTES),

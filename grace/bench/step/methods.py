@@ -1,4 +1,4 @@
-"""What `grace bench step` can compare, and how many bytes a rank sends for what a method hands to collectives."""
+"""The methods that `grace bench step` compares, and the bytes that their collectives send."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from grace.bench.step import original
 
-# A step without any exchange: what remains when communication is free.
+# A step without any exchange: the time that remains if communication is free.
 COMPUTE = "compute"
-# By name the library whose processes run it.
+# For each baseline, the library that runs it.
 BASELINES = {
     "horovod": "horovod",
     "horovod-fp16": "horovod",
@@ -19,15 +19,15 @@ BASELINES = {
     "ddp-powersgd": "ddp",
     **dict.fromkeys(original.PARAMETERS, "horovod"),
 }
-# What every other is compared with.
+# The baseline that all methods are compared with.
 REFERENCE = "horovod"
-# How often Horovod looks for what is to be sent, unless told otherwise.
+# Horovod's default cycle time: the interval at which it looks for tensors to send.
 CYCLE_MS = 1.0
 
 
 @dataclass(frozen=True)
 class Method:
-    """A compressor, a baseline or COMPUTE by its name; options beside those of the run, and Horovod's cycle time."""
+    """A compressor, a baseline or COMPUTE, with its own options and Horovod's cycle time in milliseconds."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -35,26 +35,26 @@ class Method:
 
     @property
     def compresses(self) -> bool:
-        """Whether it is one of grace's."""
+        """True if the method is one of grace's."""
         return self.name != COMPUTE and self.name not in BASELINES
 
     @property
     def family(self) -> str:
-        """The library whose processes run it."""
+        """The library that runs the method."""
         return BASELINES.get(self.name, "horovod")
 
 
 def compared(methods: list[Method]) -> list[Method]:
-    """The methods behind the two with which each is compared: a step without exchange, and plain Horovod."""
+    """Return the methods after the two that they are compared with: a step without exchange, and plain Horovod."""
     first = [Method(COMPUTE), Method(REFERENCE)]
     return [*first, *(method for method in methods if method not in first)]
 
 
 def hops(exchange: Any, ranks: int) -> int:
-    """Bytes that a rank sends in a step, over all hops of Gloo's rings, as `stats()` of its last step says.
+    """Return the bytes that a rank sends in a step, over all hops of Gloo's rings, from `stats()` of the last step.
 
-    An allreduce of B bytes passes 2 (ranks - 1) / ranks B on, a gather (ranks - 1) B. What the ranks do in place of an
-    allreduce of 16-bit floats (docs/design.md, section 6) passes on as much as one.
+    For B bytes, a rank sends 2 (ranks - 1) / ranks B in an allreduce and (ranks - 1) B in an allgather. The replacement
+    for an allreduce of 16-bit floats sends as much as an allreduce.
     """
     total = 0.0
     for collective, nbytes in exchange.stats()["collectives"].items():

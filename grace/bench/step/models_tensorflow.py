@@ -1,4 +1,4 @@
-"""The models of `models_torch`, with Keras' layers."""
+"""The models of `models_torch`, with Keras layers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _language(model: keras.Model, batch: int, length: int, most: int) -> tuple[k
 
 
 def mlp() -> tuple[keras.Model, Callable[[], Any]]:
-    """Three dense layers, 25.2 M parameters; four made examples."""
+    """Return an MLP of three dense layers with 25.2 M parameters, and its loss on four random examples."""
     *hidden, last = MLP[1:]
-    # PyTorch's, so that as many gradients pass a threshold.
+    # PyTorch's initialization. With it, as many gradients exceed a threshold as in PyTorch.
     weights = keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform")
     stack = [
         keras.Input((MLP[0],)),
@@ -50,7 +50,7 @@ def mlp() -> tuple[keras.Model, Callable[[], Any]]:
 
 
 def vgg() -> tuple[keras.Model, Callable[[], Any]]:
-    """VGG16 for 32 x 32 images, 15 M parameters; two made images."""
+    """Return VGG16 for 32 x 32 images with 15 M parameters, and its loss on two random images."""
     stack: list[Any] = [keras.Input((32, 32, 3))]
     for width in VGG:
         if width is None:
@@ -62,7 +62,7 @@ def vgg() -> tuple[keras.Model, Callable[[], Any]]:
 
 
 def resnet() -> tuple[keras.Model, Callable[[], Any]]:
-    """ResNet-20 for 32 x 32 images, 0.27 M parameters; eight made images."""
+    """Return ResNet-20 for 32 x 32 images with 0.27 M parameters, and its loss on eight random images."""
 
     def convolved(x: Any, width: int, stride: int = 1) -> Any:
         x = layers.Conv2D(width, 3, stride, padding="same", use_bias=False)(x)
@@ -84,7 +84,10 @@ def resnet() -> tuple[keras.Model, Callable[[], Any]]:
 
 
 def lstm() -> tuple[keras.Model, Callable[[], Any]]:
-    """Language model with two LSTM layers of 650, 19.8 M parameters; two made sequences of eight words."""
+    """Return a language model with two LSTM layers of 650 units and 19.8 M parameters.
+
+    Its loss is for two random sequences of eight words.
+    """
     stack = [
         keras.Input((8,), dtype="int32"),
         layers.Embedding(WORDS, HIDDEN),
@@ -96,7 +99,10 @@ def lstm() -> tuple[keras.Model, Callable[[], Any]]:
 
 
 def ncf() -> tuple[keras.Model, Callable[[], Any]]:
-    """Neural collaborative filtering of MovieLens-20M's size, 31.8 M parameters; 256 made pairs."""
+    """Return a neural collaborative filter of the size of MovieLens-20M with 31.8 M parameters.
+
+    Its loss is for 256 random pairs of user and item.
+    """
     user, item = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
     wide = layers.Multiply()([layers.Embedding(USERS, 64)(user), layers.Embedding(ITEMS, 64)(item)])
     deep = layers.Concatenate()([layers.Embedding(USERS, 128)(user), layers.Embedding(ITEMS, 128)(item)])
@@ -113,7 +119,10 @@ def ncf() -> tuple[keras.Model, Callable[[], Any]]:
 
 
 def transformer() -> tuple[keras.Model, Callable[[], Any]]:
-    """Four encoder layers of width 512 over 8,000 tokens, 20.8 M parameters; two made sequences of 16 tokens."""
+    """Return a Transformer of four encoder layers of width 512, with 8,000 tokens and 20.8 M parameters.
+
+    Its loss is for two random sequences of 16 tokens.
+    """
     given = keras.Input((16,), dtype="int32")
     x = layers.Embedding(TOKENS, 512)(given)
     for _ in range(4):

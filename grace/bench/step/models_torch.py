@@ -1,4 +1,7 @@
-"""Models of GRACE's Table II for PyTorch, with made data: their parameters and layers count, not what they learn."""
+"""Models of the GRACE paper's Table II for PyTorch, trained on random data.
+
+Their layers and numbers of parameters match the paper's models. They learn nothing useful.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Mlp(nn.Sequential):
         super().__init__(*layers)
 
     def loss(self) -> torch.Tensor:
-        """Of four made examples."""
+        """Return the loss on four random examples."""
         return functional.cross_entropy(self(torch.randn(4, MLP[0])), torch.randint(MLP[-1], (4,)))
 
 
@@ -53,7 +56,7 @@ class Vgg(nn.Module):
         self.classifier = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES))
 
     def loss(self) -> torch.Tensor:
-        """Of two made images."""
+        """Return the loss on two random images."""
         found = self.classifier(self.features(torch.randn(2, 3, 32, 32)).flatten(1))
         return functional.cross_entropy(found, torch.randint(CLASSES, (2,)))
 
@@ -88,7 +91,7 @@ class ResNet(nn.Sequential):
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
 
     def loss(self) -> torch.Tensor:
-        """Of eight made images."""
+        """Return the loss on eight random images."""
         return functional.cross_entropy(self(torch.randn(8, 3, 32, 32)), torch.randint(CLASSES, (8,)))
 
 
@@ -102,14 +105,14 @@ class Lstm(nn.Module):
         self.output = nn.Linear(HIDDEN, WORDS)
 
     def loss(self) -> torch.Tensor:
-        """Of two made sequences of eight words."""
+        """Return the loss on two random sequences of eight words."""
         words = torch.randint(WORDS, (2, 9))
         found = self.output(self.lstm(self.embedding(words[:, :-1]))[0])
         return functional.cross_entropy(found.flatten(0, 1), words[:, 1:].flatten())
 
 
 class Ncf(nn.Module):
-    """Neural collaborative filtering of MovieLens-20M's size, 31.8 M parameters (He et al., 2017)."""
+    """Neural collaborative filter of the size of MovieLens-20M, 31.8 M parameters (He et al., 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ class Ncf(nn.Module):
         self.output = nn.Linear(128, 1)
 
     def loss(self) -> torch.Tensor:
-        """Of 256 made pairs."""
+        """Return the loss on 256 random pairs of user and item."""
         user, item = torch.randint(USERS, (256,)), torch.randint(ITEMS, (256,))
         deep = self.layers(torch.cat([self.user_layer(user), self.item_layer(item)], 1))
         found = self.output(torch.cat([self.user_factors(user) * self.item_factors(item), deep], 1))
@@ -139,7 +142,7 @@ class Transformer(nn.Module):
         self.output = nn.Linear(512, TOKENS)
 
     def loss(self) -> torch.Tensor:
-        """Of two made sequences of 16 tokens."""
+        """Return the loss on two random sequences of 16 tokens."""
         tokens = torch.randint(TOKENS, (2, 17))
         found = self.output(self.encoder(self.embedding(tokens[:, :-1])))
         return functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,8 +1,8 @@
-"""A shaped network of namespaces on this machine: one per rank, joined by a bridge, gone when it is left.
+"""A temporary network with limited bandwidth on this machine: one network namespace per rank, joined by a bridge.
 
-A namespace `grace-PID-N` per rank holds one interface, `link0`, whose other end hangs on the bridge of a namespace of
-its own, so that nothing of the machine's own network changes. Both ends are shaped: what a rank sends and what it
-receives each pass at the rate of the link.
+Rank N runs in the namespace `grace-PID-N`, which has one interface, `link0`. The other end of this link is attached to
+a bridge in another namespace. So the machine's own network does not change. Both ends limit the rate: a rank sends and
+receives at the bandwidth of the link.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import TracebackType
 
 from grace.core.errors import ConfigError, GraceError, nearest
 
-# Bits per second; None: ranks share the machine's own loopback, unshaped.
+# Bits per second. None: the ranks share the machine's own loopback, without a limit.
 LINKS: dict[str, int | None] = {
     "100mbit": 10**8,
     "1gbit": 10**9,
@@ -28,7 +28,7 @@ LINKS: dict[str, int | None] = {
 }
 INTERFACE = "link0"
 HUB = "hub"
-# Namespaces are apart from the machine's network, so no address of it is in the way.
+# The namespaces are isolated from the machine's network; so these addresses cannot collide with its own.
 ADDRESS = "10.213.0.{}"
 PREFIX = "grace"
 HOSTS = Path("/etc/netns")
@@ -37,17 +37,17 @@ _NAME = re.compile(rf"{PREFIX}-(\d+)-(?:{HUB}|\d+)")
 
 
 def check_link(link: str, latency: str | None) -> None:
-    """Raises ConfigError unless this machine can make the link; says what to do."""
+    """Raise ConfigError if the link is unknown, or this machine cannot make it."""
     if link not in LINKS:
-        raise ConfigError(f"--link: '{link}' is no link.{nearest(link, LINKS)}")
+        raise ConfigError(f"--link: unknown link '{link}'.{nearest(link, LINKS)}")
     if LINKS[link] is None:
         if latency is not None:
-            raise ConfigError("--latency needs a shaped link; name one with --link, for instance 1gbit.")
+            raise ConfigError("--latency needs a link with limited bandwidth; choose one, for example --link 1gbit.")
         return
     if os.geteuid() != 0:
         raise ConfigError(
             f"--link {link}: network namespaces and traffic control need root; run the command as root "
-            "(sudo), or measure without shaping: --link none."
+            "(sudo), or measure without a bandwidth limit: --link none."
         )
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
@@ -58,18 +58,18 @@ def check_link(link: str, latency: str | None) -> None:
 
 @dataclass(frozen=True)
 class Node:
-    """Where one process of the test bed runs: its namespace (None: the machine's own), address and interface."""
+    """The place of one process in the network: namespace (None: the machine's own), address and interface."""
 
     namespace: str | None
     address: str
     interface: str
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """The words that run a command there."""
+        """Return the command line that runs a command in the namespace."""
         return ["ip", "netns", "exec", self.namespace, *words] if self.namespace else list(words)
 
     def sent_bytes(self) -> int | None:
-        """Bytes that the interface has sent so far; None where ranks share one."""
+        """Return the bytes that the interface has sent so far, or None if the ranks share one interface."""
         if self.namespace is None:
             return None
         path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
@@ -77,9 +77,9 @@ class Node:
 
 
 class Network:
-    """The namespaces of `ranks` ranks, made when it is entered and removed when it is left, whatever happened.
+    """The namespaces of `ranks` ranks: a context manager that makes them on entry and always removes them on exit.
 
-    Raises GraceError where the kernel lacks what it takes, with the command that failed.
+    Raises GraceError with the command that failed, for instance if the kernel lacks a module.
     """
 
     def __init__(self, ranks: int, link: str, latency: str | None = None) -> None:
@@ -134,7 +134,8 @@ class Network:
 
     def _shape(self, namespace: str, device: str) -> None:
         assert self._rate is not None
-        # A bucket of 1 ms, and no less than one packet of 64 KiB; the queue holds what a socket may send ahead.
+        # The token bucket holds 1 ms of traffic, and at least two packets of 64 KiB. The queue is larger than a
+        # socket's send buffer.
         burst = max(128 * 1024, self._rate // 8 // 1000)
         limits = ["rate", f"{self._rate}bit", "burst", str(burst), "limit", str(64 * 1024 * 1024)]
         tc = ["tc", "-n", namespace, "qdisc", "add", "dev", device]
@@ -143,7 +144,7 @@ class Network:
             _run([*tc, "parent", "1:1", "netem", "delay", self._latency, "limit", "100000"])
 
     def _name(self, node: Node) -> None:
-        """What Horovod looks its own host up by must be the namespace's address there."""
+        """Write the namespace's hosts file. Horovod looks up the host's name and must find the namespace's address."""
         folder = HOSTS / str(node.namespace)
         folder.mkdir(parents=True)
         lines = ["127.0.0.1 localhost", f"{node.address} {os.uname().nodename}"]
@@ -151,7 +152,7 @@ class Network:
 
 
 def remove_left_over() -> list[str]:
-    """Remove the namespaces of processes that are no more, for instance killed; their names."""
+    """Remove the namespaces of processes that have ended, for instance by a kill. Return their names."""
     dead = sorted(name for name in _present() if not _runs(name.split("-")[1]))
     for name in dead:
         _remove(name)
@@ -159,14 +160,14 @@ def remove_left_over() -> list[str]:
 
 
 def remove(stem: str) -> None:
-    """Remove the namespaces of one network, with all that runs in them."""
+    """Remove the namespaces of one network and kill all processes in them."""
     for name in _present():
         if name.rpartition("-")[0] == stem:
             _remove(name)
 
 
 def _runs(pid: str) -> bool:
-    """Whether the process is there, and not only its exit status."""
+    """Return whether the process runs. A zombie does not."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -174,14 +175,14 @@ def _runs(pid: str) -> bool:
 
 
 def _present() -> set[str]:
-    """The names of all namespaces that a Network made, and of folders that it left."""
+    """Return the names of all namespaces that a Network made, and of the folders that belong to them."""
     listed = [line.split()[0] for line in _run(["ip", "netns", "list"]).splitlines() if line.strip()]
     folders = [path.name for path in HOSTS.iterdir()] if HOSTS.is_dir() else []
     return {name for name in (*listed, *folders) if _NAME.fullmatch(name)}
 
 
 def _remove(name: str) -> None:
-    # Nothing here may keep the rest from being removed.
+    # Ignore errors, so that one failure does not keep the rest from being removed.
     pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout.split()
     for pid in pids:
         subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
@@ -196,5 +197,5 @@ def _run(command: Sequence[str]) -> str:
         hint = ""
         if "netem" in command:
             hint = " This kernel has no netem (module sch_netem): leave --latency out."
-        raise GraceError(f"the test bed cannot be made: '{' '.join(command)}' failed: {said}.{hint}")
+        raise GraceError(f"cannot make the test network: '{' '.join(command)}' failed: {said}.{hint}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""The steps' times as bars, compute in front."""
+"""Bar chart of the step times, with the compute time in front."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.bench.step.table import lines
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Write the figure: a bar per method with tenth and ninetieth percentile; a dashed line is plain Horovod."""
+    """Write the figure: one bar per method, with the 10th and 90th percentile. A dashed line shows plain Horovod."""
     compute, reference = results[0], results[1]
     shown = results[1:]
     figure = Figure(figsize=(8, 1.5 + 0.35 * len(shown)), layout="constrained")

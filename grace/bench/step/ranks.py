@@ -1,4 +1,4 @@
-"""The processes of one communication library, a rank each, that take orders together."""
+"""The worker processes of one communication library, one per rank."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from grace.bench.step.methods import CYCLE_MS
 from grace.bench.step.network import Network, Node
 from grace.core.errors import GraceError
 
-# Seconds that ranks get to load their libraries and find each other, and for one visit.
+# Time limits in seconds: to load the libraries and connect the ranks, and for one visit.
 START_S, VISIT_S = 180.0, 900.0
-# Horovod's own patience of 30 s would pass while ranks are stopped, and they would shut down when they go on.
+# Gloo's default timeout of 30 s would expire while the ranks are stopped. Horovod would then shut down when they
+# continue.
 PATIENCE_S = 24 * 3600
 PORT = 29_513
-# glibc gives freed memory of this size back to the kernel, so that the gradients of every step are fresh pages, and
-# clearing those takes long: a step of the mlp without exchange needs 96 to 112 ms with them, 70 ms without. Here freed
-# pages are kept, by all methods alike; times then say more of the exchange, and differ less from step to step.
+# glibc returns large freed blocks to the kernel. The gradients of every step then need new pages, which the kernel must
+# clear: a step of the mlp without exchange takes 96 to 112 ms with new pages and 70 ms without. All methods keep freed
+# pages here. The times then depend more on the exchange, and vary less from step to step.
 KEPT_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 * 1024**3)}
 
 
 class Ranks:
-    """Starts one worker per node of the network by hand, without ssh; kills what is left of them when it is left.
+    """One worker per node of the network, without ssh: a context manager that starts them and kills them on exit.
 
-    `cycle_ms` is Horovod's cycle time; `keep_pages` is false where memory is measured and not time.
-    Raises GraceError with the end of what a worker said if one dies or does not answer in time.
+    `cycle_ms` is Horovod's cycle time in milliseconds. `keep_pages` is False if memory is measured instead of time.
+    Raises GraceError with the last lines of a worker's log if the worker dies or does not answer in time.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Ranks:
         self._end()
 
     def visit(self, method: str, options: Mapping[str, Any], warm_up: int, steps: int) -> list[dict[str, Any]]:
-        """Have all ranks make some steps of a method; their answers."""
+        """Make all ranks run some steps of a method. Return their answers."""
         order = json.dumps({"method": method, "options": options, "warm_up": warm_up, "steps": steps})
         for worker in self._workers:
             assert worker.stdin is not None
@@ -81,17 +82,17 @@ class Ranks:
         return self._answers(VISIT_S, method)
 
     def pause(self) -> None:
-        """Keep the processes from the cores, where even idle ones would talk to each other."""
+        """Stop the processes. Even idle ranks use the cores, because Horovod's ranks keep talking to each other."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """The end of a pause."""
+        """Continue after a pause."""
         self._signal(signal.SIGCONT)
 
     # --- starting -------------------------------------------------------------------------------------------------
 
     def _horovod(self) -> list[dict[str, str]]:
-        """The environments in which Horovod's Gloo finds the other ranks."""
+        """Return the environment of each rank, with which Horovod's Gloo finds the other ranks."""
         nodes, size = self._network.nodes, len(self._network.nodes)
         alone = nodes[0].namespace is not None
         hosts = ",".join(f"{node.address}:1" for node in nodes) if alone else f"{nodes[0].address}:{size}"
@@ -125,9 +126,9 @@ class Ranks:
         ]
 
     def _ddp(self) -> list[dict[str, str]]:
-        """The environments in which torch.distributed finds the other ranks."""
+        """Return the environment of each rank, with which torch.distributed finds the other ranks."""
         nodes = self._network.nodes
-        # A namespace has all ports to itself.
+        # In a namespace of their own, the ranks can use any port.
         port = PORT if nodes[0].namespace is not None else _free_port()
         shared = {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(nodes))}
         return [{**shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface} for rank, node in enumerate(nodes)]
@@ -147,7 +148,7 @@ class Ranks:
         )
 
     def _launch(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[str]:
-        """A process of its own session, whose errors go to the log of that name."""
+        """Start a process in its own session. Its stderr goes to the log with this name."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with self._log(name).open("w") as errors:
             return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True, **pipes, **more)
@@ -155,7 +156,7 @@ class Ranks:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def _answers(self, seconds: float, what: str) -> list[dict[str, Any]]:
-        """A line of each rank."""
+        """Read one line from each rank and return the decoded answers."""
         found: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
@@ -205,7 +206,7 @@ class Ranks:
 
 
 def _plain(environment: Any) -> dict[str, str]:
-    """The environment without what a launcher or a user's configuration would change in the ranks."""
+    """Return the environment without the variables of launchers and of the user's configuration."""
     dropped = ("HOROVOD_", "GRACE_CONFIG", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_SIZE", "MALLOC_")
     return {name: value for name, value in environment.items() if not name.startswith(dropped)}
 

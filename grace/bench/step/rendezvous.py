@@ -1,6 +1,6 @@
-"""Horovod's meeting place for ranks that are started by hand: `python -m grace.bench.step.rendezvous HOST:1,...`.
+"""Horovod's rendezvous server for ranks that no launcher started: `python -m grace.bench.step.rendezvous HOST:1,...`.
 
-Prints its port, and serves until its standard input ends.
+It prints its port and serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Serve the ranks of these hosts."""
+    """Serve the ranks on the hosts of the command line."""
     answers = os.dup(1)
     os.dup2(2, 1)
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts

@@ -1,4 +1,4 @@
-"""Methods and baselines in turns over one network: A B C A B C, so that what drifts meets all of them alike."""
+"""Timing of methods and baselines in turns over one network: A B C A B C, so that drift affects all methods equally."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods of a run have in common."""
+    """The settings that all methods of a run share."""
 
     framework: str
     model: str
@@ -27,22 +27,25 @@ class Setting:
     latency: str | None
     rounds: int
     steps: int
-    # Of the configurations of all compressors.
+    # Part of the configuration of every compressor.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def options_of(self, method: Method) -> dict[str, Any]:
-        """The options of a method's configuration."""
+        """Return the options of a method's configuration."""
         return {**self.options, **method.options} if method.compresses else {}
 
     @property
     def rate(self) -> int | None:
-        """Bits per second of a link."""
+        """Bandwidth of a link in bits per second, None without a limit."""
         return LINKS[self.link]
 
 
 @dataclass
 class Result:
-    """What was seen of one method: the slowest rank's seconds of every step, and bytes of one step and rank."""
+    """The measurements of one method.
+
+    `times` holds the seconds of every step on its slowest rank. `sent` and `reported` are bytes per step and rank.
+    """
 
     method: Method
     setting: Setting
@@ -51,7 +54,7 @@ class Result:
     reported: int | None = None
 
     def add(self, visits: Sequence[dict[str, Any]]) -> None:
-        """Take in the answers of all ranks."""
+        """Add the answers of all ranks."""
         self.times += [max(step) for step in zip(*(visit["times"] for visit in visits), strict=True)]
         steps = self.setting.steps
         self.sent += [visit["sent"] / steps for visit in visits if visit["sent"] is not None]
@@ -60,12 +63,12 @@ class Result:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Median time of a step in seconds."""
         return statistics.median(self.times)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Tenth and ninetieth percentile of a step's seconds."""
+        """10th and 90th percentile of a step's time in seconds."""
         if len(self.times) == 1:
             return self.times[0], self.times[0]
         tenths = statistics.quantiles(self.times, n=10, method="inclusive")
@@ -73,11 +76,14 @@ class Result:
 
     @property
     def wire_bytes(self) -> int | None:
-        """Bytes that a rank's interface sends in a step; None without interfaces of their own."""
+        """Bytes that a rank's interface sends in a step; None if the ranks share one interface."""
         return round(statistics.fmean(self.sent)) if self.sent else None
 
     def to_dict(self, compute: Result, reference: Result) -> dict[str, Any]:
-        """JSON-able and complete; `speedup_bound` is what free codecs would reach."""
+        """Return the settings, measurements and derived figures as an object for JSON.
+
+        `speedup_bound` is the speedup over Horovod if compression took no time.
+        """
         setting, wire = self.setting, self.wire_bytes
         on_wire = 8 * wire / setting.rate if wire is not None and setting.rate is not None else 0.0
         return {
@@ -101,9 +107,10 @@ class Result:
 
 
 class Bed:
-    """A network and ranks on it, which are started when a method first needs them and stopped while others have turns.
+    """A network with groups of ranks.
 
-    `progress(text)` hears of what comes next.
+    A group starts when a method first needs it, and is paused during the turns of other groups. `progress(text)` is
+    called before each start and each visit.
     """
 
     def __init__(self, setting: Setting, progress: Callable[[str], None]) -> None:
@@ -122,7 +129,7 @@ class Bed:
         self._stack.__exit__(kind, error, trace)
 
     def measure(self, methods: list[Method]) -> list[Result]:
-        """Results in this order. Raises GraceError if a rank fails."""
+        """Time the methods in turns. Return their results in the given order. Raises GraceError if a rank fails."""
         setting = self._setting
         results = [Result(method, setting) for method in methods]
         groups = [self._ranks(result.method) for result in results]
@@ -147,6 +154,9 @@ class Bed:
 
 
 def measure(setting: Setting, methods: list[Method], progress: Callable[[str], None]) -> list[Result]:
-    """What `Bed.measure` finds in a test bed of its own. Raises GraceError where it cannot be made or a rank fails."""
+    """Make a network, time the methods on it and return their results.
+
+    Raises GraceError if the network cannot be made or a rank fails.
+    """
     with Bed(setting, progress) as bed:
         return bed.measure(methods)

@@ -1,4 +1,4 @@
-"""Methods and baselines of `grace bench step` in TensorFlow with Keras' optimizers: steps are traced functions."""
+"""The methods and baselines of `grace bench step` in TensorFlow, with Keras optimizers and traced steps."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from grace.bench.step.worker import SEED, Side, Training
 
 
 def make(family: str, model: str) -> Side:
-    """The side of Horovod, the only one here."""
+    """Return the side of Horovod, the only one for TensorFlow."""
     threads = int(os.environ["OMP_NUM_THREADS"])
     tf.config.threading.set_intra_op_parallelism_threads(threads)
-    # Exchange and gradients wait for each other in operations of their own.
+    # Two threads, because an operation of the exchange may block while the gradients are computed.
     tf.config.threading.set_inter_op_parallelism_threads(2)
     return HorovodSide(model)
 
 
 class _Step:
-    """Training on made data, new in every step."""
+    """Training on random data, different in every step."""
 
     def __init__(self, step: Callable[[], Any], variables: Any, report: Callable[[], int] | None = None) -> None:
         self._step, self._variables, self._report = tf.function(step, jit_compile=False), variables, report
 
     def step(self) -> None:
-        # Until the value is there, so that the next step does not begin beside this one.
+        # Wait for the value, so that steps do not overlap.
         self._step().numpy()
 
     def reported(self) -> int | None:
@@ -44,7 +44,10 @@ class _Step:
 
 
 class HorovodSide:
-    """Horovod's DistributedGradientTape, because its Keras optimizer does not reduce under Keras 3; and grace."""
+    """Horovod's DistributedGradientTape, and grace.
+
+    Horovod's Keras optimizer is no baseline, because it does not reduce gradients under Keras 3.
+    """
 
     def __init__(self, model: str) -> None:
         logging.getLogger("grace").setLevel(logging.WARNING)
@@ -69,7 +72,7 @@ class HorovodSide:
             exchange = optimizer.grace
             report = lambda: hops(exchange, hvd.size())  # noqa: E731
         variables = model.trainable_variables
-        # Horovod asks for TensorFlow's own variables.
+        # Horovod needs TensorFlow's own variables.
         sources = [variable.value for variable in variables]
         optimizer.build(variables)
         self._held = [variable.value for variable in (*model.variables, *optimizer.variables)]
@@ -87,7 +90,7 @@ class HorovodSide:
         return _Step(step, variables, report)
 
     def _free(self) -> None:
-        """Empty the variables of the last training; a traced step of an optimizer of Keras holds them for ever."""
+        """Empty the variables of the last training, because a traced step of a Keras optimizer never releases them."""
         for variable in self._held:
             nothing = tf.zeros([], variable.dtype)
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing, validate_shape=False)

@@ -1,4 +1,4 @@
-"""Methods and baselines of `grace bench step` in PyTorch."""
+"""The methods and baselines of `grace bench step` in PyTorch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from grace.bench.step.worker import SEED, Side, Training
 
 
 def make(family: str, model: str) -> Side:
-    """A side of the family "horovod" or "ddp"."""
+    """Return the side of the family "horovod" or "ddp"."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return HorovodSide(model) if family == "horovod" else DdpSide(model)
 
 
 class _Step:
-    """Training on made data, new in every step."""
+    """Training on random data, different in every step."""
 
     def __init__(self, model: Any, optimizer: Any, loss: Any, report: Any = None) -> None:
         self._model, self._optimizer, self._loss, self._report = model, optimizer, loss, report
@@ -45,7 +45,7 @@ class HorovodSide:
     def __init__(self, model: str) -> None:
         import horovod.torch as hvd
 
-        # Here, so that its modules are not taken for memory of a method.
+        # A local import before the measurement, so that grace's modules do not count as memory of a method.
         import grace.torch
 
         logging.getLogger("grace").setLevel(logging.WARNING)
@@ -79,7 +79,7 @@ class DdpSide:
     """PyTorch's own DistributedDataParallel over Gloo."""
 
     def __init__(self, model: str) -> None:
-        # Here, so that their modules are not taken for memory of a method.
+        # A local import before the measurement, so that the hooks' modules do not count as memory of a method.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         self._hooks, self._powersgd = default_hooks, powerSGD_hook
@@ -93,7 +93,8 @@ class DdpSide:
         torch.manual_seed(SEED)
         model = self._model()
         torch.manual_seed(SEED + torch.distributed.get_rank())
-        # Of several buckets PowerSGD's hook would start collectives in an order that differs between the ranks.
+        # With several buckets, PowerSGD's hook starts collectives in an order that differs between the ranks. One
+        # bucket avoids that.
         megabytes = 4096 if method == "ddp-powersgd" else None
         ddp = torch.nn.parallel.DistributedDataParallel(_Loss(model), bucket_cap_mb=megabytes)
         if method == "ddp-fp16":
@@ -106,12 +107,12 @@ class DdpSide:
 
 
 def _sgd(model: Any) -> torch.optim.Optimizer:
-    """The one that passes over the weights once, so that a step is about gradients."""
+    """Return SGD in its fused form, which passes over the weights only once and takes the least time of the step."""
     return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
 
 
 class _Loss(torch.nn.Module):
-    """DistributedDataParallel acts on `forward`."""
+    """The model's loss as a module, because DistributedDataParallel acts on `forward`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

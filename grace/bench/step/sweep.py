@@ -1,8 +1,7 @@
-"""`grace bench step --sweep`: the engine's choices for each compressor, one after the other.
+"""The command `grace bench step --sweep`: tune the engine's options for each compressor, one after the other.
 
-First the sizes of buckets, then from which size on tensors are cut, the granularities, and Horovod's cycle times, each
-with the best of what came before. What is compared takes turns, beside a step without exchange and plain Horovod of its
-own.
+The order is bucket size, split size, granularity and Horovod's cycle time. Each option is tried with the best values of
+the options before it. The values of an option take turns with a step without exchange and with plain Horovod.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ SPLIT_BYTES = tuple(n * 1024**2 for n in (0, 8, 16, 32, 64))
 CYCLES_MS = (0.5, 1.0, 2.0, 5.0)
 CYCLE = "cycle_time_ms"
 
-# By the option's name, in the order of the sweep; all but the cycle time are of grace's configuration.
+# The values to try by name of the option, in the order of the sweep. All options but the cycle time belong to grace's
+# configuration.
 Choices = Mapping[str, Sequence[Any]]
 
 
@@ -30,13 +30,13 @@ def choices(
     split_bytes: Sequence[int] = SPLIT_BYTES,
     cycles_ms: Sequence[float] = CYCLES_MS,
 ) -> Choices:
-    """What a sweep tries."""
+    """Return the values that a sweep tries."""
     return {"bucket_bytes": bucket_bytes, "split_bytes": split_bytes, "granularity": GRANULARITIES, CYCLE: cycles_ms}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A choice that was measured, with the step without exchange and plain Horovod that took turns with it."""
+    """The measurement of one value, with the step without exchange and plain Horovod that took turns with it."""
 
     swept: str
     result: Result
@@ -46,20 +46,20 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The choice as it is written."""
+        """The value as text: `option=value`."""
         method = self.result.method
         value = method.cycle_ms if self.swept == CYCLE else method.options[self.swept]
         return f"{self.swept}={value}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able and complete."""
+        """Return the settings, measurements and derived figures as an object for JSON."""
         return {**self.result.to_dict(self.compute, self.reference), "swept": self.swept, "best": self.best}
 
 
 def sweep(setting: Setting, names: Sequence[str], tried: Choices, progress: Callable[[str], None]) -> list[Trial]:
-    """Trials of every compressor in the order of `tried`, each kind with the best of the kinds before it.
+    """Run the trials of every compressor, in the order of `tried`, each with the best values of the options before it.
 
-    `progress(text)` hears of what comes next. Raises GraceError where the test bed or a rank fails.
+    Calls `progress(text)` before each visit. Raises GraceError if the network cannot be made or a rank fails.
     """
     trials = []
     best = [Method(name) for name in names]
@@ -76,13 +76,13 @@ def sweep(setting: Setting, names: Sequence[str], tried: Choices, progress: Call
 
 
 def visits(setting: Setting, names: Sequence[str], tried: Choices) -> int:
-    """What `progress` of a sweep hears."""
+    """Return the number of progress reports of a sweep."""
     turns = sum(2 + len(names) * len(values) for values in tried.values())
     return setting.rounds * turns + len({CYCLE_MS, *tried[CYCLE]})
 
 
 def lines(trials: Sequence[Trial]) -> list[str]:
-    """Title, and for every compressor a head and a line per choice, of which the best are marked."""
+    """Return the title, and for every compressor the headings and one line per value. The best values are marked."""
     setting = trials[0].result.setting
     first = max(len(text) for trial in trials for text in (trial.label, trial.result.method.name))
     found = [f"{place(setting)}; {setting.rounds} rounds of {setting.steps} steps"]

@@ -9,13 +9,16 @@ from grace.bench.step.run import Result, Setting
 from grace.bench.table import SECONDS, digits, scaled
 from grace.machine import processor
 
-HEAD = ("median", "p10", "p90", "sent/step", "said", "x Horovod", "codecs free")
-WIDTHS = (8, 8, 8, 10, 7, 10, 12)
+HEAD = ("median", "p10", "p90", "sent/step", "reported", "x Horovod", "upper bound")
+WIDTHS = (8, 8, 8, 10, 8, 10, 12)
 BYTES = ((1e-9, "GB"), (1e-6, "MB"), (1e-3, "KB"), (1.0, "B"))
 
 
 def lines(results: Sequence[Result]) -> list[str]:
-    """Title, head and a line per method; the first result is the step without exchange, the second plain Horovod."""
+    """Return the title, the headings and one line per method.
+
+    The first result must be the step without exchange, the second plain Horovod.
+    """
     compute, reference = results[0], results[1]
     first = max(len(name) for name in ("method", *(result.method.name for result in results)))
     rows = [line(first, result.method.name, cells(result, compute, reference), WIDTHS) for result in results]
@@ -25,8 +28,8 @@ def lines(results: Sequence[Result]) -> list[str]:
 
 
 def place(setting: Setting) -> str:
-    """What is trained, where, with which options."""
-    delay = f" with {setting.latency} more delay" if setting.latency else ""
+    """Return a description of the run: model, framework, ranks, processor, link and options."""
+    delay = f" with {setting.latency} additional delay" if setting.latency else ""
     options = "".join(f"; {key}={json.dumps(value)}" for key, value in setting.options.items())
     return (
         f"{setting.model} in {setting.framework}; {setting.ranks} ranks on {processor()}; "
@@ -35,7 +38,7 @@ def place(setting: Setting) -> str:
 
 
 def cells(result: Result, compute: Result, reference: Result) -> list[str]:
-    """The columns of HEAD."""
+    """Return the cells of a line, in the order of HEAD."""
     found = result.to_dict(compute, reference)
     sent, reported = found["wire_bytes"], found["reported_bytes"]
     low, high = result.spread
@@ -49,6 +52,6 @@ def cells(result: Result, compute: Result, reference: Result) -> list[str]:
 
 
 def line(first: int, name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
-    """The name in `first` columns, and cells of these widths, to the right."""
+    """Return a line: the name, padded to `first` characters, and right-aligned cells of these widths."""
     aligned = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
     return "  ".join([name.ljust(first), *aligned])

@@ -1,7 +1,7 @@
-"""One rank of `grace bench step`: takes orders from its standard input, a line of JSON each, and answers likewise.
+"""One rank of `grace bench step`. It reads orders from standard input and writes answers, each as one line of JSON.
 
-An order is {"method": ..., "options": {...}, "warm_up": n, "steps": n}; the answer is a `Visit`. The end of the input
-is the end.
+An order is {"method": ..., "options": {...}, "warm_up": n, "steps": n}; the answer is a `Visit`. The process ends when
+its input ends.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ SEED = 1234
 
 @dataclass
 class Visit:
-    """What one rank saw of some steps of one method."""
+    """The measurements of one rank for some steps of one method."""
 
     times: list[float]
-    # Bytes that the rank's interface sent in these steps, None where there is no interface of its own.
+    # Bytes that the rank's interface sent in these steps; None if the ranks share one interface.
     sent: int | None
-    # Bytes that the method says it sends in a step; None of a baseline.
+    # Bytes per step that the method reports as sent; None for a baseline.
     reported: int | None
-    # The most that the process held at once, above what it held before the model was made; tells something in fresh
-    # processes that give freed pages back.
+    # The peak memory of the process minus what it held before the model was made. It is meaningful in new processes
+    # that return freed pages to the system.
     peak_bytes: int
     gradient_bytes: int
 
 
 class Training(Protocol):
-    """One model and optimizer, ready to make steps."""
+    """One model and optimizer, ready to train."""
 
     def step(self) -> None:
-        """Forward, backward, exchange, update."""
+        """Run forward pass, backward pass, exchange and update."""
 
     def reported(self) -> int | None:
-        """Bytes that the method says a rank sends in a step, all hops counted."""
+        """Return the bytes that the method reports as sent by a rank in a step, over all hops; None for a baseline."""
 
     def gradient_bytes(self) -> int:
-        """Of all gradients together."""
+        """Return the size of all gradients in bytes."""
 
 
 class Side(Protocol):
     """One communication library in one framework, initialized."""
 
     def train(self, method: str, options: Mapping[str, Any]) -> Training:
-        """A model under a method's optimizer, with options of grace's configuration."""
+        """Make a model and an optimizer for the method. `options` belong to grace's configuration."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -61,7 +61,7 @@ class Side(Protocol):
 
 def serve(make_side: Callable[[str], Side], family: str, interface: str | None) -> None:
     """Answer orders until the input ends."""
-    # What frameworks print must not come between the answers.
+    # Send standard output to stderr, so that the frameworks' output does not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     side = make_side(family)
@@ -74,7 +74,7 @@ def serve(make_side: Callable[[str], Side], family: str, interface: str | None) 
 def visit(
     side: Side, method: str, options: Mapping[str, Any], warm_up: int, steps: int, interface: str | None
 ) -> Visit:
-    """Make a model under the method and time its steps."""
+    """Make a model for the method and time its steps."""
     held = _forget_peak()
     training = side.train(method, options)
     for _ in range(warm_up):
@@ -91,7 +91,7 @@ def visit(
     after = _sent(interface)
     sent = None if before is None or after is None else after - before
     known = [report for report in reports if report is not None]
-    # What a method sends may change from step to step.
+    # The bytes may differ from step to step.
     reported = round(statistics.fmean(known)) if known else None
     found = Visit(times, sent, reported, _memory("VmHWM") - held, training.gradient_bytes())
     del training
@@ -100,15 +100,15 @@ def visit(
 
 
 def _forget_peak() -> int:
-    """Have the kernel measure the peak anew; bytes that the process holds now."""
-    # A kernel may be built without; then the peak is that since the process began.
+    """Reset the kernel's record of the process' peak memory. Return the bytes that the process holds now."""
+    # Some kernels cannot reset it; then the peak counts from the start of the process.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 
 
 def _memory(name: str) -> int:
-    """Bytes of a line in the kernel's account of this process."""
+    """Return the bytes in a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
@@ -125,7 +125,7 @@ def _sent(interface: str | None) -> int | None:
 
 
 def main() -> None:
-    """`python -m grace.bench.step.worker FRAMEWORK FAMILY MODEL INTERFACE|-`."""
+    """Run `python -m grace.bench.step.worker FRAMEWORK FAMILY MODEL INTERFACE|-`."""
     framework, family, model, interface = sys.argv[1:]
     if framework == "torch":
         from grace.bench.step import side_torch as sides

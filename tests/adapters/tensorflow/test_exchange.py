@@ -274,7 +274,7 @@ def test_checkpoint_of_another_rank_loads_with_a_message(name, launch):
     for number, rank in enumerate(ranks[1:], 1):
         for messages in rank["messages"]:
             (message,) = messages
-            assert f"is of rank 0 of {launch[1]} and this is rank {number}" in message
+            assert f"rank 0 of {launch[1]} saved this checkpoint, and rank {number}" in message
             assert "residuals start from zero" in message
         assert rank["as without a past"]
         assert not rank["as with it"]

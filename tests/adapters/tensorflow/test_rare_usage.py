@@ -25,7 +25,7 @@ def test_an_exchange_knows_its_variables():
     assert same(ranks)
     # Half of 8 elements travels in each of 4 steps: 4, 8, 8 and 8 with its own residual, in any order.
     assert ranks[0]["sums"] == [28.0, 2800.0]
-    assert "built for the variables a, b, and received gradients of a, other" in ranks[0]["other"]
+    assert "built for the variables a, b, but received gradients of a, other" in ranks[0]["other"]
 
 
 def test_models_that_their_first_batch_builds_are_broadcast_after_it():
@@ -61,8 +61,8 @@ def test_ranks_at_different_iterations_are_told():
 
 def test_odds_and_ends():
     for result in scenario("odds_and_ends", TWO):
-        assert "gradient_accumulation_steps of the optimizers in it" in result["multi"]
-        assert "built once" in result["built twice"]
+        assert "gradient_accumulation_steps of its optimizers" in result["multi"]
+        assert "already built" in result["built twice"]
         assert "'process_set'" in result["process set"]
         assert result["saved"] == "SGD"
         assert result["tape is gone"]

@@ -308,7 +308,7 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name():
     assert "already wrapped" in result["wrapped"]
     assert "torch.optim.Optimizer" in result["not an optimizer"]
     assert "wrap it" in result["add_param_group"]
-    assert "unknown to Horovod" in result["process set"]
+    assert "is not registered with Horovod" in result["process set"]
 
 
 @several_ranks
