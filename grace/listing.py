@@ -153,11 +153,12 @@ def as_markdown() -> str:
         "",
         "The columns `memory` and `communicator` show the defaults. `bits per element` is what one rank sends for a",
         f"float32 gradient of {EXAMPLE.shape[0]} x {EXAMPLE.shape[1]} elements with the default options, without the "
-        "header of the bucket. A number after *about*",
-        f"depends on the data: it is the mean of {STEPS} steps with the default memory on a gradient of "
-        f"{MEASURED.shape[0]} x {MEASURED.shape[1]} elements,",
-        f"drawn in every step from a normal distribution with standard deviation {DEVIATION}. Real gradients give",
-        "other numbers. A kept element is one that is sent. The flags:",
+        "header of the bucket.",
+        f"A number after *about* depends on the data: it is the mean of {STEPS} steps with the default memory on a "
+        "gradient of",
+        f"{MEASURED.shape[0]} x {MEASURED.shape[1]} elements, drawn in every step from a normal distribution with "
+        f"standard deviation {DEVIATION}.",
+        "Real gradients give other numbers. A kept element is one that is sent. The flags:",
         "",
         *(f"- {flag}: {meaning}." for flag, meaning in FLAGS.items()),
         "- error feedback: whether the method needs a memory of what it did not send. *harms* marks sign votes, and "
