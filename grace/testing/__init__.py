@@ -1,4 +1,6 @@
-"""Contract tests for parts of grace, also those that live elsewhere; needs pytest, but no framework.
+"""Contract tests for compressors, memories and array operations, inside and outside grace.
+
+They need pytest, but no framework. Example:
 
 import grace.testing, pytest, my_package
 
@@ -7,7 +9,7 @@ class TestMine(grace.testing.CompressorContract):
     def compressor(self, request):
         return request.param
 
-`Traced` before a contract runs it in graphs of TensorFlow.
+With the mixin `Traced` before a contract, the tests run in TensorFlow graphs.
 """
 
 from __future__ import annotations

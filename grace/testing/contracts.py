@@ -36,69 +36,70 @@ from grace.testing.harness import (
 from grace.testing.poison import PoisonOps
 from grace.testing.unit_contract import UnitContract
 
-# Of a statistical check on right code: at most this chance to fail, were the seeds not fixed.
+# The largest probability that a statistical check fails on correct code, if the seeds were not fixed.
 FALSE_ALARM = 1e-6
 
 
 class CompressorContract(UnitContract):
-    """What every compressor promises. Subclass it and override the fixture `compressor`.
+    """Tests that every compressor must pass. Derive a test class and override the fixture `compressor`.
 
-    The methods take their fixtures as plain arguments, so they can also be called directly on a broken compressor.
+    The test methods take their fixtures as plain arguments. So they can also be called directly, on a broken
+    compressor.
     """
 
-    # The tensor of the tests that need only one; the others go through all shapes and dtypes that fit.
+    # The tensor of tests that need only one. All other tests use every shape and dtype that fits the compressor.
     shape: ClassVar[tuple[int, ...]] = (24, 40)
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (0,), (1,), (7,), (24, 40), (130,), (0, 3), (13, 11))
-    # Those for frameworks other than NumPy, which are held to its bytes.
+    # The shapes for other frameworks than NumPy. Their bytes are compared with NumPy's.
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (24, 40), (0,), (7,))
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64", "float16", "bfloat16")
-    # What must give the same bytes; NumPy is the reference.
+    # The frameworks that must give the same bytes. NumPy is the reference.
     frameworks: ClassVar[tuple[str, ...]] = FRAMEWORKS
-    # Random keys in a statistical check.
+    # The number of random keys in a statistical check.
     trials: ClassVar[int] = 200
 
     @pytest.fixture
     def compressor(self) -> Compressor:
-        """The compressor under test."""
+        """Return the compressor under test."""
         raise pytest.UsageError("override the fixture 'compressor' of CompressorContract")
 
     @pytest.fixture(params=FRAMEWORKS)
     def ops(self, request: pytest.FixtureRequest) -> ArrayOps:
-        """The array operations under test: every installed framework."""
+        """Return the array operations under test, for every installed framework."""
         return get_ops(request.param)
 
     def reordered(self, compressor: Compressor, dtype: str) -> str | None:
-        """Why payloads of such gradients may differ by rounding between frameworks; None: they are the same bytes."""
+        """Return why payloads may differ by rounding between frameworks, or None if their bytes are equal."""
         return None
 
     def rounding(self, compressor: Compressor) -> int:
-        """By how many roundings of the norm such payloads may differ when they are decoded."""
+        """Return the allowed difference of decoded payloads, as a multiple of eps times the norm."""
         return 64
 
     def tied(self, compressor: Compressor, case: str) -> bool:
-        """Whether frameworks may break a tie in this gradient differently, so that their results are not compared."""
+        """Return whether frameworks may break a tie in this gradient differently. Then the results are not compared."""
         return False
 
     def specs(self, compressor: Compressor, ops: ArrayOps | None = None) -> list[TensorSpec]:
-        """Every tensor under test that the compressor takes."""
+        """Return all tensors under test that fit the compressor."""
         shapes = self.shapes if ops is None or ops.name == "numpy" else self.few_shapes
-        # The dtype matters to the arithmetic and the shape to the layout: not every pair is worth the time.
+        # The dtype affects the arithmetic and the shape affects the layout. So not every pair is tested, to save time.
         of_dtype = {dtype: shapes if dtype == "float32" else shapes[1::3] for dtype in self.dtypes}
         specs = [TensorSpec(f"t{s}{d}", s, d) for d in self.dtypes for s in of_dtype[d]]
         fit = [spec for spec in specs if compressor.unfit(spec) is None]
-        assert fit, f"{compressor} takes none of the shapes {shapes}; override `shapes`, `few_shapes` and `shape`"
+        assert fit, f"no shape of {shapes} fits {compressor}; override `shapes`, `few_shapes` and `shape`"
         return fit
 
     def spec(self, compressor: Compressor, dtype: str = "float32") -> TensorSpec:
-        """The tensor of the tests that need only one."""
+        """Return the tensor of tests that need only one."""
         spec = TensorSpec("t", self.shape, dtype)
-        assert compressor.unfit(spec) is None, f"{compressor} does not take {self.shape}; override `shape`"
+        assert compressor.unfit(spec) is None, f"the shape {self.shape} does not fit {compressor}; override `shape`"
         return spec
 
     def cases(
         self, compressor: Compressor, ops: ArrayOps | None = None
     ) -> Iterator[tuple[TensorSpec, str, np.ndarray[Any, Any]]]:
-        """Every tensor with every gradient."""
+        """Yield every tensor with every gradient: spec, name of the case, gradient."""
         for spec in self.specs(compressor, ops):
             for name, x in inputs(spec).items():
                 yield spec, name, x
@@ -234,14 +235,14 @@ class CompressorContract(UnitContract):
 
     def test_bytes_are_equal_in_every_framework(self, compressor: Compressor) -> None:
         if len(self.frameworks) < 2:
-            pytest.skip("one framework is installed, there is nothing to compare it with")
+            pytest.skip("only one framework is installed; the test compares frameworks")
         reference, *others = (get_ops(framework) for framework in self.frameworks)
         for spec, case, x in self.cases(compressor):
             exact = self.reordered(compressor, spec.dtype) is None
             if self.tied(compressor, case):
                 continue
             for ops in others:
-                # Graphs are made per shape, which takes longer than all the rest.
+                # TensorFlow traces a graph per shape, which takes longer than everything else.
                 if ops.name == "tensorflow" and spec.shape not in self.few_shapes:
                     continue
                 below = flushed_below(ops, spec.work_dtype)
@@ -251,9 +252,9 @@ class CompressorContract(UnitContract):
                     assert mine == theirs or not same(seen, x), (spec, case, ops.name)
                     if mine == theirs:
                         continue
-                # A framework that computes with 0 in place of denormals may still move them into the payload.
+                # A framework that flushes denormals to 0 in arithmetic may still copy them into the payload.
                 decoded = [self._decoded(compressor, o, spec, given) for o, given in ((ops, x), (reference, seen))]
-                # Vectors of close singular values lose some more digits than sums.
+                # Singular vectors of close singular values lose more digits than sums do.
                 rounding = 0.0 if exact else self.rounding(compressor) * EPS[spec.work_dtype] * np.linalg.norm(wide(x))
                 bound = rounding + spec.numel * (SMALLEST[spec.work_dtype] + below)
                 assert np.abs(decoded[0] - decoded[1]).max(initial=0.0) <= bound, (spec, case, ops.name)
@@ -264,7 +265,7 @@ class CompressorContract(UnitContract):
         ex = exchange(compressor, ops, spec, [x])
         return wide(host(ops, compressor.decompress(ex.payloads[0], ex.sites[0])))
 
-    # --- what is carried and what is left -----------------------------------------------------------------------
+    # --- decoded gradient and residual --------------------------------------------------------------------------
 
     def test_decoded_gradients_are_finite_and_of_the_working_dtype(self, compressor: Compressor, ops: ArrayOps) -> None:
         for spec, case, x in self.cases(compressor, ops):
@@ -282,7 +283,7 @@ class CompressorContract(UnitContract):
                 continue
             carried = host(ops, compressor.decompress(ex.payloads[0], ex.sites[0]))
             left = host(ops, compressor.residual_(ex.xs[0], ex.payloads[0], ex.sites[0]))
-            # A difference of floats is rounded once, and so is the sum that undoes it; a sparsifier only moves values.
+            # The difference of two floats is rounded once, and so is the sum here. A sparsifier only copies values.
             rounding = 0.0 if compressor.sparsifies else EPS[spec.work_dtype]
             allowed = rounding * (np.abs(wide(x)) + np.abs(wide(carried))) + 2 * flushed_below(ops, spec.work_dtype)
             error = np.abs(wide(left) + wide(carried) - wide(x))
@@ -300,7 +301,7 @@ class CompressorContract(UnitContract):
                 continue
             decoded = host(ops, compressor.decompress(payload, at))
             kept = host(ops, compressor.erase_(ones, payload, at))
-            # What was carried inexactly may decode to zero.
+            # A value that was sent inexactly may decode to zero.
             assert set(np.unique(kept)) <= {0, 1}, spec
             assert not decoded[kept == 1].any(), spec
             if compressor.sparsifies:
@@ -316,7 +317,8 @@ class CompressorContract(UnitContract):
             x = inputs(spec)[case]
             total, norm = wide(x), np.linalg.norm(wide(x))
             signs = np.random.default_rng(3).choice([-1.0, 1.0], (4, spec.numel))
-            # The mean error along directions, among them the gradient itself: sums of many small independent errors.
+            # The errors are projected onto some directions, one of them the gradient itself. Each projection is a sum
+            # of many small independent errors.
             directions = np.vstack([np.ones(spec.numel), np.sign(total), total / norm * math.sqrt(spec.numel), signs])
             errors = np.array(
                 [
@@ -324,8 +326,9 @@ class CompressorContract(UnitContract):
                     for ex in (exchange(compressor, ops, spec, [x], step=step) for step in range(self.trials))
                 ]
             )
-            # 6.5 standard deviations: below 1e-10 for each of 7 directions and 3 gradients, were errors normal; the
-            # margin to FALSE_ALARM is for their tails. The second term is the rounding of the values themselves.
+            # For normal errors, 6.5 standard deviations have a probability below 1e-10, for each of 7 directions and 3
+            # gradients. The margin to FALSE_ALARM allows for heavier tails. The second term is the rounding of the
+            # values.
             allowed = 6.5 * errors.std(axis=0, ddof=1) / math.sqrt(self.trials) + 1e-6 * norm * math.sqrt(spec.numel)
             assert (np.abs(errors.mean(axis=0)) <= allowed).all(), (case, errors.mean(axis=0) / allowed)
 
@@ -352,21 +355,22 @@ class CompressorContract(UnitContract):
                 assert not any(errors), case
                 continue
             shares = (np.array(errors) / norm) ** 2
-            # Hoeffding's bound for a mean of shares of at most max(1, ...), if the compressor draws at random.
+            # Hoeffding's bound for the mean of shares between 0 and max(1, ...), for a compressor that draws at random.
             spread = max(1.0, shares.max()) * math.sqrt(math.log(1 / FALSE_ALARM) / (2 * trials))
-            # Decoded values are rounded to the working dtype, relatively and, next to zero, absolutely.
+            # Decoded values are rounded to the working dtype: with a relative error, and near zero with an absolute
+            # one.
             smallest = SMALLEST[spec.work_dtype] + flushed_below(ops, spec.work_dtype)
             rounding = 1e-6 + math.sqrt(spec.numel) * smallest / norm
             bound = 1 - delta + (spread if trials > 1 else 0.0)
             assert math.sqrt(shares.mean()) <= math.sqrt(bound) + rounding, (case, shares.mean(), bound)
 
     def _several(self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec) -> Exchange:
-        # Three ranks, but two where each of them has other graphs.
+        # Three ranks, but two for TensorFlow, which traces a graph per rank.
         ranks = 2 if ops.name == "tensorflow" else 3
         return exchange(compressor, ops, spec, [draw(spec, seed) for seed in range(ranks)])
 
     def _random_cases(self, ops: ArrayOps) -> tuple[str, ...]:
-        # The other frameworks are held to the bytes of NumPy; all gradients again would only take time.
+        # Other frameworks give the same bytes as NumPy, which another test checks. So one gradient is enough.
         return ("normal", "heavy tail", "one element") if ops.name == "numpy" else ("normal",)
 
     def _payload(
@@ -385,7 +389,7 @@ class CompressorContract(UnitContract):
             alike = all(ops.length(a[f.name]) == ops.length(b[f.name]) for f in fields)
             assert alike, "payloads of different lengths cannot be added"
             decoded = [wide(host(ops, compressor.decompress(p, at))) for p in (added, a, b)]
-            # One rounding of the sum in the dtype that travels, and those of the decoding.
+            # One rounding of the sum in the dtype of the payload, and the roundings of the decoding.
             eps = max((EPS.get(f.dtype, 0.0) for f in fields if f.wire), default=0.0) + 32 * EPS[spec.work_dtype]
             scale = np.abs(decoded[1]).max(initial=0.0) + np.abs(decoded[2]).max(initial=0.0)
             assert np.abs(decoded[0] - decoded[1] - decoded[2]).max(initial=0.0) <= eps * scale, spec
@@ -399,7 +403,7 @@ class CompressorContract(UnitContract):
             merged = wide(host(ops, merged))
             decoded = [wide(host(ops, compressor.decompress(p, at))) for p in ex.payloads]
             if not compressor.averages:
-                # Scale-free: what ranks that agree say does not grow with their number.
+                # A vote: if all ranks agree, the result does not grow with their number.
                 alike = host(ops, compressor.merge([ex.payloads[0]] * len(ex.payloads), at))
                 assert np.array_equal(wide(alike), decoded[0]), spec
                 continue

@@ -1,4 +1,4 @@
-"""What the contracts share: inputs that methods find hard, and the engine's calls of a compressor without an engine."""
+"""Shared helpers of the contracts: difficult inputs, and the engine's calls of a compressor without an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grace.core.wire import GatherLayout
 
 FRAMEWORKS = tuple(name for name in ("numpy", "torch", "tensorflow") if importlib.util.find_spec(name) is not None)
 _HOST = NumpyOps()
-# Of half-precision gradients, which are decoded in float32, only the inputs are half.
+# Limits per dtype of the gradient. 16-bit gradients are decoded in float32; only the inputs have 16 bits.
 LARGEST = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30, "float64": 1e30}
 SMALLEST = {"float16": 6e-8, "bfloat16": 1e-40, "float32": 1.4e-45, "float64": 5e-324}
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -26,49 +26,49 @@ _NORMAL = {"float32": 2.0**-126, "float64": 2.0**-1022}
 
 
 def host(ops: ArrayOps, x: Array) -> np.ndarray[Any, Any]:
-    """A NumPy copy of an array of any framework, dtype and shape."""
+    """Return a NumPy copy of an array of any framework, dtype and shape."""
     data = ops.to_bytes(x)
-    # TensorFlow fetches by itself, and calls its own `cpu` deprecated.
+    # NumPy converts TensorFlow's tensors itself, and TensorFlow's own `cpu` is deprecated.
     data = np.asarray(data if ops.device == "cpu" else data.cpu()).copy()
     return np.reshape(_HOST.from_bytes(data, ops.dtype(x)), tuple(x.shape))
 
 
 def array(ops: ArrayOps, values: Any, dtype: str) -> Array:
-    """A new array of a framework from numbers."""
-    # As bytes, because a cast by the framework may lose denormals.
+    """Return a new array of a framework with these values."""
+    # The array is made from bytes, because a cast by the framework may flush denormals.
     data = _HOST.to_bytes(_HOST.cast(np.array(values, np.float64), dtype))
     return ops.reshape(ops.from_bytes(ops.cast(data, "uint8"), dtype), np.shape(values))
 
 
 @cache
 def flushed_below(ops: ArrayOps, dtype: str) -> float:
-    """The magnitude below which the framework computes with 0: where denormals are kept, nothing is below it.
+    """Return the magnitude below which the framework flushes values to 0 in arithmetic; 0 if it keeps denormals.
 
-    TensorFlow computes with flushed denormals, eagerly and in graphs; kernels, and what only moves or selects elements,
-    keep them.
+    TensorFlow flushes denormals, in eager mode and in graphs. Kernels keep them, and so do operations that only copy or
+    select elements.
     """
     smallest = array(ops, [SMALLEST[dtype]], dtype)
     return 0.0 if host(ops, smallest + smallest).any() else _NORMAL[dtype]
 
 
 def wide(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """x in float64, where squares of all float32 numbers are finite."""
+    """Return x in float64, in which the squares of all float32 values are finite."""
     return x.astype(np.float64)
 
 
 def same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    """Equal bit for bit, NaN included."""
+    """Return whether two arrays are equal bit for bit, NaN included."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def draw(spec: TensorSpec, seed: int) -> np.ndarray[Any, Any]:
-    """A normal gradient of the tensor, flat, in its working dtype, as rounded to its own."""
+    """Return a flat, normally distributed gradient, rounded to the tensor's dtype and stored in its working dtype."""
     values = np.random.default_rng(seed).standard_normal(spec.numel)
     return _HOST.cast(_HOST.cast(values, spec.dtype), spec.work_dtype)
 
 
 def inputs(spec: TensorSpec) -> dict[str, np.ndarray[Any, Any]]:
-    """Gradients by name: an ordinary one, and those on which compressors break."""
+    """Return gradients by name: an ordinary one, and several on which compressors tend to fail."""
     n = spec.numel
     normal, last = draw(spec, 0).astype(np.float64), np.zeros(n)
     last[-1:] = -3.0
@@ -86,14 +86,14 @@ def inputs(spec: TensorSpec) -> dict[str, np.ndarray[Any, Any]]:
     }
     limit = LARGEST[spec.dtype]
     rounded = {k: _HOST.cast(_HOST.cast(v.clip(-limit, limit), spec.dtype), spec.work_dtype) for k, v in values.items()}
-    # Of one or no element, many of these are the same.
+    # For tensors of one element or none, many of these are equal.
     unique = {v.tobytes(): k for k, v in reversed(rounded.items())}
     return {k: v for k, v in rounded.items() if unique[v.tobytes()] == k}
 
 
 @dataclass
 class Exchange:
-    """One tensor of one step on all ranks: what was compressed, the payloads and where they were made."""
+    """One tensor of one step on all ranks: inputs, payloads and sites."""
 
     ops: ArrayOps
     xs: list[Array]
@@ -111,9 +111,9 @@ def exchange(
     state: State | None = None,
     memory: State | None = None,
 ) -> Exchange:
-    """Compress one gradient per rank as the engine does, with everything that must be agreed first.
+    """Compress one gradient per rank as the engine does, including the agreement on proposals.
 
-    `memory` is what the memory left for the compressor; the learning rate falls from step to step.
+    `memory` holds the memory's state for the compressor. The learning rate decreases from step to step.
     """
     seed = Key.derive(0, spec.name)
     size = len(xs)
@@ -137,7 +137,7 @@ def exchange(
 
 
 def settle(compressor: Compressor, xs: Sequence[Array], sites: Sequence[Site]) -> list[Site]:
-    """The sites with what the ranks agree on."""
+    """Return the sites with the result of the agreement."""
     proposals = [compressor.agree(x, at) for x, at in zip(xs, sites, strict=True)]
     first, ops = proposals[0], sites[0].ops
     if first is None:
@@ -153,18 +153,18 @@ def settle(compressor: Compressor, xs: Sequence[Array], sites: Sequence[Site]) -
 
 
 def payload_on_host(ops: ArrayOps, payload: Payload) -> dict[str, np.ndarray[Any, Any]]:
-    """NumPy copies of a payload's fields."""
+    """Return NumPy copies of a payload's fields."""
     return {name: host(ops, value) for name, value in payload.items()}
 
 
 def overflowed(ops: ArrayOps, payload: Payload, fields: Sequence[Field]) -> bool:
-    """Whether a float field of the payload is not finite; the engine then drops the step of this tensor."""
+    """Return whether a float field of the payload is not finite. The engine then skips the step of this tensor."""
     floats = [f.name for f in fields if f.dtype.startswith(("float", "bfloat"))]
     return not all(np.isfinite(wide(host(ops, payload[name]))).all() for name in floats)
 
 
 def wire_bytes(compressor: Compressor, ops: ArrayOps, spec: TensorSpec, x: np.ndarray[Any, Any]) -> bytes:
-    """The bytes that one rank hands to an allgather of this tensor alone."""
+    """Return the bytes that one rank passes to an allgather of this tensor alone."""
     layout = GatherLayout([spec], [compressor.wire(spec)], [True])
     ex = exchange(compressor, ops, spec, [x])
     return bytes(host(ops, layout.encode(ops, ex.payloads, [False], 0)))

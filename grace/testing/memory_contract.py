@@ -1,4 +1,4 @@
-"""The contract of every memory."""
+"""The contract that every memory must fulfil."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Snapshot = dict[str, "np.ndarray[Any, Any]"]
 
 
 class MemoryContract:
-    """What every memory promises. Subclass it and override the fixture `memory`.
+    """Tests that every memory must pass. Derive a test class and override the fixture `memory`.
 
-    The methods take their fixtures as plain arguments, so they can also be called directly on a broken memory.
+    The test methods take their fixtures as plain arguments. So they can also be called directly, on a broken memory.
     """
 
     spec: ClassVar[TensorSpec] = TensorSpec("t", (24, 40))
 
     @pytest.fixture
     def memory(self) -> Memory:
-        """The memory under test."""
+        """Return the memory under test."""
         raise pytest.UsageError("override the fixture 'memory' of MemoryContract")
 
     @pytest.fixture(params=FRAMEWORKS)
     def ops(self, request: pytest.FixtureRequest) -> ArrayOps:
-        """The array operations under test: every installed framework."""
+        """Return the array operations under test, for every installed framework."""
         return get_ops(request.param)
 
     def served(self, memory: Memory) -> Iterator[Compressor]:
-        """Every registered compressor that the memory serves."""
+        """Yield every registered compressor that works with the memory."""
         found = False
         for name in compressors:
             compressor = compressors.make(name)
@@ -52,12 +52,12 @@ class MemoryContract:
                 continue
             found = True
             yield compressor
-        assert found, f"{memory} serves no registered compressor"
+        assert found, f"{memory} works with no registered compressor"
 
     def step(
         self, memory: Memory, compressor: Compressor, ops: ArrayOps, state: State, x: Array, step: int
     ) -> tuple[Array, State]:
-        """One step of one rank, in the engine's order of calls: the gradient for the optimizer, and the new state."""
+        """Run one step of one rank, in the engine's order of calls. Return the gradient and the new state."""
         at = exchange(compressor, ops, self.spec, [host(ops, x)], step=step).sites[0]
         x, progress = memory.compensate(x, state, at)
         progress = {key: value for key, value in progress.items() if key != FINITE}
@@ -68,7 +68,7 @@ class MemoryContract:
         return memory.finish(mean, progress, ex.sites[0])
 
     def run(self, memory: Memory, compressor: Compressor, ops: ArrayOps, steps: int = 3) -> list[Snapshot]:
-        """Copies of the gradient and the state after every step."""
+        """Run some steps. Return copies of the gradient and the state after each of them."""
         state, snapshots = memory.init(self.spec, ops), []
         for step in range(steps):
             gradient = array(ops, draw(self.spec, step), self.spec.work_dtype)
@@ -103,7 +103,7 @@ class MemoryContract:
                 state = new
 
     def test_the_gradient_is_only_read(self, memory: Memory, ops: ArrayOps) -> None:
-        """Its buffer is the framework's, and the backward pass may still need it."""
+        """The framework owns the gradient's buffer, and the backward pass may still need it."""
         for compressor in self.served(memory):
             state: State = memory.init(self.spec, ops)
             for step in range(2):
@@ -119,14 +119,14 @@ class MemoryContract:
                 gradient[place] += bad
                 at = exchange(compressor, ops, self.spec, [draw(self.spec, 1)]).sites[0]
                 state = memory.init(self.spec, ops)
-                # Clipping divides by an infinite norm, and NumPy warns of it.
+                # Clipping divides by an infinite norm, and NumPy warns about it.
                 with np.errstate(invalid="ignore"):
                     x, progress = memory.compensate(array(ops, gradient, self.spec.work_dtype), state, at)
                 if FINITE in progress:
                     assert bool(progress[FINITE]) == bool(np.isfinite(host(ops, x)).all()), (bad, place)
 
     def test_zero_gradients_leave_nothing_behind(self, memory: Memory, ops: ArrayOps) -> None:
-        """A sparsifier sends nothing of zeros, so a memory that invents nothing stays at zero."""
+        """A sparsifier sends nothing of a zero gradient. So the memory must stay at zero."""
         for compressor in self.served(memory):
             if not compressor.sparsifies:
                 continue

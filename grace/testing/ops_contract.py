@@ -1,4 +1,4 @@
-"""The contract of every backend of array operations, against numbers written out or worked out with plain NumPy."""
+"""The contract of every backend of array operations. Expected values are literal, or computed with plain NumPy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _random(n: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 class OpsContract:
-    """What every backend promises. Override the fixture `ops` to test one that grace does not know.
+    """Tests that every backend must pass. Override the fixture `ops` to test a backend from outside grace.
 
-    Results that all ranks must share are compared exactly; only matrix products may round differently.
+    Results that must be equal on all ranks are compared exactly. Only matrix products may be rounded differently.
     """
 
     @pytest.fixture(params=FRAMEWORKS)
     def ops(self, request: pytest.FixtureRequest) -> ArrayOps:
-        """The array operations under test."""
+        """Return the array operations under test."""
         return get_ops(request.param)
 
     def test_creation(self, ops: ArrayOps) -> None:
@@ -57,7 +57,7 @@ class OpsContract:
         rounded = host(ops, ops.cast(x, "bfloat16")).astype(np.float64)
         assert rounded[:2].tolist() == [1, 1 + 2.0**-6]
         assert abs(rounded[2] / 1e30 - 1) <= 2.0**-8
-        # To float32, which makes ties of them, and then to even.
+        # Rounding to float32 first gives ties, which are then rounded to even.
         x = array(ops, [1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40], "float64")
         assert float(ops.cast(x, "float16")[0]) == float(ops.cast(x, "bfloat16")[1]) == 1
 
@@ -92,7 +92,7 @@ class OpsContract:
         assert float(ops.count(x)) == 6
 
     def test_concatenation_is_a_copy(self, ops: ArrayOps) -> None:
-        """The wire buffer must not change when the residual does."""
+        """The wire buffer must not change when the residual changes."""
         x = ops.zeros(3, "float32")
         joined = ops.concat([x])
         ops.put_(x, ops.arange(3, "int32"), 1.0)
@@ -118,7 +118,7 @@ class OpsContract:
         assert (bool(ops.bit_and(yes, no)), bool(ops.bit_or(yes, no))) == (False, True)
 
     def test_sums_are_rounded_once(self, ops: ArrayOps) -> None:
-        """In float32 the small terms would be lost, and by how much depends on the order."""
+        """A sum in float32 would lose the small terms, and the loss would depend on the order."""
         x = array(ops, [2.0**24] + [1.0] * 1000, "float32")
         assert float(ops.sum(x)) == 2.0**24 + 1000
         assert float(ops.norm(array(ops, [1e30, 1e30], "float32"))) == np.float32(np.sqrt(2.0) * np.float64(1e30))
@@ -140,7 +140,7 @@ class OpsContract:
     def test_finite_sees_every_bad_element_and_no_other(self, ops: ArrayOps) -> None:
         for dtype in GRADIENT_DTYPES:
             largest = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38, "float64": 1.7e308}[dtype]
-            assert bool(ops.finite(array(ops, [largest] * 4, dtype))), "a sum that overflows is no bad element"
+            assert bool(ops.finite(array(ops, [largest] * 4, dtype))), "the sum overflows, but all elements are finite"
             assert bool(ops.finite(array(ops, [largest, -largest], dtype)))
             for bad in (np.nan, np.inf, -np.inf):
                 assert not bool(ops.finite(array(ops, [1.0, bad, 2.0], dtype)))
@@ -269,7 +269,7 @@ class OpsContract:
                 assert (ops.dtype(unpacked), host(ops, unpacked).tolist()) == ("int64", codes.tolist())
 
     def test_packed_format(self, ops: ArrayOps) -> None:
-        """Little end first: code i of b bits starts at bit b * i, low bits first."""
+        """The format is little-endian: code i of b bits starts at bit b * i, low bits first."""
         for bits in range(1, 9):
             codes = np.random.default_rng(bits).integers(0, 2**bits, 21)
             stream = [(code >> j) & 1 for code in codes for j in range(bits)]
@@ -283,7 +283,7 @@ class OpsContract:
         n = 40000
         x, one = ops.full(n, -0.3, "float32"), array(ops, [1.0], "float32")
         codes = host(ops, ops.quantize(x, one, 4, Key(7, 0)))
-        # 0.3 * 4 = 1.2: level 2 with probability 0.2; 6 standard deviations.
+        # 0.3 * 4 = 1.2, so level 2 has probability 0.2. The bound is 6 standard deviations.
         assert set(codes.tolist()) == {-1, -2}
         assert abs((codes == -2).mean() - 0.2) < 6 * np.sqrt(0.16 / n)
         assert set(host(ops, ops.quantize(x, one * 0.0, 4, Key(7, 0))).tolist()) == {0}
@@ -298,7 +298,7 @@ class OpsContract:
         assert np.array_equal(dense, np.where(kept, x, 0))
 
     def test_weighted_sum_rounds_either_product_and_changes_nothing(self, ops: ArrayOps) -> None:
-        # 1.00024414^2 is no float32 number; without rounding before the sum 2^-24 would be left.
+        # 1.00024414^2 is not a float32 number. Without rounding before the sum, 2^-24 would remain.
         factor = 1 + 2.0**-12
         x, y = array(ops, [factor, 3.0], "float32"), array(ops, [1 + 2.0**-11, 5.0], "float32")
         assert float(ops.weighted_sum(x, factor, y, -1)[0]) == 0
@@ -327,7 +327,7 @@ class OpsContract:
         assert host(ops, ops.select(x, 0, False, nonzero=True)[1]).tolist() == cases[0, True]
 
     def test_corrupt_payloads_are_refused(self, ops: ArrayOps) -> None:
-        """In a graph the error is one of TensorFlow."""
+        """In a graph, TensorFlow's own error is raised."""
         x, half = array(ops, [1, -1, 0, 3], "float32"), array(ops, [0.5], "float32")
         for index in (-1, 4):
             with pytest.raises(_refusals(ops)):

@@ -1,4 +1,4 @@
-"""Array operations that destroy what they consume, so that a use after consumption shows."""
+"""Array operations that overwrite consumed arrays, so that tests detect a use after consumption."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def _poisoned(x: Any, fresh: Any) -> Any:
 
 
 class PoisonOps(NumpyOps):
-    """NumPy operations whose consuming ones (trailing underscore) return a new array and fill the old one with NaN.
+    """NumPy operations that fill consumed arrays with NaN.
 
-    A backend is free to reuse a consumed array or not; code that is right under both readings is right.
+    Operations with a trailing underscore consume their first argument. Here they return a new array and overwrite the
+    old one. A backend may reuse a consumed array or not; correct code works in both cases.
     """
 
     name: ClassVar[str] = "numpy"

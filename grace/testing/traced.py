@@ -1,4 +1,4 @@
-"""Parts and array operations that run inside graphs of TensorFlow, as they do in a traced training step."""
+"""Compressors, memories and array operations that run in TensorFlow graphs, as in a traced training step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ P = TypeVar("P", Compressor, Memory)
 
 _COMPRESSOR = ("agree", "compress", "decompress", "merge", "learn", "residual_", "erase_")
 _MEMORY = ("compensate", "update", "finish")
-# They say something about an array to Python, and compute nothing.
+# These tell Python something about an array and compute nothing.
 _ABOUT_ARRAYS = ("dtype", "length", "size", "min_size", "require")
 
 
 class Traced:
-    """Mixin before a contract: run it on TensorFlow for a part of `traced`, on fewer tensors, as tracing takes time.
+    """Mixin for a contract: run it in TensorFlow graphs, on fewer tensors, because tracing takes time. Example:
 
     class TestMineTraced(grace.testing.Traced, grace.testing.CompressorContract):
         @pytest.fixture
@@ -39,26 +39,27 @@ class Traced:
 
     @pytest.fixture
     def ops(self) -> ArrayOps:
-        """The array operations under test."""
+        """Return the array operations under test."""
         pytest.importorskip("tensorflow")
         return get_ops("tensorflow")
 
 
 def traced(part: P) -> P:
-    """The same part, whose array methods run as graphs on arrays of TensorFlow.
+    """Return a copy of a compressor or memory whose array methods run as graphs on TensorFlow's arrays.
 
-    Arrays, states and the number of the step enter a graph as values; tensor, seed, rank and size are fixed in it.
-    Payload fields of run-time length have no length in it. On arrays of other frameworks the methods are as they were.
+    Arrays, states and the step number are inputs of a graph. The tensor's spec, seed, rank and size are constants in
+    it. Payload fields of run-time length have an unknown length in it. On arrays of other frameworks the methods are
+    unchanged.
     """
     result = copy.copy(part)
     for name in _COMPRESSOR if isinstance(part, Compressor) else _MEMORY:
-        # In the instance, because the registry knows a part by its class.
+        # Set it on the instance, because the registry identifies a part by its class.
         object.__setattr__(result, name, TracedMethod(part, name))
     return result
 
 
 def traced_ops() -> ArrayOps:
-    """The operations of TensorFlow, each in a graph of its own."""
+    """Return TensorFlow's array operations, each of which runs in its own graph."""
     ops = type(get_ops("tensorflow"))()
     for name in dir(ArrayOps):
         if not name.startswith("_") and name not in _ABOUT_ARRAYS and callable(getattr(ops, name)):
@@ -77,11 +78,11 @@ def _opened(arg: Any) -> Any:
 
 
 class _Graphs:
-    """A function that runs as a graph: one per combination of static arguments, shapes and dtypes."""
+    """A function that runs as a graph, with one graph per combination of static arguments, shapes and dtypes."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        # How often Python ran, per graph.
+        # The number of traces of each graph.
         self.traces: dict[Any, int] = {}
         self._graphs: dict[Any, Callable[..., Any]] = {}
         self._results: dict[Any, Any] = {}
@@ -122,7 +123,7 @@ class _Graphs:
 
 
 def _filled(structure: Any, forms: list[Any], values: Any) -> Any:
-    """The structure with the static values of `forms`, and with arrays in place of their forms."""
+    """Return the structure with the static values of `forms`, and with arrays in place of TensorSpecs."""
     import tensorflow as tf
 
     arrays: Iterator[Array] = iter(values)
@@ -131,7 +132,7 @@ def _filled(structure: Any, forms: list[Any], values: Any) -> Any:
 
 
 class TracedMethod:
-    """A method of a compressor or memory that runs as graphs on arrays of TensorFlow."""
+    """A method of a compressor or memory that runs as a graph on TensorFlow's arrays."""
 
     def __init__(self, part: Compressor | Memory, name: str) -> None:
         self._part = part
@@ -139,7 +140,7 @@ class TracedMethod:
 
     @property
     def traces(self) -> dict[Any, int]:
-        """How often Python ran, per graph."""
+        """The number of traces of each graph."""
         return self._graphs.traces
 
     def __call__(self, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a compressor promises of units, which the engine makes of tensors laid end to end, and of slices."""
+"""The part of the compressor's contract about units: tensors that the engine concatenates or slices."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from grace.testing.harness import array, draw, exchange, host, payload_on_host, 
 
 
 class UnitContract(ABC):
-    """The part of the compressor's contract that is about `flat` and `linear_in`."""
+    """Tests of the flags `flat`, `checks` and `linear_in` of a compressor."""
 
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
 
     @abstractmethod
     def specs(self, compressor: Compressor, ops: ArrayOps | None = None) -> list[TensorSpec]:
-        """Every tensor under test that the compressor takes."""
+        """Return all tensors under test that fit the compressor."""
 
     def test_declared_flatness_holds(self, compressor: Compressor, ops: ArrayOps) -> None:
         if not compressor.flat:
             return
         for spec in self.specs(compressor, ops):
-            # The other frameworks are held to the bytes of NumPy, and graphs are made per shape, which takes time.
+            # Other frameworks give the same bytes as NumPy, and TensorFlow traces a graph per shape, which takes time.
             if ops.name != "numpy" and spec.ndim < 2:
                 continue
             given = [draw(spec, 1), draw(spec, 2)]
@@ -42,7 +42,7 @@ class UnitContract(ABC):
             for bad in (0.0, np.nan, np.inf, -np.inf):
                 for place in (0, spec.numel // 2, spec.numel - 1) if spec.numel else ():
                     gradient = draw(spec, 1)
-                    # Their sum overflows float32, but they are finite.
+                    # The sum of these overflows float32, but the elements are finite.
                     gradient[: spec.numel // 3] = 3e38
                     gradient[place] += bad
                     at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
@@ -57,7 +57,7 @@ class UnitContract(ABC):
     def _told(
         self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, given: Sequence[np.ndarray[Any, Any]]
     ) -> dict[str, Any]:
-        """All that a compressor says about a tensor and makes of its gradients."""
+        """Return everything that a compressor reports about a tensor and computes from its gradients."""
         ex = exchange(compressor, ops, spec, given)
         at = ex.sites[0]
         return {
@@ -83,7 +83,7 @@ class UnitContract(ABC):
             halves = [_halved(compressor, ops, payload) for payload in ex.payloads]
             for whole, half in zip(ex.payloads, halves, strict=True):
                 one, two = (host(ops, compressor.decompress(payload, at)) for payload in (whole, half))
-                # Of normal numbers: half of the smallest is rounded.
+                # The inputs are normal numbers. Half of the smallest number would be rounded.
                 assert np.array_equal(one / 2, two), spec
             one, two = (host(ops, compressor.merge(payloads, at)) for payloads in (ex.payloads, halves))
             assert np.array_equal(one / 2, two), spec
