@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests the kernels on a GPU and times the methods: bash benchmarks/gpu_codecs.sh FOLDER [compressor...]
-# Without names every method is timed. Set GRACE_SANITIZER=0 to leave compute-sanitizer out.
+# Test the kernels on a GPU and time the methods: bash benchmarks/gpu_codecs.sh FOLDER [compressor...]
+# Without names, it times all methods. GRACE_SANITIZER=0 skips compute-sanitizer.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -18,7 +18,7 @@ import torch
 from grace.core.ops import native
 
 if not native.serves("torch", "cuda"):
-    sys.exit("the kernels serve no CUDA device here: `grace doctor` says what was built")
+    sys.exit("the kernels cannot use a CUDA device here; `grace doctor` shows the reason")
 print(torch.cuda.get_device_name(), "capability", torch.cuda.get_device_capability())
 print("PyTorch", torch.__version__, "CUDA", torch.version.cuda)
 END

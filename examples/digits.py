@@ -1,6 +1,7 @@
-"""What the digits examples share: settings, data, command line, the order of the runs, and the table.
+"""Shared code of the digits examples: settings, data, command line, the sequence of runs, and the table.
 
-Nothing here knows a framework. How a script uses grace is in torch_digits.py, keras_digits.py and tensorflow_digits.py.
+This module uses no framework. To see how a script uses grace, read torch_digits.py, keras_digits.py or
+tensorflow_digits.py.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ TEST_IMAGES = 360
 
 @dataclass(frozen=True)
 class Setting:
-    """What a method needs to train this network well: the optimizer's side and the configuration of grace."""
+    """The optimizer's arguments and grace's options with which a method trains this network well."""
 
     lr: float = 0.05
     momentum: float = 0.9
     options: dict[str, Any] = field(default_factory=dict)
 
 
-# The first thing to retune on another network is the learning rate of the sign and ternary methods.
+# On another network, first tune the learning rate of the sign and ternary methods.
 SETTINGS = {
     "none": Setting(),
     "fp16": Setting(),
     "bf16": Setting(),
     "topk": Setting(options={"compress_ratio": 0.01}),
-    # A coordinate waits 1 / compress_ratio steps on average for its turn; so long a delay wants less momentum.
+    # A coordinate is sent every 1 / compress_ratio steps on average. Such a delay needs less momentum.
     "randomk": Setting(lr=0.15, momentum=0.5, options={"compress_ratio": 0.1}),
     "hardthreshold": Setting(options={"compress_ratio": 0.01}),
     "threshold": Setting(options={"threshold": 0.01}),
@@ -50,11 +51,11 @@ SETTINGS = {
     "eightbit": Setting(),
     "inceptionn": Setting(),
     "terngrad": Setting(),
-    # A step is lr in every coordinate, whatever the size of the gradient.
+    # Every coordinate moves by lr in each step, whatever the size of the gradient.
     "signsgd": Setting(lr=0.0005),
-    # Its memory holds the momentum, so the optimizer must have none.
+    # The memory contains the momentum, so the optimizer must have none.
     "signum": Setting(lr=0.001, momentum=0.0),
-    "efsignsgd": Setting(options={"lr": 0.05}),  # of the memory: the optimizer's initial learning rate
+    "efsignsgd": Setting(options={"lr": 0.05}),  # an option of the memory: the optimizer's initial learning rate
     "onebit": Setting(),
     "chain": Setting(options={"sparsifier": "topk", "quantizer": {"name": "qsgd", "quantum_num": 15}}),
     "qsparse": Setting(options={"compress_ratio": 0.01}),
@@ -62,19 +63,19 @@ SETTINGS = {
     "adaptive": Setting(options={"compress_ratio": 0.01}),
     "wangni": Setting(options={"compress_ratio": 0.1}),
     "variance": Setting(options={"alpha": 1.5}),
-    # The memory of dgc holds the momentum, so the optimizer must have none.
+    # The memory of dgc contains the momentum, so the optimizer must have none.
     "dgc": Setting(momentum=0.0, options={"compress_ratio": 0.01, "momentum": 0.9}),
-    # As dgc; sketches name coordinates later than exact magnitudes would.
+    # As for dgc. Sketches find large coordinates later than exact magnitudes would.
     "sketchedsgd": Setting(lr=0.1, momentum=0.0, options={"memory": "dgc", "momentum": 0.9}),
     "sketchml": Setting(),
     "atomo": Setting(options={"compress_rank": 3}),
-    # With error feedback, and a short cycle: what the components lack comes in one burst with the next full step.
+    # With error feedback and a short cycle, because the next full step sends all that the components miss in one burst.
     "gradiveq": Setting(options={"memory": "residual", "training_steps": 2, "compressed_steps": 8}),
     "gradzip": Setting(options={"compress_rank": 2}),
     "powersgd": Setting(options={"compress_rank": 2}),
 }
 
-# What the table needs of the statistics of every step.
+# The statistics of each step that the table needs.
 BYTES = ("wire_bytes", "dense_bytes", "compressed_wire_bytes", "compressed_dense_bytes")
 
 
@@ -89,14 +90,14 @@ class Run:
 
 
 class Images(NamedTuple):
-    """Images of 8 x 8 pixels between 0 and 1 (float32), and the digits that they show (int64)."""
+    """Images of 8 x 8 pixels between 0 and 1 (float32), and their digits (int64)."""
 
     images: np.ndarray
     labels: np.ndarray
 
 
 class Data(NamedTuple):
-    """What to train on and what to test with."""
+    """Training and test data."""
 
     train: Images
     test: Images
@@ -104,7 +105,7 @@ class Data(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank says at the end of a run."""
+    """The result of one rank at the end of a run."""
 
     accuracy: float
     fingerprint: str
@@ -112,10 +113,10 @@ class Outcome:
 
 
 def load_data() -> Data:
-    """Training and test images, the same split on every rank, in every run and in every framework."""
+    """Return training and test images. The split is equal on every rank, in every run and in every framework."""
     digits = load_digits()
     images, labels = (digits.images / 16).astype(np.float32), digits.target.astype(np.int64)
-    # A shuffle by hand: it gives the permutation of PyTorch's randperm with seed 0, whatever is installed.
+    # This shuffle gives the permutation of PyTorch's randperm with seed 0, without PyTorch.
     generator = np.random.RandomState(0)
     order = np.arange(len(labels))
     for i in range(len(order) - 1):
@@ -126,10 +127,10 @@ def load_data() -> Data:
 
 
 def batches(images: int, args: argparse.Namespace, rank: int, ranks: int) -> np.ndarray:
-    """Which images this rank uses: an array of epochs x steps x batch size.
+    """Return the indices of the images that this rank uses: an array of shape (epochs, steps, batch size).
 
-    All ranks shuffle alike in every epoch and take every ranks-th image; what does not fill a batch on all ranks is
-    left out of that epoch.
+    In every epoch, all ranks use the same shuffled order, and each takes every `ranks`-th image. Images that do not
+    fill a batch on all ranks are left out of that epoch.
     """
     steps = images // ranks // args.batch_size
     orders = [np.random.default_rng((args.seed, epoch)).permutation(images) for epoch in range(args.epochs)]
@@ -137,7 +138,7 @@ def batches(images: int, args: argparse.Namespace, rank: int, ranks: int) -> np.
 
 
 def fingerprint(weights: Mapping[str, np.ndarray]) -> str:
-    """A hash of every bit of the weights."""
+    """Return a hash of every bit of the weights."""
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(name.encode() + value.tobytes())
@@ -145,7 +146,7 @@ def fingerprint(weights: Mapping[str, np.ndarray]) -> str:
 
 
 class Progress:
-    """Clock and byte counter of every rank, and the bar of rank 0."""
+    """The clock and byte counters of a rank, and the progress bar of rank 0."""
 
     def __init__(self, label: str, steps: int, rank: int) -> None:
         self._bar = tqdm(total=steps, desc=f"{label:>10}", unit="step", ncols=100, disable=rank != 0)
@@ -159,16 +160,17 @@ class Progress:
         self._bar.close()
 
     def step(self, stats: Mapping[str, Any]) -> None:
-        """A step is done; `stats` is what grace says about it."""
+        """Count a step. `stats` are grace's statistics of it."""
         self._sent = {key: total + stats[key] for key, total in self._sent.items()}
         self._times.append(time.perf_counter())
         self._bar.update()
 
     def epoch(self, loss: float) -> None:
+        """Show the loss at the end of an epoch."""
         self._bar.set_postfix(loss=f"{loss:.3f}")
 
     def per_step(self) -> dict[str, float]:
-        """Means over the steps; that of the time without the first step, which builds graphs and buffers."""
+        """Return means over the steps. The mean time excludes the first step, which builds graphs and buffers."""
         times = self._times[1:] if len(self._times) > 2 else self._times
         steps = len(self._times) - 1
         return {
@@ -178,13 +180,13 @@ class Progress:
 
 
 def compressed_part(row: dict[str, Any]) -> str:
-    """The same ratio without the tensors that every method leaves dense: biases and small weights."""
+    """Return the ratio of the compressed tensors alone, without the biases and small weights, which stay dense."""
     dense = row["compressed_dense_bytes_per_step"]
     return f"{row['compressed_wire_bytes_per_step'] / dense:.2%}" if dense else "-"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The result for the reader."""
+    """Return the results as a table."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "compressor": lambda row: row["compressor"],
         "test accuracy": lambda row: f"{row['accuracy']:.2%}",
@@ -205,6 +207,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
+    """Parse the command line. Exit with an error message if it is wrong."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -218,13 +221,13 @@ def parse_arguments(description: str) -> argparse.Namespace:
         type=key_value,
         default=[],
         metavar="KEY=VALUE",
-        help="options of grace, for every run; each compressor must know them",
+        help="options of grace for all runs; every compressor must have them",
     )
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (default: 32)")
-    parser.add_argument("--lr", type=float, help="initial learning rate (default: the setting of the compressor)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, as a list of objects")
+    parser.add_argument("--lr", type=float, help="initial learning rate (default: depends on the compressor)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and shuffling (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as a list of objects")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1:
         parser.error("--epochs and --batch-size must be at least 1")
@@ -234,7 +237,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """KEY=VALUE, the value as JSON (0.01, true, null) or else as it stands."""
+    """Return key and value of KEY=VALUE. A value that is not valid JSON (0.01, true, null) is a string."""
     key, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, received '{text}'")
@@ -245,7 +248,7 @@ def key_value(text: str) -> tuple[str, Any]:
 
 
 def plan_runs(args: argparse.Namespace) -> list[Run]:
-    """The runs asked for. Raises a GraceError for a wrong configuration before any of them starts."""
+    """Return the runs of the command line. Raises GraceError for a wrong configuration, before any run starts."""
     sources: list[Any] = [args.config]
     if not args.config:
         sources = [{"compressor": name, **SETTINGS.get(name, Setting()).options} for name in args.compressor]
@@ -259,7 +262,7 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
 
 
 def main(framework: str, description: str, hvd: Any, train: Callable[[Run, Data, argparse.Namespace], Outcome]) -> int:
-    """Run what the command line asks for; the exit status. `hvd` is Horovod for the framework."""
+    """Run the command line and return the exit status. `hvd` is Horovod's module for the framework."""
     args = parse_arguments(description)
     try:
         runs = plan_runs(args)
@@ -270,7 +273,7 @@ def main(framework: str, description: str, hvd: Any, train: Callable[[Run, Data,
     data = load_data()
     if len(data.train.labels) // hvd.size() < args.batch_size:
         print(
-            f"{framework}_digits: {len(data.train.labels)} training images are too few for {hvd.size()} ranks and "
+            f"{framework}_digits: {len(data.train.labels)} training images are too few for {hvd.size()} ranks with "
             f"--batch-size {args.batch_size}; use fewer ranks or a smaller batch.",
             file=sys.stderr,
         )

@@ -1,17 +1,17 @@
-"""Logistic regression with 20 workers: no compression, top-k and hard threshold, each behind error feedback.
+"""Logistic regression with 20 workers: no compression, top-k and hard threshold, the last two with error feedback.
 
     python examples/hard_threshold_logreg.py --output figure.png
     python examples/hard_threshold_logreg.py --data gisette_scale.bz2 --match
     mpirun -np 4 python examples/hard_threshold_logreg.py --mpi --quick
 
-The experiment of Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, Figure 1:
-minimise (1/N) sum_i log(1 + exp(-y_i <a_i, x>)) + l2/2 |x|^2 by SGD with one sample per worker and step. The step size
-is constant, so the paper's memory e, which contains the step size gamma, is gamma times the residual that grace keeps.
-The data are those of gisette if the file is there (LIBSVM's site has it), else made to resemble it.
+This is the experiment of Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021,
+Figure 1: minimise (1/N) sum_i log(1 + exp(-y_i <a_i, x>)) + l2/2 |x|^2 by SGD with one sample per worker and step. The
+step size gamma is constant. The paper's memory e contains gamma; so e is gamma times the residual that grace keeps. The
+data are gisette if --data gives the file (from LIBSVM's site). Otherwise they are generated and resemble gisette.
 
-All workers run in this process over a simulated network, or with --mpi one in each process started by mpirun. Rank 0
-ends with a table, with what holds of the paper's claims, and with a figure and a JSON file if asked. The exit status is
-1 if the error of hard threshold was ever above its bound.
+All workers run in this process over a simulated network. With --mpi, one worker runs in each process of mpirun. Rank 0
+prints a table and which of the paper's claims hold, and optionally writes a figure and a JSON file. The exit status is
+1 if the error of hard threshold ever exceeded its bound.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tqdm import tqdm
 import grace
 
 HARD_THRESHOLD = "hardthreshold"
-SAMPLES, FEATURES = 6000, 5000  # of gisette
-RECORDS = 150  # points per curve, besides each of the first hundred iterations
+SAMPLES, FEATURES = 6000, 5000  # the size of gisette
+RECORDS = 150  # points per curve, in addition to the first hundred iterations
 SPLITS = {"iid": "i.i.d. split", "sorted": "split sorted by label"}
 
 
 class Problem(NamedTuple):
-    """Samples as rows, labels of -1 and 1, and what follows from them."""
+    """The problem: samples as rows, labels of -1 and 1, constants and solution."""
 
     samples: np.ndarray
     labels: np.ndarray
@@ -53,17 +53,18 @@ class Problem(NamedTuple):
 
     @property
     def step_size(self) -> float:
+        """The constant step size gamma."""
         return 1 / (self.smoothness + self.l2)
 
     def losses(self, points: np.ndarray) -> np.ndarray:
-        """f at each row of `points`."""
+        """Return f at each row of `points`."""
         margins = (self.samples @ points.T) * self.labels[:, None]
         return np.logaddexp(0, -margins).mean(axis=0) + self.l2 / 2 * (points**2).sum(axis=1)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One curve."""
+    """The method behind one curve."""
 
     label: str
     config: dict[str, Any]
@@ -72,16 +73,16 @@ class Method:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave; per iteration and worker: the kept elements, bytes, and squared norm of the residual."""
+    """The measurements of one run. `kept`, `sent`, `residuals` and `largest` are per iteration and worker."""
 
     method: Method
     split: str
-    recorded: np.ndarray  # iterations at which the loss is known
-    gaps: np.ndarray  # f - f* there
-    kept: np.ndarray
-    sent: np.ndarray
-    residuals: np.ndarray  # in units of the gradient
-    largest: np.ndarray  # magnitude in the residual
+    recorded: np.ndarray  # iterations at which the loss is recorded
+    gaps: np.ndarray  # f - f* at these iterations
+    kept: np.ndarray  # elements
+    sent: np.ndarray  # bytes
+    residuals: np.ndarray  # squared norm, in units of the gradient
+    largest: np.ndarray  # largest magnitude in the residual
     seconds: float
 
 
@@ -89,7 +90,7 @@ class Result:
 
 
 def read_data(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and labels of a file in LIBSVM's format."""
+    """Return the samples and labels in a file of LIBSVM's format."""
     from sklearn.datasets import load_svmlight_file
 
     samples, labels = load_svmlight_file(str(path))
@@ -97,10 +98,11 @@ def read_data(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_data(count: int, features: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples that resemble gisette, as LIBSVM scales it: pixels of two digits, mostly off (-1), the others in (-1, 1].
+    """Generate samples and labels that resemble gisette in LIBSVM's scaling.
 
-    Which pixels are on follows from ten hidden variables, of which the first depends on the label. The second half of
-    the features are probes: the first half, each shuffled among the samples.
+    The features are pixels of two digits: most are off (-1), the others lie in (-1, 1]. Ten hidden variables decide
+    which pixels are on; the first of them depends on the label. The second half of the features are probes: copies of
+    the first half, each shuffled among the samples.
     """
     rng = np.random.default_rng(seed)
     labels = np.where(np.arange(count) % 2 == 0, 1.0, -1.0)
@@ -116,7 +118,7 @@ def make_data(count: int, features: int, seed: int) -> tuple[np.ndarray, np.ndar
 
 
 def pose(samples: np.ndarray, labels: np.ndarray) -> Problem:
-    """The problem with its solution by L-BFGS-B."""
+    """Return the problem for the data, solved by L-BFGS-B."""
     count, features = samples.shape
     (sigma,) = svds(samples, k=1, v0=np.ones(min(samples.shape)), return_singular_vectors=False)
     smoothness = float(sigma) ** 2 / (4 * count)
@@ -133,7 +135,7 @@ def pose(samples: np.ndarray, labels: np.ndarray) -> Problem:
 
 
 def split(labels: np.ndarray, workers: int, how: str, seed: int) -> list[np.ndarray]:
-    """The samples of every worker, of equal number."""
+    """Return the indices of every worker's samples. All workers have the same number of samples."""
     order = np.random.default_rng(seed).permutation(len(labels))
     if how == "sorted":
         order = order[np.argsort(labels[order], kind="stable")]
@@ -151,28 +153,28 @@ class Simulated:
         self._simulation: grace.Simulation | None = None
 
     def prepare(self, features: int, config: dict[str, Any]) -> Sequence[Any]:
-        """Start a run; the engines of the workers of this process."""
+        """Start a run. Return the engines of the workers in this process."""
         self._simulation = grace.Simulation(self.workers, {"x": (features,)}, config)
         return self._simulation.engines
 
     def exchange(self, gradients: np.ndarray) -> np.ndarray:
-        """The mean of what the workers' gradients became; a row per worker of this process."""
+        """Exchange the gradients, one row per worker of this process. Return the mean of the decoded gradients."""
         return self._simulation.step([{"x": gradient} for gradient in gradients])[0]["x"]
 
     def finish(self) -> None:
         """End a run."""
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
-        """Columns of all workers."""
+        """Return the columns of all workers."""
         return mine
 
     def from_first(self, make: Any) -> Any:
-        """What `make` returns on rank 0."""
+        """Return the result of `make` on rank 0."""
         return make()
 
 
 class Processes:
-    """One worker in each process that mpirun started."""
+    """One worker in each process of mpirun."""
 
     def __init__(self) -> None:
         from grace.core import mpi
@@ -202,7 +204,7 @@ class Processes:
 
 
 def train(problem: Problem, method: Method, how: str, workers: Simulated | Processes, args: Any) -> Result:
-    """One run of SGD."""
+    """Run SGD with one method and return the measurements."""
     features = problem.samples.shape[1]
     shards = split(problem.labels, workers.workers, how, args.seed)
     drawn = np.stack([draw(shards[w], args.iterations, (args.seed, w)) for w in workers.local])
@@ -223,7 +225,7 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
         for i, engine in enumerate(engines):
             stats = engine.stats()
             sent[t, i] = stats["wire_bytes"]
-            # Values and indices of 4 bytes each; without compression there are only values.
+            # Values and indices have 4 bytes each. Without compression there are only values.
             kept[t, i] = stats["tensors"]["x"]["wire_bytes"] / (8 if method.config["compressor"] != "none" else 4)
             residual = engine.state_dict()["tensors"]["x"]["memory"].get("residual")
             if residual is not None:
@@ -241,18 +243,22 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
 
 
 def draw(shard: np.ndarray, iterations: int, seed: tuple[int, int]) -> np.ndarray:
-    """The sample of every iteration: the worker's own, in a new order in every epoch."""
+    """Return the sample of every iteration: the worker's samples, shuffled again in every epoch."""
     rng = np.random.default_rng(seed)
     return np.concatenate([rng.permutation(shard) for _ in range(-(-iterations // len(shard)))])[:iterations]
 
 
 def hard_threshold(threshold: float, label: str) -> Method:
+    """Return the method hard threshold with this threshold."""
     return Method(label, {"compressor": HARD_THRESHOLD, "threshold": threshold}, threshold)
 
 
 def match(problem: Problem, start: Result, target: float, workers: Simulated | Processes, args: Any) -> Result:
-    """A run of hard threshold whose kept elements are within 5 % of `target`, or as close as eight runs came."""
-    tried: dict[float, Result] = {}  # by the logarithm of what they kept too much
+    """Tune the threshold so that a run keeps `target` elements. Return the run that came closest.
+
+    It stops within 5 % of the target, or after eight runs.
+    """
+    tried: dict[float, Result] = {}  # by log(kept elements / target)
     result = start
     for _ in range(8):
         excess = math.log(max(result.kept.sum(), 1) / target)
@@ -266,7 +272,7 @@ def match(problem: Problem, start: Result, target: float, workers: Simulated | P
             share = min(max(more / (more - less), 0.1), 0.9)
             guess = math.exp(low + share * (high - low))
         else:
-            # What is sent falls about like 1 / threshold.
+            # The number of kept elements is roughly proportional to 1 / threshold.
             guess = result.method.threshold * math.exp(excess)
         result = train(problem, hard_threshold(guess, f"tuning {guess:.3g}"), start.split, workers, args)
     best = tried[min(tried, key=abs)]
@@ -278,7 +284,7 @@ def match(problem: Problem, start: Result, target: float, workers: Simulated | P
 
 
 def summarise(problem: Problem, result: Result) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     features = problem.samples.shape[1]
     gamma = problem.step_size
     errors = gamma**2 * result.residuals.mean(axis=1)
@@ -291,7 +297,7 @@ def summarise(problem: Problem, result: Result) -> dict[str, Any]:
         "threshold": result.method.threshold,
         "gap": float(result.gaps[-1]),
         "loss": float(result.gaps[-1] + problem.minimum),
-        # Single samples make noise; this is the mean over the last tenth of the iterations.
+        # The mean over the last tenth of the iterations, because single samples make noise.
         "late_gap": float(result.gaps[late].mean()),
         "first_gap": float(result.gaps[0]),
         "steps_to_1_percent": int(result.recorded[reached[0]]) if len(reached) else None,
@@ -308,9 +314,10 @@ def summarise(problem: Problem, result: Result) -> dict[str, Any]:
 
 
 def within_bound(result: Result, features: int) -> bool | None:
-    """Whether |e|^2 <= d threshold^2 for every worker after every step, and so for their mean; None for others.
+    """Return whether |e|^2 <= d threshold^2 for every worker after every step. None for other methods.
 
-    In units of the gradient, where no rounding comes between: every element of the residual is at most the threshold.
+    The check uses units of the gradient, which need no rounding: every element of the residual is at most the
+    threshold. If it holds for every worker, it holds for their mean.
     """
     if result.method.threshold is None:
         return None
@@ -319,6 +326,7 @@ def within_bound(result: Result, features: int) -> bool | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a table."""
     columns = {
         "split": lambda r: r["split"],
         "method": lambda r: r["method"],
@@ -342,7 +350,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def claims(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per split and hard-threshold run what the paper says, whether it holds here, and by which numbers."""
+    """Return for each split and run of hard threshold which of the paper's claims hold, with the numbers."""
     found: dict[str, dict[str, Any]] = {}
     for how in dict.fromkeys(row["split"] for row in rows):
         plain, topk, *hard = (row for row in rows if row["split"] == how)
@@ -350,7 +358,7 @@ def claims(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             steps = [r["steps_to_1_percent"] or math.inf for r in (plain, topk, row)]
             late = [r["late_gap"] for r in (plain, topk, row)]
             found[f"{how}, {row['method']}"] = {
-                # A thousandth of the first gap is within the noise of single samples.
+                # Differences of a thousandth of the first gap are noise of single samples.
                 "tracks": late[2] <= 2 * late[0] + plain["first_gap"] / 1000 and steps[2] <= 2 * steps[0],
                 "tracks_by": f"late mean of f - f* {late[2]:.2g} against {late[0]:.2g}, 1 % of the first gap reached "
                 f"after {steps[2]} against {steps[0]} steps, "
@@ -369,6 +377,7 @@ def claims(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def report(rows: list[dict[str, Any]], found: dict[str, dict[str, Any]]) -> str:
+    """Return the table and the claims as text."""
     lines = [table(rows), ""]
     for label, claim in found.items():
         yes = {True: "holds", False: "DOES NOT HOLD"}
@@ -383,7 +392,7 @@ def report(rows: list[dict[str, Any]], found: dict[str, dict[str, Any]]) -> str:
 
 
 def draw_figure(problem: Problem, results: list[Result], path: Path) -> None:
-    """f - f*, mean error and total error against iterations and against bytes; two rows per split."""
+    """Plot f - f*, mean error and total error against iterations and against bytes, with two rows per split."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -399,7 +408,7 @@ def draw_figure(problem: Problem, results: list[Result], path: Path) -> None:
         first = 2 * hows.index(result.split)
         color = f"C{[r.method.label for r in results if r.split == result.split].index(result.method.label)}"
         for column, (when, values) in enumerate(curves):
-            # Logarithmic axes: what is zero has no place on them.
+            # Logarithmic axes cannot show zeros.
             shown = values > 0
             for row, horizontal in ((first, when), (first + 1, sent[when])):
                 visible = shown & (horizontal > 0) if row > first else shown
@@ -425,24 +434,25 @@ def draw_figure(problem: Problem, results: list[Result], path: Path) -> None:
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Exit with an error message if it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, help="default: 3000, or 400 with --quick")
-    parser.add_argument("--workers", type=int, help="default: 20; with --mpi always one per process")
+    parser.add_argument("--iterations", type=int, help="number of steps (default: 3000, or 400 with --quick)")
+    parser.add_argument("--workers", type=int, help="number of workers (default: 20; with --mpi one per process)")
     parser.add_argument("--k", type=int, help="elements that top-k keeps (default: 10, or 2 with --quick)")
     parser.add_argument("--threshold", type=float, default=4.2, help="in units of the gradient (default: 4.2)")
     parser.add_argument("--match", action="store_true", help="also tune a threshold to the volume of top-k")
     parser.add_argument("--data", type=Path, metavar="FILE", help="gisette in LIBSVM's format")
-    parser.add_argument("--seed", type=int, default=0, help="of data, splits and samples (default: 0)")
-    parser.add_argument("--split", choices=[*SPLITS, "both"], default="both", help="default: both")
-    parser.add_argument("--quick", action="store_true", help="400 samples of 200 features")
-    parser.add_argument("--mpi", action="store_true", help="one worker in each process that mpirun started")
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw the figure")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write table and claims")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, splits and samples (default: 0)")
+    parser.add_argument("--split", choices=[*SPLITS, "both"], default="both", help="how data are split (default: both)")
+    parser.add_argument("--quick", action="store_true", help="use 400 generated samples of 200 features")
+    parser.add_argument("--mpi", action="store_true", help="run one worker in each process of mpirun")
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="write the figure")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table and the claims")
     args = parser.parse_args(words)
     if args.mpi and args.workers is not None:
-        parser.error("--workers does not go with --mpi; mpirun -np says how many there are")
+        parser.error("--workers has no effect with --mpi; set the number of workers by mpirun -np")
     if args.quick and args.data:
-        parser.error("--quick makes its own data; leave out --data")
+        parser.error("--quick generates its own data; leave --data out")
     args.workers = 20 if args.workers is None else args.workers
     args.iterations = (400 if args.quick else 3000) if args.iterations is None else args.iterations
     args.k = (2 if args.quick else 10) if args.k is None else args.k
@@ -454,7 +464,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, workers: Simulated | Processes) -> tuple[Problem, list[Result]]:
-    """Everything that the command line asks for."""
+    """Run all methods and splits of the command line. Return the problem and the results."""
     if args.data:
         samples, labels = read_data(args.data)
     else:
@@ -465,7 +475,7 @@ def run(args: argparse.Namespace, workers: Simulated | Processes) -> tuple[Probl
     facts = workers.from_first(lambda: pose(samples, labels)[2:])
     problem = Problem(samples, labels, *facts)
     features = samples.shape[1]
-    # 0.005 in every coordinate of gisette; most features are -1, so this is how far all margins move.
+    # 0.005 in every coordinate of gisette. Most features are -1, so all margins move by about the same distance.
     args.offset = 0.005 * FEATURES / features
     if workers.rank == 0:
         print(
@@ -474,7 +484,7 @@ def run(args: argparse.Namespace, workers: Simulated | Processes) -> tuple[Probl
             f"f(x_0) = {problem.losses(problem.solution[None] + args.offset)[0]:.4f}",
             flush=True,
         )
-    # Half an element more, because the compressor rounds the share down.
+    # Add half an element, because the compressor rounds down.
     topk = {"compressor": "topk", "compress_ratio": min(1.0, (args.k + 0.5) / features)}
     methods = [
         Method("no compression", {"compressor": "none"}),
@@ -491,7 +501,7 @@ def run(args: argparse.Namespace, workers: Simulated | Processes) -> tuple[Probl
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run and report; the exit status."""
+    """Run the experiment, report the results and return the exit status."""
     args = parse_arguments(words)
     workers = Processes() if args.mpi else Simulated(args.workers)
     problem, results = run(args, workers)

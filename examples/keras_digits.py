@@ -1,14 +1,14 @@
-"""Train a small convolutional network on handwritten digits, with compressed gradients: Keras's compile and fit.
+"""Train a small convolutional network on handwritten digits with compressed gradients, by Keras' compile and fit.
 
     horovodrun -np 2 --gloo python examples/keras_digits.py --compressor none topk qsgd efsignsgd powersgd
     mpirun -np 2 python examples/keras_digits.py --config examples/grace.toml
     python examples/keras_digits.py --compressor topk --set compress_ratio=0.001
 
-The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded. Several compressors
-are trained one after the other. Rank 0 ends with a table, and with a JSON file if asked. The exit status is 1 if the
-ranks hold different weights at the end of a run.
+The data are 1,797 images of 8 x 8 pixels, which come with scikit-learn; nothing is downloaded. Several compressors are
+trained one after the other. At the end, rank 0 prints a table and optionally writes a JSON file. The exit status is 1
+if the ranks have different weights at the end of a run.
 
-What concerns grace is in `train`, between the two lines marked GRACE. Settings, data and table are in digits.py.
+The code for grace is in `train`, between the two lines marked GRACE. Settings, data and table are in digits.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import grace.tensorflow as grace
 
 
 def network() -> keras.Model:
-    """Two convolutions and one hidden layer: 151,306 parameters."""
+    """Return a network with two convolutions and one hidden layer: 151,306 parameters."""
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -40,12 +40,12 @@ def network() -> keras.Model:
             keras.layers.Dense(128, activation="relu", name="hidden"),
             keras.layers.Dense(10, name="output"),
         ],
-        name="network",  # else the names of the weights would count the runs
+        name="network",  # without it, Keras would number the names of the weights in each run
     )
 
 
 class Show(keras.callbacks.Callback):
-    """Reports to a progress what `fit` does."""
+    """A callback that passes the progress of `fit` to the progress bar."""
 
     def __init__(self, progress: digits.Progress) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Show(keras.callbacks.Callback):
 
 
 def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digits.Outcome:
-    """Train one network."""
+    """Train one network and return its result."""
     keras.utils.set_random_seed(args.seed)
     model = network()
     images, labels = data.train.images[..., np.newaxis], data.train.labels
@@ -77,7 +77,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     # GRACE: end -----------------------------------------------------------------------------------------------------
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # XLA, which "auto" means where there is a GPU, cannot compile Horovod's collectives.
+    # XLA cannot compile Horovod's collectives. The default "auto" uses XLA on a GPU.
     model.compile(optimizer, loss, jit_compile=False)
     dataset = tf.data.Dataset.from_tensor_slices(chosen.reshape(steps, -1))
     dataset = dataset.map(lambda rows: (tf.gather(images, rows), tf.gather(labels, rows))).prefetch(2)
@@ -87,7 +87,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
             epochs=args.epochs,
             steps_per_epoch=chosen.shape[1],
             callbacks=[*callbacks, Show(progress)],
-            shuffle=False,  # `digits.batches` did
+            shuffle=False,  # `digits.batches` has shuffled already
             verbose=0,
         )
     return digits.Outcome(
@@ -98,13 +98,13 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
 
 
 def evaluate(model: keras.Model, data: digits.Images) -> float:
-    """Share of the images that the model names rightly."""
+    """Return the share of images that the model classifies correctly."""
     scores = model.predict_on_batch(data.images[..., np.newaxis])
     return float(np.mean(scores.argmax(axis=1) == data.labels))
 
 
 if __name__ == "__main__":
-    # The ranks share the cores of one machine. A collective that waits for another rank holds none of these threads.
+    # The ranks share the cores of one machine. A collective that waits for another rank blocks none of these threads.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     sys.exit(digits.main("keras", __doc__, hvd, train))

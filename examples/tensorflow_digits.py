@@ -1,14 +1,14 @@
-"""Train a small convolutional network on handwritten digits, with compressed gradients: a TensorFlow loop.
+"""Train a small convolutional network on handwritten digits with compressed gradients, by a TensorFlow training loop.
 
     horovodrun -np 2 --gloo python examples/tensorflow_digits.py --compressor none topk qsgd efsignsgd powersgd
     mpirun -np 2 python examples/tensorflow_digits.py --config examples/grace.toml
     python examples/tensorflow_digits.py --compressor topk --set compress_ratio=0.001
 
-The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded. Several compressors
-are trained one after the other. Rank 0 ends with a table, and with a JSON file if asked. The exit status is 1 if the
-ranks hold different weights at the end of a run.
+The data are 1,797 images of 8 x 8 pixels, which come with scikit-learn; nothing is downloaded. Several compressors are
+trained one after the other. At the end, rank 0 prints a table and optionally writes a JSON file. The exit status is 1
+if the ranks have different weights at the end of a run.
 
-What concerns grace is in `train`, between lines marked GRACE. Settings, data and table are in digits.py.
+The code for grace is in `train`, between the lines marked GRACE. Settings, data and table are in digits.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import grace.tensorflow as grace
 
 
 def network() -> keras.Model:
-    """Two convolutions and one hidden layer: 151,306 parameters."""
+    """Return a network with two convolutions and one hidden layer: 151,306 parameters."""
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -40,12 +40,12 @@ def network() -> keras.Model:
             keras.layers.Dense(128, activation="relu", name="hidden"),
             keras.layers.Dense(10, name="output"),
         ],
-        name="network",  # else the names of the weights would count the runs
+        name="network",  # without it, Keras would number the names of the weights in each run
     )
 
 
 def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digits.Outcome:
-    """Train one network."""
+    """Train one network and return its result."""
     keras.utils.set_random_seed(args.seed)
     model = network()
     hvd.broadcast_variables([weight.value for weight in model.weights], root_rank=0)
@@ -56,7 +56,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     optimizer = keras.optimizers.SGD(schedule, momentum=run.momentum)
     optimizer.build(model.trainable_variables)
 
-    # GRACE: what lives between the steps ----------------------------------------------------------------------------
+    # GRACE: the state that lives between steps ----------------------------------------------------------------------
     exchange = grace.Exchange(
         config=run.config,  # or a dictionary such as {"compressor": "topk", "compress_ratio": 0.01}, or a TOML file
     )
@@ -87,13 +87,13 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
 
 
 def evaluate(model: keras.Model, data: digits.Images) -> float:
-    """Share of the images that the model names rightly."""
+    """Return the share of images that the model classifies correctly."""
     scores = model(data.images[..., np.newaxis], training=False).numpy()
     return float(np.mean(scores.argmax(axis=1) == data.labels))
 
 
 if __name__ == "__main__":
-    # The ranks share the cores of one machine. A collective that waits for another rank holds none of these threads.
+    # The ranks share the cores of one machine. A collective that waits for another rank blocks none of these threads.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     sys.exit(digits.main("tensorflow", __doc__, hvd, train))

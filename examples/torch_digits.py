@@ -1,14 +1,14 @@
-"""Train a small convolutional network on handwritten digits, with compressed gradients: a PyTorch loop.
+"""Train a small convolutional network on handwritten digits with compressed gradients, by a PyTorch training loop.
 
     horovodrun -np 2 --gloo python examples/torch_digits.py --compressor none topk qsgd efsignsgd powersgd
     mpirun -np 2 python examples/torch_digits.py --config examples/grace.toml
     python examples/torch_digits.py --compressor topk --set compress_ratio=0.001
 
-The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; nothing is downloaded. Several compressors
-are trained one after the other. Rank 0 ends with a table, and with a JSON file if asked. The exit status is 1 if the
-ranks hold different weights at the end of a run.
+The data are 1,797 images of 8 x 8 pixels, which come with scikit-learn; nothing is downloaded. Several compressors are
+trained one after the other. At the end, rank 0 prints a table and optionally writes a JSON file. The exit status is 1
+if the ranks have different weights at the end of a run.
 
-What concerns grace is in `train`, between the two lines marked GRACE. Settings, data and table are in digits.py.
+The code for grace is in `train`, between the two lines marked GRACE. Settings, data and table are in digits.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import grace.torch as grace
 
 
 class Network(nn.Module):
-    """Two convolutions and one hidden layer: 151,306 parameters."""
+    """A network with two convolutions and one hidden layer: 151,306 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +45,12 @@ class Network(nn.Module):
 
 
 def tensors(part: digits.Images) -> TensorDataset:
+    """Return images and labels as a dataset of tensors."""
     return TensorDataset(torch.from_numpy(part.images).unsqueeze(1), torch.from_numpy(part.labels))
 
 
 def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digits.Outcome:
-    """Train one network."""
+    """Train one network and return its result."""
     torch.manual_seed(args.seed)
     model = Network()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -88,7 +89,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
 
 
 def evaluate(model: nn.Module, data: TensorDataset) -> float:
-    """Share of the images that the model names rightly."""
+    """Return the share of images that the model classifies correctly."""
     images, labels = data.tensors
     model.eval()
     with torch.no_grad():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up, then trains the digits examples of PyTorch and Keras on two workers, without and with compression,
-# and prints their tables. Arguments go to both: bash scripts/demo.sh --epochs 3
+# Set everything up. Then train the digits examples of PyTorch and Keras on two workers, with and without compression,
+# and print their tables. Arguments are passed to both examples: bash scripts/demo.sh --epochs 3
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -8,15 +8,15 @@ cd "$root"
 bash scripts/setup.sh
 export PATH="$root/.venv/bin:$PATH" VIRTUAL_ENV="$root/.venv"
 unset PYTHONHOME PYTHONPATH
-# TensorFlow has much to say when it is imported, and horovodrun does that too, only to see whether it is there.
+# TensorFlow logs a lot when it is imported, and horovodrun imports it as well.
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}" TF_ENABLE_ONEDNN_OPTS="${TF_ENABLE_ONEDNN_OPTS:-0}"
 
-# horovodrun writes "[0]<stdout>:" before every line of rank 0 and has no option for leaving it out. This takes it off
-# again, as soon as text arrives, so that a progress bar (which ends its lines with a carriage return) moves. The other
-# ranks' lines keep their mark.
+# horovodrun writes "[0]<stdout>:" before every line of rank 0 and has no option to turn this off. This filter removes
+# the mark. It does not wait for whole lines, so that progress bars move (their lines end with a carriage return). The
+# marks of other ranks stay.
 without_mark='
 import os, re, signal
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, outlive horovodrun and show its last words
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, wait for horovodrun and show the rest of its output
 while piece := os.read(0, 65536):
     rest = re.sub(rb"(?m)(^|\r)\[0\]<std(?:out|err)>:", rb"\1", piece)
     while rest:
