@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 
 import pytest
 
 from grace.core.ops import get_ops
 from grace.core.registry import compressors, memories
 from grace.testing import CompressorContract, MemoryContract, OpsContract, Traced, traced, traced_ops
-from tests.support import registered
+from grace.testing.harness import FRAMEWORKS
+from tests.support import covering, registered
 
 # Payloads that need not be the same bytes in every framework, and why: for all gradients, and for those of float64.
 REORDERED = {
@@ -31,10 +33,48 @@ def reordered(compressor, dtype):
     return REORDERED.get(name) or (REORDERED_FLOAT64.get(name) if dtype == "float64" else None)
 
 
+def of_ops(contract):
+    """The promises that run on the operations of a framework."""
+    names = [name for name in dir(contract) if name.startswith("test_")]
+    return [name for name in names if "ops" in inspect.signature(getattr(contract, name)).parameters]
+
+
+# On NumPy every promise meets every configuration. The other frameworks, and graphs, run the same code of a method, and
+# are held to NumPy's bytes by a promise of its own and by the tests of the engine: pairs are enough there.
+WAYS = [*FRAMEWORKS[1:], *(["graph"] if "tensorflow" in FRAMEWORKS else [])]
+PARTS = registered.by_name(registered.all_compressors() if covering.ALL else registered.default_compressors())
+EXTRAS = registered.by_name(registered.extra_compressors())
+ELSEWHERE = covering.rows(
+    {"promise": of_ops(CompressorContract), "name": list(PARTS), "way": WAYS},
+    # In graphs the extra configurations have a test of their own, on fewer tensors.
+    lambda row: row["way"] != "graph" or row["name"] not in EXTRAS,
+)
+
+
+def elsewhere(promise, way):
+    """The methods for which a promise is tested in this way."""
+    return [PARTS[row["name"]] for row in ELSEWHERE if (row["promise"], row["way"]) == (promise, way)]
+
+
+@cache
+def in_graphs(part):
+    """The same object for all promises: a graph is traced once."""
+    return traced(part)
+
+
 class TestCompressors(CompressorContract):
-    @pytest.fixture(params=registered.params(registered.all_compressors()))
-    def compressor(self, request):
-        return request.param
+    def pytest_generate_tests(self, metafunc):
+        chosen = registered.all_compressors()
+        if "ops" not in metafunc.fixturenames:
+            metafunc.parametrize("compressor", registered.params(chosen))
+            return
+        ways = {"numpy": chosen, **{way: elsewhere(metafunc.definition.name, way) for way in FRAMEWORKS[1:]}}
+        cases = [pytest.param(c, way, id=f"{way}-{registered.name(c)}") for way, some in ways.items() for c in some]
+        metafunc.parametrize(("compressor", "ops"), cases, indirect=["ops"])
+
+    @pytest.fixture
+    def ops(self, request):
+        return get_ops(request.param)
 
     def reordered(self, compressor, dtype):
         return reordered(compressor, dtype)
@@ -47,10 +87,38 @@ class TestCompressors(CompressorContract):
         return any(isinstance(compressor, compressors.get(name)) and case in cases for name, cases in TIED.items())
 
 
+MEMORIES = registered.by_name(registered.all_memories())
+MEMORIES_ELSEWHERE = covering.rows({"promise": of_ops(MemoryContract), "name": list(MEMORIES), "way": WAYS})
+SERVED_ELSEWHERE = covering.rows({"memory": list(MEMORIES), "compressor": list(compressors), "way": WAYS})
+
+
+def memories_elsewhere(promise, way):
+    """The memories for which a promise is tested in this way."""
+    return [MEMORIES[row["name"]] for row in MEMORIES_ELSEWHERE if (row["promise"], row["way"]) == (promise, way)]
+
+
 class TestMemories(MemoryContract):
-    @pytest.fixture(params=registered.params(registered.all_memories()))
-    def memory(self, request):
-        return request.param
+    way = "numpy"
+
+    def pytest_generate_tests(self, metafunc):
+        chosen = list(MEMORIES.values())
+        if "ops" not in metafunc.fixturenames:
+            metafunc.parametrize("memory", registered.params(chosen))
+            return
+        ways = {"numpy": chosen, **{w: memories_elsewhere(metafunc.definition.name, w) for w in FRAMEWORKS[1:]}}
+        cases = [pytest.param(m, way, id=f"{way}-{registered.name(m)}") for way, some in ways.items() for m in some]
+        metafunc.parametrize(("memory", "ops"), cases, indirect=["ops"])
+
+    @pytest.fixture
+    def ops(self, request):
+        self.way = request.param
+        return get_ops(request.param)
+
+    def served(self, memory):
+        name = registered.name(memory)
+        here = {row["compressor"] for row in SERVED_ELSEWHERE if (row["memory"], row["way"]) == (name, self.way)}
+        served = super().served(memory)
+        return served if self.way == "numpy" else (c for c in served if compressors.name_of(c) in here)
 
 
 class TestOps(OpsContract):
@@ -58,9 +126,15 @@ class TestOps(OpsContract):
 
 
 class TestTracedCompressors(Traced, TestCompressors):
-    @pytest.fixture(params=registered.params([traced(c) for c in registered.default_compressors()]))
-    def compressor(self, request):
-        return request.param
+    # They run no array operation, or those of NumPy only.
+    test_configuration_survives_json = None
+    test_unfit_gives_a_reason_or_none = None
+    test_nothing_is_used_after_it_was_consumed = None
+
+    def pytest_generate_tests(self, metafunc):
+        everywhere = "ops" not in metafunc.fixturenames
+        chosen = registered.default_compressors() if everywhere else elsewhere(metafunc.definition.name, "graph")
+        metafunc.parametrize("compressor", registered.params([in_graphs(c) for c in chosen]))
 
 
 class FewTensors(TestTracedCompressors):
@@ -71,23 +145,23 @@ class FewTensors(TestTracedCompressors):
 
 
 @pytest.mark.parametrize("compressor", registered.params(registered.extra_compressors()))
-@pytest.mark.parametrize(
-    "promise",
-    [
-        FewTensors.test_bytes_are_equal_in_every_framework,
-        FewTensors.test_kept_plus_residual_is_the_gradient,
-    ],
-)
-def test_extra_configurations_keep_promises_in_graphs(promise, compressor):
+def test_extra_configurations_keep_promises_in_graphs(compressor):
     pytest.importorskip("tensorflow")
-    more = {"ops": get_ops("tensorflow")} if "ops" in inspect.signature(promise).parameters else {}
-    promise(FewTensors(), traced(compressor), **more)
+    contract, part = FewTensors(), traced(compressor)
+    contract.test_bytes_are_equal_in_every_framework(part)
+    contract.test_kept_plus_residual_is_the_gradient(part, get_ops("tensorflow"))
 
 
 class TestTracedMemories(Traced, TestMemories):
-    @pytest.fixture(params=registered.params([traced(m) for m in registered.all_memories()]))
-    def memory(self, request):
-        return request.param
+    way = "graph"
+    # They run no array operation, or those of NumPy only.
+    test_configuration_survives_json = None
+    test_incompatible_compressors_are_told_what_serves_them = None
+    test_nothing_is_used_after_it_was_consumed = None
+
+    def pytest_generate_tests(self, metafunc):
+        chosen = memories_elsewhere(metafunc.definition.name, "graph")
+        metafunc.parametrize("memory", registered.params([in_graphs(m) for m in chosen]))
 
 
 class TestTracedOps(OpsContract):

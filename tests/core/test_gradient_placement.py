@@ -13,9 +13,10 @@ from grace.testing.harness import FRAMEWORKS, array, host, same
 from tests.support import registered
 from tests.support.steps import (
     LAYOUTS,
+    METHODS,
     MIXED,
     assert_same,
-    every_method,
+    each,
     gradients,
     on_host,
     simulate,
@@ -25,14 +26,11 @@ from tests.support.steps import (
 
 # --- results where the caller wants them ------------------------------------------------------------------------
 
-IN_PLACE = [name for name in FRAMEWORKS if get_ops(name).in_place]
+# Arrays of TensorFlow cannot be changed.
+IN_PLACE = [name for name in FRAMEWORKS if name != "tensorflow"]
 
 
-@pytest.mark.parametrize("framework", IN_PLACE)
-@pytest.mark.parametrize(
-    ("cut", "size"), [("layer", 1), ("layer", 2), ("small buckets", 1), ("small buckets", 3), ("model", 2)]
-)
-@every_method
+@each(chosen=METHODS, cut=["layer", "small buckets", "model"], size=[1, 2, 3], framework=IN_PLACE)
 def test_results_are_written_where_they_belong(chosen, cut, size, framework):
     """Into the buffers of the gradients themselves, which is where PyTorch's optimizer reads them; the same bits."""
     plain, placed = (simulate(chosen, framework, size=size, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
@@ -50,9 +48,7 @@ def test_results_are_written_where_they_belong(chosen, cut, size, framework):
     assert_same(states(plain), states(placed))
 
 
-@pytest.mark.parametrize("framework", IN_PLACE)
-@pytest.mark.parametrize("cut", ["layer", "small buckets", "model"])
-@every_method
+@each(chosen=METHODS, cut=["layer", "small buckets", "model"], framework=IN_PLACE)
 def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
     sim = simulate(chosen, framework, size=2, specs=MIXED, **LAYOUTS[cut])
 
@@ -154,8 +150,7 @@ def test_buffers_that_overlap_are_not_written_to():
 
 
 @pytest.mark.skipif("torch" not in FRAMEWORKS, reason="PyTorch is not installed")
-@pytest.mark.parametrize("cut", ["layer", "small buckets", "model"])
-@every_method
+@each(chosen=METHODS, cut=["layer", "small buckets", "model"])
 def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
     """As with gradients that are views into buckets: what was compressed where it lies is overwritten there."""
     import torch

@@ -16,33 +16,32 @@ from grace.core.plan import make_plan
 from grace.core.registry import communicators, compressors, memories
 from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same
-from tests.support import registered
 from tests.support.reference_step import Reference, reference
-from tests.support.registered import every_framework
 from tests.support.steps import (
     CUTS,
     DEFAULTS,
     FEW_SPECS,
     LONG,
+    METHODS,
     MIXED,
     RANKS,
     SPECS,
     assert_same,
     config,
+    each,
+    each_combination,
     each_cut,
-    every_combination,
-    every_default,
-    every_method,
     gradient,
     gradients,
+    in_turn,
     on_host,
     simulate,
     states,
     step,
 )
 
-FLAT = [chosen for chosen in DEFAULTS if chosen.compressor.flat]
-every_flat = pytest.mark.parametrize("chosen", [pytest.param(p, id=registered.name(p.compressor)) for p in FLAT])
+FLAT = {name: chosen for name, chosen in DEFAULTS.items() if chosen.compressor.flat}
+OTHERS = [framework for framework in FRAMEWORKS if framework != "numpy"]
 
 
 def flat_gradients(sim, given):
@@ -74,7 +73,7 @@ def pieces(plan):
 
 
 def test_every_element_lies_in_one_unit():
-    for chosen, options in itertools.product(DEFAULTS, [{"granularity": "layer"}, *CUTS.values()]):
+    for chosen, options in itertools.product(DEFAULTS.values(), [{"granularity": "layer"}, *CUTS.values()]):
         plan = make_plan(MIXED, config(chosen, **options))
         for part in plan.exchanged:
             ends = [0, *(piece.stop for _, _, piece in plan.places[part.spec.name])]
@@ -155,8 +154,7 @@ def test_tensors_of_different_learning_rates_are_not_compressed_as_one():
 # --- layers: nothing has changed --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@every_default
+@each(in_turn("size", [2, 3, 4]), chosen=DEFAULTS, size=[2, 3, 4])
 def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
     sim, by_hand = simulate(chosen, size=size), reference(SPECS, config(chosen), get_ops("numpy"), size)
     for number in range(3):
@@ -167,8 +165,7 @@ def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
             assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
 
 
-@pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f != "numpy"])
-@every_method
+@each(chosen=METHODS, framework=OTHERS)
 def test_layers_are_the_same_in_every_framework(chosen, framework):
     specs = FEW_SPECS.get(framework, SPECS)
     ops = get_ops(framework)
@@ -186,8 +183,7 @@ def units_by_hand(sim, ops, size=RANKS):
     return Reference(ops, sim.plan.units, size, sim.config.seed)
 
 
-@each_cut
-@every_default
+@each(in_turn("cut", CUTS), chosen=DEFAULTS, cut=list(CUTS))
 def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
     sim = simulate(chosen, specs=MIXED, **CUTS[cut])
     by_hand = units_by_hand(sim, get_ops("numpy"))
@@ -205,8 +201,7 @@ def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
             assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
 
 
-@pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f != "numpy"])
-@every_method
+@each(chosen=METHODS, framework=OTHERS)
 def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework):
     specs = [*FEW_SPECS["tensorflow"], TensorSpec("vector", (131,)), LONG]
     sim = simulate(chosen, framework, size=2, specs=specs, **CUTS["small buckets"])
@@ -217,8 +212,7 @@ def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework
         assert_units(sim, sim.step(given, lr=0.1), expected)
 
 
-@pytest.mark.parametrize("cut", ["small buckets", "model"])
-@every_combination
+@each_combination(cut=["small buckets", "model"])
 def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, traffic):
     sim = simulate(chosen, specs=MIXED, **CUTS[cut])
     for engine in sim.engines:
@@ -245,8 +239,7 @@ def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, traffic
         assert predicted <= sum(traffic[0].values())
 
 
-@each_cut
-@every_flat
+@each(in_turn("cut", CUTS), chosen=FLAT, cut=list(CUTS))
 def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
     sim = simulate(chosen, specs=[*SPECS[:2], LONG], **CUTS[cut])
     for engine in sim.engines:
@@ -264,8 +257,7 @@ def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
         assert all(tensor["relative_error"] is not None for tensor in tensors.values())
 
 
-@each_cut
-@every_method
+@each(chosen=METHODS, cut=list(CUTS))
 def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
     forward, shuffled = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     rng = np.random.default_rng(0)
@@ -282,13 +274,14 @@ def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
     assert_same(states(forward), states(shuffled))
 
 
-@every_framework
-@each_cut
-@pytest.mark.parametrize(
-    "compressor", [pytest.param(c, id=registered.name(c)) for c in registered.default_compressors() if c.sparsifies]
+@each(
+    chosen={name: parts for name, parts in METHODS.items() if parts.compressor.sparsifies},
+    cut=list(CUTS),
+    framework=FRAMEWORKS,
 )
-def test_a_sparsifier_moves_values_without_rounding(compressor, cut, framework):
+def test_a_sparsifier_moves_values_without_rounding(chosen, cut, framework):
     """Seen with one rank: old residual + gradient == applied + new residual."""
+    compressor = chosen.compressor
     chosen = Parts(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
     specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64") and compressor.unfit(spec) is None]
     sim = simulate(chosen, framework, size=1, specs=specs, **CUTS[cut])
@@ -306,8 +299,7 @@ def test_a_sparsifier_moves_values_without_rounding(compressor, cut, framework):
         old = new
 
 
-@pytest.mark.parametrize(("cut", "bad"), [("bucket", np.inf), ("small buckets", np.nan), ("model", np.nan)])
-@every_method
+@each(chosen=METHODS, cut=list(CUTS), bad=[np.nan, np.inf])
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, cut, bad):
     clean, hit = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     for sim in (clean, hit):
@@ -347,7 +339,7 @@ def test_tensors_of_nothing_and_of_one_element_are_fused(cut):
         TensorSpec("many", (30, 40)),
         TensorSpec("end", (7, 0)),
     ]
-    for chosen in FLAT:
+    for chosen in FLAT.values():
         for some in (specs, specs[:2], specs[:3], specs[3:4]):
             sim = simulate(chosen, specs=some, size=2, **CUTS[cut])
             by_hand = units_by_hand(sim, get_ops("numpy"), 2)
@@ -359,8 +351,7 @@ def test_tensors_of_nothing_and_of_one_element_are_fused(cut):
                 assert {name: x.shape for name, x in merged[0].items()} == {spec.name: spec.shape for spec in some}
 
 
-@each_cut
-@every_framework
+@each(cut=list(CUTS), framework=FRAMEWORKS)
 def test_rules_with_several_methods_share_a_bucket(cut, framework):
     specs = [TensorSpec(f"{kind}{i}", (50, 40)) for i in range(3) for kind in ("a", "b", "c", "d")]
     rules = [

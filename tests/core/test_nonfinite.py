@@ -8,21 +8,23 @@ import pytest
 from grace.core.config import Parts
 from grace.core.registry import communicators, compressors
 from grace.core.spec import TensorSpec
-from grace.testing.harness import same
+from grace.testing.harness import FRAMEWORKS, same
 from tests.support import registered
 from tests.support.steps import (
+    DEFAULTS,
     FEW_SPECS,
     SPECS,
     assert_same,
-    every_default_and_framework,
+    each,
+    each_combination_for,
+    extras_on,
     simulate,
     states,
     step,
 )
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@every_default_and_framework
+@each(extras_on("numpy"), chosen=DEFAULTS, framework=FRAMEWORKS, bad=[np.nan, np.inf])
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
     clean, hit = (simulate(chosen, framework, specs=FEW_SPECS.get(framework, SPECS)) for _ in "ab")
     step(clean, 0)
@@ -50,7 +52,7 @@ def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
         assert all(np.isfinite(x.astype(np.float64)).all() for x in mine.values()), "the step after is a normal one"
 
 
-@pytest.mark.parametrize("chosen", [pytest.param(p, id=registered.name(p)) for p in registered.valid_parts()])
+@each_combination_for("overflow")
 def test_a_gradient_that_overflows_in_the_payload_enters_no_state(chosen):
     """1e30 is finite in float32 and infinite in float16; what a residual would make of it is NaN."""
     specs = [TensorSpec("matrix", (24, 40))]

@@ -14,7 +14,7 @@ from grace.core.registry import compressors
 from grace.core.timeline import PHASES, Timeline, Times
 from grace.testing.harness import FRAMEWORKS
 from tests.support import registered
-from tests.support.steps import gradients, in_frameworks, simulate, step
+from tests.support.steps import each, gradients, simulate, step
 from tests.support.trace_checks import check_phases, check_trace, phases_in, steps_in
 
 # One method per way through the engine: gathered, summed, settled first, of run-time length.
@@ -47,7 +47,7 @@ def read(path):
 
 
 # The traces below have TensorFlow's.
-@in_frameworks({name: chosen(name) for name in METHODS}, {})
+@each(chosen={name: chosen(name) for name in METHODS}, framework=[f for f in FRAMEWORKS if f != "tensorflow"])
 def test_moments_of_every_bucket_are_in_order(chosen, framework):
     sim = simulate(chosen, framework, size=2, **OPTIONS)
     for engine in sim.engines:

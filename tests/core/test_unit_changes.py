@@ -11,17 +11,17 @@ from grace.core.config import make_config
 from grace.core.errors import StateError
 from grace.core.plan import next_plan
 from grace.core.simulate import Simulation
-from grace.testing.harness import host, same
-from tests.support.registered import every_framework
+from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.steps import (
     CUTS,
     LAYOUTS,
     LONG,
+    METHODS,
     MIXED,
     SPECS,
     assert_same,
+    each,
     each_cut,
-    every_method,
     gradients,
     on_host,
     simulate,
@@ -58,8 +58,7 @@ def change(sim, **options):
 TOPK = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False}
 
 
-@every_framework
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
+@each(lambda row: row["before"] != row["after"], before=list(LAYOUTS), after=list(LAYOUTS), framework=FRAMEWORKS)
 def test_residuals_are_carried_from_any_cut_to_any_other(before, after, framework):
     specs = [spec for spec in MIXED if spec.name in ("matrix", "empty", "scalar", "double", "long")]
     sim = Simulation(2, specs, {**TOPK, **LAYOUTS[before]}, framework=framework)
@@ -137,8 +136,7 @@ def load(sim, other):
         )
 
 
-@each_cut
-@every_method
+@each(chosen=METHODS, cut=list(CUTS))
 def test_a_checkpoint_continues_bit_for_bit(chosen, cut):
     sim, fresh = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     for number in range(2):

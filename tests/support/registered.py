@@ -148,6 +148,11 @@ def name(part: Compressor | Memory | Parts) -> str:
     return "-".join([config["name"], *changed])
 
 
+def by_name(parts: list, kind: str | None = None) -> dict:
+    """The parts by their short names, or by that of one of their kinds."""
+    return {name(getattr(part, kind) if kind else part): part for part in parts}
+
+
 def params(parts: list) -> list:
     """pytest parameters with short names."""
     return [pytest.param(part, id=name(part)) for part in parts]

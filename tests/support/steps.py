@@ -7,10 +7,10 @@ import pytest
 
 import grace
 from grace.core.config import Config, Parts
-from grace.core.registry import compressors, memories
+from grace.core.registry import communicators, compressors, memories
 from grace.core.spec import TensorSpec
-from grace.testing.harness import EPS, FRAMEWORKS, array, draw, host, same
-from tests.support import registered
+from grace.testing.harness import EPS, array, draw, host, same
+from tests.support import covering, registered
 
 RANKS = 3
 SPECS = [
@@ -38,38 +38,74 @@ LAYOUTS = {
     "whole tensors": {"granularity": "bucket", "bucket_bytes": 0, "split_bytes": 0},
     "fewer pieces": {"granularity": "bucket", "bucket_bytes": 40_000, "split_bytes": 40_000},
 }
-each_cut = pytest.mark.parametrize("cut", list(CUTS))
 # Where steps are slow, those that differ most.
 FEW_SPECS = {"tensorflow": [spec for spec in SPECS if spec.name in ("matrix", "empty", "double")]}
-DEFAULTS = [registered.default_parts(c) for c in registered.all_compressors()]
-every_default = pytest.mark.parametrize("chosen", [pytest.param(p, id=registered.name(p.compressor)) for p in DEFAULTS])
-# The default of every registered name, without the extra configurations.
-METHODS = [p for p in DEFAULTS if p.compressor in registered.default_compressors()]
-every_method = pytest.mark.parametrize("chosen", [pytest.param(p, id=registered.name(p.compressor)) for p in METHODS])
-every_combination = pytest.mark.parametrize("chosen", registered.params(registered.valid_parts()))
+# With the parts that a user gets who names only the compressor: every method, and the extra configurations.
+METHODS = registered.by_name([registered.default_parts(c) for c in registered.default_compressors()], "compressor")
+EXTRAS = registered.by_name([registered.default_parts(c) for c in registered.extra_compressors()], "compressor")
+DEFAULTS = METHODS | EXTRAS
+PARTS = {"compressor": list(compressors), "memory": list(memories), "communicator": list(communicators)}
+COMBINATIONS = {tuple(registered.name(parts).split("-")): parts for parts in registered.valid_parts()}
 
 
-def in_frameworks(everything, few, frameworks=FRAMEWORKS):
-    """Parameters `chosen` and `framework`; steps of eager TensorFlow take ten times as long, so only `few` there."""
-    listed = [(f, few if f == "tensorflow" else everything) for f in frameworks]
-    cases = [pytest.param(chosen, f, id=f"{name}-{f}") for f, named in listed for name, chosen in named.items()]
-    return pytest.mark.parametrize(("chosen", "framework"), cases)
+def each(valid=lambda row: True, **factors):
+    """Parametrize a test by a covering array, or by the full product under `--all`.
+
+    A factor is a list of values, or a dict of them by the names that reports and `valid` see.
+    """
+    values = {factor: v if isinstance(v, dict) else {x: x for x in v} for factor, v in factors.items()}
+    rows = covering.rows({factor: list(v) for factor, v in values.items()}, valid)
+    cases = [pytest.param(*(values[f][row[f]] for f in values), id="-".join(map(str, row.values()))) for row in rows]
+    return pytest.mark.parametrize(list(values), cases)
 
 
-_EVERY = {registered.name(p.compressor): p for p in DEFAULTS}
-_FEW = {registered.name(c): _EVERY[registered.name(c)] for c in registered.default_compressors()}
-every_default_and_framework = in_frameworks(_EVERY, _FEW)
-every_default_and_other_framework = in_frameworks(_EVERY, _FEW, FRAMEWORKS[1:])
-# Tensors of TensorFlow cannot be changed.
-every_default_and_mutable_framework = in_frameworks(_EVERY, {}, [f for f in FRAMEWORKS if f != "tensorflow"])
-every_combination_and_framework = in_frameworks(
-    {registered.name(p): p for p in registered.valid_parts()},
-    {
-        registered.name(p): p
-        for p in registered.valid_parts()
-        if memories.name_of(p.memory) == p.compressor.default_memory
-    },
-)
+each_cut = each(cut=list(CUTS))
+
+
+def each_combination(valid=lambda row: True, **factors):
+    """Parametrize a test by pairs of compressor, memory, communicator and the factors; `chosen` are the parts."""
+
+    def possible(row):
+        return combination(row) in COMBINATIONS and valid(row)
+
+    rows = covering.rows({**PARTS, **factors}, possible)
+    cases = [
+        pytest.param(COMBINATIONS[combination(row)], *(row[f] for f in factors), id="-".join(map(str, row.values())))
+        for row in rows
+    ]
+    return pytest.mark.parametrize(("chosen", *factors), cases)
+
+
+def combination(row):
+    return tuple(row[kind] for kind in PARTS)
+
+
+# They share one covering array: each meets every compressor, every memory and every communicator.
+_PROMISES = ["buckets", "bytes", "consumption", "overflow", "state"]
+_ROWS = covering.rows({**PARTS, "promise": _PROMISES}, lambda row: combination(row) in COMBINATIONS)
+
+
+def each_combination_for(promise):
+    """Parametrize a test by its share of the combinations; by all of them under `--all`."""
+    chosen = [COMBINATIONS[combination(row)] for row in _ROWS if row["promise"] == promise]
+    assert chosen, f"expected one of {_PROMISES}, received {promise!r}"
+    return pytest.mark.parametrize("chosen", registered.params(chosen))
+
+
+def extras_on(*frameworks):
+    """Return the condition that extra configurations run in these frameworks only; everywhere under `--all`.
+
+    They reach other code of a method, which is the same for all frameworks. Steps of eager TensorFlow take ten times as
+    long as those of NumPy.
+    """
+    return lambda row: covering.ALL or row["chosen"] in METHODS or row["framework"] in frameworks
+
+
+def in_turn(factor, values):
+    """Return the condition that every extra configuration meets one of the values, in turn; all under `--all`."""
+    values = list(values)
+    meets = {name: values[i % len(values)] for i, name in enumerate(EXTRAS)}
+    return lambda row: covering.ALL or meets.get(row["chosen"], row[factor]) == row[factor]
 
 
 def config(chosen: Parts, granularity="layer", **options) -> Config:
