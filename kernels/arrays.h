@@ -1,5 +1,5 @@
-// How arrays of NumPy and tensors of PyTorch in main memory come in and go out: by NumPy's own interface, and by the
-// functions that PyTorch offers for DLPack. For small tensors the way through Python would cost more than the kernels.
+// Conversion of NumPy arrays and PyTorch tensors in main memory, by NumPy's C interface and by PyTorch's C functions
+// for DLPack. For small tensors, a conversion through Python would take longer than the kernels.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,10 +15,10 @@ namespace grace {
 
 namespace nb = nanobind;
 
-// What arrays that come by DLPack must be; nanobind checks it.
+// The requirements on arrays that come by DLPack. nanobind checks them.
 using Given = nb::ndarray<nb::ro, nb::c_contig>;
 
-// A result: a block of the pool, until an array owns it.
+// A result: a block of the pool until an array takes ownership.
 struct Output {
     void* data;
     int64_t size;
@@ -47,14 +47,14 @@ inline nb::dlpack::dtype dlpack_of(DType dtype) {
     return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * size_of(dtype)), 1};
 }
 
-// A framework: `view` describes an array, and is false of what is none, or none of numbers one after the other;
-// `wrap` hands a result over. What `view` may need until the end of the call goes to `held`.
+// A framework. `view` describes an array; it returns false if the object is not a contiguous array of numbers. Objects
+// that must live until the end of the call are added to `held`. `wrap` makes an array from a result.
 
 class Numpy {
   public:
     bool view(nb::handle given, View& found, std::vector<nb::object>& held) const {
         nb::object array = nb::borrow(given);
-        // What operators make of arrays without axes.
+        // Operators on arrays without axes return scalars.
         if (PyArray_IsScalar(given.ptr(), Generic)) array = nb::steal(PyArray_FromScalar(given.ptr(), nullptr));
         if (!array.is_valid()) throw nb::python_error();
         if (!PyArray_Check(array.ptr())) return false;
@@ -78,7 +78,7 @@ class Numpy {
     }
 
     nb::object wrap(Output& output) const {
-        // bfloat16 as the integers of the same bits: NumPy itself does not know it.
+        // bfloat16 becomes uint16 with the same bits, because NumPy has no bfloat16.
         static const int types[] = {NPY_FLOAT16, NPY_UINT16, NPY_FLOAT32, NPY_FLOAT64, NPY_BOOL,
                                     NPY_UINT8,   NPY_INT8,   NPY_INT16,   NPY_INT32,   NPY_INT64};
         npy_intp shape[1] = {static_cast<npy_intp>(output.size)};
@@ -93,7 +93,7 @@ class Numpy {
     }
 };
 
-// The tables that a class of tensors offers under this name; DLPack 1.2, https://dmlc.github.io/dlpack.
+// The tables that a tensor class provides by this name: DLPack 1.2, https://dmlc.github.io/dlpack.
 struct Managed {
     struct {
         uint32_t major, minor;
@@ -118,8 +118,7 @@ struct Exchange {
 
 class Torch {
   public:
-    // `tensors` is the class of tensors. One of before PyTorch 2.10 has no such table: then nanobind is asked, which
-    // goes through Python.
+    // `tensors` is the tensor class. Before PyTorch 2.10 it has no such table. Then nanobind converts, through Python.
     explicit Torch(nb::handle tensors) : tensors_(tensors) {
         nb::object capsule = nb::getattr(tensors, "__dlpack_c_exchange_api__", nb::none());
         if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
@@ -159,7 +158,7 @@ class Torch {
         owned->managed.tensor = {output.data, {nb::device::cpu::value, 0}, 1, dlpack_of(output.dtype), owned->shape,
                                  owned->strides, 0};
         void* tensor = nullptr;
-        // From here on it is PyTorch's, whatever comes of it.
+        // From here on PyTorch owns the block, even if the call fails.
         output.data = nullptr;
         if (exchange_->take(&owned->managed, &tensor) != 0) throw nb::python_error();
         return nb::steal(static_cast<PyObject*>(tensor));

@@ -1,5 +1,5 @@
-// The module grace._native: every kernel through one function, for NumPy arrays and PyTorch tensors (DLPack), and
-// through another one for what lies on a GPU.
+// The module grace._native: one function that runs every kernel on NumPy arrays and PyTorch tensors (DLPack), and
+// another function for arrays on a GPU.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -19,7 +19,7 @@ using grace::View;
     throw grace::Error(kind, "kernel " + kernel + ", array " + std::to_string(i) + ": " + text);
 }
 
-// Whether kernels know the dtype, and which it is.
+// Finds the DType; false if the kernels do not support it.
 bool read_dtype(const nb::dlpack::dtype& dtype, grace::DType& found) {
     using grace::DType;
     using nb::dlpack::dtype_code;
@@ -29,7 +29,7 @@ bool read_dtype(const nb::dlpack::dtype& dtype, grace::DType& found) {
     if (is(dtype_code::Float, 32)) return found = DType::float32, true;
     if (is(dtype_code::Float, 64)) return found = DType::float64, true;
     if (is(dtype_code::Float, 16)) return found = DType::float16, true;
-    // NumPy hands bfloat16 over as uint16, because DLPack of NumPy does not know it.
+    // bfloat16 arrays of NumPy arrive as uint16, because NumPy's DLPack does not support bfloat16.
     if (is(dtype_code::Bfloat, 16) || is(dtype_code::UInt, 16)) return found = DType::bfloat16, true;
     if (is(dtype_code::UInt, 8)) return found = DType::uint8, true;
     if (is(dtype_code::Int, 8)) return found = DType::int8, true;
@@ -52,7 +52,7 @@ class HostCall : public grace::Call {
 
     void* allocate(grace::DType dtype, int64_t n) override {
         if (outputs.empty() && offered_.data != nullptr && dtype == offered_.dtype && n == offered_.size) {
-            // Without memory of its own: the caller's array is the result.
+            // The caller's array is the result; it needs no memory of its own.
             outputs.push_back({nullptr, n, dtype});
             return offered_.data;
         }
@@ -71,7 +71,7 @@ class HostCall : public grace::Call {
     grace::Array offered_;
 };
 
-// What one array of a call is, on a device; throws Error(type) for what no kernel takes.
+// Checks one array of a call. Throws Error(type) for a wrong device, dtype or alignment.
 grace::Array array_of(const std::string& kernel, size_t i, const View& array, int device_type, int device) {
     using Kind = grace::Error::Kind;
     if (array.device_type != device_type || array.device_id != device) {
@@ -118,7 +118,7 @@ grace::Kernel kernel_of(const std::string& name) {
     return function;
 }
 
-// Not by nanobind: it reads all arguments a second time where an integer stands for a floating number.
+// Not done by nanobind, which parses all arguments a second time if an integer is given for a floating-point number.
 std::vector<double> numbers_of(nb::sequence given) {
     std::vector<double> numbers;
     for (nb::handle number : given) {
@@ -166,7 +166,7 @@ constexpr int kDeviceType = nb::device::cpu::value;
 constexpr int kDeviceType = nb::device::cuda::value;
 #endif
 
-// A call on a GPU: memory comes from the framework, through allocate(dtype, n) -> (array, address).
+// A call on a GPU. The framework provides memory by allocate(dtype, n) -> (array, address).
 class DeviceCall : public grace::Call {
   public:
     DeviceCall(std::string kernel, std::vector<grace::Array> inputs, std::vector<int64_t> integers,
@@ -188,7 +188,7 @@ class DeviceCall : public grace::Call {
     nb::list results;
 
   private:
-    // The framework gives it to others only after what is on the stream now.
+    // The framework reuses this memory only after the current work on the stream.
     void* scratch(int64_t bytes) {
         const nb::gil_scoped_acquire held;
         return made("uint8", bytes, scratch_);
@@ -204,7 +204,7 @@ class DeviceCall : public grace::Call {
     grace::gpu::Stream at_;
 };
 
-// `inputs` are capsules of DLPack, because an array's own method may make streams wait for each other.
+// `inputs` are DLPack capsules, because an array's own __dlpack__ method may make streams wait for each other.
 std::vector<grace::Array> device_arrays_of(const std::string& kernel, nb::sequence inputs, int device,
                                            std::vector<Given>& held) {
     std::vector<grace::Array> arrays;

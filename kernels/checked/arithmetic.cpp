@@ -6,7 +6,7 @@
 namespace grace {
 namespace {
 
-// Whether all pieces of an array of n elements were found good.
+// Returns whether the check of every piece of an array of n elements is true.
 uint8_t all_good(const Scratch<uint8_t>& pieces, int64_t n) {
     uint8_t all = 1;
     for (int64_t i = 0; i < divide_up(n, kPiece); ++i) all &= pieces[i];
@@ -77,7 +77,7 @@ void norm_max_kernel(Call& call) {
         Scratch<double> squares(divide_up(n, kPiece));
         Scratch<T> largest(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            // In steps that stay in the first cache, so that memory is read once.
+            // Small steps stay in the first-level cache, so that memory is read once.
             constexpr int64_t step = 4096;
             double sum = 0;
             T found = 0;
@@ -85,7 +85,7 @@ void norm_max_kernel(Call& call) {
                 const int64_t length = std::min(step, end - at);
                 sum += loops<T>().sum_squares(x + at, length);
                 const T here = loops<T>().max_abs(x + at, length);
-                // By bits, in whose order NaN is last.
+                // Compare bits: in their order, NaN comes last.
                 found = magnitude_bits(here) > magnitude_bits(found) ? here : found;
             }
             squares[begin / kPiece] = sum;
@@ -200,7 +200,7 @@ void sample_kernel(Call& call) {
                                           " and n = " + std::to_string(n));
     }
     RandomKey key = key_at(call, 2);
-    // Round keys come from streams of their own, as in grace/core/ops/random.py.
+    // The round keys come from separate streams, as in grace/core/ops/random.py.
     key.stream += 1u << 16;
     uint32_t random[8];
     integer_loops().words(&key, 0, 2, random);

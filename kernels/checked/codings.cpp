@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kMagnitudes = 128, kEdges = kMagnitudes - 1;
 
-// The least exponent that the clipped codes of x lie above: 127 below the largest exponent after rounding.
+// The base exponent of the clipped codes of x: 127 below the largest exponent after rounding.
 template <class T> int32_t natural_base(Call& call, const T* x, int64_t n, const RandomKey& key) {
     constexpr int32_t clipped = 127, largest = (1 << Format<T>::exponent) - 2;
     Scratch<T> most(divide_up(n, kPiece));
@@ -19,7 +19,7 @@ template <class T> int32_t natural_base(Call& call, const T* x, int64_t n, const
     });
     const auto exponent_of = [](T size) { return static_cast<int32_t>(magnitude_bits(size) >> Format<T>::mantissa); };
     const int32_t own = exponent_of(loops<T>().max_abs(most.data(), divide_up(n, kPiece)));
-    // Only an element of the largest exponent can be rounded to one above it.
+    // Only an element with the largest exponent can be rounded to a larger one.
     std::atomic<bool> rises{own < clipped || own >= largest};
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
         if (rises || exponent_of(most[begin / kPiece]) < own) return;
@@ -29,8 +29,7 @@ template <class T> int32_t natural_base(Call& call, const T* x, int64_t n, const
     return std::max(0, code - clipped);
 }
 
-// Cells for magnitudes, whose shares of the scale have their place in an ascending table. They pay for themselves by
-// the number of elements.
+// Makes the cells for the edges of an ascending table, scaled. This pays off for many elements.
 template <class T> class Cells {
   public:
     Cells(const T* table, T scale, int64_t elements) : below_(kMost), inside_(kMost), edges_(kEdges) {
@@ -46,8 +45,8 @@ template <class T> class Cells {
     using Signed = typename Format<T>::Signed;
     static constexpr int64_t kMost = 4096;
 
-    // From the cell below the first edge above 0 to that above the last; no cells if there are too many, or one would
-    // hold two edges.
+    // The cells reach from the one below the first edge above 0 to the one above the last edge. There are no cells if
+    // there would be too many, or if one would contain two edges.
     void divide(int shift) {
         int at = 0;
         while (at < kEdges && !(edges_[at] > T(0))) ++at;
@@ -57,7 +56,7 @@ template <class T> class Cells {
         if (highest - lowest + 1 > kMost) return;
         for (Signed cell = lowest; cell <= highest; ++cell) {
             const int64_t i = cell - lowest;
-            // Bits of numbers are ordered as the numbers are.
+            // The bits of positive numbers have the same order as the numbers.
             const auto reached = [&](Signed from) { return at < kEdges && bits_as<Signed>(edges_[at]) <= from; };
             while (cell > lowest && reached(cell << shift)) ++at;
             below_[i] = static_cast<uint8_t>(at);
@@ -85,7 +84,7 @@ void natural_encode_kernel(Call& call) {
         const T* x = call.input<T>(0);
         const bool clipped = call.integer(0) != 0;
         const RandomKey key = key_at(call, 1);
-        // Bits of a code above the low eight.
+        // The number of bits of a code above the low eight.
         const int more = clipped ? 0 : Format<T>::exponent - 7;
         uint8_t* codes = call.output<uint8_t>(clipped ? n : packed_size(n, 8 + more));
         int32_t* least = call.output<int32_t>(1);

@@ -23,10 +23,11 @@ int64_t width_at(const Call& call, int i) {
     return std::min(width, kMost);
 }
 
-// How many scales there must be; of nothing any number, as a scale for a whole array is there also when that is empty.
+// Checks the number of scales. An empty array may have any number, because a scale for the whole array exists even
+// then.
 int64_t buckets_of(int64_t n, int64_t width) { return n == 0 ? -1 : divide_up(n, width); }
 
-// codes(begin, end, low, high) fills in the low and, above 8 bits, the high bytes of the codes of a piece.
+// codes(begin, end, low, high) writes the low bytes of a piece's codes and, above 8 bits, the high bytes.
 template <class Codes> void packed(Call& call, uint8_t* out, int64_t n, int bits, Codes codes) {
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
         uint8_t low[1024], high[1024];

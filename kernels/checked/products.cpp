@@ -1,10 +1,10 @@
-// Products of matrices with few columns.
+// Products with matrices of few columns.
 #include "grace/kernels.h"
 
 namespace grace {
 namespace {
 
-// The rows of a times r matrix b, one after another, as its columns.
+// The columns of a matrix b with r columns, one after the other.
 template <class T> void transpose(const T* b, int64_t n, int64_t r, T* out) {
     for (int64_t k = 0; k < r; ++k) {
         for (int64_t i = 0; i < n; ++i) out[k * n + i] = b[i * r + k];
@@ -16,7 +16,7 @@ template <class T> void times_kernel(Call& call, const T* a, const T* b, int64_t
     T* out = call.output<T>(n * r);
     Scratch<T> columns(m * r);
     transpose(b, m, r, columns.data());
-    // Whole rows, four of which are read together.
+    // Pieces of whole rows. Four rows are read together.
     const int64_t rows = divide_up(divide_up(kPiece, m), 4) * 4;
     call.parallel(divide_up(n, rows), [&](int64_t task) {
         const int64_t begin = task * rows, end = std::min(n, begin + rows);

@@ -1,4 +1,5 @@
-// Exact selection of the largest among many: a bound from a random sample, a compacting pass, a choice among its finds.
+// Exact selection of the largest elements: a bound from a random sample, a compacting pass, and a choice among its
+// candidates.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +20,11 @@ inline void check_addressable(const Call& call, int64_t n) {
     }
 }
 
-// What a selecting pass found, in the order of the indices.
+// The elements found by a selecting pass, sorted by index.
 template <class T> class Finds {
   public:
-    // pass(begin, length, into) appends what it finds; n elements are shared out to as many stretches as there are
-    // threads, with a growing list each.
+    // pass(begin, length, into) appends the elements it finds. The n elements are divided into one stretch per thread,
+    // each with its own growing list.
     template <class Pass> Finds(Call& call, int64_t n, Pass pass) {
         const int64_t pieces = divide_up(n, kPiece);
         const int64_t stretches = std::max<int64_t>(1, std::min<int64_t>(call.threads(), pieces));
@@ -32,7 +33,7 @@ template <class T> class Finds {
             List& mine = lists[static_cast<size_t>(s)];
             const int64_t begin = pieces * s / stretches * kPiece;
             const int64_t end = std::min(n, pieces * (s + 1) / stretches * kPiece);
-            // Small steps, so that little room is asked for ahead.
+            // Small steps need little reserved memory.
             for (int64_t at = begin; at < end; at += kStep) {
                 const int64_t length = std::min(kStep, end - at);
                 mine.reserve(length);
@@ -94,21 +95,21 @@ template <class T> class Finds {
     List all_;
 };
 
-// The k-th largest of n < 2^32 words (1 <= k <= n): digit by digit, counting how often each occurs.
+// The k-th largest of n < 2^32 words (1 <= k <= n), by a radix selection that counts each digit.
 template <class Word> Word kth_largest(Word* words, int64_t n, int64_t k) {
     constexpr int kDigit = 11, kDigits = 1 << kDigit;
-    // Fewer are sorted sooner than the counts are cleared.
+    // Sorting a few words is faster than clearing the counts.
     constexpr int64_t kFew = 64;
     for (int shift = (int(sizeof(Word)) * 8 - 1) / kDigit * kDigit; shift >= 0 && n > kFew; shift -= kDigit) {
         const auto digit_of = [shift](Word word) { return static_cast<int>(word >> shift & (kDigits - 1)); };
-        // Two of each, because neighbours are often alike, and one count would have to wait for itself.
+        // Two counters per digit, because neighbours are often equal and one counter would wait for its last update.
         uint32_t counts[2][kDigits] = {};
         Word all = 0;
         for (int64_t i = 0; i < n; ++i) {
             all |= words[i] >> shift & (kDigits - 1);
             ++counts[i % 2][digit_of(words[i])];
         }
-        // No digit is larger than all their bits together.
+        // No digit is larger than the bitwise or of all words.
         int digit = static_cast<int>(all);
         for (int64_t here; (here = int64_t(counts[0][digit]) + counts[1][digit]) < k; --digit) k -= here;
         int64_t left = 0;
@@ -117,21 +118,21 @@ template <class Word> Word kth_largest(Word* words, int64_t n, int64_t k) {
         }
         n = left;
     }
-    // Those that are left agree in all digits before.
+    // The remaining words agree in all digits so far.
     if (n <= kFew) std::nth_element(words, words + k - 1, words + n, std::greater<Word>());
     return words[k - 1];
 }
 
 template <class T> using WordOf = typename Format<T>::Word;
 
-// Elements of x drawn at random. A sample at regular distances would fail: in a gradient it can hit the same columns
-// of a matrix every time.
+// A random sample of the elements of x. A regular grid would be wrong: in a gradient it can hit the same columns of a
+// matrix every time.
 template <class T> class Sample {
   public:
     Sample(const T* x, int64_t n, int64_t draws) : n_(n), draws_(draws), drawn_(draws), words_(draws) {
         uint64_t state = 0x9E3779B97F4A7C15u * static_cast<uint64_t>(draws + 1);
         for (int64_t i = 0; i < draws; ++i) {
-            // splitmix64 (Steele, Lea and Flood, OOPSLA 2014); the upper bits scaled to n.
+            // splitmix64 (Steele, Lea and Flood, OOPSLA 2014), with the upper bits scaled to n.
             state += 0x9E3779B97F4A7C15u;
             uint64_t z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9u;
             z = (z ^ z >> 27) * 0x94D049BB133111EBu;
@@ -140,11 +141,11 @@ template <class T> class Sample {
         }
     }
 
-    // Whether one pays where k of n are wanted: few of many.
+    // True if a sample pays off for the k largest of n: few of many.
     static bool pays(int64_t n, int64_t k) { return n >= 8 * draws_for(n) && k < n / 4; }
     static int64_t draws_for(int64_t n) { return std::min<int64_t>(1 << 16, std::max<int64_t>(2048, n / 512)); }
 
-    // A magnitude that about k of those elements reach of which `counts` is true, a little more rather than less.
+    // A magnitude that k elements or slightly more reach, among the elements for which `counts` is true.
     template <class Counts> T bound(int64_t k, double slack, Counts counts) const {
         int64_t eligible = 0;
         for (int64_t i = 0; i < draws_; ++i) {
@@ -154,7 +155,7 @@ template <class T> class Sample {
         const int64_t rank = static_cast<int64_t>(expected + slack * std::sqrt(expected)) + 2;
         return bits_as<T>(rank >= eligible ? WordOf<T>(0) : kth_largest(words_.data(), eligible, rank));
     }
-    // About which share of all elements `counts` is true of.
+    // The estimated share of elements for which `counts` is true.
     template <class Counts> double share(Counts counts) const {
         const int64_t found = std::count_if(drawn_.data(), drawn_.data() + draws_, counts);
         return static_cast<double>(found) / static_cast<double>(draws_);
@@ -166,7 +167,7 @@ template <class T> class Sample {
     Scratch<WordOf<T>> words_;
 };
 
-// The k largest magnitudes of a list; among equal ones those of the lowest indices.
+// The k largest magnitudes of a list. Of equal magnitudes, those with the lowest indices are kept.
 template <class T>
 void best_of(const T* from, const int32_t* indices_from, int64_t count, int64_t k, T* values, int32_t* indices) {
     if (k == 0) return;

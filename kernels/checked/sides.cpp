@@ -1,4 +1,4 @@
-// The largest of either sign, and small matrices.
+// The largest elements of each sign, and operations on small matrices.
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -8,7 +8,7 @@
 namespace grace {
 namespace {
 
-// The sum of n numbers in the order in which NumPy adds them, so that float64 results have its bits.
+// The sum of n numbers in NumPy's order of additions, so that float64 results have the same bits.
 double pairwise_sum(const double* x, int64_t n) {
     if (n < 8) {
         double sum = 0;
@@ -30,13 +30,13 @@ double pairwise_sum(const double* x, int64_t n) {
     return sum;
 }
 
-// How many of `count` elements of one sign are kept, as the reference body computes it.
+// The number of elements of one sign to keep, of `count`, computed as in the reference implementation.
 int64_t kept_of(double ratio, int64_t count) {
     const double kept = std::floor(static_cast<double>(count) * ratio);
     return std::min(count, kept < 1 ? int64_t(1) : static_cast<int64_t>(kept));
 }
 
-// Takes the largest of all elements from the two bounds on; false if one was too large for what is kept.
+// Selects the largest elements beyond the two bounds. Returns false if a bound was too strict to find enough.
 template <class T> bool choose(Call& call, const T* x, int64_t n, double ratio, T high, T low) {
     std::atomic<int64_t> positives{0}, negatives{0};
     const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
@@ -45,7 +45,7 @@ template <class T> bool choose(Call& call, const T* x, int64_t n, double ratio, 
         positives += counts[0];
         negatives += counts[1];
     });
-    // Two lists without a condition, whose outcome would be a coin's.
+    // Write both lists without a branch, because the signs are unpredictable.
     const int64_t count = finds.count();
     Scratch<T> values(2 * (count + 1));
     Scratch<int32_t> indices(2 * (count + 1));
@@ -95,7 +95,7 @@ void top_of_sides_kernel(Call& call) {
                       out.negative = call.output<int32_t>(negative);
                       return out;
                   });
-        // What every element that is not zero reaches.
+        // A bound that every nonzero element reaches.
         const T least = std::numeric_limits<T>::denorm_min();
         if (Sample<T>::pays(n, static_cast<int64_t>(ratio * static_cast<double>(n)))) {
             const Sample<T> sample(x, n, Sample<T>::draws_for(n));
@@ -118,7 +118,7 @@ void orthogonalize_kernel(Call& call) {
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t rows = call.length(0), columns = call.length(1);
-        // The product of two lengths may be beyond an int64.
+        // The product of two lengths may overflow int64.
         if (columns > 0 && rows > kMost / columns) {
             call.fail(Error::Kind::value, "expected a matrix of at most " + std::to_string(kMost) +
                                               " elements, received " + std::to_string(rows) + " x " +
@@ -129,7 +129,7 @@ void orthogonalize_kernel(Call& call) {
         GRACE_GPU(call, orthogonalize, a, rows, columns, out);
         Scratch<T> transposed(rows * columns);
         Scratch<double> products(rows);
-        // NumPy widens float32 by pieces of this length before it adds.
+        // NumPy converts float32 to float64 in pieces of this length before it adds.
         const int64_t piece = sizeof(T) == sizeof(float) ? 8192 : std::max<int64_t>(1, rows);
         const auto sum = [&](auto product) {
             double total = 0;
@@ -147,7 +147,7 @@ void orthogonalize_kernel(Call& call) {
         for (int64_t j = 0; j < columns; ++j) {
             T* column = &transposed[j * rows];
             for (int64_t i = 0; i < rows; ++i) column[i] = a[i * columns + j];
-            // Products of a column of denormals would lose the few bits it has.
+            // Products of denormals would lose their few bits.
             const T largest = loops<T>().max_abs(column, rows), divisor = largest > 0 ? largest : T(1);
             for (int64_t i = 0; i < rows; ++i) column[i] /= divisor;
             const T original = norm(column);
@@ -156,7 +156,7 @@ void orthogonalize_kernel(Call& call) {
                 const T share = static_cast<T>(sum([&](int64_t i) { return before[i] * column[i]; }));
                 for (int64_t i = 0; i < rows; ++i) column[i] -= before[i] * share;
             }
-            // What is left of a dependent column is rounding noise; normalising it would invent a direction.
+            // The rest of a linearly dependent column is rounding noise. Normalizing it would give a random direction.
             const T length = norm(column);
             const bool independent = length > static_cast<T>(1e-6) * original;
             for (int64_t i = 0; i < rows; ++i) column[i] = independent ? column[i] / length : T(0);

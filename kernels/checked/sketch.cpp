@@ -41,7 +41,7 @@ void count_sketch_kernel(Call& call) {
         T* out = call.output<T>(rows * columns);
         GRACE_GPU(call, count_sketch, x, n, rows, columns, key, out);
         const auto hashes = hashes_of(key, rows);
-        // Row by row, because the order within a bucket is that of the elements.
+        // One task per row, because elements are added to a bucket in their order.
         call.parallel(rows, [&](int64_t row) {
             Scratch<double> sums(columns);
             std::fill(sums.data(), sums.data() + columns, 0.0);

@@ -1,10 +1,10 @@
-// Selection of elements, and what is done at a list of indices.
+// Selection of elements, and operations at a list of indices.
 #include "selection.h"
 
 namespace grace {
 namespace {
 
-// Throws Error(payload) unless all indices are in [0, n); whether they ascend strictly.
+// Throws Error(payload) unless all indices are in [0, n). Returns whether they ascend strictly.
 bool check_indices(const Call& call, const int32_t* indices, int64_t count, int64_t n) {
     bool ascending = true, inside = true;
     int32_t before = -1;
@@ -21,9 +21,9 @@ bool check_indices(const Call& call, const int32_t* indices, int64_t count, int6
     return ascending;
 }
 
-constexpr int64_t kAhead = 24;  // how far ahead memory is asked for that is read out of order
+constexpr int64_t kAhead = 24;  // prefetch distance for memory that is read out of order
 
-// The k largest magnitudes of x, 0 <= k <= n, by their indices; among equal ones the lower index.
+// The k largest magnitudes of x, 0 <= k <= n, sorted by index. Of equal magnitudes, the lower index is kept.
 template <class T> void take_top(Call& call, const T* x, int64_t n, int64_t k, T* values, int32_t* indices) {
     if (k == n) {
         std::copy(x, x + n, values);
@@ -34,7 +34,7 @@ template <class T> void take_top(Call& call, const T* x, int64_t n, int64_t k, T
     const auto any = [](T) { return true; };
     if (Sample<T>::pays(n, k)) {
         const Sample<T> sample(x, n, Sample<T>::draws_for(n));
-        // A second one if the first misled.
+        // Draw a second sample if the first one misled.
         for (const double slack : {4.0, 16.0}) {
             const T bound = sample.bound(k, slack, any);
             if (!(bound > T(0))) break;
@@ -201,7 +201,8 @@ void sparse_sum_kernel(Call& call) {
             for (const Entries<T>& list : lists) scatter(list, 0, list.count);
             return;
         }
-        // Piece by piece what falls into it, so that every part of the output is touched once, and in the cache.
+        // For each piece of the output, add all values that belong to it. So each piece is touched once and stays in
+        // the cache.
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             std::vector<int64_t> at;
             for (const Entries<T>& list : lists) {

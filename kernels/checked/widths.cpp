@@ -1,4 +1,4 @@
-// Codes of several lengths: ternary digits with runs of zeros, numbers of 0, 8, 16 or all bits.
+// Codes of variable length: ternary digits with runs of zeros, and numbers of 0, 8, 16 or all bits.
 #include <cmath>
 #include <cstring>
 
@@ -7,12 +7,12 @@
 namespace grace {
 namespace {
 
-// The bytes of 3LC, as in grace/core/ops/ternary.py.
+// The byte format of 3LC, as in grace/core/ops/ternary.py.
 constexpr int kDigits = 5, kLongestRun = 14;
 constexpr uint8_t kZeroByte = 121, kFirstRun = 243;
-constexpr int64_t kSlack = 16;  // bytes read and written behind the end
+constexpr int64_t kSlack = 16;  // bytes that may be read and written beyond the end
 
-// The digits 0 to 2 of every byte, most significant first; filled up, for copies of eight.
+// The digits 0 to 2 of every byte, most significant first, padded to eight for copies.
 struct DigitTable {
     uint8_t of[kFirstRun][8];
 };
@@ -35,7 +35,7 @@ int64_t load64(const uint8_t* bytes) {
     return word;
 }
 
-// Writes 2 to 14 times kZeroByte as one code, in place; returns how many codes there are.
+// Replaces runs of 2 to 14 kZeroBytes by one code, in place. Returns the number of codes.
 int64_t encode_runs(uint8_t* bytes, int64_t n) {
     constexpr int64_t zeros = 0x7979797979797979;
     std::memset(bytes + n, 0, kSlack);
@@ -50,7 +50,7 @@ int64_t encode_runs(uint8_t* bytes, int64_t n) {
     return count;
 }
 
-// The inverse into `size` bytes and kSlack; false if the codes are of another number.
+// The inverse, into `size` bytes plus kSlack. Returns false if the codes give another number of bytes.
 bool decode_runs(const uint8_t* codes, int64_t count, uint8_t* bytes, int64_t size) {
     int64_t total = 0;
     for (int64_t i = 0; i < count; ++i) total += codes[i] >= kFirstRun ? codes[i] - (kFirstRun - 2) : 1;
@@ -66,7 +66,7 @@ bool decode_runs(const uint8_t* codes, int64_t count, uint8_t* bytes, int64_t si
     return true;
 }
 
-// m and h of a call: numbers below 2^-m have 8 bits, those below 2^-h 16.
+// m and h of a call: numbers below 2^-m have 8 bits, numbers below 2^-h have 16.
 struct Ends {
     int m, h;
 };
@@ -80,12 +80,12 @@ Ends ends_at(const Call& call, int i) {
     return {static_cast<int>(m), static_cast<int>(h)};
 }
 
-// How many numbers of each tag come before every piece, and after the last one how many there are.
+// The number of tags of each kind before every piece. The last entry holds the totals.
 struct Starts {
     std::vector<int64_t> counts;  // four per piece, the first unused
 
     explicit Starts(int64_t n) : counts(static_cast<size_t>(4 * (divide_up(n, kPiece) + 1))) {}
-    // Where those of a piece are counted.
+    // The counters of a piece.
     int64_t* of(int64_t piece) { return counts.data() + 4 * (piece + 1); }
     const int64_t* before(int64_t piece) const { return counts.data() + 4 * piece; }
     void add_up() {
@@ -104,7 +104,7 @@ void ternary_encode_kernel(Call& call) {
         const T* x = call.input<T>(0);
         const T* scale = call.input<T>(1, 1);
         GRACE_GPU(call, ternary_encode, x, scale, n, [&](int64_t count) { return call.output<uint8_t>(count); });
-        // A multiple of what the loop takes at once.
+        // A multiple of the loop's step.
         constexpr int64_t piece = 60 * 1024;
         Scratch<uint8_t> bytes(divide_up(n, kDigits) + kSlack);
         const T half = *scale * T(0.5);

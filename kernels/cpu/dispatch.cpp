@@ -33,9 +33,9 @@ struct Tables {
     { #isa, &float_loops_##isa, &double_loops_##isa, &integer_loops_##isa }
 
 #if defined(__x86_64__)
-// Conversions to and from float16, a flag of their own that a virtual machine may hide.
+// Conversions to and from float16 have their own CPU flag, which a virtual machine may hide.
 bool has_f16c() {
-    // Not all compilers know its name in __builtin_cpu_supports.
+    // Not all compilers support its name in __builtin_cpu_supports.
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }

@@ -10,10 +10,10 @@ namespace GRACE_ISA {
 
 GRACE_LOCAL int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Runs body(begin, length, target) over blocks of an output; the target is the output itself, or a buffer that is then
-// written around the cache.
+// Runs body(begin, length, target) over blocks of an output. The target is the output itself, or a buffer that is then
+// copied to the output with stores that bypass the cache.
 template <class T, class Body> GRACE_LOCAL void in_blocks(T* out, int64_t n, bool around, Body body) {
-    // Short blocks: long bursts of writes around the cache hold up the reads that go on meanwhile.
+    // Short blocks, because long bursts of such stores delay concurrent reads.
     constexpr int64_t short_block = 1024 / int64_t(sizeof(T));
     alignas(64) T buffer[short_block];
     if (around) {
@@ -54,7 +54,7 @@ static bool weighted_sum(const T* x, T a, const T* y, T b, T* out, int64_t n, bo
 }
 
 template <class T> static T max_abs(const T* x, int64_t n) {
-    // As integers: the order is the same, and there is no NaN to care for.
+    // Compare as integers: the order is the same, and NaN needs no special case.
     using Word = typename Format<T>::Word;
     Word most = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -117,7 +117,7 @@ static void levels_into(const T* x, const T* scales, int64_t width, T levels, co
                         int64_t begin, int64_t end, Code* codes) {
     alignas(64) uint32_t random[kBlock];
     const int32_t shift = int32_t(levels);
-    // `begin` is a multiple of 4, so every block of random words starts with an element.
+    // `begin` is a multiple of 4, so every block of random words starts at an element.
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t length = lesser(kBlock, end - at);
         words(*key, uint32_t(at / 4), (length + 3) / 4, random);
@@ -141,9 +141,9 @@ static void levels_into(const T* x, const T* scales, int64_t width, T levels, co
     }
 }
 
-constexpr int kTableRanks = 4;  // of so many ranks' bytes the tables fit the cache
+constexpr int kTableRanks = 4;  // the tables of this many ranks fit the cache
 
-// The same of codes of 2 bits in one bucket: four values per byte, from a table for every rank.
+// The same for 2-bit codes in one bucket: four values per byte, from one table per rank.
 template <class T>
 static void dequantize_bytes(const Coded<T>* ranks, int count, int64_t bucket, int levels, const T* onto,
                              T* out, int64_t begin, int64_t end, bool around) {
@@ -190,7 +190,7 @@ static void dequantize_sum(const Coded<T>* ranks, int count, int64_t width, int 
         for (int r = 0; r < count; ++r) {
             alignas(64) uint8_t low[kBlock], high[kBlock];
             const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + at;
-            // `at` is a multiple of 8: codes begin with a byte.
+            // `at` is a multiple of 8, so the codes begin at a byte.
             const uint8_t* data = ranks[r].codes;
             if (bits > 8) {
                 memcpy(low, data + at, size_t(length));

@@ -1,4 +1,4 @@
-// Bits, and codes of 1 to 8 bits: a part of loops.inl.
+// Bits, and codes of 1 to 8 bits. Included by loops.inl.
 
 // --- bits ------------------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ GRACE_LOCAL uint64_t sums64(const float* x, float threshold, EightDoubles* high,
 #endif
 
 template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
-    // Two of each, so that one sum need not wait for the last.
+    // Two accumulators each, to shorten the dependency chain.
     EightDoubles high[2] = {}, low[2] = {};
     int64_t count = 0, i = 0;
     for (; i + 64 <= n; i += 64) {
@@ -63,7 +63,7 @@ template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* b
         store_mask(mask, bits + i / 8, (rest + 7) / 8);
         count += __builtin_popcountll(mask);
         for (int j = 0; j < rest; ++j) {
-            // In one expression GCC 12 takes another lane when its sanitizer of undefined behaviour is on.
+            // As one expression, GCC 12 with -fsanitize=undefined uses a wrong lane.
             EightDoubles& side = (mask >> j & 1) != 0 ? high[0] : low[0];
             side[j % 8] += double(x[i + j]);
         }
@@ -75,7 +75,7 @@ template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* b
     }
 }
 
-// 32 bits as they lie in memory, of which only those of n elements are read.
+// 32 bits in memory order. Only the bits of n elements are read.
 GRACE_LOCAL uint32_t bits32(const uint8_t* bits, int64_t at, int64_t n) {
     uint32_t word = 0;
     const int64_t bytes = lesser(4, (n - at + 7) / 8);
@@ -83,7 +83,7 @@ GRACE_LOCAL uint32_t bits32(const uint8_t* bits, int64_t at, int64_t n) {
     return word;
 }
 
-// The elements of a block that fill whole vectors; returns how many.
+// Handles the elements of a block that fill whole vectors. Returns their number.
 #if defined(__AVX512F__)
 GRACE_LOCAL int64_t binary_vectors(const uint8_t* const* bits, const float* levels, int ranks, const float* base,
                                    float* target, int64_t at, int64_t length) {
@@ -163,7 +163,7 @@ static void majority(const uint8_t* const* bits, int ranks, T* out, int64_t n, b
 
 // --- packing ---------------------------------------------------------------------------------------------------------
 
-// Eight codes of `bits` bits, one per byte, as one word; and back.
+// Packs eight codes of `bits` bits, one per byte, into one word, and back.
 GRACE_LOCAL uint64_t gathered(uint64_t codes, int bits) {
 #if defined(__BMI2__)
     return _pext_u64(codes, 0x0101010101010101u * ((1u << bits) - 1));
@@ -184,7 +184,7 @@ GRACE_LOCAL uint64_t spread(uint64_t word, int bits) {
 #endif
 }
 
-// The first `bytes` (at most 8) bytes at `from`, little end first; and back.
+// Reads the first `bytes` (at most 8) bytes at `from`, in little-endian order, and writes them back.
 GRACE_LOCAL uint64_t load_bytes(const uint8_t* from, int64_t bytes) {
     uint64_t word = 0;
     for (int64_t j = 0; j < bytes; ++j) word |= uint64_t(from[j]) << (8 * j);

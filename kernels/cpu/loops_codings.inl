@@ -1,6 +1,8 @@
-// Powers of two, tables, ternary digits and numbers of several widths: a part of loops.inl.
+// Powers of two, tables, ternary digits and numbers of several widths. Included by loops.inl.
 
-// out = onto + sum over ranks of what decode(rank, at, length, values) gives for elements at .. at + length - 1.
+// out = onto + sum over ranks of the values that decode(rank, at, length, values) writes, for elements at .. at +
+// length
+// - 1.
 template <class T, class Decode>
 GRACE_LOCAL void sum_ranks(int ranks, const T* onto, T* out, int64_t begin, int64_t end, bool around, Decode decode) {
     in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
@@ -140,7 +142,7 @@ template <class T> static void table_codes(const T* x, const Edges<T>* table, in
             for (int64_t j = 0; j < length; ++j) {
                 uint64_t cell = uint32_t(cells[j]);
                 GRACE_ONE_BY_ONE(cell);
-                // Bits of magnitudes are ordered as they are, NaN last.
+                // The bits of magnitudes have the same order as the magnitudes, with NaN last.
                 const bool reached = Signed(magnitude_bits(mine[j])) >= bits_as<Signed>(edges.inside[cell]);
                 out[j] = uint8_t(edges.below[cell] + uint32_t(reached));
             }
@@ -174,7 +176,7 @@ static void table_sum(const uint8_t* const* codes, const T* values, int ranks, c
 
 // --- ternary digits --------------------------------------------------------------------------------------------------
 
-// What five bits, the first element lowest, add up to as digits of one byte, the first digit highest.
+// The value of five bits (first element lowest) as ternary digits of a byte (first digit highest).
 struct DigitSums {
     uint8_t of[32];
 };
@@ -191,7 +193,7 @@ constexpr DigitSums digit_sums() {
 
 template <class T> static void ternary_bytes(const T* x, T half, int64_t n, uint8_t* bytes) {
     static constexpr DigitSums sums = digit_sums();
-    // Of 64 comparisons 60 are used.
+    // 60 of 64 comparisons are used.
     for (int64_t i = 0; i < n; i += 60) {
         const int64_t left = n - i;
         const int rest = int(lesser(left, 60));
@@ -211,7 +213,7 @@ static void ternary_sum(const uint8_t* const* bytes, const T* values, int ranks,
         const T* mine = values + 8 * 243 * r;
         const int64_t first = at / 5, last = (at + length + 4) / 5;
         T* to = buffer;
-        // Eight at a time, of which the next byte overwrites three.
+        // Write eight at a time; the next byte overwrites three of them.
         for (int64_t i = first; i < last; ++i, to += 5) memcpy(to, mine + 8 * bytes[r][i], 8 * sizeof(T));
         memcpy(decoded, buffer + (at - 5 * first), size_t(length) * sizeof(T));
     });
@@ -219,7 +221,7 @@ static void ternary_sum(const uint8_t* const* bytes, const T* values, int ranks,
 
 // --- numbers of several widths ---------------------------------------------------------------------------------------
 
-// The even bits of a word, one after another.
+// Gathers the even bits of a word.
 GRACE_LOCAL uint64_t even_bits(uint64_t word) {
     word &= 0x5555555555555555u;
     word = (word | word >> 1) & 0x3333333333333333u;
@@ -229,7 +231,7 @@ GRACE_LOCAL uint64_t even_bits(uint64_t word) {
     return (word | word >> 16) & 0xFFFFFFFFu;
 }
 
-// The inverse: zeros between 32 bits.
+// The inverse: puts zeros between 32 bits.
 GRACE_LOCAL uint64_t spaced(uint64_t word) {
     word &= 0xFFFFFFFFu;
     word = (word | word << 16) & 0x0000FFFF0000FFFFu;
@@ -239,7 +241,7 @@ GRACE_LOCAL uint64_t spaced(uint64_t word) {
     return (word | word << 1) & 0x5555555555555555u;
 }
 
-// Up to 64 packed tags as one mask per tag: bytes, words, full.
+// Splits up to 64 packed tags into one mask per tag: bytes, words, full.
 struct TagMasks {
     uint64_t of[3];
 };
@@ -271,7 +273,7 @@ static void precision_tags(const T* x, T bound, T byte_end, T word_end, int64_t 
         const uint64_t sent = mask_up_to_64<test>(x + i, bound, n - i);
         const uint64_t more = mask_up_to_64<test>(x + i, byte_end, n - i);
         const uint64_t most = mask_up_to_64<test>(x + i, word_end, n - i);
-        // 1 + more + most in binary.
+        // The tag 1 + more + most in binary.
         const uint64_t low = sent & ~(more ^ most), high = sent & (more | most);
         const uint64_t packed[2] = {spaced(low) | spaced(high) << 1, spaced(low >> 32) | spaced(high >> 32) << 1};
         for (int j = 0; j < 16 && i + 4 * j < n; ++j) tags[i / 4 + j] = uint8_t(packed[j / 8] >> (8 * (j % 8)));
@@ -337,7 +339,7 @@ static void precision_sum(Widths<T>* ranks, int count, T byte_step, T word_step,
             for (int64_t i = 0; i < length; i += 64) {
                 const TagMasks& here = masks[i / 64];
                 if ((here.of[0] | here.of[1] | here.of[2]) == 0) continue;
-                // What is added where nothing was sent: this zero changes no number, not even -0.
+                // Add -0 where nothing was sent. It changes no number, not even -0.
                 alignas(64) T values[64];
                 for (int j = 0; j < 64; ++j) values[j] = -T(0);
                 for (int t = 0; t < 3; ++t) {

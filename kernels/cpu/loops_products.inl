@@ -1,6 +1,7 @@
-// Products of a matrix and a few columns: a part of loops.inl.
+// Products of a matrix and a few columns. Included by loops.inl.
 //
-// The order of every sum is fixed, whatever the instructions: lanes of 64 bytes, within them the order of the elements.
+// The order of every sum is the same for all instruction sets: lanes of 64 bytes, and within them the order of the
+// elements.
 
 template <class T> struct Lanes {
     static constexpr int count = 64 / int(sizeof(T));
@@ -11,7 +12,7 @@ template <class T> GRACE_LOCAL void load_lanes(const T* x, typename Lanes<T>::Ve
     memcpy(out, x, sizeof(*out));
 }
 
-// Elements that are added in T; sums of more are added up in float64.
+// The number of elements that are summed in T. Longer sums are accumulated in float64.
 constexpr int64_t kSummed = 4096;
 
 // totals[row][k] += sum_j a[row][j] b[k][j] over `length` columns, at most kSummed.
@@ -32,7 +33,7 @@ GRACE_LOCAL void dots(const T* a, const T* b, int64_t stride, int64_t length, do
     int64_t j = 0;
     for (; j + lanes <= length; j += lanes) step(a + j, stride, b + j, stride);
     if (j < length) {
-        // Zeros behind the end add nothing.
+        // Pad with zeros, which add nothing.
         alignas(64) T last_a[rows * lanes] = {}, last_b[r * lanes] = {};
         const size_t bytes = sizeof(T) * size_t(length - j);
         for (int row = 0; row < rows; ++row) memcpy(last_a + row * lanes, a + row * stride + j, bytes);
@@ -51,7 +52,7 @@ GRACE_LOCAL void dots(const T* a, const T* b, int64_t stride, int64_t length, do
     }
 }
 
-// 1 to 4 columns, known to the compiler.
+// 1 to 4 columns, as a compile-time constant.
 template <int r> struct Known {
     static constexpr int value = r;
 };

@@ -1,4 +1,4 @@
-// Selection of elements: a part of loops.inl.
+// Selection of elements. Included by loops.inl.
 
 template <class T>
 GRACE_LOCAL int64_t append(const T* x, uint64_t mask, int32_t first, int64_t count, Selected<T>* into) {

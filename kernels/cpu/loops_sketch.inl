@@ -1,6 +1,6 @@
-// Count-Sketches: a part of loops.inl.
+// Count-Sketches. Included by loops.inl.
 
-constexpr int64_t kSketchAhead = 8;  // how many blocks ahead their columns are asked for
+constexpr int64_t kSketchAhead = 8;  // prefetch distance in blocks
 
 #if defined(__AVX512F__)
 constexpr int kVector = 64;
@@ -10,7 +10,7 @@ constexpr int kVector = 32;
 constexpr int kVector = 16;
 #endif
 
-// As many numbers as a vector register holds.
+// One vector register of numbers.
 template <class V> struct Vector {
     typedef V type __attribute__((vector_size(kVector)));
     static constexpr int lanes = kVector / int(sizeof(V));
@@ -22,12 +22,12 @@ template <class V> GRACE_LOCAL typename Vector<V>::type load(const V* from) {
     return found;
 }
 
-// Lane l of what is found is lane l ^ flip, of `flip` the bits that stay within a vector.
+// Lane l of the result is lane l ^ flip, with the bits of `flip` that stay within a vector.
 template <class V> GRACE_LOCAL typename Vector<V>::type flipped(typename Vector<V>::type numbers, uint32_t flip) {
     constexpr uint32_t lanes = Vector<V>::lanes;
     typename Vector<V>::type found;
 #if defined(__AVX512F__) || defined(__AVX2__)
-    // Words of 32 bits trade places; those of a number of 64 bits stay together.
+    // Words of 32 bits are exchanged; both words of a 64-bit number stay together.
     const int32_t words = int32_t(flip % lanes * (sizeof(V) / 4));
 #endif
 #if defined(__AVX512F__)
@@ -44,7 +44,7 @@ template <class V> GRACE_LOCAL typename Vector<V>::type flipped(typename Vector<
     return found;
 }
 
-// The sign bits of the lanes whose bits in `signs` are set.
+// A vector with the sign bit set in the lanes whose bit in `signs` is set.
 template <class Signed> GRACE_LOCAL typename Vector<Signed>::type sign_bits(uint32_t signs) {
     typename Vector<Signed>::type bits, all = {};
     for (int lane = 0; lane < Vector<Signed>::lanes; ++lane) bits[lane] = Signed(1) << lane;
@@ -52,7 +52,7 @@ template <class Signed> GRACE_LOCAL typename Vector<Signed>::type sign_bits(uint
     return ((all & bits) != 0) & Signed(uint64_t(1) << (8 * sizeof(Signed) - 1));
 }
 
-// sums[lane] += numbers[lane], as float64.
+// sums[lane] += numbers[lane], in float64.
 GRACE_LOCAL void add_lanes(double* sums, Vector<double>::type numbers) {
     const Vector<double>::type sum = load(sums) + numbers;
     memcpy(sums, &sum, sizeof(sum));
@@ -91,7 +91,7 @@ static void sketch_row(const T* x, const SketchHash* hash, uint32_t columns, int
     }
 }
 
-// Moves the least of the rows from `least` on to the front.
+// Moves the smallest of the rows from `least` on to the front.
 template <class Words> GRACE_LOCAL void least_first(Words* found, int least, int rows) {
     for (int row = rows - 1; row > least; --row) {
         const Words a = found[row - 1], b = found[row];
@@ -100,7 +100,7 @@ template <class Words> GRACE_LOCAL void least_first(Words* found, int least, int
     }
 }
 
-// Medians over rows, of which `known` is the number unless it is 0.
+// Medians over rows. `known` is the number of rows as a compile-time constant, or 0.
 template <int known, class Words> GRACE_LOCAL Words median_of(Words* found, int rows) {
     if constexpr (known > 0) {
 #pragma GCC unroll 4
@@ -111,7 +111,7 @@ template <int known, class Words> GRACE_LOCAL Words median_of(Words* found, int 
     return found[(known > 0 ? known : rows) / 2];
 }
 
-// As `ordered`, with -0 next to 0.
+// Like `ordered`, but with -0 next to 0.
 template <class T, class Words> GRACE_LOCAL Words in_order(Words own) {
     using Signed = typename Format<T>::Signed;
     constexpr Signed infinite = Signed((int64_t(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
@@ -119,7 +119,7 @@ template <class T, class Words> GRACE_LOCAL Words in_order(Words own) {
     return size > infinite ? size : own < 0 ? ~size : size;
 }
 
-// Estimates of a whole block; `found` has room for a vector per row.
+// The estimates of a whole block. `found` has room for one vector per row.
 template <int known, class T>
 GRACE_LOCAL void estimate_block(const T* sketch, const SketchHash* hashes, int rows, uint32_t columns, int64_t block,
                                 SketchPlace* places, typename Format<T>::Signed* room, T* out) {
@@ -149,7 +149,7 @@ GRACE_LOCAL void estimate_block(const T* sketch, const SketchHash* hashes, int r
         const Words size = median < 0 ? ~median : median;
         const Numbers value = (Numbers)(size | (median & top));
         const T most = largest_estimate<T>();
-        // What is added makes 0 of -0.
+        // The addition turns -0 into 0.
         const Numbers limited = ((Numbers)size < most ? value : Numbers{} + most) + T(0);
         memcpy(out + lane, &limited, sizeof(limited));
     }

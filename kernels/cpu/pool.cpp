@@ -25,7 +25,7 @@
 namespace grace {
 namespace {
 
-// AddressSanitizer is told what of a block nobody may touch: the end that was not asked for, and all of a kept one.
+// Tells AddressSanitizer which memory must not be used: the end of a block beyond the requested size, and kept blocks.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr size_t kGuard = 64;
 void forbid(void* from, size_t bytes) { __asan_poison_memory_region(from, bytes); }
@@ -36,28 +36,28 @@ void forbid(void*, size_t) {}
 void allow(void*, size_t) {}
 #endif
 
-constexpr size_t kHeader = 64;        // in front of every block; keeps the alignment
-constexpr size_t kHuge = 2u << 20;    // from here on blocks are mapped, in huge pages where the system allows them
+constexpr size_t kHeader = 64;        // before every block; keeps the alignment
+constexpr size_t kHuge = 2u << 20;    // blocks of this size or more are mapped, in huge pages if the system allows it
 constexpr size_t kLargest = size_t(1) << 46;
 
 struct Header {
-    size_t bytes;  // of the whole block, header included
+    size_t bytes;  // the size of the block, including the header
 };
 
 struct Kept {
     void* block;
-    uint64_t since;  // how many releases there had been
+    uint64_t since;  // the number of earlier releases
 };
 
 struct Blocks {
     std::mutex mutex;
-    std::map<size_t, std::deque<Kept>> free;  // by size class, the oldest first
+    std::map<size_t, std::deque<Kept>> free;  // by size class, oldest first
     size_t kept = 0, in_use = 0, peak = 0;
     uint64_t releases = 0;
 };
 
-// Never destroyed: arrays may outlive the module. A process that forks while another thread holds the mutex would leave
-// it locked in the child for ever.
+// It is never destroyed, because arrays may outlive the module. If a process forks while another thread holds the
+// mutex, the mutex would stay locked in the child; so the fork handlers below take care of it.
 Blocks& blocks() {
     static Blocks* all = [] {
         pthread_atfork([] { blocks().mutex.lock(); }, [] { blocks().mutex.unlock(); },
@@ -67,7 +67,7 @@ Blocks& blocks() {
     return *all;
 }
 
-// Sizes are rounded up to one of eight steps per power of two, so that tensors of nearly one size share blocks.
+// Sizes are rounded up to one of eight steps per power of two, so that tensors of similar size share blocks.
 size_t size_class(size_t bytes) {
     size_t power = 256;
     while (power < bytes) power *= 2;
@@ -82,7 +82,7 @@ void* from_system(size_t bytes) {
         if (block == nullptr) throw std::bad_alloc();
         return block;
     }
-    // Aligned by hand: only whole huge pages can be huge.
+    // Align the mapping, because only aligned huge pages can be used.
     char* start = static_cast<char*>(
         mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     if (start == MAP_FAILED) throw std::bad_alloc();
@@ -152,7 +152,8 @@ void release(void* data) noexcept {
             all.kept += size;
             forbid(block, size);
             block = nullptr;
-            // What has lain longest goes: else sizes that nobody asks for any more would keep out those in use.
+            // Free the block that was unused for the longest time. Otherwise sizes that are no longer requested would
+            // displace those in use.
             while (all.in_use + all.kept > 2 * all.peak) {
                 auto oldest = all.free.end();
                 for (auto at = all.free.begin(); at != all.free.end(); ++at) {
@@ -164,7 +165,7 @@ void release(void* data) noexcept {
                 all.kept -= oldest->first;
             }
         } catch (...) {
-            // No memory to remember blocks by: what is not yet kept goes back, the rest is kept for now.
+            // No memory for the list of kept blocks: return this block to the system, and keep the others for now.
         }
     }
     if (block != nullptr) to_system(block, size);
@@ -180,7 +181,7 @@ size_t kept_bytes() {
 
 namespace {
 
-// One set of tasks; helpers and the caller take the next number until none is left.
+// One set of tasks. Helpers and the caller take the next task until none is left.
 struct Job {
     const std::function<void(int64_t)>* task;
     int64_t tasks;
@@ -208,18 +209,18 @@ struct Job {
 
 class Helpers {
   public:
-    // There are at least `helpers` threads afterwards, if the system gives them.
+    // Starts threads until there are `helpers` of them, if the system allows it.
     void hire(int helpers) {
         std::lock_guard<std::mutex> lock(mutex_);
         try {
             for (; threads_ < helpers; ++threads_) std::thread([this] { serve(); }).detach();
         } catch (const std::system_error&) {
-            // The system gives no more threads: those that there are, and the caller, do the work.
+            // The system refuses more threads. The existing ones and the caller do the work.
         }
     }
     void offer(std::function<void()> work) {
         std::lock_guard<std::mutex> lock(mutex_);
-        // Nobody would ever come for it.
+        // No helper would ever take the task.
         if (threads_ == 0) return;
         waiting_.push_back(std::move(work));
         wake_.notify_one();
@@ -245,7 +246,7 @@ class Helpers {
     int threads_ = 0;
 };
 
-// A forked child has none of its parent's threads, and gets helpers of its own.
+// A forked child has none of its parent's threads; so it starts its own helpers.
 std::atomic<Helpers*> of_process{nullptr};
 
 Helpers& helpers() {
@@ -273,7 +274,7 @@ void run_tasks(int64_t tasks, int threads, const std::function<void(int64_t)>& t
     auto job = std::make_shared<Job>();
     job->task = &task;
     job->tasks = tasks;
-    // A helper that comes too late finds no task; the job lives until then.
+    // A late helper finds no task. The job lives until the last helper has seen it.
     const int others = static_cast<int>(tasks < threads ? tasks : threads) - 1;
     if (!schedule) helpers().hire(others);
     for (int i = 0; i < others; ++i) {

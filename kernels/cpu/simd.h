@@ -1,4 +1,4 @@
-// The few vector operations that compilers do not find by themselves, for the instructions this file is compiled for.
+// Vector operations that compilers do not generate themselves, for the instruction set that this file is compiled for.
 #pragma once
 
 #include <stdint.h>
@@ -102,7 +102,7 @@ template <Test test> GRACE_LOCAL uint64_t mask64(const float* x, float bound) {
 }
 #endif
 
-// What has no form of its own above: one by one.
+// The generic version: one by one.
 template <Test test, class T> GRACE_LOCAL uint64_t mask_of(const T* x, T bound, int n) {
     uint64_t mask = 0;
     for (int j = 0; j < n; ++j) mask |= uint64_t(passes<test>(x[j], bound)) << j;
@@ -114,7 +114,7 @@ template <Test test, class T> GRACE_LOCAL uint64_t mask64(const T* x, T bound) {
 template <Test test> GRACE_LOCAL uint64_t mask64(const double* x, double bound) { return mask_of<test>(x, bound, 64); }
 #endif
 
-// The sign bits of 64 numbers, also of zeros.
+// The sign bits of 64 numbers, zeros included.
 GRACE_LOCAL uint64_t signs64(const float* x) {
     uint64_t mask = 0;
 #if defined(__AVX2__)
@@ -127,12 +127,13 @@ GRACE_LOCAL uint64_t signs64(const float* x) {
     return mask;
 }
 
-// Writes those of 64 numbers whose bit is set, one after another, and up to 16 numbers more.
+// Writes those of 64 numbers whose bit is set, one after the other. It may write up to 16 more numbers.
 template <class T> GRACE_LOCAL void compact64(const T* x, uint64_t mask, T* out) {
     for (; mask != 0; mask &= mask - 1) *out++ = x[__builtin_ctzll(mask)];
 }
 
-// The inverse: the next number of a list to each of 64 places whose bit is set; reads up to 16 numbers more.
+// The inverse: puts the next number of a list at each of 64 positions whose bit is set. It may read up to 16 more
+// numbers.
 template <class T> GRACE_LOCAL void spread64(const T* list, uint64_t mask, T* out) {
     for (; mask != 0; mask &= mask - 1) out[__builtin_ctzll(mask)] = *list++;
 }
@@ -156,7 +157,7 @@ GRACE_LOCAL void spread64(const float* list, uint64_t mask, float* out) {
 
 // --- tables of 128 numbers -------------------------------------------------------------------------------------------
 
-// Keeps a loop that looks up tables from being vectorized: loads one by one are faster than what gathers them.
+// Prevents the vectorization of a loop with table lookups, because single loads are faster than gather instructions.
 #if defined(__GNUC__)
 #define GRACE_ONE_BY_ONE(index) __asm__("" : "+r"(index))
 #else
@@ -164,7 +165,8 @@ GRACE_LOCAL void spread64(const float* list, uint64_t mask, float* out) {
 #endif
 
 #if defined(__AVX512F__)
-// The edges as a tree whose levels lie in registers; a place is found with its first bit, the highest, lowest.
+// The edges as a search tree whose levels are in registers. The search finds a position with its bits reversed: the
+// highest bit is lowest.
 struct EdgeTree {
     __m512 level[5], next[2], last[4];
 
@@ -182,7 +184,7 @@ struct EdgeTree {
         }
     }
 
-    // The places of 16 magnitudes among the edges, their seven bits in reverse.
+    // The positions of 16 magnitudes among the edges, with their seven bits reversed.
     __m512i reversed(__m512 size) const {
         __m512i at = _mm512_setzero_si512();
 #pragma GCC unroll 5
@@ -199,7 +201,7 @@ struct EdgeTree {
         return _mm512_mask_or_epi32(at, reached, at, _mm512_set1_epi32(64));
     }
 
-    // Codes of 64 numbers.
+    // The codes of 64 numbers.
     void codes64(const float* x, uint8_t* out) const {
         __m128i found[4];
         uint64_t negative = 0;
@@ -212,7 +214,7 @@ struct EdgeTree {
         const __m256i half = _mm256_inserti128_si256(_mm256_castsi128_si256(found[0]), found[1], 1);
         const __m256i rest = _mm256_inserti128_si256(_mm256_castsi128_si256(found[2]), found[3], 1);
         const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(half), rest, 1);
-        // Bit 0 of what was found becomes bit 6.
+        // Reverse the bits: bit 0 becomes bit 6.
         const __m512i back =
             _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15));
         const __m512i four = _mm512_set1_epi8(15);
@@ -230,7 +232,7 @@ struct Lookup {
     explicit Lookup(const float* numbers) {
         for (int j = 0; j < 8; ++j) part[j] = _mm512_loadu_ps(numbers + 16 * j);
     }
-    // The numbers of 16 codes, negated where a code has 128 added.
+    // The numbers of 16 codes, negated if the code is 128 or more.
     __m512 of(const uint8_t* codes) const {
         const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
         const __mmask16 upper = _mm512_test_epi32_mask(code, _mm512_set1_epi32(32));
@@ -247,8 +249,9 @@ struct Lookup {
 
 // --- random words ----------------------------------------------------------------------------------------------------
 
-// Words 4 first .. 4 (first + blocks) - 1 of a stream. A lane of 64 bits holds one word of one block in its lower half;
-// the upper half is what no product reads. Two groups of blocks run side by side, because a round waits for the last.
+// Words 4 first .. 4 (first + blocks) - 1 of a stream. A lane of 64 bits holds one word of one block in its lower half.
+// No product reads the upper half. Two groups of blocks run interleaved, because each round depends on the previous
+// one.
 #if defined(__AVX512F__)
 GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
     const __m512i m0 = _mm512_set1_epi64(kPhilox0), m1 = _mm512_set1_epi64(kPhilox1);
@@ -273,7 +276,7 @@ GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uin
 #pragma GCC unroll 2
             for (int g = 0; g < 2; ++g) {
                 const __m512i p0 = _mm512_mul_epu32(c0[g], m0), p1 = _mm512_mul_epu32(c2[g], m1);
-                // 0x96: the exclusive or of three.
+                // 0x96 is the exclusive or of three operands.
                 c0[g] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[g], k0[round], 0x96);
                 c2[g] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3[g], k1[round], 0x96);
                 c1[g] = p1;
@@ -336,9 +339,9 @@ GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uin
 }
 #endif
 
-// --- writing around the cache ----------------------------------------------------------------------------------------
+// --- stores that bypass the cache ------------------------------------------------------------------------------------
 
-// Copies to memory that nobody reads soon. Ordinary stores would read every line before they fill it.
+// Copies to memory that is not read soon. Ordinary stores would read every cache line before they fill it.
 GRACE_LOCAL void write_around(void* to, const void* from, int64_t bytes) {
     char* out = static_cast<char*>(to);
     const char* in = static_cast<const char*>(from);
@@ -371,7 +374,7 @@ GRACE_LOCAL void write_around(void* to, const void* from, int64_t bytes) {
 #endif
 }
 
-// Makes what was written around the cache visible to other threads.
+// Makes these stores visible to other threads.
 GRACE_LOCAL void settle() {
 #if defined(__SSE2__)
     _mm_sfence();

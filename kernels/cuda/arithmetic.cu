@@ -7,7 +7,7 @@ namespace {
 
 template <class T> using WordOf = typename Format<T>::Word;
 
-// Of n elements by groups: their largest magnitude, as a word.
+// The largest magnitude of n elements, as a word, by groups.
 template <class T> struct GroupLargest {
     const T* x;
     int64_t n;
@@ -111,7 +111,7 @@ void half_sum(const Stream& on, const uint16_t* x, int64_t rows, bool brain, flo
         for (int64_t r = 0; r < rows; ++r) {
             const uint16_t half = x[r * n + i];
             const float value = (brain ? from_bfloat16(half) : from_float16(half)) * factor;
-            // Not added to a zero, which would lose the sign of another zero.
+            // Start with the first row instead of zero, because 0 + -0 would lose the sign.
             total = r == 0 ? value : total + value;
         }
         return brain ? to_bfloat16(total) : to_float16(total);

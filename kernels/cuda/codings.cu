@@ -17,7 +17,7 @@ template <class T> __device__ inline uint32_t sign_of(T x) {
     return uint32_t(bits_as<typename Format<T>::Word>(x) >> (Format<T>::exponent + Format<T>::mantissa));
 }
 
-// Exponent and sign of one rank's element.
+// The exponent and sign of one rank's element.
 template <class T> struct NaturalValue {
     int64_t n;
     bool clipped;

@@ -1,4 +1,4 @@
-// The device itself: which one is current, whether there is one, and its word for faults.
+// Device management: the current device, supported devices, and the fault words.
 #include <mutex>
 
 #include "device.h"
@@ -40,7 +40,7 @@ int* fault_word(int device) {
 bool serves(int device) {
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess || device < 0 || device >= count) {
-        cudaGetLastError();  // so that nobody else meets this error
+        cudaGetLastError();  // clear the error
         return false;
     }
     const DeviceGuard guard(device);

@@ -1,7 +1,7 @@
-// What the kernels for GPUs are made of: launches, and passes over an array.
+// Building blocks of the GPU kernels: launches, and passes over an array.
 //
-// A pass is a template over what is done to an element, to a group of 8 elements (whole bytes of packed codes), or to
-// the terms of a sum. Indices are 64 bits wide; loops stride over the grid, so any number of blocks is right.
+// A pass is a template. Its parameter is an operation on an element, on a group of 8 elements (whole bytes of packed
+// codes), or on the terms of a sum. Indices have 64 bits. Loops stride over the grid, so any number of blocks works.
 #pragma once
 
 #ifdef GRACE_EMULATED
@@ -23,12 +23,12 @@ namespace gpu {
 constexpr int kThreads = 256;
 constexpr unsigned kWarp = 32, kAll = 0xFFFFFFFFu;
 
-// How work is shared out. The emulator has little of everything, so that small arrays take every way that large ones do.
+// The division of work. The emulator uses small values, so that small arrays run the same code paths as large ones.
 #ifdef GRACE_EMULATED
 constexpr int kRanks = 2;
 constexpr int64_t kMostBlocks = 5, kMostParts = 3, kMostStretches = 3, kMostSorted = 2, kStretch = 64;
 #else
-constexpr int kRanks = 64;  // whose pointers travel as arguments of a kernel
+constexpr int kRanks = 64;  // the number of ranks whose pointers are arguments of one kernel
 constexpr int64_t kMostBlocks = 1 << 16, kMostParts = 1024, kMostStretches = 4096, kMostSorted = 512, kStretch = 4096;
 #endif
 
@@ -36,7 +36,7 @@ static inline void check(cudaError_t status, const char* what) {
     if (status != cudaSuccess) throw Error(Error::Kind::device, std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-// Starts a kernel of kThreads threads a block; without blocks there is nothing to do.
+// Launches a kernel with kThreads threads per block. With 0 blocks it does nothing.
 template <class... Parameters, class... Arguments>
 static void launch(const Stream& on, int64_t blocks, void (*kernel)(Parameters...), const Arguments&... arguments) {
     if (blocks == 0) return;
@@ -51,7 +51,7 @@ template <class V> static V* scratch(const Stream& on, int64_t n) {
     return static_cast<V*>(on.scratch(n * static_cast<int64_t>(sizeof(V))));
 }
 
-// Copies from the device and waits for the stream: the only place that does.
+// Copies from the device and waits for the stream. No other function waits.
 template <class V> static V fetched(const Stream& on, const V* from) {
     V value;
     check(cudaMemcpyAsync(&value, from, sizeof(V), cudaMemcpyDeviceToHost, on.handle), "copy from the device");
@@ -64,15 +64,16 @@ static inline int64_t blocks_for(int64_t n, int64_t each) {
     return blocks < kMostBlocks ? blocks : kMostBlocks;
 }
 
-// --- division ------------------------------------------------------------------------------------------------------------
+// --- division
+// ------------------------------------------------------------------------------------------------------------
 
-// Division by a number that is known before the kernel starts: a product instead of some hundred instructions.
+// Division by a number that is known before the kernel starts: one product instead of about a hundred instructions.
 struct Divisor {
     uint64_t number, magic;
 };
 
 static inline Divisor divisor(int64_t number) {
-    // floor(2^64 / number) + 1, which is exact for dividends and divisors below 2^32 (Lemire, Kaser and Kurz, 2019).
+    // floor(2^64 / number) + 1. This is exact for dividends and divisors below 2^32 (Lemire, Kaser and Kurz, 2019).
     const uint64_t d = static_cast<uint64_t>(number);
     return {d, d > 1 && d >> 32 == 0 ? ~uint64_t(0) / d + 1 : 0};
 }
@@ -82,14 +83,16 @@ __device__ static inline int64_t quotient(int64_t i, const Divisor& by) {
     return i / int64_t(by.number);
 }
 
-// --- faults --------------------------------------------------------------------------------------------------------------
+// --- faults
+// --------------------------------------------------------------------------------------------------------------
 
-// Notes that a payload is damaged, where the host finds it.
+// Sets the fault word: a payload is damaged. The host checks it.
 __device__ static inline void note_fault(int* fault) { *static_cast<volatile int*>(fault) = 1; }
 
-// --- elements ------------------------------------------------------------------------------------------------------------
+// --- elements
+// ------------------------------------------------------------------------------------------------------------
 
-constexpr int kAtOnce = 4;  // elements of one thread whose reads are under way together
+constexpr int kAtOnce = 4;  // elements per thread that are read concurrently
 
 template <class V, class Body> __global__ void map_kernel(V* out, int64_t n, Body body) {
     constexpr int64_t tile = int64_t(kThreads) * kAtOnce;
@@ -107,7 +110,7 @@ template <class V, class Body> __global__ void map_kernel(V* out, int64_t n, Bod
     }
 }
 
-// out[i] = body(i); of `out` the body may read element i only.
+// out[i] = body(i). The body may read no element of `out` except i.
 template <class V, class Body> static void map(const Stream& on, V* out, int64_t n, Body body) {
     launch(on, blocks_for(n, int64_t(kThreads) * kAtOnce), map_kernel<V, Body>, out, n, body);
 }
@@ -116,19 +119,20 @@ template <class Body> __global__ void each_kernel(int64_t n, Body body) {
     for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += int64_t(gridDim.x) * kThreads) body(i);
 }
 
-// body(i) for 0 <= i < n, in any order.
+// Runs body(i) for 0 <= i < n, in any order.
 template <class Body> static void each(const Stream& on, int64_t n, Body body) {
     launch(on, blocks_for(n, kThreads), each_kernel<Body>, n, body);
 }
 
-// --- groups of 8 elements ------------------------------------------------------------------------------------------------
+// --- groups of 8 elements
+// ------------------------------------------------------------------------------------------------
 
 __device__ static inline int group_size(int64_t group, int64_t n) {
     const int64_t left = n - 8 * group;
     return left < 8 ? int(left) : 8;
 }
 
-// Elements of a group, and zeros beyond the end; in wide reads where the address allows it.
+// Reads the elements of a group, with zeros beyond the end. Uses wide reads if the address allows it.
 template <class V> __device__ static inline void load_group(const V* x, int64_t group, int count, V found[8]) {
     const V* from = x + 8 * group;
     if (count == 8 && sizeof(V) >= 4 && (reinterpret_cast<uintptr_t>(x) & 15) == 0) {
@@ -143,7 +147,7 @@ template <class V> __device__ static inline void load_group(const V* x, int64_t 
     for (int j = 0; j < 8; ++j) found[j] = j < count ? from[j] : V(0);
 }
 
-// The first bytes of a word, in one write where the address allows it.
+// Writes the first bytes of a word, in one store if the address allows it.
 __device__ static inline void store_bytes(uint8_t* to, uint64_t word, int bytes) {
     const bool aligned = (reinterpret_cast<uintptr_t>(to) & uintptr_t(bytes - 1)) == 0;
     if (bytes == 8 && aligned) {
@@ -157,7 +161,7 @@ __device__ static inline void store_bytes(uint8_t* to, uint64_t word, int bytes)
     }
 }
 
-// Eight codes of 1 to 8 bits, the first one lowest.
+// Packs eight codes of 1 to 8 bits, the first one lowest.
 __device__ static inline uint64_t packed_word(const uint32_t codes[8], int bits) {
     uint64_t word = 0;
 #pragma unroll
@@ -165,7 +169,7 @@ __device__ static inline uint64_t packed_word(const uint32_t codes[8], int bits)
     return word;
 }
 
-// Code i of 1 to 8 bits; reads no byte that it has no part in.
+// Reads code i of 1 to 8 bits. It reads only bytes that contain the code.
 __device__ static inline uint32_t code_at(const uint8_t* data, int bits, int64_t i) {
     const int64_t first = i * bits;
     const uint8_t* from = data + (first >> 3);
@@ -175,7 +179,7 @@ __device__ static inline uint32_t code_at(const uint8_t* data, int bits, int64_t
     return (word >> shift) & ((1u << bits) - 1u);
 }
 
-// Writes the codes of a group where they belong; `codes` of elements that there are not are 0.
+// Writes the codes of a group to their position. The codes of elements beyond the end are 0.
 __device__ static inline void store_codes(const uint32_t codes[8], int bits, int64_t group, int count, int64_t n, uint8_t* out) {
     if (bits > 8) {
         uint32_t low[8], high[8];
@@ -196,9 +200,10 @@ __device__ static inline uint32_t load_code(const uint8_t* data, int bits, int64
     return bits > 8 ? data[i] | code_at(data + n, bits - 8, i) << 8 : code_at(data, bits, i);
 }
 
-// --- sums and other reductions -------------------------------------------------------------------------------------------
+// --- sums and other reductions
+// -------------------------------------------------------------------------------------------
 
-// What all threads of a block hold, joined; the result is in thread 0.
+// Joins the values of all threads of a block. The result is in thread 0.
 template <class V, class Join> __device__ static V joined(V mine, Join join) {
     __shared__ V held[kThreads];
     __syncthreads();
@@ -228,7 +233,7 @@ __global__ void finish_kernel(const V* parts, int64_t n, V none, Join join, Fini
     if (threadIdx.x == 0) finish(mine);
 }
 
-// finish(term(0) joined with ... term(n - 1)) in one thread, in an order that follows from n alone. A term may write.
+// Calls finish(term(0) joined with ... term(n - 1)) in one thread. The order depends only on n. A term may write.
 template <class V, class Term, class Join, class Finish>
 static void reduce(const Stream& on, int64_t n, V none, Term term, Join join, Finish finish) {
     int64_t blocks = divide_up(n, int64_t(kThreads) * 4);
@@ -238,7 +243,7 @@ static void reduce(const Stream& on, int64_t n, V none, Term term, Join join, Fi
     launch(on, 1, finish_kernel<V, Join, Finish>, parts, blocks, none, join, finish);
 }
 
-// What the threads of the block before this one hold, joined; `total` is that of all. All threads take part.
+// Joins the values of the threads before this one in the block. `total` is the join of all. All threads must take part.
 template <class V, class Join> __device__ static V joined_before(V mine, V none, Join join, V* total) {
     __shared__ V warps[kThreads / kWarp];
     const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

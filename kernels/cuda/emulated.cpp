@@ -1,4 +1,4 @@
-// All kernels for GPUs as the emulator runs them, and the emulator's threads.
+// All GPU kernels, compiled for the emulator, and the emulator's threads.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -47,7 +47,7 @@ void wait(State state) {
     threadIdx.x = index;
 }
 
-// Lets threads that wait for each other go on; whether there were any.
+// Resumes threads that wait for each other. Returns whether there were any.
 bool release(unsigned threads) {
     bool any = false;
     for (unsigned first = 0; first < threads; first += 32) {
@@ -64,7 +64,7 @@ bool release(unsigned threads) {
     return true;
 }
 
-// A number that changes the order; 0 leaves it.
+// A number that shuffles the order; 0 keeps it.
 uint64_t order_seed() {
     const char* given = std::getenv("GRACE_EMULATED_ORDER");
     return given == nullptr ? 0 : std::strtoull(given, nullptr, 10);

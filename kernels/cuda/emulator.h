@@ -1,8 +1,10 @@
-// Runs the kernels for GPUs on the CPU, for tests on machines without one: the little of CUDA that they use.
+// An emulator that runs the GPU kernels on the CPU, for tests on machines without a GPU. It provides the subset of CUDA
+// that the kernels use.
 //
-// The threads of a block are fibers that run in turn until all wait at a barrier, or all of a warp at an exchange; one
-// that does not come is an error, as is an exchange of part of a warp. Blocks run one after another. GRACE_EMULATED_ORDER
-// (a number) shuffles the order of threads and blocks, so that what depends on it shows.
+// The threads of a block are fibers. They run in turn until all wait at a barrier, or all threads of a warp wait at an
+// exchange. A thread that does not arrive is an error, and so is an exchange of only a part of a warp. Blocks run one
+// after the other. GRACE_EMULATED_ORDER (a number) shuffles the order of threads and blocks, to detect code that
+// depends on it.
 #pragma once
 
 #include <stdint.h>
@@ -41,11 +43,11 @@ namespace grace {
 namespace emulator {
 
 void run(unsigned blocks, unsigned threads, const std::function<void()>& body);
-// Waits for all threads of the block.
+// Waits for all threads of the block, like __syncthreads.
 void meet_block();
-// Waits for all threads of the warp.
+// Waits for all threads of the warp, like __syncwarp.
 void meet_warp();
-// What every thread of the block holds for the others.
+// The value of each thread of the block, for exchanges.
 extern uint64_t slots[1024];
 
 template <class V> V exchanged(V mine, unsigned lane) {

@@ -1,4 +1,4 @@
-// Signs and levels: quantizers, and the packing of bits. A thread does 8 elements, which make whole bytes.
+// Signs and levels: quantizers, and the packing of bits. Each thread handles 8 elements, which give whole bytes.
 #include <algorithm>
 
 #include "ranks.h"
@@ -24,7 +24,7 @@ template <class T> struct LevelValue {
     }
 };
 
-// The votes of some ranks, added to those of the ranks before: whole numbers in `out`, fewer than 2^24.
+// Adds the votes of some ranks to those of earlier ranks. The votes are whole numbers below 2^24 in `out`.
 template <class T> struct Votes {
     Ranks<const uint8_t*> some;
     const T* out;
@@ -42,7 +42,7 @@ struct JoinSides {
     }
 };
 
-// What a bucket's norm adds up, and how it ends.
+// The terms of a bucket's norm, and its last step.
 template <class T> struct SumOfSquares {
     using Value = double;
     __device__ static double term(T x) { return double(x) * double(x); }
@@ -58,15 +58,15 @@ template <class T> struct Largest {
     __device__ static T finish(Value most) { return bits_as<T>(most); }
 };
 
-// One value for every stretch of `length` elements of every bucket, by one warp. The last stretch of a bucket may be
-// shorter, and so may the last bucket.
+// One warp computes one value for each stretch of `length` elements of every bucket. The last stretch of a bucket may
+// be shorter, and so may the last bucket.
 template <class T, class Kind>
 __global__ void stretch_kernel(const T* x, int64_t n, int64_t width, int64_t length, int64_t stretches, int64_t all,
                                typename Kind::Value* found) {
     using Value = typename Kind::Value;
     const int lane = int(threadIdx.x % kWarp);
     const int64_t warps = int64_t(gridDim.x) * (kThreads / kWarp);
-    // The same for all threads of a warp: they leave the loop together.
+    // The bound is the same for all threads of a warp, so they leave the loop together.
     for (int64_t s = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp; s < all; s += warps) {
         const int64_t bucket = s / stretches, first = bucket * width + s % stretches * length;
         int64_t end = first + length;
@@ -80,7 +80,7 @@ __global__ void stretch_kernel(const T* x, int64_t n, int64_t width, int64_t len
     }
 }
 
-// The norm of a bucket from its stretches, by one block.
+// One block computes the norm of a bucket from its stretches.
 template <class T, class Kind>
 __global__ void bucket_kernel(const typename Kind::Value* found, int64_t stretches, int64_t buckets, T* norms) {
     for (int64_t bucket = blockIdx.x; bucket < buckets; bucket += gridDim.x) {
@@ -110,7 +110,7 @@ void norms_by(const Stream& on, const T* x, int64_t n, int64_t width, T* norms) 
     });
 }
 
-// The level of the 8 elements of a group, plus `levels`.
+// The levels of the 8 elements of a group, plus `levels`.
 template <class T>
 __device__ void levels_of(const T* x, const T* scales, const Divisor& width, int levels, const T* limit,
                           const RandomKey& key, int64_t group, int count, uint32_t codes[8]) {
@@ -123,7 +123,7 @@ __device__ void levels_of(const T* x, const T* scales, const Divisor& width, int
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const T value = limit == nullptr ? found[j] : limited(found[j], most);
-        // Beyond the end there is no bucket.
+        // Elements beyond the end have no bucket.
         const T scale = j < count ? scales[quotient(8 * group + j, width)] : T(0);
         const int32_t level = level_of(value, scale, T(levels), T(grace::uniform(random[j])));
         codes[j] = j < count ? uint32_t(level + levels) : 0u;

@@ -4,7 +4,7 @@
 namespace grace {
 namespace gpu {
 
-// Gram-Schmidt, twice per column; every sum in float64, rounded once.
+// Gram-Schmidt, twice per column. Every sum is computed in float64 and rounded once.
 template <class T> void orthogonalize(const Stream& on, const T* a, int64_t rows, int64_t columns, T* out) {
     T* transposed = scratch<T>(on, rows * columns);
     T* numbers = scratch<T>(on, 4);
@@ -13,7 +13,7 @@ template <class T> void orthogonalize(const Stream& on, const T* a, int64_t rows
         T* column = transposed + j * rows;
         map(on, column, rows, [=] __device__(int64_t i) { return a[i * columns + j]; });
         max_abs(on, column, rows, largest);
-        // Products of a column of denormals would lose the few bits it has.
+        // Products of denormals would lose their few bits.
         map(on, column, rows, [=] __device__(int64_t i) { return column[i] / (*largest > 0 ? *largest : T(1)); });
         norm(on, column, rows, original);
         for (int64_t other = 0; other < 2 * j; ++other) {
@@ -25,7 +25,7 @@ template <class T> void orthogonalize(const Stream& on, const T* a, int64_t rows
         }
         norm(on, column, rows, length);
         map(on, column, rows, [=] __device__(int64_t i) {
-            // What is left of a dependent column is rounding noise; normalising it would invent a direction.
+            // The rest of a linearly dependent column is rounding noise. Normalizing it would give a random direction.
             const bool independent = *length > T(1e-6) * *original;
             const T value = independent ? column[i] / *length : T(0);
             out[i * columns + j] = value;

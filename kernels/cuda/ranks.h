@@ -13,7 +13,7 @@ template <class P> struct Ranks {
     int count;
 };
 
-// body(some, begins, ends) for kRanks ranks at a time: of more, several kernels add up.
+// Calls body(some, begins, ends) for kRanks ranks at a time. With more ranks, several kernels add to the sum.
 template <class P, class Body> static void in_turns(const std::vector<P>& all, Body body) {
     for (size_t at = 0; at < all.size(); at += kRanks) {
         Ranks<P> some = {};
@@ -22,7 +22,8 @@ template <class P, class Body> static void in_turns(const std::vector<P>& all, B
     }
 }
 
-// out = onto + value(part, i) of every rank, rounded after each; without `onto` the first value starts the sum.
+// out = onto + value(part, i) of every rank, rounded after each addition. Without `onto`, the sum starts with the first
+// value.
 template <class T, class P, class Value>
 static void add_parts(const Stream& on, const Ranks<P>& some, const T* onto, T* out, int64_t n, Value value) {
     map(on, out, n, [=] __device__(int64_t i) {
@@ -32,7 +33,7 @@ static void add_parts(const Stream& on, const Ranks<P>& some, const T* onto, T* 
     });
 }
 
-// The sum over all of them.
+// The sum over all ranks.
 template <class T, class P, class Value>
 static void sum_parts(const Stream& on, const std::vector<P>& all, const T* onto, T* out, int64_t n, Value value) {
     in_turns(all, [&](const Ranks<P>& some, bool begins, bool) {

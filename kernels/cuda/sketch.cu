@@ -1,4 +1,4 @@
-// Count-Sketches. To add the elements of a column in their order, their blocks are sorted by columns, keeping it.
+// Count-Sketches. A stable sort of the blocks by column keeps the order of the elements in each column.
 #include "stretches.h"
 
 namespace grace {
@@ -9,7 +9,7 @@ constexpr int kRadixBits = 4, kRadix = 1 << kRadixBits, kWords = kRadix / 4;  //
 
 __device__ inline int digit_at(uint32_t key, int shift) { return int(key >> shift & (kRadix - 1)); }
 
-// How often each digit occurs in every stretch: digit by digit the stretches.
+// Counts each digit in every stretch. The counts are ordered by digit, then by stretch.
 __global__ void radix_count_kernel(const uint32_t* keys, int64_t n, int shift, Shares shares, uint64_t* counts) {
     __shared__ uint32_t mine[kRadix];
     if (threadIdx.x < kRadix) mine[threadIdx.x] = 0;
@@ -24,7 +24,7 @@ __global__ void radix_count_kernel(const uint32_t* keys, int64_t n, int shift, S
     if (threadIdx.x < kRadix) counts[int64_t(threadIdx.x) * shares.count + blockIdx.x] = mine[threadIdx.x];
 }
 
-// Puts keys and numbers where their digit says; those of one digit keep their order.
+// Moves keys and numbers to the position of their digit. Entries with the same digit keep their order.
 __global__ void radix_place_kernel(const uint32_t* keys, const uint32_t* numbers, int64_t n, int shift, Shares shares,
                                    const uint64_t* before, uint32_t* keys_out, uint32_t* numbers_out) {
     __shared__ uint64_t next[kRadix];
@@ -55,7 +55,7 @@ __global__ void radix_place_kernel(const uint32_t* keys, const uint32_t* numbers
     }
 }
 
-// The first of n ascending keys that is at least `key`.
+// The index of the first of n ascending keys that is at least `key`.
 __device__ inline int64_t first_of(const uint32_t* keys, int64_t n, uint32_t key) {
     int64_t low = 0, high = n;
     while (low < high) {
@@ -74,7 +74,7 @@ __device__ inline int64_t first_of(const uint32_t* keys, int64_t n, uint32_t key
 template <class T>
 void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t columns, const RandomKey& key, T* out) {
     const int64_t blocks = divide_up(n, kSketchBlock);
-    // Fewer, because every stretch has a count for every digit.
+    // Fewer stretches, because each has a count for every digit.
     const Shares shares = shares_of(blocks, kMostSorted);
     uint32_t* lists[4];
     for (uint32_t*& list : lists) list = scratch<uint32_t>(on, blocks);
@@ -123,7 +123,7 @@ void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t column
             const uint32_t lane = uint32_t(i % kSketchBlock);
             return ordered(signed_by(place.signs, int(lane), sketch[row * columns + (place.column ^ lane)]));
         };
-        // The value that half of the others are at most; there are few rows, whose values stay in the cache.
+        // The median: half of the other values are not larger. There are few rows, so their values stay in the cache.
         for (int row = 0; row < rows; ++row) {
             const auto value = value_of(row);
             int less = 0, equal = 0;

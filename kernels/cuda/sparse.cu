@@ -1,24 +1,25 @@
-// Selection of elements, and what is done at a list of indices.
+// Selection of elements, and operations at a list of indices.
 //
-// A selection marks elements by bits, adds up how many there are before every stretch of the array, and then writes
-// values and indices where they belong: x is read once, and the marks of it twice.
+// A selection marks elements by bits, computes the number of marks before every stretch of the array, and then writes
+// values and indices to their positions. x is read once, the marks are read twice.
 #include "stretches.h"
 
 namespace grace {
 namespace gpu {
 namespace {
 
-constexpr int kDigit = 11;  // bits by which the search for a magnitude goes on
+constexpr int kDigit = 11;  // bits per step of the search for a magnitude
 constexpr int kBins = 1 << kDigit;
 constexpr int kPerThread = kBins / kThreads;
 
-// Two counts of less than 2^31 each, as one number: of those that pass, and of those that may.
+// Two counts below 2^31 in one number: the elements that pass, and the tied elements.
 __device__ inline uint64_t counts_of(uint32_t passed, uint32_t tied) { return uint64_t(passed) | uint64_t(tied) << 32; }
 
-// Which elements pass, as bits per group, and of which the first ones only do (`tied`, null where there are none).
+// The marks, as bits per group: the elements that pass, and the tied ones, of which only the first pass (`tied`, may be
+// null).
 struct Marks {
     uint8_t *passed, *tied;
-    uint64_t* before;  // counts before every stretch, and in the end the counts of all
+    uint64_t* before;  // the counts before every stretch, and at the end the totals
 };
 
 enum Mark { kLeft = 0, kPassed = 1, kTied = 2 };
@@ -47,7 +48,7 @@ template <class T, class Test> __global__ void mark_kernel(const T* x, int64_t n
     if (threadIdx.x == 0) marks.before[blockIdx.x] = counts;
 }
 
-// Writes what is marked, in order; of the tied ones the first *ties.
+// Writes the marked elements in order, and the first *ties of the tied ones.
 template <class T>
 __global__ void compact_kernel(const T* x, int64_t n, Shares shares, Marks marks, const int64_t* ties, T* values,
                                int32_t* indices) {
@@ -61,7 +62,7 @@ __global__ void compact_kernel(const T* x, int64_t n, Shares shares, Marks marks
         const uint32_t passed = inside ? marks.passed[group] : 0u;
         const uint32_t tied = inside && marks.tied != nullptr ? marks.tied[group] : 0u;
         if (!__syncthreads_or(int(passed | tied))) continue;
-        // At most 2048 of each in a tile: one number holds both.
+        // At most 2048 of each in a tile, so one number holds both counts.
         const uint32_t mine = uint32_t(__popc(passed)) | uint32_t(__popc(tied)) << 16;
         uint32_t total;
         const uint32_t before = joined_before(mine, 0u, Added<uint32_t>(), &total);
@@ -100,14 +101,14 @@ template <class T> struct Exceeds {
     }
 };
 
-// The search for the k-th largest magnitude: its upper bits as far as they are known, and its rank among those that
-// agree with them.
+// The state of the search for the k-th largest magnitude: the upper bits that are known, and its rank among the
+// magnitudes with these bits.
 struct Search {
     uint64_t known;
     int64_t rank;
 };
 
-// Of which sign elements are looked at: 1, -1, or 0 for all.
+// The sign of the elements to search: 1, -1, or 0 for all.
 template <class T> __device__ inline bool is_of(T x, int sign) { return sign == 0 || (sign > 0 ? x > 0 : x < 0); }
 
 template <class T> struct AgainstFound {
@@ -120,7 +121,7 @@ template <class T> struct AgainstFound {
     }
 };
 
-// How often each digit occurs among the magnitudes that agree with what is known above it.
+// Counts each digit among the magnitudes with the known upper bits.
 template <class T>
 __global__ void digits_kernel(const T* x, int64_t n, int sign, int shift, int bits, const Search* search, uint32_t* bins) {
     __shared__ uint32_t mine[kBins];
@@ -146,7 +147,7 @@ __global__ void digits_kernel(const T* x, int64_t n, int sign, int shift, int bi
     }
 }
 
-// Takes the digit that the wanted rank falls on; one block, thread 0 with the largest digits.
+// Finds the digit at the wanted rank. One block; thread 0 has the largest digits.
 __global__ void digit_kernel(const uint32_t* bins, int shift, Search* search) {
     const int64_t rank = search->rank;
     const int top = kBins - 1 - kPerThread * int(threadIdx.x);
@@ -166,7 +167,7 @@ __device__ inline bool inside(int32_t index, int64_t n, int* fault) {
     return good;
 }
 
-// The k largest magnitudes among elements of a sign, of which there are at least k > 0.
+// The k largest magnitudes among the elements of a sign. There are at least k > 0 of them.
 template <class T>
 void largest(const Stream& on, const T* x, int64_t n, int sign, int64_t k, T* values, int32_t* indices) {
     Search* search = scratch<Search>(on, 1);

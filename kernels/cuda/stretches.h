@@ -1,5 +1,5 @@
-// What writes a number of results that follows from the data: counts per stretch of the array, the sums of those before
-// each, and then a pass that writes where they say.
+// Passes whose number of results depends on the data: count the results per stretch of the array, sum the counts before
+// each stretch, then write the results at these positions.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 namespace grace {
 namespace gpu {
 
-constexpr int64_t kTile = int64_t(kThreads) * 8;  // elements that a block does at once
+constexpr int64_t kTile = int64_t(kThreads) * 8;  // elements that a block handles at once
 
-// Tiles of an array, shared out to stretches; a block does a stretch.
+// The tiles of an array, divided into stretches. One block handles one stretch.
 struct Shares {
     int64_t tiles, each, count;
 };
@@ -27,8 +27,8 @@ __device__ static inline int64_t last_tile(const Shares& shares) {
     return last < shares.tiles ? last : shares.tiles;
 }
 
-// Of `n` values and room for one more: what comes before each, joined, and at the end what all are together. A block
-// does one such list; the lists follow each other.
+// The exclusive prefix sums of `n` values, with the total as one more element at the end. One block handles one list;
+// the lists follow each other.
 template <class V, class Join> __global__ void before_kernel(V* lists, int64_t n, V none, Join join) {
     V* values = lists + int64_t(blockIdx.x) * (n + 1);
     const int64_t each = (n + kThreads - 1) / kThreads, first = each * threadIdx.x;
@@ -44,7 +44,7 @@ template <class V, class Join> __global__ void before_kernel(V* lists, int64_t n
     if (threadIdx.x == 0) values[n] = total;
 }
 
-// The sums before every stretch, of one list or several.
+// The sums before every stretch, for one or more lists.
 static inline void add_before(const Stream& on, uint64_t* lists, int64_t n, int64_t count = 1) {
     launch(on, count, before_kernel<uint64_t, Added<uint64_t>>, lists, n, uint64_t(0), Added<uint64_t>());
 }

@@ -1,4 +1,4 @@
-// Codes of several lengths: ternary digits with runs of zeros, numbers of 0, 8, 16 or all bits.
+// Codes of variable length: ternary digits with runs of zeros, and numbers of 0, 8, 16 or all bits.
 #include "ranks.h"
 #include "stretches.h"
 
@@ -6,11 +6,11 @@ namespace grace {
 namespace gpu {
 namespace {
 
-// The bytes of 3LC, as in grace/core/ops/ternary.py.
+// The byte format of 3LC, as in grace/core/ops/ternary.py.
 constexpr int kDigits = 5, kLongestRun = 14;
 constexpr uint32_t kZeroByte = 121, kFirstRun = 243;
 
-// Five digits, the first one highest; elements that there are not are zeros.
+// Five digits, the first one highest. Elements beyond the end are zeros.
 template <class T> struct TernaryByte {
     const T* x;
     const T* scale;
@@ -26,7 +26,7 @@ template <class T> struct TernaryByte {
     }
 };
 
-// The last byte of every stretch that is not zeros, -1 if there is none.
+// The index of the last byte of every stretch that is not all zeros, -1 if there is none.
 __global__ void last_kernel(const uint8_t* bytes, int64_t n, Shares shares, int64_t* lasts) {
     int64_t mine = -1;
     for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
@@ -37,8 +37,8 @@ __global__ void last_kernel(const uint8_t* bytes, int64_t n, Shares shares, int6
     if (threadIdx.x == 0) lasts[blockIdx.x] = mine;
 }
 
-// Which bytes begin a code, as bits per group: all but those that a run before them holds. A run of zeros begins after
-// the last other byte, and every 14 bytes from there on.
+// Marks the bytes that begin a code, as bits per group. These are all bytes except those within a run. A run of zeros
+// begins after the last other byte, and again every 14 bytes.
 __global__ void begins_kernel(const uint8_t* bytes, int64_t n, Shares shares, const int64_t* lasts, uint8_t* begins,
                               uint64_t* counts) {
     int64_t last = lasts[blockIdx.x];
@@ -93,7 +93,7 @@ __global__ void run_lengths_kernel(const uint8_t* codes, int64_t n, Shares share
     if (threadIdx.x == 0) counts[blockIdx.x] = count;
 }
 
-// Writes the bytes that are no runs among `size` bytes of zeros.
+// Writes the bytes that are not runs into `size` bytes of zeros.
 __global__ void decode_kernel(const uint8_t* codes, int64_t n, Shares shares, const uint64_t* before, uint8_t* bytes,
                               uint64_t size) {
     uint64_t at = before[blockIdx.x];
@@ -118,7 +118,7 @@ template <class T> struct TernaryValue {
     }
 };
 
-// Numbers of the tags 1, 2 and 3.
+// The counts of the tags 1, 2 and 3.
 struct Three {
     uint64_t of[3];
 };
@@ -135,7 +135,7 @@ __device__ inline void count_tags(uint32_t tags, Three* counts) {
     counts->of[2] += uint64_t(__popc(low & high));
 }
 
-// The tags of a group, 0 beyond the end.
+// Reads the tags of a group, 0 beyond the end.
 __device__ inline uint32_t load_tags(const uint8_t* tags, int64_t group, int64_t n) {
     if (8 * group >= n) return 0;
     const int count = group_size(group, n);
@@ -144,7 +144,7 @@ __device__ inline uint32_t load_tags(const uint8_t* tags, int64_t group, int64_t
     return count < 8 ? word & ((1u << (2 * count)) - 1u) : word;
 }
 
-// Places in the three lists, for a thread that goes through the elements of its group.
+// The positions in the three lists, for a thread that iterates over the elements of its group.
 struct Places {
     uint64_t of[3];
 };
@@ -152,7 +152,7 @@ struct Places {
 __device__ inline Places places_before(uint32_t tags, const Three& before, Three* total) {
     Three mine = {{0, 0, 0}};
     count_tags(tags, &mine);
-    // At most 2048 of each in a tile.
+    // There are at most 2048 of each in a tile.
     uint64_t all;
     const uint64_t packed = joined_before(mine.of[0] | mine.of[1] << 16 | mine.of[2] << 32, uint64_t(0),
                                           Added<uint64_t>(), &all);

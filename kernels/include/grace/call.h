@@ -1,4 +1,4 @@
-// One invocation of a kernel as the exports hand it over: flat arrays and numbers in, flat arrays out.
+// One call of a kernel, independent of the framework: flat arrays and numbers in, flat arrays out.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ template <> constexpr DType dtype_of<int16_t>() { return DType::int16; }
 template <> constexpr DType dtype_of<int32_t>() { return DType::int32; }
 template <> constexpr DType dtype_of<int64_t>() { return DType::int64; }
 
-// A flat contiguous array; `writable` is false where the caller's memory must not be changed.
+// A flat contiguous array. `writable` is false if the caller's memory must not be changed.
 struct Array {
     void* data;
     int64_t size;
@@ -35,8 +35,8 @@ struct Array {
     bool writable;
 };
 
-// What is wrong with a call. `type` and `value` are faults of the caller; `payload` says that bytes from another rank
-// are not what the format allows, `device` that CUDA refused.
+// An error of a call. `type` and `value` are errors of the caller. `payload` means that bytes from another rank violate
+// the format; `device` is an error of CUDA.
 class Error : public std::runtime_error {
   public:
     enum class Kind { type, value, payload, device };
@@ -44,7 +44,7 @@ class Error : public std::runtime_error {
     const Kind kind;
 };
 
-// No array is longer: sizes in bytes and bits stay far from the end of an int64.
+// The maximum length of an array. It keeps sizes in bytes and bits far below the range of int64.
 constexpr int64_t kMost = int64_t(1) << 40;
 
 class Call {
@@ -56,18 +56,18 @@ class Call {
 
     int inputs() const { return static_cast<int>(inputs_.size()); }
 
-    // Throws Error(value) unless the call has so many inputs, integers and numbers.
+    // Throws Error(value) unless the call has these numbers of inputs, integers and numbers.
     void expect(int inputs, int integers, int numbers) const;
 
     // Input i, whatever its dtype.
     const Array& input(int i) const;
-    // Input i, which must be of type T; `size` -1 means any.
+    // Input i, which must have type T and this size; -1 means any size.
     template <class T> const T* input(int i, int64_t size = -1) const {
         return static_cast<const T*>(checked(i, dtype_of<T>(), size).data);
     }
-    // The only element of input i; on the CPU only, as nothing may wait for a device.
+    // The only element of input i. For the CPU only, because a kernel must not wait for a device.
     template <class T> T scalar(int i) const { return *input<T>(i, 1); }
-    // Input i, which the caller gave up, to be changed in place.
+    // Input i, which the call consumes and may change in place.
     template <class T> T* consumed(int i, int64_t size = -1) const {
         return static_cast<T*>(writable(checked(i, dtype_of<T>(), size)).data);
     }
@@ -77,15 +77,16 @@ class Call {
     // Integer i as a length; throws Error(value) unless it is in [0, kMost].
     int64_t length(int i) const;
 
-    // The next output, of n elements, not initialised. The memory stays the caller's.
+    // The next output, of n uninitialized elements. The caller owns the memory.
     template <class T> T* output(int64_t n) { return static_cast<T*>(allocate(dtype_of<T>(), n)); }
     virtual void* allocate(DType dtype, int64_t n) = 0;
 
-    // Run task(0) .. task(tasks - 1), on as many threads as the framework uses; rethrows what a task throws.
+    // Runs task(0) .. task(tasks - 1) on as many threads as the framework uses. Rethrows exceptions of tasks.
     virtual void parallel(int64_t tasks, const std::function<void(int64_t)>& task) = 0;
     virtual int threads() const = 0;
 
-    // Where on a GPU to work; null on the CPU. Then the arrays lie on the device, and the host must not read them.
+    // The stream on a GPU, null on the CPU. With a stream, the arrays are in device memory, and the host must not read
+    // them.
     virtual const gpu::Stream* gpu() const { return nullptr; }
 
     [[noreturn]] void fail(Error::Kind kind, const std::string& text) const;
@@ -102,12 +103,12 @@ class Call {
 
 using Kernel = void (*)(Call&);
 
-// The kernel of that name, or null.
+// The kernel with this name, or null.
 Kernel find(const std::string& name);
-// All names, in no order.
+// All names, in no particular order.
 std::vector<std::string> names();
 
-// Calls body with a null pointer of the floating type of the array; throws Error(type) for another dtype.
+// Calls body with a null pointer of the array's floating-point type. Throws Error(type) for another dtype.
 template <class Body> void dispatch(const Call& call, const Array& array, Body body) {
     if (array.dtype == DType::float32) {
         body(static_cast<float*>(nullptr));
@@ -118,12 +119,12 @@ template <class Body> void dispatch(const Call& call, const Array& array, Body b
     }
 }
 
-// Elements that one task works on: a multiple of 64, so that packed bits of two tasks share no byte.
+// The number of elements per task: a multiple of 64, so that packed bits of two tasks do not share a byte.
 constexpr int64_t kPiece = 1 << 16;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// body(begin, end) over the pieces of [0, n).
+// Runs body(begin, end) for all pieces of [0, n).
 template <class Body> void over_pieces(Call& call, int64_t n, Body body) {
     call.parallel(divide_up(n, kPiece), [&](int64_t piece) {
         const int64_t begin = piece * kPiece;

@@ -1,8 +1,8 @@
-// What happens to one element, or one block of random bits: the same source for the CPU and for CUDA.
+// Functions for one element, or one block of random bits, shared by the CPU and CUDA.
 //
-// All functions have internal linkage, because the CPU compiles them several times for different instructions, and the
-// linker must not merge them. Products and sums are rounded one by one (no contraction into fused multiply-add: the
-// build says so), so that every framework and device gets the same bits.
+// All functions have internal linkage, because they are compiled several times for different instruction sets of the
+// CPU, and the linker must not merge them. Products and sums are rounded one by one. The build disables contraction
+// into fused multiply-add, so that every framework and device gets the same bits.
 #pragma once
 
 #include <stdint.h>
@@ -44,12 +44,12 @@ template <class T> GRACE_HD T magnitude(T x) { return bits_as<T>(magnitude_bits(
 
 // --- two levels ------------------------------------------------------------------------------------------------------
 
-// Of n elements: how many are high, and the sums of those and of the others.
+// Sums over n elements: the number of high ones, their sum, and the sum of the others.
 struct Sides {
     double count, high, low;
 };
 
-// The means of both sides, low first, 0 of none; or the mean magnitude where the high ones are those of at least 0.
+// The means of both sides, low first, 0 for an empty side. Or the mean magnitude, if high means 0 or more.
 template <class T> GRACE_HD void means_of(const Sides& sides, int64_t n, T* means) {
     const double rest = double(n) - sides.count;
     means[0] = T(double(T(sides.low)) / (rest > 0 ? rest : 1.0));
@@ -59,7 +59,7 @@ template <class T> GRACE_HD void mean_magnitude(const Sides& sides, int64_t n, T
     *mean = T(sides.high - sides.low) / T(n > 0 ? n : 1);
 }
 
-// What a bit decodes to: one of two levels, or plus or minus the only one.
+// The decoded value of a bit: one of two levels, or plus or minus the only level.
 template <class T> GRACE_HD T level_of(const T* levels, bool single, bool negate, bool bit) {
     const T level = single ? (bit ? levels[0] : -levels[0]) : levels[bit ? 1 : 0];
     return negate ? -level : level;
@@ -69,7 +69,7 @@ template <class T> GRACE_HD T level_of(const T* levels, bool single, bool negate
 
 constexpr uint32_t kPhilox0 = 0xD2511F53u, kPhilox1 = 0xCD9E8D57u, kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
 
-// A stream of random words: everything but the number of the block.
+// A stream of random words: the inputs of Philox except the block number.
 struct RandomKey {
     uint32_t seed_low, seed_high, step, stream, rank;
 };
@@ -112,7 +112,7 @@ template <class T> GRACE_HD T limited(T x, T limit) {
 
 // --- half precision --------------------------------------------------------------------------------------------------
 
-// To bfloat16, nearest, ties to even; NaN stays NaN.
+// Rounds to bfloat16: nearest, ties to even. NaN stays NaN.
 GRACE_HD uint16_t to_bfloat16(float x) {
     const uint32_t word = bits_as<uint32_t>(x);
     const uint32_t rounded = (word + 0x7FFFu + ((word >> 16) & 1u)) >> 16;
@@ -122,12 +122,12 @@ GRACE_HD uint16_t to_bfloat16(float x) {
 
 GRACE_HD float from_bfloat16(uint16_t half) { return bits_as<float>(uint32_t(half) << 16); }
 
-// To float16, nearest, ties to even; what is too large becomes infinite, NaN stays NaN.
+// Rounds to float16: nearest, ties to even. Too large values become infinite, NaN stays NaN.
 GRACE_HD uint16_t to_float16(float x) {
     const uint32_t word = bits_as<uint32_t>(x), sign = (word >> 16) & 0x8000u, size = word & 0x7FFFFFFFu;
     // Normal: rebase the exponent and round on bit 13.
     const uint32_t normal = (size - 0x38000000u + 0xFFFu + ((size >> 13) & 1u)) >> 13;
-    // Below 2^-14 a float whose last place is 2^-24 does the rounding.
+    // Below 2^-14: add a float whose last place is 2^-24, which rounds.
     const uint32_t small = bits_as<uint32_t>(bits_as<float>(size) + 0.5f) - 0x3F000000u;
     uint32_t half = size < 0x38800000u ? small : normal;
     half = size >= 0x477FF000u ? 0x7C00u : half;
@@ -137,7 +137,7 @@ GRACE_HD uint16_t to_float16(float x) {
 
 GRACE_HD float from_float16(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000u) << 16, size = half & 0x7FFFu;
-    // Exact: 2^112 moves the exponent's zero, and a denormal becomes normal by the product.
+    // The product with 2^112 is exact. It changes the bias of the exponent, and makes denormals normal.
     const float value = bits_as<float>(size << 13) * 5.192296858534828e33f;
     const uint32_t word = size >= 0x7C00u ? (size << 13) | 0x7F800000u : bits_as<uint32_t>(value);
     return bits_as<float>(word | sign);
@@ -145,7 +145,7 @@ GRACE_HD float from_float16(uint16_t half) {
 
 // --- natural compression ---------------------------------------------------------------------------------------------
 
-// The exponent after stochastic rounding, as it stands in the bits of a float; `word` a random word.
+// The biased exponent after stochastic rounding. `word` is a random word.
 template <class T> GRACE_HD int32_t natural_exponent(T x, uint32_t word) {
     using Word = typename Format<T>::Word;
     constexpr int mantissa = Format<T>::mantissa, random_bits = 24;
@@ -154,19 +154,19 @@ template <class T> GRACE_HD int32_t natural_exponent(T x, uint32_t word) {
     if constexpr (mantissa < random_bits) {
         noise >>= random_bits - mantissa;
     } else {
-        // In the middle of its step, for a probability rounded to the nearest.
+        // Add half a step, so that the probability is rounded to the nearest.
         noise = (noise << (mantissa - random_bits)) + (Word(1) << (mantissa - random_bits - 1));
     }
     const int32_t code = int32_t((magnitude_bits(x) + noise) >> mantissa);
     return code < largest ? code : largest;
 }
 
-// The reciprocal of the power of two of exponent `base` + 1, the least that has a code.
+// The reciprocal of the power of two with exponent `base` + 1, the smallest exponent that has a code.
 template <class T> GRACE_HD T natural_inverse(int32_t base) {
     return bits_as<T>(typename Format<T>::Word((1 << Format<T>::exponent) - 3 - base) << Format<T>::mantissa);
 }
 
-// The code of x among the 127 exponents above `base`, and 0; `exponent` is what natural_exponent gave.
+// The code of x: one of the 127 exponents above `base`, or 0. `exponent` is the result of natural_exponent.
 template <class T> GRACE_HD int32_t natural_clipped(T x, int32_t exponent, int32_t base, T inverse, uint32_t word) {
     const int32_t own = int32_t(magnitude_bits(x) >> Format<T>::mantissa);
     const T share = magnitude(x) * inverse;
@@ -174,7 +174,7 @@ template <class T> GRACE_HD int32_t natural_clipped(T x, int32_t exponent, int32
     return own > base ? exponent - base : up;
 }
 
-// The power of two of an exponent, which a damaged payload may have made too large for its place; 1 as `flip` negates.
+// The power of two with this exponent. A damaged payload may contain an exponent that is too large. `flip` = 1 negates.
 template <class T> GRACE_HD T natural_value(uint32_t exponent, uint32_t flip) {
     using Word = typename Format<T>::Word;
     constexpr int mantissa = Format<T>::mantissa;
@@ -183,15 +183,15 @@ template <class T> GRACE_HD T natural_value(uint32_t exponent, uint32_t flip) {
 
 // --- tables ----------------------------------------------------------------------------------------------------------
 
-// How many of the 127 ascending edges are at most `size`.
+// The number of the 127 ascending edges that are at most `size`.
 template <class T> GRACE_HD int32_t nearest(T size, const T* edges) {
     int32_t at = 0;
     for (int32_t step = 64; step > 0; step >>= 1) at += size >= edges[at + step - 1] ? step : 0;
     return at;
 }
 
-// The least magnitude whose share of `scale`, as rounded, reaches an edge; NaN if none does. Comparing with it saves
-// the division.
+// The smallest magnitude whose rounded quotient by `scale` reaches an edge, NaN if none does. A comparison with it
+// replaces the division.
 template <class T> GRACE_HD T reaching(T edge, T scale) {
     using Word = typename Format<T>::Word;
     constexpr Word infinite = Word((Word(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
@@ -215,7 +215,7 @@ template <class T> GRACE_HD T reaching(T edge, T scale) {
 
 // --- ternary digits --------------------------------------------------------------------------------------------------
 
-// 0, 1, 2 for -1, 0, 1; of a half of 0 both sides hold, which makes 1.
+// 0, 1, 2 for -1, 0, 1. If `half` is 0, both comparisons are true, which gives 1.
 template <class T> GRACE_HD uint32_t digit_of(T x, T half) { return uint32_t(x >= half) + 1u - uint32_t(x <= -half); }
 
 // --- precision by size -----------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ GRACE_HD uint32_t hashed(uint64_t item, uint64_t factor, uint64_t term) {
     return uint32_t((item * factor + term) >> 32);
 }
 
-// Number i of those that the hash functions are made of, 64 bits from three words of a stream.
+// The i-th number for the hash functions: 64 bits from three words of a stream.
 GRACE_HD uint64_t hash_number(const RandomKey& key, int64_t i) {
     uint32_t parts[3];
     for (int64_t j = 0; j < 3; ++j) {
@@ -275,17 +275,18 @@ GRACE_HD uint64_t hash_number(const RandomKey& key, int64_t i) {
     return uint64_t(parts[0] >> 8) << 40 ^ uint64_t(parts[1] >> 8) << 16 ^ parts[2] >> 16;
 }
 
-// Those of a row, as `hash_words` in grace/core/ops/random.py draws them: first the numbers of all buckets, then of all
-// signs.
+// The hash functions of a row, drawn as in `hash_words` of grace/core/ops/random.py: first the numbers for all buckets,
+// then for all signs.
 GRACE_HD SketchHash hash_of_row(const RandomKey& key, int64_t row, int64_t rows) {
     return {hash_number(key, 2 * row), hash_number(key, 2 * row + 1), hash_number(key, 2 * (rows + row)),
             hash_number(key, 2 * (rows + row) + 1)};
 }
 
-// A sketch hashes blocks of so many elements; see `count_sketch` in grace/core/ops/composites.py.
+// A sketch hashes blocks of this many elements; see `count_sketch` in grace/core/ops/composites.py.
 constexpr int kSketchBlock = 16;
 
-// Where a row of a sketch has a block: lane l in column `column` ^ l, with bit l of `signs` set if it is negated.
+// The position of a block in a row of a sketch: lane l is in column `column` ^ l. Bit l of `signs` is set if it is
+// negated.
 struct SketchPlace {
     uint32_t column, signs;
 };
@@ -304,7 +305,7 @@ template <class T> GRACE_HD T signed_by(uint32_t signs, int lane, T x) {
     return bits_as<T>(bits_as<Word>(x) ^ (Word(signs >> lane & 1u) << (8 * sizeof(T) - 1)));
 }
 
-// What an estimate counts as whose sum overflowed or is no number.
+// Replaces the estimate of a sum that overflowed or is NaN.
 template <class T> GRACE_HD T largest_estimate() { return sizeof(T) == sizeof(float) ? T(1e38) : T(1e307); }
 
 template <class T> GRACE_HD T finite_estimate(T x) {
@@ -313,7 +314,7 @@ template <class T> GRACE_HD T finite_estimate(T x) {
 
 // --- order -----------------------------------------------------------------------------------------------------------
 
-// Floating numbers as integers of the same order, -0 as 0 and NaN last.
+// Floating-point numbers as integers of the same order. -0 equals 0, and NaN comes last.
 template <class T> GRACE_HD typename Format<T>::Signed ordered(T x) {
     using Signed = typename Format<T>::Signed;
     constexpr Signed infinite = Signed((int64_t(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;

@@ -1,10 +1,10 @@
-// Functions on device pointers for a GPU, the counterpart of grace/loops.h: each works on a whole array, on the caller's
-// stream, and returns before the work is done.
+// Functions on device pointers for a GPU, the counterpart of grace/loops.h. Each works on a whole array, on the
+// caller's stream, and returns before the work is done.
 //
-// Where a length follows from the data, the host must know it to make the result: such functions say that they wait for
-// the stream, once. Memory that a function needs comes from the caller. What the host does not know (a bound, levels,
-// scales) stays on the device. Where an index from a payload is out of range, the entry is left out and a word of the
-// host is set (see Stream::fault). The number of blocks follows from the length alone, so that sums are the same on
+// If the length of a result depends on the data, the host needs it to allocate the result. Such functions wait for the
+// stream once, and their comments say so. The caller provides all memory. Values that the host does not know (a bound,
+// levels, scales) stay on the device. If an index from a payload is out of range, the entry is skipped and a word in
+// host memory is set (see Stream::fault). The number of blocks depends only on the length, so that sums are equal on
 // every device.
 #pragma once
 
@@ -14,21 +14,21 @@
 
 #include "grace/loops.h"
 
-struct CUstream_st;  // what cudaStream_t points to
+struct CUstream_st;  // cudaStream_t is a pointer to it
 
 namespace grace {
 namespace gpu {
 
-// Where the work is done.
+// The place of the work: stream, memory and fault word.
 struct Stream {
     CUstream_st* handle;
-    // Memory of the device that nobody else uses until what was put on the stream is done.
+    // Allocates device memory that nobody else uses before the current work on the stream is done.
     std::function<void*(int64_t bytes)> scratch;
-    // A word of the host that kernels set when they find an index out of range; see fault_word.
+    // A word in host memory that kernels set if they find an index out of range; see fault_word.
     int* fault;
 };
 
-// Makes a device current, and the one before it at the end of the scope.
+// Makes a device current, and restores the previous one at the end of the scope.
 class DeviceGuard {
   public:
     explicit DeviceGuard(int device);
@@ -40,13 +40,13 @@ class DeviceGuard {
     int before_;
 };
 
-// The word of a device in page-locked memory of the host, which kernels reach as well: it costs nothing while all is
-// well, and can be read at any time without waiting for the device. Made with the first call.
+// The fault word of a device, in page-locked host memory that kernels can write. It costs nothing without a fault, and
+// the host can read it at any time without waiting for the device. The first call allocates it.
 int* fault_word(int device);
-// Whether the driver knows that device, and this build has code for it.
+// True if the driver knows the device and this build has code for it.
 bool serves(int device);
 
-// The outputs of a selection, and what makes them once their length is known.
+// The outputs of a selection, and a function that allocates them when their length is known.
 template <class T> struct Found {
     T* values;
     int32_t* indices;
@@ -63,7 +63,7 @@ template <class T> struct Split {
     uint8_t* tags;
 };
 
-// Coded arrays of one rank whose other numbers lie on the device, as all of it does.
+// The coded arrays of one rank. All of them, scales included, are on the device.
 struct NaturalCodes {
     const uint8_t* codes;
     const int32_t* base;
@@ -73,7 +73,7 @@ template <class T> struct TernaryCodes {
     int64_t count;
     const T* scale;
 };
-// Numbers of each width, and how many of them there are: of 8 bits, 16 bits, all bits.
+// The numbers of each width (8 bits, 16 bits, all bits), and their counts.
 template <class T> struct WidthCodes {
     Widths<T> lists;
     int64_t counts[3];
@@ -97,10 +97,10 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
 template <class Code> void pack(const Stream& on, const Code* codes, int bits, uint8_t* out, int64_t n);
 void unpack(const Stream& on, const uint8_t* data, int bits, int64_t* out, int64_t n);
 template <class T> void binarize(const Stream& on, const T* x, T threshold, uint8_t* bits, int64_t n);
-// `means`: two, or the mean magnitude if `single`.
+// `means` has two elements, or one if `single`: the mean magnitude.
 template <class T>
 void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n);
-// Coded::scales: the two levels of the rank, or one if `single`. `onto` may be `out` or null.
+// Coded::scales holds the two levels of the rank, or one if `single`. `onto` may be `out` or null.
 template <class T>
 void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T* out,
                 int64_t n);
@@ -117,11 +117,11 @@ void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_
 // Waits for the stream.
 template <class T>
 void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room);
-// The k largest magnitudes, 0 <= k <= n < 2^31, by their indices; among equal ones the lower index.
+// The k largest magnitudes, 0 <= k <= n < 2^31, sorted by index. Of equal magnitudes, the lower index comes first.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
-// The least of them, 1 <= k.
+// The smallest of the k largest magnitudes, 1 <= k.
 template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64_t k, T* out);
-// Waits for the stream. Of each sign the kept(count) largest; their means are added up in float64.
+// Selects the kept(count) largest elements of each sign. Their means are summed in float64. Waits for the stream.
 template <class T>
 void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,
                   const std::function<Tops<T>(int64_t positive, int64_t negative)>& room);
@@ -129,7 +129,7 @@ template <class T>
 void gather(const Stream& on, const T* x, int64_t n, const int32_t* indices, T* out, int64_t count);
 template <class T>
 void put(const Stream& on, T* x, int64_t n, const int32_t* indices, T value, int64_t count);
-// The indices of one list must differ from each other, else the sums there are wrong.
+// The indices of one list must be distinct; otherwise the sums at repeated indices are wrong.
 template <class T> void scatter_add(const Stream& on, T* x, int64_t n, const Entries<T>& list);
 template <class T>
 void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T* onto, T* out, int64_t n);
@@ -148,18 +148,18 @@ void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* ta
 template <class T>
 void ternary_encode(const Stream& on, const T* x, const T* scale, int64_t n,
                     const std::function<uint8_t*(int64_t count)>& room);
-// Codes of another number of digits count as a fault, and as zeros.
+// Codes with a wrong number of digits set the fault word and count as zeros.
 template <class T>
 void ternary_sum(const Stream& on, const std::vector<TernaryCodes<T>>& ranks, const T* onto, T* out, int64_t n);
 // Waits for the stream. Numbers of 8 and 16 bits are multiples of 1 / byte_steps and 1 / word_steps.
 template <class T>
 void precision_encode(const Stream& on, const T* x, T bound, T byte_end, T word_end, T byte_steps, T word_steps,
                       int64_t n, const std::function<Split<T>(int64_t full, int64_t words, int64_t bytes)>& room);
-// Lists that do not fit their tags are a fault, and what is missing counts as zero.
+// Lists that do not match their tags set the fault word. Missing numbers count as zeros.
 template <class T>
 void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T byte_step, T word_step, bool negate,
                    const T* onto, T* out, int64_t n);
-// Of at most 2^32 elements. A bucket is added in the order of its elements, by one thread.
+// For at most 2^32 elements. One thread adds the elements of a bucket, in their order.
 template <class T>
 void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t columns, const RandomKey& key, T* out);
 template <class T>
@@ -169,7 +169,7 @@ template <class T> void orthogonalize(const Stream& on, const T* a, int64_t rows
 }  // namespace gpu
 }  // namespace grace
 
-// In a checked kernel, after its checks: on a GPU the kernel is gpu::name with these arguments.
+// Used in a checked kernel after its checks: on a GPU, calls gpu::name with these arguments and returns.
 #ifdef GRACE_CUDA
 #define GRACE_GPU(call, name, ...) \
     if ((call).gpu() != nullptr) return gpu::name(*(call).gpu(), __VA_ARGS__)

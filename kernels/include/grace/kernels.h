@@ -1,7 +1,8 @@
-// The kernels by name: what each takes and gives. Checks and dtype dispatch; the work is in grace/loops.h.
+// The list of kernels, with inputs, integers, numbers and outputs of each. The kernels check their arguments and choose
+// by dtype; the loops are in grace/loops.h.
 //
-// `T` is float32 or float64, the dtype of the first floating input. A random key is four integers: the bits of the
-// 64-bit seed, step, stream and rank.
+// `T` is float32 or float64, the dtype of the first floating-point input. A random key is four integers: the bits of
+// the 64-bit seed, step, stream and rank.
 #pragma once
 
 #include <algorithm>
@@ -60,7 +61,7 @@ namespace grace {
 GRACE_KERNELS(GRACE_DECLARE)
 #undef GRACE_DECLARE
 
-// The random key whose four integers begin at number `first`.
+// The random key whose four integers begin at index `first`.
 inline RandomKey key_at(const Call& call, int first) {
     const uint64_t seed = static_cast<uint64_t>(call.integer(first));
     return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
@@ -68,17 +69,17 @@ inline RandomKey key_at(const Call& call, int first) {
             static_cast<uint32_t>(call.integer(first + 3))};
 }
 
-// Whether an output of n elements is better written around the cache.
+// True if an output of n elements should bypass the cache.
 template <class T> bool is_large(int64_t n) { return n * static_cast<int64_t>(sizeof(T)) >= kAround; }
 
-// Where a sum over ranks begins and where it goes.
+// Input and output of a sum over ranks.
 template <class T> struct Target {
     const T* onto;
     T* out;
     bool around;
 };
 
-// The consumed input 0 if there is one, else a new output.
+// Input 0 if it is consumed, otherwise a new output.
 template <class T> Target<T> target_of(Call& call, bool has_onto, int64_t n) {
     if (has_onto) {
         T* out = call.consumed<T>(0, n);
@@ -87,7 +88,7 @@ template <class T> Target<T> target_of(Call& call, bool has_onto, int64_t n) {
     return {nullptr, call.output<T>(n), is_large<T>(n)};
 }
 
-// Makes the two outputs of a selection.
+// Allocates the two outputs of a selection.
 template <class T> gpu::Room<T> room_of(Call& call) {
     return [&call](int64_t count) {
         T* values = call.output<T>(count);
