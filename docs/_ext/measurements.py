@@ -1,0 +1,112 @@
+"""Measurements in docs/results: what a file holds, and the table that a page shows of it.
+
+A file says what was measured, on which machine, with which versions and by which commands. `columns` gives each key of
+the rows a title and a format; a column with `horovod_over`, `share_of_dense` or `mean_of` is computed from others.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@cache
+def load(name: str) -> dict[str, Any]:
+    """Return the measurements of docs/results/<name>.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows_of(name: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of a file of measurements by method."""
+    return {row["method"]: row for row in load(name)["rows"]}
+
+
+def value_of(data: dict[str, Any], row: dict[str, Any], key: str) -> Any:
+    """Return what a row has in a column, computed where the column says so; None where it has nothing."""
+    column = data["columns"][key]
+    if source := column.get("horovod_over"):
+        horovod = next(r for r in data["rows"] if r["method"] == "horovod")
+        return horovod[source] / row[source] if source in row else None
+    if source := column.get("share_of_dense"):
+        return 100 * row[source] / data["dense_bytes"] if source in row else None
+    if sources := column.get("mean_of"):
+        return sum(row[source] for source in sources) / len(sources)
+    return row.get(key)
+
+
+def number(value: float, form: str) -> str:
+    """Return a number by a format, or with so many significant digits if the format is their number."""
+    if not form.isdigit():
+        return f"{value:{form}}"
+    return f"{value:,.0f}" if value >= 10 ** int(form) else f"{value:#.{form}g}".rstrip(".")
+
+
+def cell(data: dict[str, Any], row: dict[str, Any], key: str) -> str:
+    """Return a column of a row as text: ranges as "a to b", and in bold what is above its goal."""
+    value, column = value_of(data, row, key), data["columns"][key]
+    if value is None or value == "":
+        return ""
+    if key == "method":
+        return f"`{value}`"
+    if isinstance(value, list):
+        return (" to " if column.get("range") else ", ").join(map(str, value))
+    if isinstance(value, str):
+        return value
+    text = number(value, column.get("format", ","))
+    if row.get("approximate") and key.endswith("_bytes"):
+        text = f"about {text}"
+    goal = column.get("goal")
+    goal = row.get(goal) if isinstance(goal, str) else goal
+    return f"**{text}**" if isinstance(goal, (int, float)) and value > goal else text
+
+
+def table(name: str) -> list[str]:
+    """Return the lines of a Markdown table of all rows."""
+    data = load(name)
+    columns = data["columns"]
+    align = ["---" if isinstance(value_of(data, data["rows"][0], key), (str, list)) else "---:" for key in columns]
+    lines = [[column["title"] for column in columns.values()], align]
+    lines += [[cell(data, row, key) for key in columns] for row in data["rows"]]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def origin(name: str) -> list[str]:
+    """Return the lines of Markdown that say where measurements come from."""
+    data = load(name)
+    versions = ", ".join(f"{what} {version}" for what, version in data["versions"].items())
+    when = f"{data['date']}. " if "date" in data else ""
+    return [
+        f"{data['what']}. {data['machine']}; {versions}. {when}Data: {{download}}`{name}.json </results/{name}.json>`"
+    ]
+
+
+class Measurements(SphinxDirective):
+    """The directive `measurements NAME`: the table of docs/results/NAME.json, and where it comes from."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            known = ", ".join(sorted(p.stem for p in RESULTS.glob("*.json")))
+            raise self.error(f"there is no {path.name} in docs/results; expected one of {known}.")
+        self.env.note_dependency(str(path))
+        lines = [*table(name), "", *origin(name), "", "```bash", *load(name)["commands"], "```"]
+        parent = nodes.container(classes=["measurements"])
+        self.state.nested_parse(StringList(lines, source=str(path)), self.content_offset, parent)
+        return [parent]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("measurements", Measurements)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
