@@ -168,7 +168,7 @@ def as_markdown() -> str:
         "",
         "What each method computes, what it costs, and when to use it:",
         "",
-        *_markdown_table([["name", "formula", "cost", "when", "reference"], *map(_description, compressors)]),
+        *_markdown_table([["name", "summary", "cost", "when", "reference"], *map(_description, compressors)]),
     ]
     for title, registry in _registries().items():
         lines += ["", f"## {title}"]

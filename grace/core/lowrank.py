@@ -1,4 +1,4 @@
-"""What methods share that see a gradient as a matrix."""
+"""Shared parts of methods that treat a gradient as a matrix."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 
 def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
-    """Rows and columns of a tensor of two or more axes as a matrix: split where their sum is smallest."""
+    """Return rows and columns of a tensor of two or more axes as a matrix, split where their sum is smallest."""
     splits = ((math.prod(spec.shape[:i]), math.prod(spec.shape[i:])) for i in range(1, spec.ndim))
     return min(splits, key=sum)
 
 
 def unfit_matrix(name: str, spec: TensorSpec, rank: float) -> str | None:
-    """Why `rank` rows and columns are no smaller than the tensor, or why it has none; None if they are."""
+    """Return the reason why a tensor cannot shrink to `rank` rows and columns; None if it can."""
     if spec.ndim < 2:
         return f"{name} needs a matrix, the tensor has {spec.ndim} dimension{'s' * (spec.ndim != 1)}"
     rows, columns = matrix_shape(spec)
@@ -31,9 +31,9 @@ def unfit_matrix(name: str, spec: TensorSpec, rank: float) -> str | None:
 
 @dataclass(frozen=True)
 class TwoFactors(Compressor):
-    """Base of methods that send a matrix as P Q^T: P is agreed on, Q is linear in the matrix and travels.
+    """Base of methods that send a matrix as P Q^T: P is agreed on, then Q, linear in the matrix, travels.
 
-    They define `agree` and `compress`. The summed Q is the next step's start.
+    They define `agree` and `compress`. The summed Q starts the next step.
     """
 
     compress_rank: int = 4
@@ -62,7 +62,7 @@ class TwoFactors(Compressor):
         return ops.reshape(ops.cast(ops.uniform(columns * r, key), spec.work_dtype) - 0.5, (columns, r))
 
     def renewed(self, q: Array, vanished: Array, at: Site) -> Array:
-        """q with the vanished columns drawn anew from the shared key; from zeros nothing would ever come back."""
+        """Return q with the columns that vanished redrawn from the shared key; a column of zeros would stay zero."""
         ops = at.ops
         return ops.choose(
             ops.any(vanished), lambda: ops.where(vanished, self._random(at.spec, ops, at.key), q), lambda: q

@@ -18,7 +18,7 @@ _PREFIX = "values/"
 class QuantizedSparsifier(Compressor):
     """Base of methods that send the values of a sparsifier through a quantizer; they define `parts`.
 
-    The quantizer sees the k kept values as a tensor of its own, `<name>/values`, with random numbers of its own.
+    The quantizer sees the k kept values as a separate tensor, `<name>/values`, with its own random numbers.
     """
 
     selects = True
@@ -43,17 +43,17 @@ class QuantizedSparsifier(Compressor):
         return all(part.flat for part in self.parts)
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        # What is kept and what is left are orthogonal: |x|^2 - E|S|^2 is lost by the sparsifier, and of E|S|^2, which
-        # is at least delta_S |x|^2, at most 1 - delta_Q by the quantizer.
+        # The kept and the dropped elements are orthogonal. The sparsifier loses |x|^2 - E|S|^2; of E|S|^2, which is at
+        # least delta_S |x|^2, the quantizer loses at most a share of 1 - delta_Q.
         left, rounded = self.parts[0].contraction(spec), self.values_contraction(self.values_spec(spec))
         return None if left is None or rounded is None else left * rounded
 
     def values_contraction(self, values: TensorSpec) -> float | None:
-        """delta of the quantizer on the kept values."""
+        """Return the quantizer's delta on the kept values."""
         return self.parts[1].contraction(values)
 
     def values_spec(self, spec: TensorSpec) -> TensorSpec:
-        """The kept values as a tensor."""
+        """Return the spec of the kept values as a tensor."""
         return _values_spec(self.parts[0], spec)
 
     def unfit(self, spec: TensorSpec) -> str | None:
@@ -70,7 +70,7 @@ class QuantizedSparsifier(Compressor):
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:
         sparsifier = self.parts[0]
         if type(sparsifier).learn is Compressor.learn:
-            # It learns nothing from values, which take their time to decode.
+            # It learns nothing, so the values need no decoding, which would take time.
             return at.state
         return sparsifier.learn([self._dequantized(payload, at) for payload in payloads], at)
 
@@ -93,12 +93,12 @@ class QuantizedSparsifier(Compressor):
         return at._replace(spec=self.values_spec(at.spec), key=key, state={}, memory={})
 
     def values(self, payload: Payload, at: Site) -> Array:
-        """The kept values as they arrive."""
+        """Return the kept values as they arrive."""
         fields = {name.removeprefix(_PREFIX): v for name, v in payload.items() if name.startswith(_PREFIX)}
         return self.parts[1].decompress(fields, self._values_site(at))
 
     def _dequantized(self, payload: Payload, at: Site) -> Payload:
-        """What the sparsifier alone would have sent, but for rounding."""
+        """Return the payload that the sparsifier alone would have sent, except for rounding."""
         places = {name: v for name, v in payload.items() if not name.startswith(_PREFIX)}
         return {**places, "values": self.values(payload, at)}
 

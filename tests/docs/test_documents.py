@@ -78,9 +78,11 @@ def test_the_python_of_a_page_runs(name, tmp_path):
 
 
 def lacking(name: str, docstring: str) -> list[str]:
-    """What the docstring of a method does not say."""
+    """Return the parts that the docstring of a method lacks."""
     lines = [line.strip() for line in docstring.splitlines()]
-    missing = [start for start in ("Cost:", "When:") if not any(re.match(f"{start} .", line) for line in lines)]
+    missing = [
+        start for start in ("Formula:", "Cost:", "When:") if not any(re.match(f"{start} .", line) for line in lines)
+    ]
     # Not the denominator of a fraction, nor the number of a preprint.
     if name not in WITHOUT_PUBLICATION and not re.search(r"(?<![\w./:])20[0-2]\d\b", docstring):
         missing.append("year of the publication")
@@ -88,13 +90,14 @@ def lacking(name: str, docstring: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(compressors))
-def test_docstring_says_cost_use_and_publication(name):
+def test_docstring_has_formula_cost_use_and_publication(name):
     assert lacking(name, compressors.get(name).__doc__ or "") == []
 
 
 def test_a_docstring_that_says_less_is_noticed():
-    whole = "C(x) = x.\n\n    Cost: one pass.\n    When: never.\n    Somebody, 2019.\n    "
+    whole = "Identity.\n\n    Formula: C(x) = x\n\n    Cost: one pass.\n    When: never.\n    Somebody, 2019.\n    "
     assert lacking("topk", whole) == []
+    assert lacking("topk", whole.replace("Formula:", "It is")) == ["Formula:"]
     assert lacking("topk", whole.replace("Cost:", "The Cost:")) == ["Cost:"]
     assert lacking("topk", whole.replace("When: never.", "When:")) == ["When:"]
     assert lacking("topk", whole.replace(" 2019", " arXiv:2019.00001, steps of 1/2019")) == ["year of the publication"]

@@ -1,1 +1,1 @@
-"""One file per method; the registry imports them all, nothing else registers them."""
+"""Built-in compressors, one module per method; the registry imports every module of this package."""

@@ -1,4 +1,4 @@
-"""Adaptive threshold SGD: two thresholds that follow the gradient, two means."""
+"""Adaptive threshold SGD: one threshold and one mean for each sign."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("adaptive")
 @dataclass(frozen=True)
 class Adaptive(Compressor):
-    """C(x_i) = mean of the kept x of its sign, if x_i is among the top compress_ratio of its sign; else 0.
+    r"""Adaptive threshold: the largest elements of each sign, all sent as the mean of their sign.
 
-    Of the p positive elements the max(1, int(compress_ratio * p)) largest travel, of the negative ones as many in
-    proportion: two ascending lists of int32 indices and one mean per list, 4 bytes per kept element. The thresholds
-    are exact, by selection, where the paper takes a sample; among equal magnitudes the lower index is kept. The
-    decoded gradient is the projection of x on its two lists, so the error never exceeds |x|, and delta >= 1/d.
+    Formula: C(x)_i = \begin{cases} \mu_+ & i \in P \\ \mu_- & i \in N \\ 0 & \text{otherwise} \end{cases}
+
+    P holds the `max(1, int(compress_ratio * p))` largest of the p positive elements, N the same share of the negative
+    ones; mu is the mean of the elements in the set. The payload is two ascending lists of int32 indices and one mean
+    for each list: 4 bytes per kept element. Selection finds the exact thresholds; the paper estimates them from a
+    sample. Among equal magnitudes the lower index is kept. The decoded gradient is the projection of x on the two index
+    sets, so the error never exceeds |x|, and delta >= 1/d.
+
     Cost: two selections (no full sort) and three passes; no random numbers.
-    When: half the bytes of top-k at an equal ratio, if one magnitude per sign is enough; with a small ratio the kept
-    magnitudes are alike.
-    Dryden et al., "Communication quantization for data-parallel training of deep neural networks", MLHPC 2016.
+
+    When: one magnitude per sign is enough; the payload is half that of top-k at the same ratio. Use a small ratio, so
+    that the kept magnitudes are alike.
+
+    Reference: Dryden et al., "Communication quantization for data-parallel training of deep neural networks", MLHPC
+    2016.
     """
 
     compress_ratio: float = 0.01
@@ -37,8 +44,9 @@ class Adaptive(Compressor):
         check_ratio("adaptive", self.compress_ratio)
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        # Of one sign with p elements, k of them kept, S their sum and b the least of them: the rest is below b, so
-        # |x|^2 <= S^2 + (p - k) b^2 with k b <= S, and S^2 / k of it is carried: a share of k / (k^2 + p - k) >= 1/p.
+        # Consider one sign with p elements, k of them kept, S the sum of the kept ones and b the smallest of them. The
+        # others are below b, so |x|^2 <= S^2 + (p - k) b^2 with k b <= S. The payload carries S^2 / k of it: a share of
+        # at least k / (k^2 + p - k) >= 1/p.
         return 1.0 / max(1, spec.numel)
 
     def unfit(self, spec: TensorSpec) -> str | None:
@@ -72,7 +80,7 @@ class Adaptive(Compressor):
 
 
 def _parts(payload: Payload, means: Array, at: Site) -> list[tuple[Array, Array]]:
-    """Values and indices of either list."""
+    """Return the values and indices of both lists."""
     return [
         (at.ops.full(at.ops.length(payload[name]), mean, at.spec.work_dtype), payload[name])
         for name, mean in (("positive", means[0]), ("negative", means[1]))

@@ -1,4 +1,4 @@
-"""ATOMO: unbiased sparsification of singular triples or of entries, with the least variance."""
+"""ATOMO: unbiased sparsification of singular triples or of entries with the least variance."""
 
 from __future__ import annotations
 
@@ -20,19 +20,27 @@ _EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
 @compressors.register("atomo")
 @dataclass(frozen=True)
 class Atomo(Compressor):
-    """x = sum_a l_a a over atoms a; send (l_a / p_a) a with probability p_a = min(1, |l_a| / t), sum p_a = s.
+    r"""ATOMO: a random choice of singular triples or entries; unbiased, the least variance for its budget.
 
-    mode "spectral": atoms are the singular triples of the gradient as a matrix, split as for `powersgd`; s =
-    compress_rank of them on average, rows + columns values each; vectors and matrices that would not shrink stay dense.
-    mode "entry": atoms are the entries, s = max(1, compress_ratio * d), a value and an int32 index each. The t that
-    spends the budget s gives the least variance, sum_a l_a^2 (1 / p_a - 1): atoms above t are sent as they are, those
-    below, if drawn, with the weight t. Unbiased; exact where s is at least the rank. Entries with s = |x|_1 / |x|_q
-    are those of TernGrad (q = inf) and of QSGD with one level (q = 2).
-    Cost: one random number per atom, a few passes for t; spectral: a full singular value decomposition in float64, in
-    the order of rows * columns * min(rows, columns) operations.
-    When: spectral for small matrices on slow networks, if it must be unbiased; else `powersgd`, which decomposes
-    nothing. Error feedback would only add to the variance.
-    Wang et al., "ATOMO: communication-efficient learning via atomic sparsification", NeurIPS 2018.
+    Formula: C(x) = \sum_{a \in A} \frac{\lambda_a}{p_a} a, \quad P(a \in A) = p_a = \min(1, |\lambda_a| / t)
+
+    The gradient is a sum of atoms, x = sum_a lambda_a a, and t is chosen so that `sum_a p_a` equals the budget s. This
+    t gives the least variance, `sum_a lambda_a^2 (1 / p_a - 1)`. Atoms above t are always sent as they are; an atom
+    below t that is drawn is sent with the weight t. The method is unbiased, and exact where s is at least the number of
+    atoms that are not zero.
+    With `mode="spectral"` the atoms are the singular triples of the gradient as a matrix (split as in `powersgd`), the
+    budget is s = compress_rank, and each atom takes rows + columns values. Vectors, and matrices that would not shrink,
+    stay dense.
+    With `mode="entry"` the atoms are the entries, the budget is s = max(1, compress_ratio * d), and each atom takes a
+    value and an int32 index. s = |x|_1 / |x|_q then gives TernGrad for q = inf and QSGD with one level for q = 2.
+
+    Cost: one random number per atom and a few passes to find t; "spectral" also a full singular value decomposition in
+    float64, about rows * columns * min(rows, columns) operations.
+
+    When: small matrices on slow networks that need an unbiased low-rank method ("spectral"); otherwise `powersgd`,
+    which needs no decomposition. Use no error feedback: it would only add to the variance.
+
+    Reference: Wang et al., "ATOMO: communication-efficient learning via atomic sparsification", NeurIPS 2018.
     """
 
     mode: Literal["entry", "spectral"] = "spectral"
@@ -64,7 +72,7 @@ class Atomo(Compressor):
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
         largest = ops.max(ops.abs(x))
-        # Squares within the decomposition and sums of magnitudes must not overflow.
+        # Squares in the decomposition, and sums of magnitudes, must not overflow.
         scaled = x / ops.where(largest > 0, largest, 1.0)
         if self.mode == "entry":
             t = _threshold(ops.abs(scaled), max(1.0, self.compress_ratio * at.spec.numel), ops)
@@ -73,10 +81,10 @@ class Atomo(Compressor):
             drawn = ops.where(atoms < 0, -t * largest, t * largest)
             return {"values": ops.where(ops.abs(atoms) > t, ops.gather(x, kept), drawn), "indices": kept}
         rows, columns = matrix_shape(at.spec)
-        # In float64, because vectors of close singular values would differ too much between frameworks.
+        # In float64: for close singular values, float32 vectors would differ too much between frameworks.
         wide = ops.svd(ops.cast(ops.reshape(scaled, (rows, columns)), "float64"))
         u, s, v = (ops.cast(array, at.spec.work_dtype) for array in wide)
-        # What is no more than a rounding error of zero is no atom.
+        # A singular value within the rounding error of zero is no atom.
         s = ops.where(s > s[0] * (max(rows, columns) * _EPS[at.spec.work_dtype]), s, 0.0)
         t = _threshold(s, self.compress_rank, ops)
         kept = _drawn(s, t, at)
@@ -95,24 +103,24 @@ class Atomo(Compressor):
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         if self.mode == "entry":
             return super().merge(payloads, at)
-        # One product of everybody's triples.
+        # One matrix product for the triples of all ranks.
         return self.decompress({name: at.ops.concat([p[name] for p in payloads]) for name in payloads[0]}, at)
 
 
 def _threshold(magnitudes: Array, budget: float, ops: ArrayOps) -> Array:
-    """t with sum_a min(1, m_a / t) = budget; 0 where the budget is enough for all."""
+    """Return t with sum_a min(1, m_a / t) = budget; 0 if the budget is enough for all atoms."""
     dtype = ops.dtype(magnitudes)
     if budget >= ops.length(magnitudes):
         return ops.zeros(1, dtype)[0]
 
     def respent(t: Array) -> Array:
-        # What the atoms above t leave of the budget, spent on the others.
+        # Spend what the atoms above t leave of the budget on the others.
         above = magnitudes > t
         left = ops.cast(budget - ops.cast(ops.sum(ops.cast(above, "int64")), "float64"), dtype)
         rest = ops.sum(ops.where(above, 0.0, magnitudes))
         return ops.where(left > 0, rest / ops.where(left > 0, left, 1.0), 0.0)
 
-    # The atoms above t only become more, and they stay fewer than the budget: that many rounds at most.
+    # The number of atoms above t only grows and stays below the budget, which bounds the number of rounds.
     start = ops.sum(magnitudes) / ops.cast(budget, dtype)
     rounds = ops.while_loop(
         lambda pair: pair[1] < pair[0],
@@ -123,7 +131,7 @@ def _threshold(magnitudes: Array, budget: float, ops: ArrayOps) -> Array:
 
 
 def _drawn(magnitudes: Array, t: Array, at: Site) -> Array:
-    """Indices of the atoms to send, each with probability min(1, m / t); an atom of 0 never."""
+    """Return the indices of the atoms to send, each drawn with probability min(1, m / t), never an atom of 0."""
     ops = at.ops
     u = ops.cast(ops.uniform(ops.length(magnitudes), at.private_key), ops.dtype(magnitudes))
     return ops.nonzero(u * t < magnitudes)

@@ -1,4 +1,4 @@
-"""A sparsifier whose values are quantized."""
+"""Chain: a sparsifier whose values are quantized."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from grace.core.spec import TensorSpec
 @compressors.register("chain")
 @dataclass(frozen=True)
 class Chain(QuantizedSparsifier):
-    """C(x) = Q(S(x)): keep what the sparsifier S keeps, and send those values through the quantizer Q.
+    """Chain of two methods: a sparsifier of fixed size whose values pass through a quantizer.
 
-    `sparsifier` and `quantizer` are a name, a table {"name": ..., options}, or a ready part. The k kept values are
-    a tensor (k,) to the quantizer; the indices travel as the sparsifier sends them, or not at all (randomk).
-    E|x - C(x)|^2 = E|x - S(x)|^2 + E|S(x) - Q(S(x))|^2; a contraction with delta_S delta_Q where Q is one as well.
-    Sparsifiers of fixed size without proposals; quantizers without state and proposals that are no vote.
+    Formula: C(x) = Q(S(x))
 
-    Cost: that of the sparsifier on d elements and that of the quantizer on k.
-    When: the values are a large part of what a sparsifier sends: half of topk's bytes, all of randomk's. Not where
-    the indices dominate already. The idea of Basu et al., "Qsparse-local-SGD", NeurIPS 2019, without its scaling.
+    `sparsifier` (S) and `quantizer` (Q) are each a name, a table {"name": ..., options}, or a ready part. The quantizer
+    sees the k kept values as a tensor of shape (k,). The indices travel as the sparsifier sends them (randomk sends
+    none). The errors add up: E|x - C(x)|^2 = E|x - S(x)|^2 + E|S(x) - Q(S(x))|^2. If Q is a contraction, so is C, with
+    delta = delta_S delta_Q. S must have a fixed size and no proposals; Q must have no state and no proposals, and must
+    not be a vote.
+
+    Cost: the sparsifier on d elements and the quantizer on k.
+
+    When: the values are a large part of what a sparsifier sends: half of topk's bytes, all of randomk's. Not where the
+    indices already dominate.
+
+    Reference: Basu et al., "Qsparse-local-SGD", NeurIPS 2019, without the scaling of that method.
     """
 
-    # Made into parts at once; a name is what a user would write, and what the list of options shows.
+    # `__post_init__` replaces names by parts. The defaults are names because users write names, and the list of options
+    # shows the defaults.
     sparsifier: Compressor = "topk"  # type: ignore[assignment]
     quantizer: Compressor = "qsgd"  # type: ignore[assignment]
 
@@ -51,17 +58,17 @@ def _no_sparsifier(part: Compressor) -> str | None:
     if not isinstance(part, Sparsifier) or not part.sparsifies:
         return "it does not send exact values at indices"
     if not part.fixed_size:
-        return "how many values it keeps depends on the data"
+        return "the number of values that it keeps depends on the data"
     return _proposes(part)
 
 
 def _no_quantizer(part: Compressor) -> str | None:
     if part.selects:
-        return "it would leave out some of the kept values"
+        return "it drops some of the kept values"
     if not part.averages:
-        return "its votes cannot be averaged at indices that differ between ranks"
+        return "it votes, and the kept indices differ between ranks"
     if type(part).init is not Compressor.init or type(part).learn is not Compressor.learn:
-        return "it remembers something of elements that are others in every step"
+        return "it keeps a state per element, and the kept elements change in every step"
     return _proposes(part)
 
 
@@ -69,11 +76,11 @@ def _proposes(part: Compressor) -> str | None:
     values = TensorSpec("values", (64,))
     if unfit := part.unfit(values):
         return unfit
-    return "its ranks settle something before they compress" if part.agreement(values) else None
+    return "its ranks exchange a proposal before they compress" if part.agreement(values) else None
 
 
 def _valid(why_not: Callable[[Compressor], str | None]) -> list[str]:
-    """Names of the parts that fit as they come; one from outside may not come without options."""
+    """Return the names of the parts that fit with their default options; skip parts that have required options."""
     names = []
     for name in compressors:
         try:

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression."""
+"""Deep Gradient Compression: top-k with an estimated threshold."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("dgc")
 @dataclass(frozen=True)
 class DGC(Sparsifier):
-    """Top-k by a threshold estimated from a random sample; used with the memory `dgc` (momentum correction).
+    r"""Deep Gradient Compression: top-k with a threshold estimated from a sample; its memory corrects the momentum.
 
-    k = max(1, int(compress_ratio * d)). The threshold is the compress_ratio quantile of the magnitudes of
-    max(min_samples, sample_ratio * d) random elements. Elements at or above it travel, from k/overshoot to
-    overshoot * k of them. If the sample misled and more pass, the k largest of those travel; if fewer, the k largest
-    of all. (Where the sample set the threshold too high, the original lowers it step by step.) Zeros never travel.
-    The optimizer after it must have momentum 0, because the memory holds the momentum.
-    Cost: a random sample, its selection and two passes; where the sample misled, a selection as that of top-k.
-    When: ratios of 1 % and less on large tensors, where the selection of top-k takes the time.
-    Lin et al., "Deep gradient compression", ICLR 2018.
+    Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau \approx \text{the $k$-th largest of}\; |x_1|, \dots, |x_d|
+
+    `k = max(1, int(compress_ratio * d))`. The threshold tau is the same share of the magnitudes of a random sample of
+    `max(min_samples, sample_ratio * d)` elements. Elements at or above it travel if they number between `k / overshoot`
+    and `k * overshoot`. If more pass, only the k largest of them travel; if fewer pass, the k largest of the whole
+    tensor. (In that case the original lowers the threshold step by step.) Zeros never travel. Set the optimizer's
+    momentum to 0, because the memory `dgc` holds the momentum.
+
+    Cost: a random sample, a selection on it and two passes; another selection, as in top-k, when the estimate was off.
+
+    When: ratios of 1 % and below on large tensors, where top-k spends its time on the selection.
+
+    Reference: Lin et al., "Deep gradient compression", ICLR 2018.
     """
 
     compress_ratio: float = 0.01
@@ -39,7 +44,7 @@ class DGC(Sparsifier):
         check_ratio("dgc", self.compress_ratio)
         if not 0 < self.sample_ratio <= 1:
             raise ConfigError(
-                f"dgc: sample_ratio is a share of the elements in (0, 1], received {self.sample_ratio!r}."
+                f"dgc: sample_ratio must be a share of the elements in (0, 1], received {self.sample_ratio!r}."
             )
         if self.min_samples < 1 or self.overshoot < 1:
             raise ConfigError(
@@ -68,7 +73,7 @@ class DGC(Sparsifier):
         return {"values": values, "indices": indices}
 
     def _largest(self, x: Array, passed: tuple[Array, Array], number: Array, k: int, at: Site) -> list[Array]:
-        """The k largest, which are among those that passed unless these are fewer; zeros left out."""
+        """Return the k largest nonzero elements: among those that passed, or among all if fewer than k passed."""
         ops = at.ops
         values, among = ops.choose(number < k, lambda: list(ops.select(x, 0, strict=True)), lambda: list(passed))
         values, best = ops.sparsify(values, ops.min_size(ops.length(among), k))

@@ -14,13 +14,18 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("efsignsgd")
 @dataclass(frozen=True)
 class EFSignSGD(Compressor):
-    """C(x) = (|x|_1 / d) sign(x): one bit per element and one scale; use with error feedback.
+    r"""EF-SignSGD: one sign bit per element, scaled by the mean magnitude of the tensor; needs error feedback.
 
-    Contraction with delta = |x|_1^2 / (d |x|^2) >= 1/d.
-    Cost: one pass for the sum of magnitudes, one for the signs, and packing of bits; no random numbers, no sorting.
-    When: one bit with the usual learning rate, whose initial value the default memory must be told (`lr`). Not where
-    few elements of a tensor are large: delta is small there, and topk carries them better.
-    Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
+    Formula: C(x) = \frac{\|x\|_1}{d} \, \mathrm{sign}(x)
+
+    An exact zero counts as positive. Contraction with delta = |x|_1^2 / (d |x|^2) >= 1/d.
+
+    Cost: one pass for the mean magnitude and one for the signs, and bit packing; no random numbers, no sorting.
+
+    When: one bit per element at the usual learning rate. Set the option `lr` of the default memory to the initial
+    learning rate. Not where a few elements of a tensor are large: delta is small there, and topk carries them better.
+
+    Reference: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
     """
 
     default_memory = "efsignsgd"

@@ -15,20 +15,27 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("eightbit")
 @dataclass(frozen=True)
 class EightBit(Compressor):
-    """C(x_i) = s sign(x_i) t_j with s = max|x| and t_j the entry nearest to |x_i| / s in a table of 128: 8 bits.
+    r"""8-bit floating point: sign and nearest entry of a table of 128, scaled by the largest magnitude.
 
-    After the sign bit, `format` "dynamic" spends as many zeros as the power of ten is low, then a flag bit 1, and
-    with the other k bits bisects (0.1, 1) k times: e zeros and j mean 10^-e (0.1 + 0.9 (j + 1/2) / 2^k), k = 6 - e, the
-    middle of the interval that is left; from 0.993 down to 5.5e-7. "1-3-4" is a small binary float of 3 bits exponent
-    and 4 bits mantissa with denormals, scaled so that the largest is 1: evenly precise (3 %) down to 1/124, then in
-    steps of 1/1984. No bit set is 0; halfway between two entries the larger is taken.
-    Biased. A contraction with 1 - delta = r^2 + d (t_1 / 2)^2, r being the largest relative error from t_1 on: delta =
-    0.495 ("dynamic") and 0.888 - 6e-8 d ("1-3-4"), and never less than 0.
-    Cost: one pass for the maximum, one division and one binary search among 127 edges per element, a look-up to
-    decode; no random numbers, no sorting.
-    When: a quarter of the bytes with little to tune, and values of very different size ("dynamic"). For fewer bytes
-    take another method. Best with error feedback (GRACE, Table I).
-    Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016.
+    Formula: C(x)_i = s \, \mathrm{sign}(x_i) \, t_j, \; s = \max_k |x_k|, \; j = \mathrm{argmin}_j | |x_i| / s - t_j |
+
+    Halfway between two entries the larger one is taken; the code 0 means 0.
+    `format="dynamic"` encodes the power of ten in the number of leading zeros e, then a flag bit 1, and bisects (0.1,
+    1) with the remaining k = 6 - e bits. e zeros and the number j mean `10^-e (0.1 + 0.9 (j + 1/2) / 2^k)`, the middle
+    of the last interval. The entries reach from 0.993 down to 5.5e-7.
+    `format="1-3-4"` is a small binary float with 3 bits of exponent and 4 bits of mantissa, with denormals, scaled so
+    that its largest entry is 1. The relative error is at most about 3 % down to 1/124; below that, entries are 1/1984
+    apart.
+    Biased. Contraction with 1 - delta = r^2 + d (t_1 / 2)^2, where r is the largest relative error from t_1 on: delta =
+    0.495 ("dynamic"), delta = 0.888 - 6e-8 d ("1-3-4"), and never below 0.
+
+    Cost: one pass for the maximum, one division and one binary search among 127 edges per element, and one table
+    look-up per element to decode; no random numbers, no sorting.
+
+    When: a quarter of the bytes with little to tune; "dynamic" also for values of very different size. Use error
+    feedback (GRACE, Table I). For fewer bytes take another method.
+
+    Reference: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016.
     """
 
     format: Literal["1-3-4", "dynamic"] = "dynamic"
@@ -37,7 +44,8 @@ class EightBit(Compressor):
     linear_in = ("scale",)
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        # The widest gaps above the first entry: from 5.5e-7 to 3.25e-6, and from 1 to 2 steps of 1/1984.
+        # The widest relative gaps above the first entry: from 5.5e-7 to 3.25e-6 ("dynamic"), and from 1 to 2 steps of
+        # 1/1984.
         smallest, error = (5.5e-7, 2.7 / 3.8) if self.format == "dynamic" else (1 / 1984, 1 / 3)
         return max(0.0, 1 - error**2 - spec.numel * (smallest / 2) ** 2)
 
@@ -48,7 +56,7 @@ class EightBit(Compressor):
         return ops.constant(("eightbit", self.format, dtype), lambda: self._make_table(ops, dtype))
 
     def _make_table(self, ops: ArrayOps, dtype: str) -> Array:
-        # Whole numbers divided once, so that every framework has the same bits.
+        # Integers divided once, so that every framework computes the same bits.
         if self.format == "1-3-4":
             units = [ops.arange(32, dtype), *((ops.arange(16, dtype) + 16.0) * float(2**e) for e in range(1, 7))]
             return ops.concat(units) / ops.cast(1984, dtype)

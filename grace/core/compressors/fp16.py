@@ -12,10 +12,9 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 @dataclass(frozen=True)
 class _Half(Compressor):
-    """Cast to a 16-bit float before sending, back to the working dtype after the sum.
+    """Cast to a 16-bit float before sending and back to the working dtype after the sum.
 
-    The mean of the ranks, made in float32, is rounded to 16 bits once more; an error feedback knows only of the first
-    rounding.
+    The ranks average in float32 and round the mean to 16 bits once more. Error feedback sees only the first rounding.
     """
 
     wire_dtype: ClassVar[str]
@@ -36,12 +35,17 @@ class _Half(Compressor):
 @compressors.register("fp16")
 @dataclass(frozen=True)
 class FP16(_Half):
-    """Round to float16: 10 bits of mantissa, |x| <= 65504; larger values become infinite, as a loss scaler expects.
+    r"""Half precision as float16: half the bytes, 10 bits of mantissa, values up to 65504.
 
-    Cost: one rounding pass in either direction, and one for the sum, which the ranks make by themselves; no random
+    Formula: C(x) = \mathrm{float16}(x)
+
+    Larger values become infinite, as a loss scaler expects.
+
+    Cost: one rounding pass in each direction and one for the sum, which the ranks compute themselves; no random
     numbers, no sorting, no state.
-    When: half the bytes without tuning. Not for gradients beyond that range, nor much below 6e-8, which become zero:
-    there take bf16.
+
+    When: half the bytes without tuning. Not for gradients above that range, or far below 6e-8, which become zero: use
+    bf16 there.
     """
 
     wire_dtype: ClassVar[str] = "float16"
@@ -50,10 +54,14 @@ class FP16(_Half):
 @compressors.register("bf16")
 @dataclass(frozen=True)
 class BF16(_Half):
-    """Round to bfloat16: 7 bits of mantissa and the range of float32.
+    r"""Half precision as bfloat16: half the bytes, 7 bits of mantissa, the range of float32.
+
+    Formula: C(x) = \mathrm{bfloat16}(x)
 
     Cost: as fp16.
-    When: half the bytes whatever the size of the gradients; fp16 has 3 more bits where its range is enough.
+
+    When: half the bytes whatever the scale of the gradients. fp16 has 3 more bits of mantissa where its range is
+    enough.
     """
 
     wire_dtype: ClassVar[str] = "bfloat16"

@@ -1,4 +1,4 @@
-"""GradiVeQ: principal components of gradient slices, learnt from a few uncompressed steps."""
+"""GradiVeQ: principal components of gradient slices, learned in a few uncompressed steps."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 @compressors.register("gradiveq")
 @dataclass(frozen=True)
 class GradiVeQ(Compressor):
-    """Of every slice g of K elements send U^T g, U = leading eigenvectors of the sum of g g^T; C(g) = U U^T g.
+    r"""GradiVeQ: principal components of gradient slices, learned in a few steps without compression.
 
-    A cycle: `training_steps` steps send everything, and from the sum over all ranks each rank learns the same U, one
-    for all slices of a tensor, with K = slice_size rows and `components` columns; `compressed_steps` steps send
-    `components` values per slice. Steps lost to NaN or infinity do not count. Linear, so payloads are summed on the
-    way. The squared error of the gradients that U was learnt from is the sum of the eigenvalues left out, the least
-    for any U. The last slice is padded with zeros; tensors shorter than one, or that would not shrink, stay dense.
-    The paper takes the mean slice away first, and U from the covariance. Here g g^T holds the mean as one direction
-    more: zeros stay zeros, sums need no count of their terms, C is an orthogonal projection (contraction with
-    delta = 0), and with one component more the error is at most the paper's.
-    Cost: two products of the gradient and K x components; in training steps one with K x K in float64; K^3 once per
-    cycle. State: K (K + components) values per tensor.
-    When: layers whose slices look alike, as those of convolutions; slice_size is best a multiple or a divisor of the
-    last axes. Full steps cost bytes: on average training_steps / (training_steps + compressed_steps) of the gradient.
-    The paper has no error feedback. With memory `residual` keep the cycle short: what U lacks comes in one burst.
-    Yu et al., "GradiVeQ: vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
+    Formula: C(g) = U U^\top g, \quad U = \text{the leading eigenvectors of}\; \sum g g^\top
+
+    A slice g is `slice_size` (K) consecutive elements. A cycle starts with `training_steps` steps that send the whole
+    gradient. From the sum over all ranks, every rank learns the same basis U for all slices of a tensor, with K rows
+    and `components` columns. Then `compressed_steps` steps send U^T g, `components` values per slice. Steps that were
+    lost to NaN or infinity do not count. C is linear, so an allreduce can add the payloads. On the gradients that U was
+    learned from, the squared error is the sum of the eigenvalues left out, the least for any U. The last slice is
+    padded with zeros. Tensors shorter than one slice, or that would not shrink, stay dense.
+    The paper subtracts the mean slice and takes U from the covariance. Here g g^T holds the mean as one more direction:
+    zeros stay zeros, sums need no count of their terms, and C is an orthogonal projection (contraction with delta = 0).
+    With one component more the error is at most that of the paper.
+
+    Cost: two products of the gradient and K x components; in training steps one with K x K in float64; K^3 operations
+    once per cycle. State: K (K + components) values per tensor.
+
+    When: layers whose slices look alike, such as convolutions; slice_size is best a multiple or a divisor of the last
+    axes. The full steps cost bytes: on average training_steps / (training_steps + compressed_steps) of the gradient.
+    The paper uses no error feedback. With the memory `residual`, keep the cycle short: what U cannot represent is sent
+    in one burst.
+
+    Reference: Yu et al., "GradiVeQ: vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
     training", NeurIPS 2018.
     """
 
@@ -56,9 +63,11 @@ class GradiVeQ(Compressor):
 
     def unfit(self, spec: TensorSpec) -> str | None:
         if spec.numel < self.slice_size:
-            return f"{spec.numel} elements are fewer than the {self.slice_size} of one slice"
+            return f"the tensor has {spec.numel} elements, fewer than one slice of {self.slice_size}"
         if self._slices(spec) * self.components >= spec.numel:
-            return f"{self.components} components of every slice are no fewer than {spec.numel} elements"
+            return (
+                f"{self.components} components per slice take no fewer values than the {spec.numel} elements themselves"
+            )
         return None
 
     def _slices(self, spec: TensorSpec) -> int:
@@ -67,9 +76,9 @@ class GradiVeQ(Compressor):
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
         k, d = self.slice_size, self.components
         return {
-            # How many steps of the cycle are over; not the number of the step, because some get lost.
+            # The number of steps of the cycle that are done; the step number would also count steps that were lost.
             "position": ops.zeros(1, "int64"),
-            # In float64, because squares of large or small gradients are no float32 numbers.
+            # In float64, because squares of large or small gradients leave the range of float32.
             "moment": ops.reshape(ops.zeros(k * k, "float64"), (k, k)),
             "basis": ops.reshape(ops.zeros(k * d, spec.work_dtype), (k, d)),
         }

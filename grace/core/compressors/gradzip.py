@@ -15,20 +15,27 @@ from grace.core.spec import Array, Payload, Proposal, Site
 @compressors.register("gradzip")
 @dataclass(frozen=True)
 class GradZip(TwoFactors):
-    """P = sum_i M_i Q (Q^T Q + l I)^-1, Q = M_i^T P (P^T P + l I)^-1, l = regularization; C(M_i) = P Q^T.
+    r"""GradZip: two low-rank factors, fitted by alternating ridge regression.
 
-    M is the gradient as a matrix, split into rows and columns as for `powersgd`; the paper's R is Q^T. Both are half a
-    step of least |M - P Q^T|^2 + l (|P|^2 + |Q|^2). The factor that stands still is first scaled to columns of mean
-    square 1, which makes l a pure number: relative to the mean square of a column, whatever the size of the gradient.
-    Steps on one matrix lead to its r largest singular values s_j less a threshold, s'_j = s_j - l mean(s'), and to 0
-    below it. r = compress_rank. Two allreduces per bucket: P is agreed on, Q travels; (rows + columns) * r values. The
-    summed Q is the next start. Contraction with delta = 0: |M - C(M)|^2 <= |M|^2 - l |Q|^2, as Q = 0 would give |M|^2.
-    Cost: three products of M and r columns (two to send, one to decode), and singular values of both factors, from
-    which (F^T F + l I)^-1 comes without the loss of digits that an inverse has.
-    When: as `powersgd`, where a rank chosen too high should not chase noise; it orthogonalizes nothing. Without error
-    feedback all that is sent is too small, by the factor 1 / (1 + l) for r = 1.
-    Cho et al., "GradZip: gradient compression using alternating matrix factorization for large-scale deep learning",
-    NeurIPS workshop 2019.
+    Formula: P = \sum_i M_i A(Q), \; Q_i = M_i^\top A(P), C(M_i) = P Q_i^\top, \; A(F) = F (F^\top F + \lambda I)^{-1}
+
+    M is the gradient as a matrix, split into rows and columns as in `powersgd`; the paper's R is Q^T. The rank r is
+    `compress_rank`, lambda is `regularization`. Each half step minimizes `|M - P Q^T|^2 + lambda (|P|^2 + |Q|^2)` in
+    one factor. The other factor is first scaled so that the mean square of its columns is 1. This makes lambda a pure
+    number, relative to the mean square of a column, whatever the scale of the gradient. Repeated steps on one matrix
+    lead to its r largest singular values s_j less a threshold, s'_j = s_j - lambda mean(s'), and to 0 below it.
+    There are two allreduces per bucket: P is agreed on, then Q travels; (rows + columns) * r values in all. The summed
+    Q starts the next step. Contraction with delta = 0: |M - C(M)|^2 <= |M|^2 - lambda |Q|^2, because Q = 0 would give
+    |M|^2.
+
+    Cost: three products of M and r columns (two to send, one to decode), and the singular values of both factors; (F^T
+    F + lambda I)^-1 is computed from them, without the loss of digits of a direct inverse.
+
+    When: as `powersgd`, where a rank chosen too high should not fit noise; nothing is orthogonalized. Use error
+    feedback: without it everything sent is too small, by the factor 1 / (1 + lambda) for r = 1.
+
+    Reference: Cho et al., "GradZip: gradient compression using alternating matrix factorization for large-scale deep
+    learning", NeurIPS workshop 2019.
     """
 
     regularization: float = 0.01
@@ -39,7 +46,7 @@ class GradZip(TwoFactors):
         super().__post_init__()
         if not 0 < self.regularization < math.inf:
             raise ConfigError(
-                "gradzip: regularization is relative to the mean square of a factor's columns and must be positive, "
+                "gradzip: regularization (relative to the mean square of a factor's columns) must be positive, "
                 f"received {self.regularization!r}."
             )
 
@@ -58,14 +65,14 @@ class GradZip(TwoFactors):
         return {"q": ops.reshape(q, (-1,)), "p": ops.reshape(p, (-1,))}
 
     def _half_step(self, m: Array, fixed: Array, ops: ArrayOps, transposed: bool = False) -> tuple[Array, Array]:
-        """The fixed factor F, scaled, and the other one M F (F^T F + l I)^-1, or with M^T in the place of M."""
+        """Return the fixed factor F, scaled, and the new factor M F (F^T F + l I)^-1 (with M^T if `transposed`)."""
         r, dtype = self.compress_rank, ops.dtype(m)
         largest = ops.max(ops.abs(fixed))
-        # By the largest element first: squares of factors of the order of M need not fit into a float.
+        # Divide by the largest element first: squares of factors as large as M may leave the range of a float.
         fixed = fixed / ops.where(largest > 0, largest, 1.0)
         size = ops.norm(fixed)
         fixed = fixed * (ops.cast(math.sqrt(r), dtype) / ops.where(size > 0, size, 1.0))
-        # By singular values, because squares of F would double the digits that small ones lose.
+        # Use singular values: computing F^T F would double the digits that small ones lose.
         u, s, v = ops.svd(ops.cast(fixed, "float64"))
         ridge = ops.matmul(u * ops.reshape(s / (s * s + self.regularization), (1, r)), v, transpose_b=True)
         return fixed, ops.matmul(m, ops.cast(ridge, dtype), transpose_a=transposed)

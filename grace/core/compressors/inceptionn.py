@@ -1,4 +1,4 @@
-"""INCEPTIONN: numbers of as many bits as an error bound asks for."""
+"""INCEPTIONN: as many bits per number as an error bound needs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,32 @@ _FIELDS = ("full", "words", "bytes", "tags")
 @compressors.register("inceptionn")
 @dataclass(frozen=True)
 class Inceptionn(Compressor):
-    """C(x_i) in 0, 8, 16 or 32 bits by the exponent of |x_i|, and a tag of 2 bits; |x_i - C(x_i)| <= error_bound.
+    r"""INCEPTIONN: 0, 8, 16 or 32 bits per element, as many as an error bound needs.
 
-    Nothing is sent of |x_i| < error_bound; up to 2^-m go 8 bits, up to 2^-h 16 bits; from there on the number as it is
-    (32 bits; 64 for float64 gradients, which have the same short forms). With b = ceil(-log2 error_bound), m =
-    max(ceil(b/2), b-7) is halfway between the bound and 1, and h = max(0, b-15) is 0 for bounds from 2^-15 on. Short
-    forms are whole numbers, truncated towards zero, of steps 2^-(m+7) and 2^-(h+15): a sign, zeros, the leading 1,
-    whose place is the exponent, and the bits below it. Both steps are at most 2^-b; for a smaller bound numbers just
-    below 1 go in full, since 16 bits cannot hold it.
-    Biased towards zero; the error never exceeds |x| (delta = 0). Three fields of run-time length.
+    Formula: C(x)_i = \Delta_i \, \mathrm{trunc}(x_i / \Delta_i) 1_{|x_i| \ge \epsilon}, \; |x_i - C(x)_i| \le \epsilon
+
+    epsilon is `error_bound`. The exponent of |x_i| selects the length and the step Delta_i, and a tag of 2 bits tells
+    the length. Nothing is sent of |x_i| < epsilon. Numbers below 2^-m take 8 bits, numbers below 2^-h 16 bits; larger
+    numbers travel as they are (32 bits; 64 bits for float64 gradients, which share the short forms). With b =
+    ceil(-log2(epsilon)), m = max(ceil(b/2), b-7) is halfway between the bound and 1, and h = max(0, b-15) is 0 for
+    bounds of 2^-15 and above. Short forms are integers, truncated towards zero, of steps 2^-(m+7) and 2^-(h+15): a
+    sign, zeros, the leading 1, whose position is the exponent, and the bits below it. Both steps are at most 2^-b. For
+    bounds below 2^-15, 16 bits cannot hold numbers just below 1, which travel in full.
+    Biased towards zero; the error never exceeds |x| (delta = 0). Three fields have a run-time length.
+
     Cost: comparisons, three compactions and three scatters; no random numbers, no sorting, no state.
-    When: gradients of known scale, most of them small; 2 bits remain of those below the bound. Rescale or choose
-    error_bound by the gradients: all below it are lost. Without error feedback (GRACE, Table I).
-    Li et al., "A network-centric hardware/algorithm co-design to accelerate distributed training of deep neural
-    networks", MICRO 2018.
+
+    When: the scale of the gradients is known and most of them are small: an element below the bound takes only 2 bits.
+    Choose error_bound by the gradients, because everything below it is lost. Use no error feedback (GRACE, Table I).
+
+    Reference: Li et al., "A network-centric hardware/algorithm co-design to accelerate distributed training of deep
+    neural networks", MICRO 2018.
     """
 
     error_bound: float = 2**-10
 
     fixed_size = False
-    harmed_by_feedback = "its error is bounded in every element by itself, and GRACE trains it without"
+    harmed_by_feedback = "the error of each element is bounded already, and GRACE trains this method without feedback"
 
     def __post_init__(self) -> None:
         if not 2**-64 <= self.error_bound < 1:
@@ -49,7 +55,7 @@ class Inceptionn(Compressor):
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """m and h: short forms of 8 bits end below 2^-m, those of 16 bits below 2^-h."""
+        """Return m and h: the 8-bit form ends below 2^-m, the 16-bit form below 2^-h."""
         bits = math.ceil(-math.log2(self.error_bound))
         return max(-(-bits // 2), bits - 7), max(0, bits - 15)
 

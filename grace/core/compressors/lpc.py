@@ -1,4 +1,4 @@
-"""The low-precision quantizer of LPC-SVRG."""
+"""Low-precision quantizer of LPC-SVRG."""
 
 from __future__ import annotations
 
@@ -15,29 +15,36 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("lpc")
 @dataclass(frozen=True)
 class LPC(Compressor):
-    """C(x_i) = delta (l + 1) with probability x_i / delta - l, else delta l; l = floor(x_i / delta), clipped to w bits.
+    r"""Low-precision quantizer of LPC-SVRG: stochastic rounding to evenly spaced levels of w bits.
 
-    Levels are -2^(w-1) delta .. (2^(w-1) - 1) delta, with w = `width` bits per element; what lies outside becomes the
-    nearest of them. With `delta` null every rank takes max|x| / (2^(w-1) - 1) and sends it along (one float of the
-    working dtype): then nothing is clipped, C is unbiased, and its variance is at most d delta^2 / 4. With a fixed
-    `delta` it is unbiased inside the range only. Its error can exceed |x|, so there is no contraction.
-    Cost: one pass for the maximum (delta null), one random number per element; no sorting, no state.
-    When: a plain uniform quantizer without bias. Values far below the maximum are mostly noise; there qsgd with its
-    buckets, or natural, is better. The memory `svrg` makes of it LPC-SVRG's method. Error feedback does it no good.
-    Yu, Wu and Huang, "Exploring fast and communication-efficient algorithms in large-scale distributed networks",
-    AISTATS 2019.
+    Formula: C(x)_i = \delta \lfloor x_i / \delta + u_i \rfloor, \quad u_i \sim U[0, 1)
+
+    There are w = `width` bits per element, for the levels -2^(w-1) delta to (2^(w-1) - 1) delta; x is clipped to this
+    range first. With `delta` null, every rank uses max|x| / (2^(w-1) - 1) and sends it along (one float of the working
+    dtype). Then nothing is clipped, C is unbiased, and its variance is at most d delta^2 / 4. With a fixed `delta`, C
+    is unbiased only inside the range. The error can exceed |x|, so C is no contraction.
+
+    Cost: one pass for the maximum (delta null) and one random number per element; no sorting, no state.
+
+    When: a plain uniform quantizer without bias is enough. Values far below the maximum are mostly noise; there take
+    qsgd with its buckets, or natural. With the memory `svrg` it is the method of LPC-SVRG. Use no error feedback.
+
+    Reference: Yu, Wu and Huang, "Exploring fast and communication-efficient algorithms in large-scale distributed
+    networks", AISTATS 2019.
     """
 
     width: int = 8
     delta: float | None = None
 
-    harmed_by_feedback = "its rounding errors cancel by themselves, and fed back they add to its variance"
+    harmed_by_feedback = "its rounding errors average out, and error feedback adds them to the variance"
 
     def __post_init__(self) -> None:
         if not 2 <= self.width <= 16:
-            raise ConfigError(f"lpc: width is a number of bits in 2..16, received {self.width!r}.")
+            raise ConfigError(f"lpc: width must be a number of bits from 2 to 16, received {self.width!r}.")
         if self.delta is not None and not self.delta > 0:
-            raise ConfigError(f"lpc: delta is the distance of two levels, positive or null; received {self.delta!r}.")
+            raise ConfigError(
+                f"lpc: delta (the distance of two levels) must be positive or null, received {self.delta!r}."
+            )
 
     @property
     def unbiased(self) -> bool:
@@ -56,7 +63,7 @@ class LPC(Compressor):
             payload["delta"] = ops.reshape(delta, (1,))
         else:
             delta = self._fixed(ops, dtype)
-        # Clipped before the division, which otherwise could overflow.
+        # Clip before the division, which could overflow otherwise.
         x = ops.clip(x, delta * float(-half), delta * float(half - 1))
         steps = x / ops.where(delta > 0, delta, 1.0)
         level = ops.floor(steps)
@@ -65,7 +72,7 @@ class LPC(Compressor):
         return {**payload, "codes": ops.pack(codes + half, self.width)}
 
     def _fixed(self, ops: ArrayOps, dtype: str) -> Array:
-        # Not by `cast`: PyTorch makes a float32 of a Python number first.
+        # Not by `cast`: PyTorch turns a Python number into float32 first.
         return ops.full(1, self.delta, dtype)[0]
 
     def decompress(self, payload: Payload, at: Site) -> Array:

@@ -15,19 +15,25 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("natural")
 @dataclass(frozen=True)
 class Natural(Compressor):
-    """C(x_i) = sign(x_i) 2^(e+1) with probability |x_i| / 2^e - 1, else sign(x_i) 2^e, where 2^e <= |x_i| < 2^(e+1).
+    r"""Natural compression: stochastic rounding to a power of two, sent as sign and exponent.
 
-    A random number is added to the mantissa, its carry raises the exponent, and the mantissa is dropped: sign and
-    exponent take 9 bits (12 for float64 gradients, whose probabilities are multiples of 2^-24). Below the smallest
-    normal number the same gives 0 or that number, unbiased; the highest power of two has no neighbour above it and is
-    rounded to (from 1.7e38 on). Unbiased with variance |x|^2 / 8, a contraction with delta = 7/8.
-    `clipped` sends 8 bits: the 127 highest exponents up to the tensor's largest after rounding, as numbers above
-    `base` (int32), and 0. What lies below L, the lowest of these powers, becomes L with probability |x_i| / L, else 0:
-    still unbiased, and with L <= 2^-125 max|x| the variance is the same.
-    Cost: a few passes over integers, one random number per element; no sorting, no state.
-    When: cheap and exact in scale for every element, whatever the range; 3.5 to 4 times fewer bytes. For fewer bytes
-    take qsgd or terngrad. Error feedback is optional (GRACE trains it with, except in recommendation).
-    Horvath et al., "Natural compression for distributed deep learning", arXiv:1905.10988, 2019; MSML 2022.
+    Formula: C(x)_i = \mathrm{sign}(x_i) \, 2^{e + b_i}, \; b_i \sim \mathrm{Bernoulli}(|x_i| / 2^e - 1)
+
+    e is the exponent of x_i: 2^e <= |x_i| < 2^(e+1). A random number is added to the mantissa, its carry raises the
+    exponent, and the mantissa is dropped. Sign and exponent take 9 bits (12 for float64 gradients, whose probabilities
+    are multiples of 2^-24). Below the smallest normal number, rounding gives 0 or that number, still unbiased. The
+    highest power of two has no neighbor above it; larger values are rounded to it (from 1.7e38 on). Unbiased with
+    variance at most |x|^2 / 8; contraction with delta = 7/8.
+    `clipped` sends 8 bits: 0 and the 127 exponents up to the tensor's largest after rounding, relative to `base`
+    (int32). A value below the lowest of these powers, L, becomes L with probability |x_i| / L, else 0. This is still
+    unbiased, and with L <= 2^-125 max|x| the variance bound is the same.
+
+    Cost: a few integer passes and one random number per element; no sorting, no state.
+
+    When: a cheap method that keeps the relative precision of every element at any scale; 3.5 to 4 times fewer bytes.
+    For fewer bytes take qsgd or terngrad. Error feedback is optional (GRACE trains with it, except for recommendation).
+
+    Reference: Horvath et al., "Natural compression for distributed deep learning", arXiv:1905.10988, 2019; MSML 2022.
     """
 
     clipped: bool = False

@@ -12,11 +12,15 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("none")
 @dataclass(frozen=True)
 class NoCompression(Compressor):
-    """Send the gradient as it is: C(x) = x.
+    """No compression: the gradient as it is.
+
+    Formula: C(x) = x
 
     A bfloat16 gradient travels as float32, because Horovod cannot add bfloat16.
+
     Cost: one copy into the buffer of its bucket.
-    When: the network is fast enough, and as the reference that other methods are compared with.
+
+    When: the network is fast enough, or as the baseline for other methods.
     """
 
     summable = True

@@ -14,15 +14,20 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("onebit")
 @dataclass(frozen=True)
 class OneBit(Compressor):
-    """Send one bit per element, x_i >= threshold, and the mean of either side, to which the bits decode.
+    r"""1-bit SGD: one bit per element, decoded to the mean of its side; needs error feedback.
 
-    The decoded gradient is the projection on two-valued gradients, so the error never exceeds |x|; with threshold 0,
-    delta >= 1/d.
-    Cost: three passes for the two means, and packing of bits; no random numbers, no sorting.
-    When: as efsignsgd, but the memory need not know the learning rate, and the two sides may differ in size; it
-    needs error feedback. Not where few elements of a tensor are large.
-    Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-    DNNs", Interspeech 2014.
+    Formula: C(x)_i = \begin{cases} \mu_1 & x_i \ge \tau \\ \mu_0 & x_i < \tau \end{cases}
+
+    tau is `threshold`; mu_1 and mu_0 are the means of the elements on each side, sent along. The decoded gradient is
+    the projection of x on two-valued gradients, so the error never exceeds |x|. With threshold 0, delta >= 1/d.
+
+    Cost: three passes for the two means, and bit packing; no random numbers, no sorting.
+
+    When: as efsignsgd, but the memory needs no learning rate and the two sides may differ in size. Use error feedback.
+    Not where a few elements of a tensor are large.
+
+    Reference: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
+    training of speech DNNs", Interspeech 2014.
     """
 
     threshold: float = 0.0
@@ -37,7 +42,7 @@ class OneBit(Compressor):
         return Field("means", spec.work_dtype, 2), Field("bits", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        # The mean of an empty side is 0; it is never decoded.
+        # The mean of an empty side is 0 and is never decoded.
         bits, means = at.ops.binarize_means(x, self.threshold)
         return {"means": means, "bits": bits}
 

@@ -12,19 +12,24 @@ from grace.core.spec import Array, Payload, Proposal, Site
 @compressors.register("powersgd")
 @dataclass(frozen=True)
 class PowerSGD(TwoFactors):
-    """P = orth(sum_i M_i Q), Q = M_i^T P; C(M_i) = P Q^T, an orthogonal projection of M_i to rank r.
+    r"""PowerSGD: two low-rank factors from one step of power iteration; needs error feedback.
 
-    M is the gradient as a matrix: its axes split where rows + columns are fewest, which is after the first one for
-    PyTorch's convolutions and before the last one for Keras'. Two allreduces per bucket: P is agreed on, Q travels as
-    the payload; (rows + columns) * r values in all. The summed Q is the next step's start (warm start); a column that
-    vanished is drawn anew from the shared key. r = compress_rank. Vectors and matrices that would not shrink stay
-    dense.
-    Cost: three products of M and r columns (two to send, one to decode), and Gram-Schmidt, done twice, of P on every
+    Formula: P = \mathrm{orth}\bigl(\textstyle\sum_i M_i Q\bigr), \quad Q_i = M_i^\top P, \quad C(M_i) = P Q_i^\top
+
+    C is an orthogonal projection of the gradient matrix M_i to rank r = compress_rank. The tensor becomes a matrix by
+    splitting its axes where rows + columns is smallest: after the first axis for a PyTorch convolution, before the last
+    one for Keras. There are two allreduces per bucket: P is agreed on, then Q travels as the payload; (rows + columns)
+    * r values in all. The summed Q starts the next step (warm start). A column of zeros is redrawn from the shared key.
+    Vectors, and matrices that would not shrink, stay dense.
+
+    Cost: three products of M and r columns (two to send, one to decode), and Gram-Schmidt, run twice, on P on every
     rank; random numbers for the first Q only; no sorting. State: Q.
-    When: large matrices and many ranks, because allreduce carries it; needs error feedback. Not for tensors without a
-    few leading directions, nor where ranks are machines of different kinds.
-    Vogels et al., "PowerSGD: practical low-rank gradient compression for distributed optimization", NeurIPS 2019,
-    Algorithm 1.
+
+    When: large matrices and many ranks, because allreduce carries the payload. Use error feedback. Not for tensors
+    without a few leading directions, nor for clusters of different kinds of machines.
+
+    Reference: Vogels et al., "PowerSGD: practical low-rank gradient compression for distributed optimization", NeurIPS
+    2019, Algorithm 1.
     """
 
     title = "powersgd"
@@ -34,7 +39,7 @@ class PowerSGD(TwoFactors):
         q = at.state["q"]
         length = ops.reshape(ops.norm(q, axis=0), (1, -1))
         vanished = length == 0
-        # Q is of the order of M, and M Q of its square, which float32 holds from 1e-19 to 1e19 only.
+        # Q is as large as M, and M Q as its square, which float32 can hold only from 1e-19 to 1e19.
         q = self.renewed(q / ops.where(vanished, 1.0, length), vanished, at)
         p = ops.matmul(ops.reshape(x, matrix_shape(at.spec)), q)
         return Proposal(ops.reshape(p, (-1,)), "sum")

@@ -16,17 +16,22 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("qsgd")
 @dataclass(frozen=True)
 class QSGD(Compressor):
-    """C(x_i) = norm * sign(x_i) * xi_i with xi_i = (l+1)/s with probability s|x_i|/norm - l, else l/s.
+    r"""QSGD: stochastic quantization to evenly spaced levels, one norm per bucket of elements.
 
-    Here s = quantum_num, l = floor(s|x_i|/norm), and norm is the Euclidean ("l2") or largest ("max") norm of the
-    element's bucket of `bucket_size` consecutive elements (0: one bucket). Unbiased; with the l2 norm the variance
-    is at most min(n/s^2, sqrt(n)/s) |x|^2 for a bucket of n. Codes take ceil(log2(2s+1)) bits and a bucket one
-    float of the working dtype.
-    Cost: one pass for the norms, one random number per element, and packing of bits; no sorting, no state.
-    When: unbiased, mild and without a memory, 4 times fewer bytes (6 times with 15 levels). Few levels in large
-    buckets are mostly noise: bring down `bucket_size` with quantum_num, or take "max". For far fewer bytes take a
+    Formula: C(x)_i = \frac{\|x\|}{s} \, \mathrm{sign}(x_i) \lfloor s |x_i| / \|x\| + u_i \rfloor, \; u_i \sim U[0, 1)
+
+    s is `quantum_num`, and |x| the Euclidean ("l2") or largest ("max") norm of the element's bucket of `bucket_size`
+    consecutive elements (0: one bucket for the tensor). Unbiased. With the l2 norm the variance is at most min(n / s^2,
+    sqrt(n) / s) |x|^2 for a bucket of n elements. A code takes ceil(log2(2 s + 1)) bits, and each bucket one float of
+    the working dtype.
+
+    Cost: one pass for the norms, one random number per element, and bit packing; no sorting, no state.
+
+    When: an unbiased method without a memory; 4 times fewer bytes (6 times with 15 levels). Few levels in large buckets
+    give mostly noise: lower `bucket_size` together with quantum_num, or take "max". For far fewer bytes take a
     sparsifier.
-    Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", NIPS 2017.
+
+    Reference: Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", NIPS 2017.
     """
 
     quantum_num: int = 127
@@ -38,17 +43,19 @@ class QSGD(Compressor):
 
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 32767:
-            raise ConfigError(f"qsgd: quantum_num is a number of levels in 1..32767, received {self.quantum_num!r}.")
+            raise ConfigError(
+                f"qsgd: quantum_num must be a number of levels from 1 to 32767, received {self.quantum_num!r}."
+            )
         if self.bucket_size < 0:
-            raise ConfigError(f"qsgd: bucket_size is a number of elements, or 0; received {self.bucket_size!r}.")
+            raise ConfigError(f"qsgd: bucket_size must be at least 0, received {self.bucket_size!r}.")
 
     @property
     def bits(self) -> int:
-        """Bits per code: ceil(log2(2s + 1))."""
+        """Bits per code: ceil(log2(2 s + 1))."""
         return (2 * self.quantum_num).bit_length()
 
     def _width(self, n: int) -> int:
-        """Elements of a bucket."""
+        """Return the number of elements in a bucket."""
         return self.bucket_size or max(1, n)
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:

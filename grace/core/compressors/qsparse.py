@@ -1,4 +1,4 @@
-"""The compressor of Qsparse-local-SGD."""
+"""Compressor of Qsparse-local-SGD."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ _SPARSIFIERS: dict[str, type[TopK | RandomK]] = {"topk": TopK, "randomk": Random
 @compressors.register("qsparse")
 @dataclass(frozen=True)
 class QSparse(QuantizedSparsifier):
-    """C(x) = Q(S(x)) / (1 + beta): top-k or random-k, its values quantized by QSGD and scaled to a contraction.
+    r"""Qsparse: top-k or random-k, its values quantized by QSGD and scaled to a contraction.
 
-    QSGD has s = quantum_num levels and one norm for all k values; then beta = min(k/s^2, sqrt(k)/s) bounds its
-    variance, and delta = k / (d (1 + beta)). Unscaled, beta > 1 would let the error exceed |x|. With
-    `quantizer = "sign"`, C(x) = (|S(x)|_1 / k) sign(S(x)), which needs no scaling; delta >= 1/d. Bits per value:
-    ceil(log2(2s+1)), or 1; and an int32 index, but for randomk, whose indices are drawn from the shared key.
-    The local steps between two exchanges are not part of the compressor.
+    Formula: C(x) = \frac{Q(S(x))}{1 + \beta}, \quad \beta = \min(k / s^2, \sqrt{k} / s)
 
-    Cost: the selection (topk: one pass and a partial sort; randomk: O(k)); for QSGD one random number per kept value.
-    When: half of topk's bytes or less with the guarantees of error feedback. A beta far above 1 makes every step
-    small and the residual old: raise quantum_num with sqrt(k). Basu et al., "Qsparse-local-SGD: distributed SGD with
-    quantization, sparsification, and local computations", NeurIPS 2019, Lemmas 1 and 3.
+    S keeps k values. Q is QSGD with s = quantum_num levels and one norm for all k values; beta bounds its variance, and
+    delta = k / (d (1 + beta)). Without the scaling, beta > 1 would let the error exceed |x|. With `quantizer = "sign"`,
+    C(x) = (|S(x)|_1 / k) sign(S(x)), which needs no scaling; delta >= 1/d. A value takes ceil(log2(2 s + 1)) bits, or 1
+    bit with "sign", and an int32 index (none with randomk, which draws the indices from the shared key). The compressor
+    does not contain the local steps between two exchanges.
+
+    Cost: the selection (topk: one pass and a partial sort; randomk: O(k)); with QSGD one random number per kept value.
+
+    When: half of topk's bytes or less, with the guarantees of error feedback. A beta far above 1 makes every step small
+    and the residual old: let quantum_num grow as sqrt(k).
+
+    Reference: Basu et al., "Qsparse-local-SGD: distributed SGD with quantization, sparsification, and local
+    computations", NeurIPS 2019, Lemmas 1 and 3.
     """
 
     compress_ratio: float = 0.01

@@ -14,15 +14,21 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("randomk")
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """Keep k = max(1, int(compress_ratio * d)) coordinates, drawn uniformly without replacement, equal on all ranks.
+    r"""Random-k sparsifier: k coordinates drawn at random, equal on all ranks.
 
-    The indices follow from (seed, tensor, step), so only the k values travel, and by allreduce.
-    `scaled=False`: C(x) = x on the kept coordinates, a contraction with delta = k/d in expectation; use with error
-    feedback. `scaled=True`: C(x) = (d/k) x there, unbiased with E|x - C(x)|^2 = (d/k - 1) |x|^2; use without.
+    Formula: C(x)_i = c \, x_i \, 1_{i \in K}, \quad c = d / k \;\text{if scaled, else}\; 1
+
+    K holds `k = max(1, int(compress_ratio * d))` coordinates, drawn uniformly without replacement. They follow from
+    seed, tensor and step, so only the k values travel, by allreduce.
+    `scaled=False` is a contraction with delta = k/d in expectation; use it with error feedback. `scaled=True` is
+    unbiased with E|x - C(x)|^2 = (d/k - 1) |x|^2; use it without error feedback.
+
     Cost: O(k): k random indices by a keyed permutation, and one gather; no pass over x, no sorting.
-    When: many ranks, because allreduce adds the values, and little time to select. Not at topk's ratios: a coordinate
+
+    When: many ranks, because allreduce adds the values, or little time to select. Not at topk's ratios: a coordinate
     waits d/k steps on average, so it needs a larger ratio, and less momentum in the optimizer.
-    Stich et al., "Sparsified SGD with memory", NeurIPS 2018.
+
+    Reference: Stich et al., "Sparsified SGD with memory", NeurIPS 2018.
     """
 
     compress_ratio: float = 0.01

@@ -14,14 +14,19 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("signsgd")
 @dataclass(frozen=True)
 class SignSGD(Compressor):
-    """C(x_i) = -1 if x_i < 0, else +1, in one bit; ranks vote: g = sign(sum_i sign(x_i)), 0 on a tie.
+    r"""SignSGD: one sign bit per element; the ranks take a majority vote.
 
-    The step is the bare sign, so the learning rate must be retuned (smaller); a gradient of exact zeros counts as
-    positive. No error feedback: it harms this method.
-    Cost: one comparing pass and packing of bits; one pass per rank to count the votes; no random numbers, no state.
-    When: one bit, and votes that outliers of one rank cannot turn; best with an odd number of ranks or many, since of 2
-    every disagreement is a tie. Not with the usual learning rate: then take efsignsgd.
-    Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019.
+    Formula: C(x)_i = \mathrm{sign}(x_i), \quad g_i = \mathrm{sign}\bigl(\textstyle\sum_r \mathrm{sign}(x_{r,i})\bigr)
+
+    An exact zero counts as positive, and a tie of the votes gives 0. The step is the bare sign, so retune the learning
+    rate (smaller). Use no error feedback: it harms this method.
+
+    Cost: one pass of comparisons and bit packing; one pass per rank to count the votes; no random numbers, no state.
+
+    When: one bit per element, and votes that outliers on one rank cannot change. Best with many ranks or an odd number
+    of them: between 2 ranks every disagreement is a tie. To keep the usual learning rate, take efsignsgd.
+
+    Reference: Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019.
     """
 
     averages = False
@@ -34,10 +39,10 @@ class SignSGD(Compressor):
         return {"signs": at.ops.binarize(x, 0)}
 
     def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
-        # The mean magnitude costs nothing beside reading x, and is not finite if an element is not.
+        # The mean magnitude comes almost free with reading x, and is not finite if an element is not.
         signs, mean = at.ops.sign_mean(x)
         finite = at.ops.finite(mean)
-        # Nor if so many are large.
+        # The sum also overflows when many elements are large; then check each element.
         finite = at.ops.choose(finite, lambda: finite, lambda: at.ops.finite(x))
         return {"signs": signs}, finite
 

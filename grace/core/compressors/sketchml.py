@@ -16,7 +16,7 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 class _Places(NamedTuple):
-    """Of every key, in the order of the wire: its index in the gradient, its list, and its bins, one row after another.
+    """Positions of the keys, in the order of the wire: index in the gradient, list, and bins, one row after another.
 
     A list holds the keys of one sign and one group of buckets, ascending.
     """
@@ -30,22 +30,30 @@ class _Places(NamedTuple):
 @compressors.register("sketchml")
 @dataclass(frozen=True)
 class SketchML(Compressor):
-    """C(x_i) = sign(x_i) mean(b'), b' <= b the bucket that a MinMaxSketch answers for the quantile bucket b of |x_i|.
+    r"""SketchML: the largest elements as quantile buckets in a sketch, with delta-coded indices.
 
-    Of the k = max(1, int(compress_ratio * d)) largest magnitudes those that are not zero (1.0: every non-zero, for
-    gradients that are sparse, as the paper assumes). Either sign has `quantiles` buckets of equal count (at most k),
-    by exact quantiles, which decode to their means. They fall into `groups` of consecutive buckets, each with a sketch
-    of `rows` times ceil(columns * keys of the group) bins. A bucket is inserted at h_j(i) in every row j and a bin
-    keeps the least; a query takes the largest of its bins. So b' is in b's group and never above b: magnitudes
-    shrink at collisions, and no sign flips. Keys travel as differences of 1 to 4 bytes with 2 bits of width, sorted
-    by sign, group and index, which tells sign and group as well. About 2.1 bytes per key at 1 % kept, and
-    rows * columns * ceil(log2(quantiles / groups)) bits; 2 * quantiles means of the working dtype per tensor.
+    Formula: C(x)_i = \mathrm{sign}(x_i) \, \mathrm{mean}(b'), \quad b' \le b
+
+    b is the quantile bucket of |x_i|, and b' the bucket that the MinMaxSketch returns for it. Of the k = max(1,
+    int(compress_ratio * d)) largest magnitudes, those that are not zero are sent. (The ratio 1.0 sends every nonzero
+    element, for sparse gradients as the paper assumes.) Each sign has `quantiles` buckets of equal count (at most k),
+    by exact quantiles, and a bucket decodes to its mean. The buckets form `groups` of consecutive buckets; each group
+    has a sketch with `rows` rows of ceil(columns * keys of the group) bins. Inserting bucket b at h_j(i) in every row j
+    keeps the smallest bucket in each bin; a query takes the largest of its bins. So b' is in the group of b and never
+    above b: magnitudes shrink where keys collide, and no sign flips.
+    Keys travel as differences of 1 to 4 bytes with 2 bits for the width, sorted by sign, group and index, so that the
+    order also gives sign and group. The payload has about 2.1 bytes per key at 1 % kept, rows * columns *
+    ceil(log2(quantiles / groups)) bits per key for the sketch, and 2 * quantiles means of the working dtype per tensor.
     No contraction: the mean of a bucket can exceed its smaller elements by more than their size.
 
-    Cost: a partial sort of d (not with compress_ratio = 1); of the kept: two sorts, 2 rows hashes and a dozen passes.
-    When: fewest bytes per kept element, for large sparse gradients and slow networks; small tensors pay for the
-    means. GRACE measures a high overhead. Jiang et al., "SketchML: accelerating distributed machine learning with
-    data sketches", SIGMOD 2018 (with exact quantiles in place of a quantile sketch, which only saves time there).
+    Cost: a partial sort of d elements (not with compress_ratio = 1); on the kept ones two sorts, 2 * rows hashes and a
+    dozen passes.
+
+    When: the fewest bytes per kept element, for large sparse gradients on slow networks. On small tensors the means
+    cost too much. GRACE measures a high overhead.
+
+    Reference: Jiang et al., "SketchML: accelerating distributed machine learning with data sketches", SIGMOD 2018. The
+    paper approximates the quantiles by a sketch, which only saves time.
     """
 
     compress_ratio: float = 0.01
@@ -62,12 +70,12 @@ class SketchML(Compressor):
         check_ratio("sketchml", self.compress_ratio)
         if self.groups < 1 or not self.groups <= self.quantiles <= 65536 or self.quantiles % self.groups:
             raise ConfigError(
-                "sketchml: quantiles is a multiple of groups of at most 65536, and groups at least 1; "
+                "sketchml: quantiles must be a multiple of groups and at most 65536, and groups at least 1; "
                 f"received quantiles={self.quantiles!r}, groups={self.groups!r}."
             )
         if self.rows < 1 or not self.columns > 0:
             raise ConfigError(
-                "sketchml: rows is at least 1 and columns a positive number of bins per key, "
+                "sketchml: rows must be at least 1, and columns a positive number of bins per key; "
                 f"received {self.rows!r} and {self.columns!r}."
             )
 
@@ -77,7 +85,7 @@ class SketchML(Compressor):
         return None
 
     def _per_group(self, spec: TensorSpec) -> int:
-        """Buckets in a group; a tensor has no more buckets than it keeps elements."""
+        """Return the number of buckets in a group; a tensor has no more buckets than kept elements."""
         return max(1, min(self.quantiles, keep_count(self.compress_ratio, spec.numel)) // self.groups)
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
@@ -102,7 +110,7 @@ class SketchML(Compressor):
             buckets, mean = self._buckets(ops, ops.abs(ops.gather(values, chosen)), each)
             means.append(ops.cast(mean, at.spec.work_dtype))
             lists = buckets // each + sign * self.groups
-            # One number, whose order is that of list and index, and which carries the bucket along.
+            # One number that sorts by list, then index, and also carries the bucket.
             codes.append((lists * n + ops.cast(ops.gather(top, chosen), "int64")) * each + buckets % each)
         ordered = ops.sort(ops.concat(codes))
         keys = ordered // each
@@ -119,10 +127,10 @@ class SketchML(Compressor):
         }
 
     def _buckets(self, ops: ArrayOps, magnitudes: Array, each: int) -> tuple[Array, Array]:
-        """The bucket of every magnitude (int64), smallest first and of equal counts, and their means (float64)."""
+        """Return the bucket of every magnitude (int64), smallest first and of equal counts, and the means (float64)."""
         number = each * self.groups
         count = ops.length(magnitudes)
-        # Equal magnitudes share a bucket; of nothing, the edge is never compared.
+        # Equal magnitudes share a bucket. The appended 0 serves empty input, where the edge is never compared.
         ordered = ops.concat([ops.sort(magnitudes), ops.full(1, 0.0, ops.dtype(magnitudes))])
         starts = ops.cast(count, "int64") * (ops.arange(number - 1, "int64") + 1) // number
         edges = ops.gather(ordered, ops.cast(starts, "int32"))
@@ -145,10 +153,10 @@ class SketchML(Compressor):
         return _Places(ops.cast(indices, "int32"), which, ops.cast(ops.concat(bins), "int32"), bin_count)
 
     def _decode(self, payload: Payload, at: Site) -> tuple[Array, Array]:
-        """Values and their indices."""
+        """Return the values and their indices."""
         ops, each = at.ops, self._per_group(at.spec)
         count = ops.size(payload["count"][0])
-        error = PayloadError("sketchml: expected keys and buckets below their numbers; some are not.")
+        error = PayloadError("sketchml: received a key or bucket out of range; the payload is damaged.")
         keys = decode_keys(ops, payload["widths"], payload["keys"], count)
         ops.require(ops.max(keys) < 2 * self.groups * max(1, at.spec.numel), error)
         places = self._places(keys, at)

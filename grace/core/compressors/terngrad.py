@@ -13,27 +13,32 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
-# The largest sum of ones that a byte with a sign holds.
+# The largest sum of ones that a signed byte holds.
 _MOST_RANKS = 127
 
 
 @compressors.register("terngrad")
 @dataclass(frozen=True)
 class TernGrad(Compressor):
-    """C(x_i) = s * sign(x_i) * b_i with s = max|x| and b_i ~ Bernoulli(|x_i| / s): 2 bits per element.
+    r"""TernGrad: stochastic rounding to -1, 0 and 1 times the largest magnitude; 2 bits per element.
 
-    Elements are first limited to `clip_factor` root mean squares (null: not at all), which are standard deviations
-    where the mean is zero; a gradient far from zero mean would be clipped away by the latter. Unbiased without
-    clipping, with variance s |x|_1 - |x|^2; clipping trades bias for a smaller s. Wen et al., "TernGrad: ternary
-    gradients to reduce communication in distributed deep learning", NIPS 2017.
+    Formula: C(x)_i = s \, \mathrm{sign}(x_i) \, b_i, \; s = \max_j |x_j|, \; b_i \sim \mathrm{Bernoulli}(|x_i| / s)
 
-    With `shared_scale` all ranks take the largest s of any rank (scaler sharing): one float is agreed on first, and
-    the codes b_i sign(x_i) are summed by allreduce: 1 byte per element however many ranks there are, up to 127. The
-    variance is that of the larger s. Four codes share an int32, because Horovod adds no int8 of PyTorch.
+    Elements are first clipped to `clip_factor` root mean squares (null: no clipping). The root mean square equals the
+    standard deviation if the mean is zero; clipping a gradient of large mean by its standard deviation would clip it
+    away. Unbiased without clipping, with variance s |x|_1 - |x|^2; clipping trades bias for a smaller s.
+    With `shared_scale` all ranks use the largest s of any rank (scaler sharing): the ranks agree on one float first,
+    and an allreduce adds the codes b_i sign(x_i): 1 byte per element for any number of ranks up to 127. The variance is
+    that of the larger s. Four codes share an int32, because Horovod cannot add PyTorch's int8.
+
     Cost: one pass for the norm and one for the maximum; one random number per element; no sorting, no state.
-    When: 2 bits without memory or feedback; the learning rate may want to be smaller. `shared_scale` where ranks are
-    many (2 bits gathered from more than 8 ranks are more bytes to receive than 2 of a ring allreduce) and their
-    gradients are alike in size.
+
+    When: 2 bits without memory or error feedback; a smaller learning rate may help. Use `shared_scale` with many ranks
+    whose gradients are alike in size: with more than 8 ranks, gathering 2 bits per element from each brings more bytes
+    to receive than a ring allreduce of 1 byte per element.
+
+    Reference: Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", NIPS
+    2017.
     """
 
     clip_factor: float | None = 2.5
@@ -42,7 +47,7 @@ class TernGrad(Compressor):
     def __post_init__(self) -> None:
         if self.clip_factor is not None and not self.clip_factor > 0:
             raise ConfigError(
-                f"terngrad: clip_factor counts root mean squares and must be positive, received {self.clip_factor!r}."
+                f"terngrad: clip_factor (in root mean squares) must be positive or null, received {self.clip_factor!r}."
             )
 
     @property
@@ -76,7 +81,7 @@ class TernGrad(Compressor):
         return Proposal(self._scale(x, at)[0], "max") if self.shared_scale else None
 
     def _scale(self, x: Array, at: Site) -> tuple[Array, Array | None]:
-        """The largest magnitude after clipping, of shape (1,), and to which magnitude (None: not clipped)."""
+        """Return the largest magnitude after clipping, of shape (1,), and the clipping limit (None: not clipped)."""
         ops = at.ops
         if self.clip_factor is None or not at.spec.numel:
             return ops.reshape(ops.max_abs(x), (1,)), None
@@ -115,7 +120,7 @@ class TernGrad(Compressor):
 
 
 def _to_words(ops: ArrayOps, codes: Array) -> Array:
-    """Four codes c as c_0 + 2^8 c_1 + 2^16 c_2 + 2^24 c_3, so that sums of words are words of sums."""
+    """Pack four codes as c_0 + 2^8 c_1 + 2^16 c_2 + 2^24 c_3, so that sums of words are words of sums."""
     n = ops.length(codes)
     groups = -(-n // 4)
     rows = ops.reshape(ops.concat([codes, ops.zeros(4 * groups - n, "int64")]), (groups, 4))
@@ -123,7 +128,7 @@ def _to_words(ops: ArrayOps, codes: Array) -> Array:
 
 
 def _from_words(ops: ArrayOps, words: Array, n: int) -> Array:
-    # With 128 added to each of the four sums, none of them is negative and borrows from the next.
+    # With 128 added, none of the four sums is negative, so none borrows from the next.
     biased = ops.cast(words, "int64") + 0x80808080
     codes = [ops.bit_and(ops.shift_right(biased, 8 * j), 255) - 128 for j in range(4)]
     return ops.reshape(ops.stack(codes, axis=1), (-1,))[:n]

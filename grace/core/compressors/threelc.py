@@ -15,16 +15,20 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("3lc")
 @dataclass(frozen=True)
 class ThreeLC(Compressor):
-    """C(x_i) = M * round(x_i / M) with M = sparsity_multiplier * max|x|: ternary, at most 1.6 bits per element.
+    r"""3LC: ternary values, five per byte, and runs of zeros in one byte; at most 1.6 bits per element.
 
-    Halves are rounded away from zero. Five consecutive values, plus 1, are the digits of one byte in base 3 (0 to
-    242, the end filled with zeros); then 2 to 14 bytes of only zeros in a row become one byte, 243 to 255. So a
-    tensor of mostly zeros takes down to 0.114 bits per element. The coding loses nothing. A larger multiplier in
-    [1, 2) makes more zeros. No error exceeds M/2 or |x_i|, so this is a contraction with
-    delta >= s (2 - s) / d, where s is the multiplier.
+    Formula: C(x)_i = M \, \mathrm{round}(x_i / M), \quad M = s \max_j |x_j|
+
+    s is `sparsity_multiplier`, in [1, 2); a larger one makes more zeros. Halves are rounded away from zero. Five
+    consecutive values, plus 1, are the base-3 digits of one byte (0 to 242; the end is filled with zeros). Then 2 to 14
+    zero bytes in a row become one byte, 243 to 255, so a tensor of mostly zeros takes down to 0.114 bits per element.
+    This coding is lossless. No error exceeds M/2 or |x_i|: a contraction with delta >= s (2 - s) / d.
+
     Cost: some passes over x and over d/5 bytes; no sorting, no random numbers.
-    When: few bits without a ratio to tune, the bytes follow the data; for a fixed budget take a sparsifier.
-    Lim, Andersen and Kaminsky, "3LC: lightweight and effective traffic compression for distributed machine
+
+    When: few bits without a ratio to tune; the bytes follow the data. For a fixed budget take a sparsifier.
+
+    Reference: Lim, Andersen and Kaminsky, "3LC: lightweight and effective traffic compression for distributed machine
     learning", MLSys 2019.
     """
 

@@ -13,15 +13,21 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("threshold")
 @dataclass(frozen=True)
 class Threshold(Sparsifier):
-    """Keep every element with |x_i| > threshold, in the units of the gradient; the error is at most d * threshold^2.
+    r"""Threshold sparsifier: every element above a fixed magnitude.
 
-    The payload's size depends on the data and may be zero. `capacity` bounds a burst: at most that share of the
-    elements travels, the largest ones, and the rest stays in the residual.
-    Cost: one comparing pass; a partial sort of what passed where `capacity` is set; no random numbers.
-    When: the scale of the gradients is known and steady. Elsewhere it sends all or nothing: topk has fixed bytes, and
+    Formula: C(x)_i = x_i \, 1_{|x_i| > v}
+
+    v is `threshold`, in the units of the gradient; |x - C(x)|^2 is at most d v^2. The size of the payload depends on
+    the data and may be zero. `capacity` bounds a burst: at most that share of the elements travels, the largest first,
+    and the rest stays in the residual.
+
+    Cost: one pass of comparisons; with `capacity` a partial sort of the elements that passed; no random numbers.
+
+    When: the scale of the gradients is known and steady. Otherwise it sends all or nothing: topk has a fixed size, and
     hardthreshold finds its threshold by itself.
-    Dutta et al., "On the discrepancy between the theoretical analysis and practical implementations of compressed
-    communication", AAAI 2020.
+
+    Reference: Dutta et al., "On the discrepancy between the theoretical analysis and practical implementations of
+    compressed communication", AAAI 2020.
     """
 
     threshold: float = 0.01
@@ -31,9 +37,11 @@ class Threshold(Sparsifier):
 
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
-            raise ConfigError(f"threshold: expected a magnitude of at least 0, received {self.threshold!r}.")
+            raise ConfigError(f"threshold: threshold must be at least 0, received {self.threshold!r}.")
         if self.capacity is not None and not 0 < self.capacity <= 1:
-            raise ConfigError(f"threshold: capacity is a share of the elements in (0, 1], received {self.capacity!r}.")
+            raise ConfigError(
+                f"threshold: capacity must be a share of the elements in (0, 1], received {self.capacity!r}."
+            )
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return Field("values", spec.work_dtype, "kept"), Field("indices", "int32", "kept", below=spec.numel)

@@ -13,21 +13,29 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 def check_ratio(name: str, ratio: float) -> None:
     """Raise ConfigError unless 0 < ratio <= 1."""
     if not 0 < ratio <= 1:
-        raise ConfigError(f"{name}: compress_ratio is the share of elements kept, in (0, 1]; received {ratio!r}.")
+        raise ConfigError(
+            f"{name}: compress_ratio must be the share of elements to keep, in (0, 1]; received {ratio!r}."
+        )
 
 
 @compressors.register("topk")
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """Keep the k = max(1, int(compress_ratio * d)) largest magnitudes; among equal ones the lower index.
+    r"""Top-k sparsifier: the k elements of largest magnitude; needs error feedback.
 
-    Values in the working dtype and int32 indices: 8 bytes per kept element (12 for float64 gradients). Contraction
-    with delta = k/d.
+    Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K = \text{the indices of the $k$ largest}\; |x_i|
+
+    `k = max(1, int(compress_ratio * d))`; among equal magnitudes the lower index is kept. The payload has the values in
+    the working dtype and int32 indices: 8 bytes per kept element (12 for float64 gradients). Contraction with delta =
+    k/d.
+
     Cost: a partial sort of the magnitudes, three passes and a sort of k indices; no random numbers, no state.
-    When: slow networks, the usual first choice; needs error feedback. Not with many ranks: what each of them receives
-    grows with their number. On large tensors the selection takes time; dgc estimates the threshold instead.
-    Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; Stich et al., "Sparsified
-    SGD with memory", NeurIPS 2018.
+
+    When: slow networks; the usual first choice. Use error feedback. Not with many ranks: the bytes that each of them
+    receives grow with their number. On large tensors the selection takes time; dgc estimates the threshold instead.
+
+    Reference: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; Stich et al.,
+    "Sparsified SGD with memory", NeurIPS 2018.
     """
 
     compress_ratio: float = 0.01

@@ -1,4 +1,4 @@
-"""Variance-based sparsification: what is not clearly above its noise waits."""
+"""Variance-based sparsification: elements that are not clearly above their noise wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.core.registry import compressors
 from grace.core.spec import ITEMSIZE, Array, Field, Payload, Site, TensorSpec
 
 INDEX_BITS = 28
-# Three bits tell how many powers of two an element is below the largest one.
+# Three bits count the powers of two by which an element is below the largest one.
 STEPS = 7
 MANTISSA = {"float32": 23, "float64": 52}
 
@@ -20,18 +20,23 @@ MANTISSA = {"float32": 23, "float64": 52}
 @compressors.register("variance")
 @dataclass(frozen=True)
 class Variance(Compressor):
-    """C(x_i) = the power of two nearest to x_i, where x_i^2 > alpha v_i; else 0: one 32-bit word per element sent.
+    r"""Variance-based sparsifier: elements clearly above their noise, rounded to powers of two, 32 bits each.
 
-    v is the variance that the memory `variance` keeps; with any other memory v is 0, and everything in range is
-    sent. A word has 1 bit of sign, 3 bits for the exponent, counted down from that of the largest element sent, and
-    28 bits of index. Elements that round to less than 2^-7 of the largest wait. Of two equally near powers the
-    larger one is taken. (The paper rounds the largest ones down, so as to begin at its own power; this rounds them
-    like all others.) The number of words depends on the data and may be 0. An element sent is off by at most a
-    third of it, so the error never exceeds |x|.
+    Formula: C(x)_i = \mathrm{sign}(x_i) \, \mathrm{pow2}(|x_i|) \, 1_{x_i^2 > \alpha v_i}
+
+    v is the variance that the memory `variance` keeps; with any other memory v is 0, and every element in range is
+    sent. pow2 takes the nearest power of two, the larger of two equally near ones. A word has 1 bit for the
+    sign, 3 bits for the exponent, counted down from that of the largest element sent, and 28 bits for the index.
+    Elements that round to less than 2^-7 of the largest wait. (The paper rounds the largest elements down, to start at
+    their own power; here they are rounded as all others.) The number of words depends on the data and may be 0. A sent
+    element is off by at most a third of its size, so the error never exceeds |x|.
+
     Cost: three passes, one of them in float64; no sorting, no random numbers.
-    When: the ratio shall follow the noise of the gradient; it has no budget, early steps send a lot.
-    Tsuzuku, Imachi and Akiba, "Variance-based gradient compression for efficient distributed deep learning", ICLR
-    2018 workshop.
+
+    When: the ratio should follow the noise of the gradient. There is no budget, and early steps send a lot.
+
+    Reference: Tsuzuku, Imachi and Akiba, "Variance-based gradient compression for efficient distributed deep learning",
+    ICLR 2018 workshop.
     """
 
     alpha: float = 1.5
@@ -42,7 +47,7 @@ class Variance(Compressor):
 
     def __post_init__(self) -> None:
         if not self.alpha >= 0:
-            raise ConfigError(f"variance: alpha is a number of variances, at least 0; received {self.alpha!r}.")
+            raise ConfigError(f"variance: alpha (in variances) must be at least 0, received {self.alpha!r}.")
 
     def contraction(self, spec: TensorSpec) -> float | None:
         return 0.0
@@ -59,16 +64,16 @@ class Variance(Compressor):
         ops, dtype = at.ops, at.spec.work_dtype
         exponents = _exponents(ops, x, dtype)
         if "variance" in at.memory:
-            # In float64, where squares of float32 numbers neither overflow nor vanish.
+            # In float64: squares of float32 numbers neither overflow nor vanish there.
             wide = ops.cast(x, "float64")
             noise = ops.cast(at.memory["variance"], "float64") * self.alpha
             exponents = ops.where(wide * wide > noise, exponents, 0)
         top = ops.max(exponents)
-        # The exponent 0 is that of zero and of what rounds to a denormal.
+        # The exponent 0 stands for zero and for values that round to a denormal.
         chosen = ops.nonzero(ops.bit_and(exponents > 0, exponents >= top - STEPS))
         below = top - ops.gather(exponents, chosen)
         words = ops.bit_or(ops.shift_left(below, INDEX_BITS), ops.cast(chosen, "int64"))
-        # As a two's complement: the sign of the element is the highest bit of the word.
+        # In two's complement: the sign of the element is the highest bit of the word.
         words = ops.where(ops.gather(x, chosen) < 0, words - 2**31, words)
         return {"scale": _power(ops, ops.reshape(top, (1,)), dtype), "words": ops.cast(words, "int32")}
 
@@ -89,22 +94,22 @@ class Variance(Compressor):
 
 
 def _exponents(ops: ArrayOps, x: Array, dtype: str) -> Array:
-    """Biased exponents of the nearest powers of two (int64); 0 for zero and where that is a denormal."""
+    """Return the biased exponents of the nearest powers of two (int64); 0 for zero and for denormal results."""
     bits = ops.from_bytes(ops.to_bytes(x), f"int{8 * ITEMSIZE[dtype]}")
     width, mantissa = 8 * ITEMSIZE[dtype], MANTISSA[dtype]
     magnitude = ops.bit_and(ops.cast(bits, "int64"), 2 ** (width - 1) - 1)
-    # Half a mantissa more carries into the exponent from 1.5 powers on.
+    # Adding half a mantissa carries into the exponent from 1.5 powers on.
     return ops.shift_right(magnitude + 2 ** (mantissa - 1), mantissa)
 
 
 def _power(ops: ArrayOps, exponents: Array, dtype: str) -> Array:
-    """The powers of two with these biased exponents; 0 of exponent 0."""
+    """Return the powers of two with these biased exponents; 0 for the exponent 0."""
     bits = ops.cast(ops.shift_left(exponents, MANTISSA[dtype]), f"int{8 * ITEMSIZE[dtype]}")
     return ops.from_bytes(ops.to_bytes(bits), dtype)
 
 
 def _read(payload: Payload, at: Site) -> tuple[Array, Array]:
-    """Indices and values of a payload's words."""
+    """Return the indices and values of a payload's words."""
     ops, dtype = at.ops, at.spec.work_dtype
     words = ops.cast(payload["words"], "int64")
     indices = ops.cast(ops.bit_and(words, 2**INDEX_BITS - 1), "int32")

@@ -1,4 +1,4 @@
-"""Gradient sparsification with the fewest elements for a variance."""
+"""Gradient sparsification with the fewest elements for a given variance."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("wangni")
 @dataclass(frozen=True)
 class Wangni(Compressor):
-    """C(x_i) = x_i / p_i with probability p_i = min(1, lambda |x_i|), else 0: unbiased, and the large ones are certain.
+    r"""Wangni sparsifier: random elements, large ones more often; unbiased, the fewest for a given variance.
 
-    With `variance_budget` (a number eps; null: none) lambda is the least with E|C(x)|^2 <= (1 + eps) |x|^2, that is
-    the fewest elements for this variance, sum p_i; else the one that keeps max(1, int(compress_ratio * d)) elements
-    on average. Both are found without sorting: lambda = (k - s) / A, or A / (eps |x|^2 + B), where s elements are
-    certain and A, B are the sums of |x_i| and x_i^2 over the others, again and again until no more become certain. (For
-    the density the paper stops after two rounds, which keeps fewer than asked for.) This is Newton's method
-    on a piecewise linear convex function: it climbs to the exact solution.
-    Certain elements travel as value and index, 8 bytes (12 for float64 gradients); all others decode to the same
-    magnitude 1/lambda, so an index with a sign is enough, 4 bytes: i, or -1 - i of a negative element.
-    Probabilities are rounded to multiples of 2^-24, so elements below 2^-25 are never kept.
-    Cost: one random number per element, and one pass of float64 per round, 2 to 10 rounds.
-    When: unbiased sparse gradients without a memory; with a memory top-k errs less for the same bytes.
-    Wangni et al., "Gradient sparsification for communication-efficient distributed optimization", NeurIPS 2018.
+    Formula: C(x)_i = \frac{x_i}{p_i} b_i, \quad b_i \sim \mathrm{Bernoulli}(p_i), \quad p_i = \min(1, \lambda |x_i|)
+
+    With `variance_budget` (eps; null: none), lambda is the smallest with E|C(x)|^2 <= (1 + eps) |x|^2, which sends the
+    fewest elements, `sum_i p_i`, for this variance. Otherwise lambda keeps max(1, int(compress_ratio * d)) elements on
+    average. Both are found without sorting. Let s elements be certain (p_i = 1), and A, B the sums of |x_i| and x_i^2
+    over the others; then lambda = (k - s) / A, or A / (eps |x|^2 + B), repeated until no more elements become certain.
+    This is Newton's method on a piecewise linear convex function, and reaches the exact solution. (For a ratio the
+    paper stops after two rounds, which keeps fewer elements than asked for.)
+    Certain elements travel as value and index, 8 bytes (12 for float64 gradients). All others decode to the same
+    magnitude 1/lambda, so an index with a sign is enough, 4 bytes: i, or -1 - i for a negative element. Probabilities
+    are rounded to multiples of 2^-24, so elements with p_i below 2^-25 are never kept.
+
+    Cost: one random number per element, and one pass in float64 per round, 2 to 10 rounds.
+
+    When: unbiased sparse gradients without a memory. With a memory, top-k has a smaller error for the same bytes.
+
+    Reference: Wangni et al., "Gradient sparsification for communication-efficient distributed optimization", NeurIPS
+    2018.
     """
 
     compress_ratio: float = 0.01
@@ -42,7 +48,7 @@ class Wangni(Compressor):
         check_ratio("wangni", self.compress_ratio)
         if self.variance_budget is not None and not self.variance_budget > 0:
             raise ConfigError(
-                f"wangni: variance_budget is eps in E|C(x)|^2 <= (1 + eps) |x|^2, positive or null; "
+                f"wangni: variance_budget (eps in E|C(x)|^2 <= (1 + eps) |x|^2) must be positive or null, "
                 f"received {self.variance_budget!r}."
             )
 
@@ -59,14 +65,14 @@ class Wangni(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops, n = at.ops, at.spec.numel
-        # In float64 and below 1, so that no square overflows or vanishes.
+        # In float64 and scaled below 1, so that no square overflows or vanishes.
         largest = ops.cast(ops.max(ops.abs(x)), "float64")
         size = ops.cast(ops.abs(x), "float64") / ops.where(largest > 0, largest, 1.0)
         factor = self._factor(size, at)
         p = size * factor
         u = ops.cast(ops.uniform(n, at.private_key), "float64")
         certain = ops.nonzero(p >= 1)
-        # Half a step of u more: probabilities are rounded to the nearest multiple of a step, and not up.
+        # Half a step of u is added, so that probabilities are rounded to the nearest multiple and not up.
         drawn = ops.nonzero(ops.bit_and(p < 1, u + 2.0**-25 < p))
         negative = ops.gather(x, drawn) < 0
         scale = largest / ops.where(factor > 0, factor, 1.0)
@@ -78,7 +84,7 @@ class Wangni(Compressor):
         }
 
     def _factor(self, size: Array, at: Site) -> Array:
-        """lambda for elements of this size, a 0-d float64."""
+        """Return lambda for elements of these magnitudes, as a 0-d float64 array."""
         ops, k = at.ops, keep_count(self.compress_ratio, at.spec.numel)
         squares = ops.sum(size * size)
 
@@ -90,12 +96,13 @@ class Wangni(Compressor):
                 above, below = k - certain, total
             else:
                 above, below = total, squares * self.variance_budget + ops.sum(others * others)
-            # Nothing is left to draw, or every element is certain.
+            # 0 if nothing is left to draw, or every element is certain.
             new = ops.where(total > 0, above / ops.where(total > 0, below, 1.0), 0.0)
             return ops.where(new > factor, new, factor)
 
         zero = ops.cast(0.0, "float64")
-        # Both elements are one lambda after the other; the same set of certain elements gives the same number again.
+        # The pair holds two successive values of lambda; an unchanged set of certain elements gives the same value
+        # again.
         found = ops.while_loop(
             lambda pair: pair[1] > pair[0],
             lambda pair: ops.stack([pair[1], better(pair[1])], axis=0),

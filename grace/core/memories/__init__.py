@@ -1,1 +1,1 @@
-"""One file per memory; the registry imports them all, nothing else registers them."""
+"""Built-in memories, one module per memory; the registry imports every module of this package."""

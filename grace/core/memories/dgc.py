@@ -1,4 +1,4 @@
-"""Momentum correction, factor masking and local clipping of Deep Gradient Compression."""
+"""Memory of Deep Gradient Compression: momentum correction, factor masking and local clipping."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from grace.core.spec import Array, Payload, Site, State, TensorSpec
 @memories.register("dgc")
 @dataclass(frozen=True)
 class DGCMemory(Memory):
-    """u = momentum u + g; v = v + u; send C(v); then v and, with momentum_masking, u are zero where v was sent.
+    r"""Momentum correction: error feedback on the momentum instead of the gradient, with masking.
 
-    The optimizer after it must have momentum 0. With `gradient_clipping` each rank first limits the norm of its
-    gradient of this tensor to gradient_clipping / sqrt(number of ranks); the paper bounds the norm of all tensors
-    together. Serves every method that selects coordinates. Lin et al., "Deep gradient compression", ICLR 2018,
-    Algorithms 1 and 4.
+    Formula: u \leftarrow m u + g, \; v \leftarrow v + u, \; \text{send } C(v), \; u_i = v_i = 0 \text{ where sent}
+
+    m is `momentum`. `momentum_masking=False` resets only v and keeps u. Set the optimizer's own momentum to 0. With
+    `gradient_clipping` each rank first limits the norm of its gradient of this tensor to gradient_clipping /
+    sqrt(number of ranks); the paper bounds the norm of all tensors together. It serves every method that selects
+    coordinates.
+
+    Reference: Lin et al., "Deep gradient compression", ICLR 2018, Algorithms 1 and 4.
     """
 
     momentum: float = 0.9
@@ -35,7 +39,7 @@ class DGCMemory(Memory):
     def check(self, compressor: Compressor) -> None:
         if not compressor.selects:
             raise IncompatibleError(
-                f"memory 'dgc' masks the coordinates that were sent, but {compressor} is no sparsifier. "
+                f"memory 'dgc' resets the coordinates that were sent, but {compressor} is no sparsifier. "
                 "Valid memories: none, residual."
             )
 

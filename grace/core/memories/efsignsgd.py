@@ -1,4 +1,4 @@
-"""Error feedback in units of the weights, for EF-SignSGD."""
+"""Memory of EF-SignSGD: error feedback in units of the weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from grace.core.spec import Array, Payload, Site, State, TensorSpec
 @memories.register("efsignsgd")
 @dataclass(frozen=True)
 class EFSignMemory(Memory):
-    """x = e + lr g; send C(x); e = x - C(x); the optimizer gets mean(C(x)) / lr, since it multiplies by lr itself.
+    r"""Error feedback in units of the weights, for EF-SignSGD.
 
-    `lr` is the initial learning rate (GRACE: beta = 1, gamma = initial learning rate). Karimireddy et al., "Error
-    feedback fixes SignSGD and other gradient compression schemes", ICML 2019, Algorithm 1.
+    Formula: x = e + \gamma g, \; \text{send } C(x), \; e \leftarrow x - C(x), \; \bar g = \mathrm{mean}(C(x)) / \gamma
+
+    gamma is `lr`, the initial learning rate (GRACE: beta = 1, gamma = initial learning rate). The merged gradient is
+    divided by it, because the optimizer multiplies by the learning rate itself.
+
+    Reference: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019,
+    Algorithm 1.
     """
 
     lr: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise ConfigError(f"memory efsignsgd: lr is the initial learning rate, positive; received {self.lr!r}.")
+            raise ConfigError(
+                f"memory efsignsgd: lr (the initial learning rate) must be positive, received {self.lr!r}."
+            )
 
     @property
     def residual_scale(self) -> float:

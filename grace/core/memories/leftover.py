@@ -1,4 +1,4 @@
-"""What an earlier method of the run left behind, sent once."""
+"""Memory that sends the residual of an earlier stage of the schedule once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from grace.core.spec import Array, Payload, Site, State, TensorSpec
 @memories.register("leftover")
 @dataclass(frozen=True)
 class Leftover(Memory):
-    """x = e + g; e = 0: the residual of an earlier stage of the schedule joins one gradient, then nothing is kept.
+    r"""Residual of an earlier stage: added to one gradient, then dropped.
 
-    Put in by grace where a stage of the schedule has no memory and the one before it had error feedback.
+    Formula: x = e + g, \quad \text{send } C(x), \quad e \leftarrow 0
+
+    grace uses it where a stage of the schedule has no memory and the stage before it had error feedback.
     """
 
     feeds_back = False

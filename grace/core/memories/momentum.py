@@ -1,4 +1,4 @@
-"""Momentum before compression, for Signum."""
+"""Memory of Signum: momentum before compression."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from grace.core.spec import Array, Payload, Site, State, TensorSpec
 @memories.register("momentum")
 @dataclass(frozen=True)
 class Momentum(Memory):
-    """m = momentum m + (1 - momentum) g; send C(m). What the compressor drops is not fed back.
+    r"""Momentum before compression, without error feedback.
 
-    Every rank averages its own gradients, m starts at zero, and the optimizer after it must have momentum 0. One
-    buffer of the gradient's size (float32 for half-precision gradients). Bernstein et al., "signSGD: compressed
-    optimisation for non-convex problems", ICML 2018, Algorithm 2.
+    Formula: m \leftarrow \beta m + (1 - \beta) g, \quad \text{send } C(m)
+
+    beta is `momentum`. Every rank averages its own gradients, and m starts at zero. Set the optimizer's own momentum to
+    0. The memory takes one buffer of the gradient's size (float32 for half-precision gradients).
+
+    Reference: Bernstein et al., "signSGD: compressed optimisation for non-convex problems", ICML 2018, Algorithm 2.
     """
 
     momentum: float = 0.9

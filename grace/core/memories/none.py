@@ -13,7 +13,10 @@ from grace.core.spec import Array, Payload, Site, State
 @memories.register("none")
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """Forget what the compressor dropped: x = g."""
+    """No memory: what the compressor drops is lost.
+
+    Formula: x = g
+    """
 
     stateless = True
 

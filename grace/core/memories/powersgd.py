@@ -1,4 +1,4 @@
-"""Error feedback against the aggregate, for PowerSGD."""
+"""Memory of PowerSGD: error feedback against the aggregate."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from grace.core.spec import Array, Payload, Site, State, TensorSpec
 @memories.register("powersgd")
 @dataclass(frozen=True)
 class PowerSGDMemory(Memory):
-    """x = e + g; e = x - mean_i C(x_i): the residual is taken against what the optimizer applied on all ranks.
+    r"""Error feedback against the merged gradient of all ranks, for PowerSGD.
 
-    The mean of the residuals over ranks is that of `residual`; the difference between the ranks stays in them. Vogels
-    et al., "PowerSGD", NeurIPS 2019, Algorithm 2.
+    Formula: x_i = e_i + g_i, \quad \text{send } C(x_i), \quad e_i \leftarrow x_i - \mathrm{mean}_j \, C(x_j)
+
+    The residual is the difference from what the optimizer applied on all ranks. Its mean over the ranks equals that of
+    the memory `residual`; the differences between the ranks remain in it.
+
+    Reference: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 2.
     """
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:

@@ -14,14 +14,17 @@ from grace.core.spec import Array, Payload, Site, State, TensorSpec
 @memories.register("residual")
 @dataclass(frozen=True)
 class Residual(Memory):
-    """x = beta e + gamma g; send C(x); e = x - C(x).
+    r"""Error feedback: what was not sent is added to the next gradient.
 
-    With `lr_correction` the residual is scaled by (last learning rate / this one) first, as if it had been kept in
-    units of the weights: a gradient that was held back at one rate is applied at that rate, however late. With
+    Formula: x = \beta e + \gamma g, \quad \text{send } C(x), \quad e \leftarrow x - C(x)
+
+    With `lr_correction` the residual is first scaled by (last learning rate / this one), as if it were kept in units of
+    the weights: a gradient held back at one learning rate is applied at that rate, however late. With
     `gradient_clipping` the norm of g is first limited to gradient_clipping / sqrt(number of ranks), tensor by tensor.
-    Costs one buffer of the gradient's size (float32 for half-precision gradients). GRACE, equation 4; Stich et al.,
-    "Sparsified SGD with memory", NeurIPS 2018; for the learning rates Karimireddy et al., "Error feedback fixes
-    SignSGD", ICML 2019, Algorithm 1.
+    The memory takes one buffer of the gradient's size (float32 for half-precision gradients).
+
+    Reference: GRACE, equation 4; Stich et al., "Sparsified SGD with memory", NeurIPS 2018; for the learning rates
+    Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1.
     """
 
     beta: float = 1.0
@@ -49,7 +52,7 @@ class Residual(Memory):
         residual, grad = state["residual"], clipped(grad, self.gradient_clipping, at)
         if self.lr_correction:
             lr = ops.full(1, at.lr, "float64")
-            # A rate of zero applies nothing, and the first step has nothing to correct.
+            # A learning rate of zero applies nothing, and the first step has no earlier rate to correct for.
             known = ops.bit_and(lr > 0, state["lr"] > 0)
             factor = ops.where(known, state["lr"] / ops.where(known, lr, 1.0), 1.0)
             residual = residual * ops.cast(factor, dtype)

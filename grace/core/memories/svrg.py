@@ -1,4 +1,4 @@
-"""A control variate that all ranks share, for LPC-SVRG."""
+"""Memory of LPC-SVRG: a control variate that all ranks share."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from grace.core.spec import Array, Payload, Site, State, TensorSpec
 @memories.register("svrg")
 @dataclass(frozen=True)
 class SVRG(Memory):
-    """x = g - c; send C(x); the optimizer gets mean(C(x)) + c; c is that sum of the last step divisible by `period`.
+    r"""Control variate that all ranks share: compresses the difference from an earlier merged gradient.
 
-    c is equal on all ranks, because what they merge is, and starts at zero. It costs no bytes, and the mean keeps its
-    expectation whatever c is; the closer g stays to c, the smaller are x and the quantizer's error. What the compressor
-    drops is not fed back.
-    Full SVRG computes, besides, the gradient at the weights of the snapshot on the same batch, g - g(snapshot) + c,
-    and takes as c the gradient over all data. Neither is done here: c is the merged gradient of one step, so the noise
-    of the batches is not reduced, only that of the compression, and only where the mean gradient is large beside
-    that noise. One buffer of the gradient's size.
-    Yu, Wu and Huang, "Exploring fast and communication-efficient algorithms in large-scale distributed networks",
-    AISTATS 2019; Johnson and Zhang, "Accelerating stochastic gradient descent using predictive variance reduction",
-    NIPS 2013.
+    Formula: x = g - c, \quad \text{send } C(x), \quad \bar g = \mathrm{mean}(C(x)) + c
+
+    c takes the merged gradient of each step divisible by `period`. It starts at zero and is equal on all ranks, because
+    the merged gradients are. It costs no bytes, and the mean keeps its expectation for every c. The closer g stays to
+    c, the smaller are x and the quantizer's error. What the compressor drops is not fed back.
+    Full SVRG also computes the gradient at the weights of the snapshot on the same batch, g - g(snapshot) + c, and
+    takes the gradient over all data as c. This memory does neither: c is the merged gradient of one step. So it does
+    not reduce the noise of the batches, only that of the compression, and only where the mean gradient is large
+    compared with that noise. It takes one buffer of the gradient's size.
+
+    Reference: Yu, Wu and Huang, "Exploring fast and communication-efficient algorithms in large-scale distributed
+    networks", AISTATS 2019; Johnson and Zhang, "Accelerating stochastic gradient descent using predictive variance
+    reduction", NIPS 2013.
     """
 
     period: int = 100
@@ -36,12 +39,12 @@ class SVRG(Memory):
 
     def __post_init__(self) -> None:
         if self.period < 1:
-            raise ConfigError(f"memory svrg: period is a number of steps, at least 1; received {self.period!r}.")
+            raise ConfigError(f"memory svrg: period (in steps) must be at least 1, received {self.period!r}.")
 
     def check(self, compressor: Compressor) -> None:
         if not compressor.averages:
             raise IncompatibleError(
-                f"memory 'svrg' adds to the mean what every rank took away, but {compressor} gives a vote, not a mean. "
+                f"memory 'svrg' needs the mean of the payloads, but {compressor} gives a vote. "
                 "Valid memories: none, momentum."
             )
 
@@ -59,5 +62,5 @@ class SVRG(Memory):
         snapshot = state["snapshot"]
         total = ops.weighted_sum(merged, 1, snapshot, 1)
         due = ops.full(1, at.key.step % self.period, "int64")[0] == 0
-        # A copy, because the optimizer may change the gradient that it is given.
+        # A copy, because the optimizer may change the gradient that it receives.
         return total, {"snapshot": ops.choose(due, lambda: ops.copy(total), lambda: snapshot)}

@@ -1,4 +1,4 @@
-"""The residual and its variance, for variance-based sparsification."""
+"""Memory of variance-based sparsification: the residual and its variance."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
-# Squares of float32 gradients from 2^64 on are infinite, and their sum would be so for ever.
+# Squares of float32 gradients of 2^64 and above are infinite, and their sum would stay infinite.
 LARGEST = {"float32": 2.0**63, "float64": 2.0**511}
 
 
 @memories.register("variance")
 @dataclass(frozen=True)
 class VarianceMemory(Memory):
-    """r = r + g; v = v + g^2; send C(r); where r was sent, r = v = 0, elsewhere v = decay v.
+    r"""Residual and its variance, for variance-based sparsification.
 
-    The compressor finds v in `at.memory["variance"]`. The paper adds up the squares of single samples' gradients over
-    the batch size; these are not known to a wrapper of an optimizer, so the gradient of a rank's batch counts as one
-    sample. Right after a reset r^2 = v, so alpha should be above 1. As in the paper, r becomes zero where it was sent,
-    also where the compressor rounded it: that rounding error is not fed back. Two buffers of the gradient's size.
-    Tsuzuku, Imachi and Akiba, "Variance-based gradient compression for efficient distributed deep learning", ICLR
-    2018 workshop.
+    Formula: r \leftarrow r + g, \quad v \leftarrow v + g^2, \quad \text{send } C(r)
+
+    Where r was sent, r and v become 0; elsewhere v is multiplied by `decay`. The compressor reads v from
+    `at.memory["variance"]`. The paper adds up the squares of the gradients
+    of single samples, each divided by the batch size. A wrapper of an optimizer does not know them, so the gradient of
+    a rank's batch counts as one sample. Right after a reset r^2 = v, so alpha should be above 1. As in the paper, r
+    becomes zero where it was sent, even where the compressor rounded it: the rounding error is not fed back. The memory
+    takes two buffers of the gradient's size.
+
+    Reference: Tsuzuku, Imachi and Akiba, "Variance-based gradient compression for efficient distributed deep learning",
+    ICLR 2018 workshop.
     """
 
     decay: float = 0.999
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay <= 1:
-            raise ConfigError(f"memory variance: decay is a factor in [0, 1], received {self.decay!r}.")
+            raise ConfigError(f"memory variance: decay must lie in [0, 1], received {self.decay!r}.")
 
     def check(self, compressor: Compressor) -> None:
         if not compressor.selects:
