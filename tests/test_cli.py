@@ -160,9 +160,15 @@ def test_doctor_says_which_kernels_are_in_use(monkeypatch):
     monkeypatch.setattr(native, "module_file", lambda: None)
     for module, library, loads, torch, tensorflow in [
         (built, "ops.so", True, "avx2, CPU only", "avx2, CPU only"),
-        (built, "ops.so", False, "avx2, CPU only", "built for another version, and do not load: reference bodies are"),
-        (built, None, False, "avx2, CPU only", "not built: reference bodies are used (pip install "),
-        (None, "ops.so", True, "not built: reference bodies are used (pip install ", "CPU only"),
+        (
+            built,
+            "ops.so",
+            False,
+            "avx2, CPU only",
+            "built for another version and cannot be loaded: the reference implementation is",
+        ),
+        (built, None, False, "avx2, CPU only", "not built: the reference implementation is used (pip install "),
+        (None, "ops.so", True, "not built: the reference implementation is used (pip install ", "CPU only"),
     ]:
         monkeypatch.setattr(native, "module", module)
         monkeypatch.setattr(native, "tensorflow_library", lambda library=library: library)
@@ -172,8 +178,10 @@ def test_doctor_says_which_kernels_are_in_use(monkeypatch):
         assert native.described("tensorflow").startswith(tensorflow)
     monkeypatch.setattr(native, "module", None)
     monkeypatch.setattr(native, "module_file", lambda: "native.so")
-    assert native.described("torch").startswith("built for another version, and do not load: reference bodies are")
-    for there, where in ((False, "CPU; built for CUDA too, which finds no device here"), (True, "CPU and CUDA")):
+    assert native.described("torch").startswith(
+        "built for another version and cannot be loaded: the reference implementation is"
+    )
+    for there, where in ((False, "CPU; built for CUDA too, but there is no CUDA device"), (True, "CPU and CUDA")):
         built = SimpleNamespace(isa=lambda: "avx512", cuda=True, serves_gpu=lambda device, there=there: there)
         monkeypatch.setattr(native, "module", built)
         assert native.described("torch") == f"avx512, {where}"

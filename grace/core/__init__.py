@@ -1,1 +1,1 @@
-"""The framework-agnostic core; imports no framework. See docs/design.md."""
+"""Framework-agnostic core; it imports no framework. docs/design.md describes its parts."""

@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks mean the same run?"""
+"""Agreement of all ranks on one configuration before the first step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from grace.core.errors import MismatchError
 def agree(
     description: dict[str, Any], failure: Exception | None, gather: Callable[[Any], list[Any]], where: str
 ) -> list[dict[str, Any]]:
-    """The descriptions of all ranks, in their order, once they are found to be equal.
+    """Return the descriptions of all ranks, in rank order, after checking that they are equal.
 
-    `description` is JSON-able, the same on every rank but for the key "of this rank"; `failure` is what prevents this
-    rank from taking part, so that the others hear of it and do not wait. `gather` exchanges one object per rank.
-    Raises the failure, or MismatchError on every rank if descriptions differ or another rank failed.
+    `description` must be JSON-able and equal on every rank, except for the key "of this rank". `failure` is the error
+    that keeps this rank from taking part; passing it tells the other ranks, so that they do not wait. `gather`
+    exchanges one object per rank. Raises the failure, or MismatchError on every rank if descriptions differ or another
+    rank failed.
     """
     everyone = gather({"error": f"{type(failure).__name__}: {failure}"} if failure else description)
     if failure is not None:
@@ -38,7 +39,7 @@ def _shared(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(a: Any, b: Any, path: str) -> str:
-    """The first place where two descriptions differ, in words; empty if they are equal."""
+    """Return a text that names the first difference of two descriptions; empty if they are equal."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(k for k in b if k not in a)]:
             here = f"{path}, {key}" if path else str(key)

@@ -1,4 +1,4 @@
-"""From gradients to units and back: laid end to end as they come, and put where they belong as they are merged."""
+"""Gradients to units and back: pieces are joined as they arrive and put back in place after the merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grace.core.spec import Array
 
 
 class Incoming:
-    """The gradients of one step, until every unit has all its pieces."""
+    """Gradients of one step, kept until every unit has all its pieces."""
 
     def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps]) -> None:
         self._plan, self._ops = plan, ops
@@ -19,7 +19,7 @@ class Incoming:
         self.names: set[str] = set()
 
     def add(self, name: str, gradient: Array) -> list[tuple[Part, Array]]:
-        """Take a tensor's gradient; the units that are complete with it, each with its flat gradient."""
+        """Take a tensor's gradient and return the units that it completes, each with its flat gradient."""
         self.names.add(name)
         complete = []
         for unit, _, piece in self._plan.places[name]:
@@ -39,7 +39,7 @@ class Incoming:
 
 
 class Outgoing:
-    """The merged gradients of one step; those in `into` are written there, where arrays can be changed."""
+    """Merged gradients of one step; those in `into` are written there if arrays can be changed in place."""
 
     def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps], into: Mapping[str, Array]) -> None:
         self._plan, self._ops, self._into = plan, ops, into
@@ -50,7 +50,10 @@ class Outgoing:
         self.merged: dict[str, Array] = {}
 
     def target(self, unit: Part) -> Array | None:
-        """Where the merged gradient of a unit goes, if that is one stretch of an array which can be written to."""
+        """Return the array slice that receives the merged gradient of a unit, or None.
+
+        There is one if the unit is one contiguous stretch of an array that can be written to.
+        """
         piece = unit.pieces[0]
         spec, ops = self._specs[piece.tensor], self._ops(unit.spec.device)
         if len(unit.pieces) > 1 or not self._goes_into_place(piece, ops) or spec.dtype != spec.work_dtype:
@@ -58,7 +61,7 @@ class Outgoing:
         return self._whole(piece.tensor, ops)[piece.start : piece.stop]
 
     def add(self, unit: Part, x: Array, factor: float, target: Array | None) -> None:
-        """Take the merged gradient of a unit, which is this times the factor; consumes x, which may be the target."""
+        """Take the merged gradient of a unit, x times the factor; consumes x, which may be the target."""
         ops = self._ops(unit.spec.device)
         direct = [self._goes_into_place(piece, ops) for piece in unit.pieces]
         if factor != 1 and (x is target or not all(direct)):
@@ -76,7 +79,7 @@ class Outgoing:
         return ops.in_place and (piece.tensor in self._into or piece.numel != self._specs[piece.tensor].numel)
 
     def _whole(self, tensor: str, ops: ArrayOps) -> Array:
-        """The flat array that becomes the tensor's merged gradient."""
+        """Return the flat array that becomes the tensor's merged gradient."""
         if tensor not in self._places:
             spec, given = self._specs[tensor], self._into.get(tensor)
             self._places[tensor] = (

@@ -1,4 +1,4 @@
-"""The Communicator abstraction: how the payloads of one bucket travel."""
+"""Base class of communicators, which carry the payloads of one bucket, and the built-in ones."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from grace.core.wire import GatherLayout, Layout, Lengths, Received, SumLayout
 
 @dataclass(frozen=True)
 class Sent:
-    """A bucket on its way: the collectives to wait for, the bytes this rank handed to them, its run-time lengths."""
+    """Bucket under way: the collectives to wait for, the bytes that this rank sent, and the run-time lengths."""
 
     handles: dict[str, Handle]
     nbytes: int
     lengths: Lengths = field(default_factory=dict)
 
     def wait(self) -> dict[str, Array]:
-        """Wait; the results of the collectives."""
+        """Wait and return the results of the collectives."""
         return {name: handle.wait() for name, handle in self.handles.items()}
 
 
 @dataclass(frozen=True)
 class Route:
-    """How a bucket goes through one step: its layout, the transport, the names of its collectives, the step.
+    """Description of one bucket's exchange in one step: layout, transport, names of its collectives, and step.
 
-    `mean` tells that 16-bit floats are averaged where they are added up, because their sum may overflow.
+    `mean` means that 16-bit floats are averaged while they are added, because their sum may overflow.
     """
 
     layout: Layout
@@ -46,32 +46,35 @@ class Route:
 
 @dataclass(frozen=True)
 class Communicator(ABC):
-    """How the payloads of one bucket travel: summed on the way, or all brought to every rank."""
+    """Base of communicators, which sum payloads on the way or bring all of them to every rank."""
 
     sums: ClassVar[bool] = False
     any_length: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, compressor: Compressor) -> None:
-        """Raise IncompatibleError if this compressor's payloads cannot travel this way."""
+        """Raise IncompatibleError if this communicator cannot carry the compressor's payloads."""
 
     @abstractmethod
     def layout(self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]) -> Layout:
-        """Where the fields of a bucket lie on the wire."""
+        """Return the layout of a bucket's fields on the wire."""
 
     @abstractmethod
     def start(self, payloads: Sequence[Payload], flags: Sequence[Array], route: Route) -> Sent:
-        """Write the wire buffer and hand it to the transport; returns at once."""
+        """Write the wire buffer, hand it to the transport and return at once."""
 
     @abstractmethod
     def finish(self, arrived: Mapping[str, Array], sent: Sent, route: Route) -> Received:
-        """What the results of the collectives hold."""
+        """Return the payloads that the results of the collectives hold."""
 
 
 @communicators.register("allreduce")
 @dataclass(frozen=True)
 class Allreduce(Communicator):
-    """Sum the payloads on the way: g = decompress(sum_i payload_i); bytes do not grow with the number of ranks."""
+    r"""Sum on the way: allreduce adds the payloads, and the bytes do not grow with the number of ranks.
+
+    Formula: g = \mathrm{decompress}\bigl(\textstyle\sum_i \mathrm{payload}_i\bigr)
+    """
 
     sums: ClassVar[bool] = True
 
@@ -105,7 +108,7 @@ class Allreduce(Communicator):
 
 
 class _Gathering(Communicator):
-    """What allgather and broadcast share: every rank's byte buffer arrives on every rank."""
+    """Shared part of allgather and broadcast: every rank's byte buffer arrives on every rank."""
 
     def layout(
         self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]
@@ -122,7 +125,10 @@ class _Gathering(Communicator):
 @communicators.register("allgather")
 @dataclass(frozen=True)
 class Allgather(_Gathering):
-    """Bring every rank's payload to every rank in one collective; payloads may differ in length."""
+    r"""Gathering: one collective brings every rank's payload to every rank; payloads may differ in length.
+
+    Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n)
+    """
 
     any_length: ClassVar[bool] = True
 
@@ -141,7 +147,10 @@ class Allgather(_Gathering):
 @communicators.register("broadcast")
 @dataclass(frozen=True)
 class Broadcast(_Gathering):
-    """Bring every rank's payload to every rank by one broadcast per rank; for networks without a good allgather."""
+    r"""Broadcasts: one per rank brings its payload to every rank, for networks without a good allgather.
+
+    Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n)
+    """
 
     def check(self, compressor: Compressor) -> None:
         if not compressor.fixed_size:

@@ -1,4 +1,4 @@
-"""Configuration: which parts serve which tensors, from a dictionary, keywords, a TOML file or GRACE_CONFIG."""
+"""Configuration: the parts that serve each tensor, from a dictionary, keywords, a TOML file or GRACE_CONFIG."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REGISTRIES: dict[str, Any] = {"compressor": compressors, "memory": memories, "c
 
 @dataclass(frozen=True)
 class Parts:
-    """A compressor with the memory and the communicator that serve it. Raises IncompatibleError if they cannot."""
+    """Compressor with its memory and its communicator. Raises IncompatibleError if they do not work together."""
 
     compressor: Compressor
     memory: Memory
@@ -48,11 +48,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parts serve the tensors that fit: by name pattern, size, number of dimensions, dtype and kind of gradient.
+    """Rule that gives parts to the tensors of some name, size, number of dimensions, dtype or kind of gradient.
 
-    `match` holds shell patterns, of which one must fit the name; `min_numel <= elements <= max_numel`,
-    `min_ndim <= dimensions <= max_ndim`; `sparse` tells gradients that come as rows (embeddings) from others.
-    `reason` is what the start-up report says.
+    `match` holds shell patterns; one of them must fit the name. The other conditions are `min_numel <= elements <=
+    max_numel`, `min_ndim <= dimensions <= max_ndim`, `dtype`, and `sparse`, which is True for gradients that come as
+    rows (embeddings). The start-up report shows `reason`.
     """
 
     parts: Parts
@@ -67,17 +67,20 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not self.match:
-            raise ConfigError(f"{self.reason}: match holds no pattern; leave it out to fit every name.")
+            raise ConfigError(f"{self.reason}: match is empty; give a pattern, or leave it out to fit every name.")
         for low, high in ((self.min_numel, self.max_numel), (self.min_ndim, self.max_ndim)):
             if low < 0 or (high is not None and high < low):
-                raise ConfigError(f"{self.reason}: no tensor has between {low} and {high} elements or dimensions.")
+                raise ConfigError(
+                    f"{self.reason}: expected 0 <= minimum <= maximum, received {low} and {high} as the limits of the "
+                    "elements or dimensions."
+                )
         if self.dtype is not None and self.dtype not in GRADIENT_DTYPES:
             raise ConfigError(
-                f"{self.reason}: no gradient has dtype '{self.dtype}'.{nearest(self.dtype, GRADIENT_DTYPES)}"
+                f"{self.reason}: unknown gradient dtype '{self.dtype}'.{nearest(self.dtype, GRADIENT_DTYPES)}"
             )
 
     def fits(self, spec: TensorSpec) -> bool:
-        """Whether the rule applies to the tensor."""
+        """Return whether the rule applies to the tensor."""
         return (
             any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in self.match)
             and self.min_numel <= spec.numel
@@ -93,17 +96,17 @@ _RULE_CONDITIONS = {f: t for f, t in fields_of(Rule).items() if f not in ("parts
 
 
 def dense_parts() -> Parts:
-    """What an uncompressed tensor gets: compressor none, no memory, allreduce."""
+    """Return the parts of an uncompressed tensor: compressor none, memory none, allreduce."""
     return Parts(compressors.make("none"), memories.make("none"), communicators.make("allreduce"))
 
 
 def default_rules() -> tuple[Rule, ...]:
-    """The rules behind the user's: biases, norms, tensors under 1,024 elements and embeddings stay uncompressed."""
+    """Return the rules that follow the user's: biases, norms, small tensors and embeddings stay uncompressed."""
     dense = dense_parts()
     small = "default rule: fewer than 1,024 elements"
     named = "default rule: a bias or norm by its name"
     vector = "default rule: a vector under 65,536 elements, as biases and norms are"
-    rows = "default rule: an embedding, whose gradient is sparse as it is"
+    rows = "default rule: an embedding, whose gradient is sparse already"
     names = ("*bias*", "*norm*", "*bn*", "*gamma*", "*beta*")
     return (
         Rule(dense, max_numel=1023, reason=small),
@@ -115,7 +118,7 @@ def default_rules() -> tuple[Rule, ...]:
 
 @dataclass(frozen=True)
 class Stage:
-    """From `step` on, other parts."""
+    """Stage of a schedule: the parts that serve from `step` on."""
 
     step: int
     parts: Parts
@@ -123,16 +126,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. The first rule that fits a tensor names its parts; where none fits, `parts` serve it.
+    """Configuration of a whole run: the first rule that fits a tensor names its parts, else `parts` serve it.
 
     `default_rules=False` drops the rules that keep biases, norms, small tensors and embeddings uncompressed. `seed`
-    feeds the counter-based random numbers. `schedule` names other parts, in the place of `parts`, from later steps on.
-    `granularity` is what is compressed as one tensor: every "layer" by itself; what lies in one "bucket", with layers
-    above `split_bytes` of gradients cut into several (0: never); or the whole "model". Methods that look at a tensor's
-    shape stay with layers. `bucket_bytes` is how many bytes of gradients share one wire buffer and collective (0: every
-    tensor has its own); with "model" there is one per kind of collective.
-    `index_coding` is how the indices of gathered sparse payloads travel: int32, delta, bitmap, or smallest of these
-    (see `grace.core.indices`).
+    feeds the counter-based random numbers. `schedule` names parts that replace `parts` from later steps on.
+    `granularity` is the unit of compression: each "layer" by itself; the tensors of one "bucket" together, with layers
+    above `split_bytes` of gradients cut into several units (0: never); or the whole "model". Methods that depend on a
+    tensor's shape always compress layer by layer. `bucket_bytes` is the number of gradient bytes that share one wire
+    buffer and one collective (0: one collective per tensor); with "model" there is one per kind of collective.
+    `index_coding` is the coding of gathered sparse indices: int32, delta, bitmap, or the smallest of these (see
+    `grace.core.indices`).
     """
 
     parts: Parts
@@ -148,30 +151,30 @@ class Config:
     def __post_init__(self) -> None:
         steps = [0, *(stage.step for stage in self.schedule)]
         if any(b <= a for a, b in itertools.pairwise(steps)):
-            raise ConfigError(f"schedule: expected steps above 0 that rise from stage to stage, received {steps[1:]}.")
+            raise ConfigError(f"schedule: expected steps above 0 in ascending order, received {steps[1:]}.")
         if self.index_coding not in CODINGS:
-            raise ConfigError(f"index_coding: received '{self.index_coding}'.{nearest(self.index_coding, CODINGS)}")
+            raise ConfigError(f"unknown index_coding '{self.index_coding}'.{nearest(self.index_coding, CODINGS)}")
         if self.granularity not in GRANULARITIES:
-            raise ConfigError(f"granularity: received '{self.granularity}'.{nearest(self.granularity, GRANULARITIES)}")
+            raise ConfigError(f"unknown granularity '{self.granularity}'.{nearest(self.granularity, GRANULARITIES)}")
         for name in ("bucket_bytes", "split_bytes"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is a number of bytes, or 0; received {getattr(self, name)!r}.")
+                raise ConfigError(f"{name} must be a number of bytes, at least 0; received {getattr(self, name)!r}.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in [0, 2^63), received {self.seed!r}.")
 
     @property
     def stages(self) -> tuple[tuple[int, Config], ...]:
-        """The steps from which other parts count, beginning with 0, and the configuration there, without schedule."""
+        """Stages of the run: first step (0 for the first stage) and configuration without schedule."""
         later = ((stage.step, dataclasses.replace(self, parts=stage.parts, schedule=())) for stage in self.schedule)
         return (0, dataclasses.replace(self, schedule=())), *later
 
     def rule_for(self, spec: TensorSpec) -> Rule | None:
-        """The first rule that fits a tensor; None where the configuration's own parts serve it."""
+        """Return the first rule that fits a tensor; None if the configuration's own parts serve it."""
         rules = self.rules + (default_rules() if self.default_rules else ())
         return next((rule for rule in rules if rule.fits(spec)), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able and complete: make_config(config.to_dict()) == config."""
+        """Return a complete JSON-able description: make_config(config.to_dict()) == config."""
         rules = []
         for rule in self.rules:
             conditions = {name: getattr(rule, name) for name in _RULE_CONDITIONS}
@@ -189,16 +192,18 @@ def _describe(parts: Parts) -> dict[str, Any]:
 
 
 def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:
-    """A Config from a mapping, a TOML file, or keywords, which win over it.
+    """Build a Config from a mapping, a TOML file, or keywords, which take precedence.
 
-    Where none of them names a compressor, GRACE_CONFIG (the path of a TOML file, or a JSON object) is put under them.
+    If none of them names a compressor, the values of GRACE_CONFIG (the path of a TOML file, or a JSON object) fill the
+    gaps.
 
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready part), `rules` (a list of
-    tables with conditions and the same keys), `schedule` (a list of tables with `step` and what changes from then on:
-    options, or parts), `warmup_steps` (of DGC's ladder of compress_ratio, see `grace.core.schedule.ladder`),
-    `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, and the options of the chosen
-    parts, such as `compress_ratio`.
-    Raises ConfigError for unknown or mistyped keys and values, IncompatibleError for parts that do not fit.
+    tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or parts that
+    change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.schedule.ladder`), `default_rules`,
+    `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, and the options of the chosen parts, such as
+    `compress_ratio`.
+    Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for parts that do not work
+    together.
     """
     if isinstance(config, Config):
         return _replace(config, options)
@@ -223,7 +228,7 @@ def _from_environment() -> Mapping[str, Any]:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{ENVIRONMENT_VARIABLE} holds no valid JSON object: {error}.") from None
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE} is not a valid JSON object: {error}.") from None
     if not isinstance(values, dict):
         raise ConfigError(
             f"{ENVIRONMENT_VARIABLE}: expected a JSON object or the path of a TOML file, received {text}."
@@ -235,8 +240,8 @@ def _replace(config: Config, options: Mapping[str, Any]) -> Config:
     for key, value in options.items():
         if key not in _TOP_LEVEL:
             raise ConfigError(
-                f"option '{key}' cannot be changed beside a ready Config.{nearest(key, _TOP_LEVEL)} "
-                "Pass a dictionary instead of the Config."
+                f"option '{key}' cannot be combined with a ready Config.{nearest(key, _TOP_LEVEL)} "
+                "To change it, pass a dictionary instead of the Config."
             )
         _check_option(key, value)
     return dataclasses.replace(config, **options)
@@ -248,10 +253,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         hint = ""
         if str(path) in compressors:
-            hint = f" A text is the path of a TOML file; the compressor is named by {{'compressor': '{path}'}}."
+            hint = f" A string is the path of a TOML file; to name the compressor, pass {{'compressor': '{path}'}}."
         raise ConfigError(f"the configuration file '{path}' cannot be read: {error.strerror}.{hint}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file '{path}' is no valid TOML: {error}.") from None
+        raise ConfigError(f"the configuration file '{path}' is not valid TOML: {error}.") from None
 
 
 def _check_option(key: str, value: Any) -> None:
@@ -293,16 +298,21 @@ def _warm_up(parts: Parts, steps: int) -> list[Stage]:
 
 
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The configuration with other options or parts. Raises ConfigError where a schedule would undo the change."""
+    """Return the configuration with other options or parts.
+
+    Raises ConfigError if the configuration has a schedule, which would undo the change.
+    """
     if config.schedule:
-        raise ConfigError("the configuration has a schedule, whose next stage would undo the change; change that.")
+        raise ConfigError(
+            "the configuration has a schedule, and its next stage would undo the change; change the schedule instead."
+        )
     return dataclasses.replace(config, parts=change_parts(config.parts, changes))
 
 
 def change_parts(parts: Parts, changes: Mapping[str, Any], where: str = "the change") -> Parts:
-    """The parts with other options, or other parts; a new compressor brings its own memory and communicator.
+    """Return the parts with other options, or other parts; a new compressor brings its own memory and communicator.
 
-    Raises ConfigError for options that no part has, IncompatibleError for parts that do not fit.
+    Raises ConfigError for options that no part has, IncompatibleError for parts that do not work together.
     """
     values = dict(changes)
     if "compressor" not in values:
@@ -328,7 +338,7 @@ def _make_rule(table: Mapping[str, Any], index: int) -> Rule:
 
 
 def _make_parts(values: Mapping[str, Any], other_keys: list[str], where: str) -> Parts:
-    """Choose the parts and deal the flat options out to those that have a field of that name."""
+    """Choose the parts and give each flat option to the parts that have a field of that name."""
     options = {key: value for key, value in values.items() if key not in _PARTS}
     if "compressor" not in values:
         unknown = f" It has the unknown keys {', '.join(map(repr, options))}." if options else ""
@@ -349,7 +359,9 @@ def _make_parts(values: Mapping[str, Any], other_keys: list[str], where: str) ->
             mine = {key: value for key, value in options.items() if key in fields}
             twice = sorted(set(mine) & set(choice))
             if twice:
-                raise ConfigError(f"{where}: '{twice[0]}' is given twice, beside '{kind}' and inside it; keep one.")
+                raise ConfigError(
+                    f"{where}: '{twice[0]}' is given twice, next to '{kind}' and inside it; remove one of them."
+                )
             known += fields
             used |= set(mine)
             choice = {**mine, **choice}

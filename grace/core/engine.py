@@ -1,12 +1,12 @@
-"""One step of every bucket: compress as gradients arrive, exchange, merge, and only then commit the states.
+"""Engine of a training step: it compresses gradients as they arrive, exchanges, merges, then commits the states.
 
-The phases of a step, each in the order of the plan so that all ranks agree on it:
+A step has these phases, each in the order of the plan so that all ranks agree on it:
 
     ready(name, gradient)   local work; the bucket's first collective starts with its last gradient
-    advance()               what the ranks had to settle first has arrived; compress the rest and send
+    advance()               wait for the proposals of the ranks, compress the rest and send
     finish()                wait, merge, average, commit
 
-No phase but the last two waits for another rank. Memories are committed as payloads arrive, everything else at the end.
+Only the last two phases wait for other ranks. Memories are committed as payloads arrive, everything else at the end.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from grace.core.wire import Received
 
 
 class Engine:
-    """Drives a plan over a transport, one step after another.
+    """Driver of a plan over a transport, one step after another.
 
-    `ops(device)` gives the array operations. `average=False` leaves sums undivided. States are kept in `slots`.
-    `later` holds plans of later stages, each with the step from which it counts. Moments are noted in `times`.
+    `ops(device)` returns the array operations. `average=False` leaves sums undivided. `slots` keeps the states. `later`
+    holds the plans of later stages, each with its first step. `times` records moments.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class Engine:
         for _, stage in self._stages:
             for part in stage.parts:
                 part.compressor.check_ranks(transport.size)
-        # The plan of the last step, which statistics are about.
+        # The plan of the last step; the statistics describe it.
         self._done = plan
         self._adopt(plan)
         prepare(self._slots, plan, ops, seed)
 
     @property
     def step(self) -> Any:
-        """The number of the step under way: an int, or a 0-d integer array in a traced graph."""
+        """Number of the step under way: an int, or a 0-d integer array in a traced graph."""
         return self._slots.step
 
     @property
     def track_norms(self) -> bool:
-        """Whether a step measures the norms of what is compressed and of the error, for `stats`."""
+        """True if a step measures the norms of compressed gradients and of their errors, for `stats`."""
         return self._works.track_norms
 
     @track_norms.setter
@@ -95,20 +95,20 @@ class Engine:
 
     @property
     def under_way(self) -> bool:
-        """Whether a step has begun and is not finished."""
+        """True if a step has begun and is not finished."""
         return bool(self._incoming.names)
 
     def exchanges(self, name: str) -> bool:
-        """Whether the engine exchanges the tensor now, and has not left it to the adapter."""
+        """Return whether the engine exchanges the tensor now, rather than the adapter."""
         return name in self._part_of
 
     def change(self, plan: Plan) -> None:
-        """Go on with another plan for the same tensors; residuals and what else fits are carried over.
+        """Continue with another plan for the same tensors; residuals and other states that fit are carried over.
 
         Raises StepError in the middle of a step.
         """
         if self.under_way:
-            raise StepError("the plan was changed in the middle of a step; change it after step().")
+            raise StepError("the plan cannot be changed in the middle of a step; change it after step().")
         for part in plan.parts:
             part.compressor.check_ranks(self.transport.size)
         self._stages = [(0, plan)]
@@ -128,12 +128,15 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def ready(self, name: str, gradient: Array, lr: Any = None) -> None:
-        """Take a finished gradient, which is only read, and the learning rate of its step if memories need it.
+        """Take a finished gradient, which is only read, and the step's learning rate if memories need it.
 
-        Raises StepError for a wrong name, shape or order, or a learning rate that is missing.
+        Raises StepError for a wrong name, shape or order, or if the learning rate is missing.
         """
         if name not in self._part_of:
-            raise StepError(f"no tensor '{name}' in the plan; the plan is made once, from the parameters at that time.")
+            raise StepError(
+                f"no tensor '{name}' in the plan, which was made from the parameters at the start; "
+                "create the optimizer after all parameters exist."
+            )
         part = self._part_of[name]
         if tuple(gradient.shape) != part.spec.shape:
             raise StepError(
@@ -141,11 +144,14 @@ class Engine:
                 f"received {tuple(gradient.shape)}; parameters must keep their shape."
             )
         if name in self._incoming.names:
-            raise StepError(f"tensor '{name}' got a second gradient before step {self.step} was finished.")
+            raise StepError(
+                f"tensor '{name}' got a second gradient before step {self.step} was finished; "
+                "expected one gradient per tensor and step."
+            )
         if part.memory.needs_lr and lr is None:
             raise StepError(
-                f"tensor '{name}': memory '{memories.name_of(part.memory)}' corrects for the learning rate, and none "
-                "was given; only optimizers know it: wrap one, or leave lr_correction out."
+                f"tensor '{name}': memory '{memories.name_of(part.memory)}' corrects for the learning rate, but "
+                "received none. Only optimizers know it: wrap one, or leave lr_correction out."
             )
         self.times.mark("ready", name, (gradient,))
         for unit, flat in self._incoming.add(name, gradient):
@@ -157,12 +163,12 @@ class Engine:
                 self._collect()
 
     def advance(self) -> None:
-        """Wait for what the ranks settle, compress with it and send. Raises StepError if a gradient is missing."""
+        """Wait for the proposals, compress with them and send. Raises StepError if a gradient is missing."""
         missing = [name for name in self._part_of if name not in self._incoming.names]
         if missing:
             raise StepError(
-                f"step {self.step} cannot finish: no gradient for {', '.join(missing)}. "
-                "Pass zeros for parameters that took no part."
+                f"step {self.step} cannot finish: received no gradient for {', '.join(missing)}. "
+                "Pass zeros for unused parameters."
             )
         for bucket in self.plan.buckets:
             run = self._runs[bucket.name]
@@ -171,10 +177,10 @@ class Engine:
                 self._send(bucket, run)
 
     def finish(self, into: Mapping[str, Array] | None = None) -> dict[str, Array]:
-        """Complete the step: per tensor the merged gradient, in the shape and dtype of its spec.
+        """Complete the step and return each tensor's merged gradient, in the shape and dtype of its spec.
 
-        Those in `into`, contiguous arrays of that shape and dtype which overlap no other, are written there, where
-        arrays can be changed.
+        `into` maps tensors to contiguous arrays of that shape and dtype, which must not overlap; if arrays can be
+        changed in place, the gradients are written there.
         """
         self.advance()
         outgoing = Outgoing(self.plan, self._ops, into or {})
@@ -195,15 +201,15 @@ class Engine:
         return outgoing.merged
 
     def drop(self) -> None:
-        """Forget the gradients of a step that is not going to be finished.
+        """Discard the gradients of a step that will not be finished.
 
-        States stay as they are, but for memories whose payloads have arrived from all ranks already.
+        States stay as they are, except those of memories whose payloads have already arrived from all ranks.
         """
         self._runs: dict[str, Run] = {}
         self._incoming = Incoming(self.plan, self._ops)
 
     def _propose(self, bucket: Bucket, run: Run) -> bool:
-        """Start one collective for all proposals of one kind; False if the bucket has none."""
+        """Start one collective for all proposals of one kind; return False if the bucket has none."""
         kinds: dict[tuple[Literal["sum", "max", "leader"], str], list[Array]] = {}
         for part in bucket.parts:
             entry = run.entries[part.spec.name]
@@ -225,7 +231,7 @@ class Engine:
         return bool(kinds)
 
     def _settle(self, bucket: Bucket, run: Run) -> None:
-        """Hand every proposal its settled form and compress."""
+        """Give every proposal its agreed result and compress."""
         settled: dict[Any, Array] = {kind: handle.wait() for kind, handle in run.agreeing.items()}
         if settled:
             self.times.mark("settled", bucket.name, settled.values())
@@ -254,9 +260,9 @@ class Engine:
         return Route(bucket.layout, self.transport, ops, bucket.name, self.step, self._average)
 
     def _collect(self) -> None:
-        """Take in what has arrived, without waiting; memories need their last state no longer than that.
+        """Take in what has arrived, without waiting, so that memories can drop their last state early.
 
-        On a device the flags would have to be waited for, and in a graph there is nothing to see of them yet.
+        On a GPU this would have to wait for the flags, and in a traced graph nothing has arrived yet.
         """
         for bucket in self.plan.buckets:
             run, spec = self._runs.get(bucket.name), bucket.parts[0].spec
@@ -284,8 +290,8 @@ class Engine:
                 in_step,
                 MismatchError(
                     f"the ranks are not at the same step (seen by rank {self.transport.rank}): "
-                    "a checkpoint was loaded on some of them only, or checkpoints of different steps. "
-                    "Let every rank load its own file of one moment, or all of them the same file."
+                    "only some of them loaded a checkpoint, or they loaded checkpoints of different steps. "
+                    "Let every rank load its own file of the same step, or all ranks the same file."
                 ),
             )
         for part, payloads, bad_flags in zip(bucket.parts, received.payloads, received.flags, strict=True):
@@ -293,35 +299,35 @@ class Engine:
             x, factor = self._works.conclude(entry, payloads, bad_flags, target)
             outgoing.add(part, x, factor, target)
             self.times.mark("merged", part.spec.name, (x,))
-            # Its memory serves the next unit.
+            # Free its memory for the next unit.
             del x
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What the last step sent. Bytes are what this rank handed to collectives.
+        """Return what the last step sent; bytes are those that this rank passed to collectives.
 
-        `wire_bytes` counts whole buffers (fields, header, padding, proposals) and delegated tensors, `dense_bytes`
-        what they would be uncompressed, `compressed_*` the same without the dense tensors, `collectives` the bytes by
-        the kind of collective that carries them. Per tensor: `wire_bytes` of its fields and proposal, of a unit its
-        share by elements; `residual_norm` |e| and, over the units that hold it, `relative_error` |x - C(x)| / |x|,
-        which are None unless `track_norms` was set before the step.
+        `wire_bytes` counts whole buffers (fields, header, padding, proposals) and delegated tensors, `dense_bytes` the
+        same tensors uncompressed, `compressed_*` both without the dense tensors, and `collectives` the bytes by the
+        kind of collective that carries them. Each tensor has `wire_bytes` of its fields and proposal (its share of a
+        unit by elements), `residual_norm` |e|, and `relative_error` |x - C(x)| / |x| over the units that hold it. The
+        last two are None unless `track_norms` was set before the step.
 
-        Per bucket: its `tensors`, `wire_bytes`, and from when to when its phases lasted, [begin, end] in seconds since
-        the first gradient of the step; None where not known, as before the first step and in a graph that does not
-        track times. `ready`: its first gradient to its last. `compress`: the first unit begun, with error feedback,
-        until the payloads are handed to the transport (in a graph: until they are made). `settle`, a part of it:
-        proposals sent to settled; None if the method has none. `send`: until this rank waits for what it sent; before,
-        it does other work. `wait`: to arrival. (A graph, which blocks nowhere, is said to wait from when the payloads
-        of all buckets are made.) `merge`: to the last gradient in its place. These are times of the host: work of a GPU
-        counts when it is enqueued.
+        Each bucket has its `tensors`, `wire_bytes`, and its phases as [begin, end] in seconds since the first gradient
+        of the step. A phase is None if it is unknown, as before the first step and in a graph that does not track
+        times. `ready`: from its first gradient to its last. `compress`: from the start of its first unit, error
+        feedback included, until the payloads are passed to the transport (in a graph: until they exist). `settle`, a
+        part of `compress`: from sending proposals to their result; None if the method has none. `send`: until this rank
+        waits for what it sent; it does other work meanwhile. `wait`: until arrival. (A graph never blocks; its wait
+        starts when the payloads of all buckets exist.) `merge`: until the last gradient is in place. These are host
+        times: work of a GPU counts when it is enqueued.
         """
         return statistics(self._done, self._slots, self.times, self._ops, self.track_norms)
 
     # --- checkpoint ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and states of this rank; arrays are the live ones and are never changed in place."""
+        """Return the step and states of this rank; the arrays are the live ones and are never changed in place."""
         return {
             "version": STATE_VERSION,
             "step": int(self.step),
@@ -331,11 +337,11 @@ class Engine:
         }
 
     def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
-        """Take over step and states; `convert(saved, current)` gives the saved array in the current one's place.
+        """Load step and states; `convert(saved, current)` returns the saved array in the form of the current one.
 
-        States of another rank, or of a run with another number of ranks, cannot be continued exactly: then only what
-        is equal on all ranks (step, compressor states) is taken over, the memories start from zero, and the result
-        is False. Raises StateError if the checkpoint is of other tensors, parts or shapes.
+        States of another rank, or of a run with another number of ranks, cannot be continued exactly. Then only values
+        that are equal on all ranks are loaded (step, compressor states), the memories start from zero, and the result
+        is False. Raises StateError if the checkpoint belongs to other tensors, parts or shapes.
         """
         check_saved(state)
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
@@ -345,7 +351,7 @@ class Engine:
         try:
             self._slots.load(self._units, state["tensors"], convert, self._initial if not mine else None)
         except Exception:
-            # All or nothing, also of a checkpoint of another stage.
+            # All or nothing, also for a checkpoint of another stage.
             self._leave()
             self._adopt(plan)
             for name, states in before.items():
@@ -357,12 +363,12 @@ class Engine:
         return bool(mine)
 
     def reset(self) -> None:
-        """Start over: step 0, every state as at the beginning."""
+        """Start over at step 0 with initial states."""
         self.drop()
         self._start_at(0, anew=True)
 
     def _start_at(self, step: int, anew: bool = False) -> None:
-        """Be in the stage of a step, with initial states if it is another one, or `anew`."""
+        """Go to the stage of a step; use initial states if it is another stage, or with `anew`."""
         plan = self._stage_at(step)
         if anew or plan is not self.plan:
             self._done = plan

@@ -1,4 +1,4 @@
-"""What one rank does with one unit in a step: compensate, compress, and conclude once the payloads are here."""
+"""One rank's work on one unit in a step: compensate, compress, and merge once the payloads are here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grace.core.wire import Received, sent_bytes
 
 @dataclass
 class Entry:
-    """One unit on its way through a step."""
+    """One unit under way in a step."""
 
     part: Part
     site: Site
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass
 class Run:
-    """One bucket on its way through a step."""
+    """One bucket under way in a step."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     agreeing: dict[tuple[str, str], Handle] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class Run:
 
 
 class Works:
-    """The work of a rank, one of `size`, on units whose states lie in `slots`; its moments are noted in `times`.
+    """Work of one rank of `size` on units whose states lie in `slots`; `times` records its moments.
 
-    `ops(device)` gives the array operations. `average=False` leaves sums undivided.
+    `ops(device)` returns the array operations. `average=False` leaves sums undivided.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Works:
         self._seed, self._average = seed, average
 
     def begin(self, part: Part, gradient: Array, lr: Any) -> Entry:
-        """Compensate a unit's flat gradient, which is only read, and compress it unless ranks must settle something."""
+        """Compensate a unit's flat gradient, which is only read, and compress it unless the ranks must agree first."""
         self._times.mark("begun", part.spec.name, (gradient,))
         spec, ops, states = part.spec, self._ops(part.spec.device), self._slots.read(part.spec.name)
         site = Site(
@@ -82,11 +82,11 @@ class Works:
         finite = memory_state.get(FINITE)
         memory_state = {key: value for key, value in memory_state.items() if key != FINITE}
         if part.memory.stateless and part.agreement:
-            # x may be the caller's own buffer, and it is needed again after this call.
+            # x may be the caller's own buffer, and it is still needed after this call.
             x = ops.copy(x)
         bad = False
         if part.guarded and not part.checks:
-            # Codecs may count on finite input: a bad gradient is replaced here and announced by its flag.
+            # Codecs may rely on finite input: zeros replace a bad gradient, and its flag tells the other ranks.
             bad = ~(ops.finite(x) if finite is None else finite)
             good = x
             x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
@@ -99,7 +99,7 @@ class Works:
         return entry
 
     def compress(self, entry: Entry, agreed: Array | None = None) -> None:
-        """Make the payload, with what the ranks have agreed on."""
+        """Make the payload, with the result that the ranks agreed on."""
         part, ops = entry.part, entry.site.ops
         entry.site = entry.site._replace(agreed=agreed)
         if part.checks:
@@ -108,7 +108,7 @@ class Works:
         else:
             entry.payload = part.compressor.compress(entry.x, entry.site)
         if part.guarded:
-            # A finite gradient can still overflow in the payload (float16, a norm); then it must not be remembered.
+            # A finite gradient can still overflow in the payload (float16, a norm); then no state may keep it.
             for f in part.fields:
                 if f.dtype.startswith(("float", "bfloat")):
                     entry.bad = ops.bit_or(entry.bad, ~ops.finite(entry.payload[f.name]))
@@ -120,17 +120,17 @@ class Works:
         self._slots.note("error", part.spec.name, error)
 
     def to_send(self, entry: Entry) -> Payload:
-        """The payload as it travels."""
+        """Return the payload as it travels."""
         halves = self._average and self._size > 1 and entry.part.half_sum
         return divided(entry.payload, entry.part, self._size, entry.site.ops) if halves else entry.payload
 
     def remember(self, entry: Entry) -> None:
-        """Let the memory see what is on its way; the buffer that was x becomes the new residual."""
+        """Update the memory with the payload under way; the buffer of x becomes the new residual."""
         part = entry.part
         entry.memory_state = part.memory.update(entry.x, entry.payload, part.compressor, entry.memory_state, entry.site)
 
     def settle(self, entry: Entry, flags: list[Array]) -> None:
-        """Commit the memory if no rank saw NaN or infinity, so that its last state need not be kept until the end."""
+        """Commit the memory early if no rank saw NaN or infinity, so that its last state can be freed."""
         part = entry.part
         if not (_finishes(part) or any(flag > 0 for flag in flags)):
             states = self._slots.read(part.spec.name)
@@ -139,9 +139,9 @@ class Works:
     def conclude(
         self, entry: Entry, payloads: list[Payload], flags: list[Array], out: Array | None
     ) -> tuple[Array, float]:
-        """Merge, commit the states; the unit's gradient is the array times the factor.
+        """Merge and commit the states; return an array and a factor whose product is the unit's gradient.
 
-        The array is `out` if that could be written to, and else in memory of its own.
+        The array is `out` if it could be written to, else in its own memory.
         """
         part, site, ops, spec = entry.part, entry.site, entry.site.ops, entry.part.spec
         home = {f.name: entry.payload[f.name] for f in part.fields if not f.wire}
@@ -149,13 +149,13 @@ class Works:
         size = self._size if part.compressor.averages else 1
         already_mean = size == 1 or (self._average and part.half_sum)
         finishes = _finishes(part)
-        # Memories think in means; a sum that the caller asked for is made of what they return.
+        # Memories work on means; a sum, if the caller asked for one, is made from their result.
         factor, back = part.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
         if not finishes:
             factor, back = factor * back, 1.0
         ops.offer(None if finishes else out)
         if part.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
-            # Exact, and small beside the dense result.
+            # A power of two is exact, and the payload is small compared with the dense result.
             gradient = part.compressor.merge([_scaled(payload, factor, part, ops) for payload in payloads], site)
             factor = 1.0
         else:
@@ -185,7 +185,7 @@ class Works:
     def _unless(
         self, bad: Array, gradient: Array, states: dict[str, State], entry: Entry
     ) -> tuple[Array, dict[str, State]]:
-        """The gradient and the new states; NaN and the old ones where the condition `bad` holds."""
+        """Return the gradient and the new states; NaN and the old states if the condition `bad` holds."""
         ops, spec = entry.site.ops, entry.part.spec
         old = self._slots.read(spec.name)
         places = [(kind, key) for kind, state in states.items() for key in state]
@@ -204,7 +204,7 @@ class Works:
         return gradient, made
 
     def retune(self, entries: Sequence[Entry]) -> None:
-        """Let compressors learn from what all units that they serve have sent together."""
+        """Let compressors learn from what all their units together sent."""
         groups: dict[Compressor, list[tuple[Site, tuple[Array, Array]]]] = {}
         for entry in entries:
             if entry.tally is not None:
@@ -219,40 +219,40 @@ class Works:
                 states = self._slots.read(site.spec.name)
                 old = states["compressor"]
                 new = compressor.retune(old, first, second, site)
-                # One bad unit says nothing about all of them.
+                # A bad unit makes the sums useless for all.
                 good = site.ops.finite(first)
                 kept = {key: site.ops.where(good, new[key], old[key]) for key in old}
                 self._slots.write(site.spec.name, {**states, "compressor": kept})
 
 
 def either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:
-    """a if the 0-d condition holds, else b."""
+    """Return a if the 0-d condition holds, else b."""
     return ops.choose(condition, lambda: a, lambda: b)
 
 
 def _finishes(part: Part) -> bool:
-    """Whether the memory turns the mean into another gradient."""
+    """Return whether the memory changes the mean (it overrides `finish`)."""
     return type(part.memory).finish is not Memory.finish
 
 
 def _scaled(payload: Payload, factor: float, part: Part, ops: ArrayOps) -> Payload:
-    """A payload that carries what it carried times a factor."""
+    """Return a payload that carries its gradient times a factor."""
     fields = part.compressor.linear_in
     return {name: v * ops.cast(factor, ops.dtype(v)) if name in fields else v for name, v in payload.items()}
 
 
 def divided(payload: Payload, part: Part, size: int, ops: ArrayOps) -> Payload:
-    """A payload whose 16-bit floats are going to be averaged: what else is summed of it, by the number of ranks."""
+    """Return a payload whose 16-bit floats will be averaged, with its other floats divided by the number of ranks."""
     wide = [f for f in part.fields if f.wire and f.dtype in ("float32", "float64")]
     return {**payload, **{f.name: payload[f.name] * ops.cast(1.0 / size, f.dtype) for f in wide}}
 
 
 def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:
-    """Raise PayloadError where a proposal is not what the compressor announced."""
+    """Raise PayloadError if a proposal is not what the compressor announced."""
     announced = [(f.dtype, f.length) for f in part.agreement]
     proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
     if announced != proposed:
         raise PayloadError(
-            f"tensor '{part.spec.name}': agreement announced {announced} and agree proposed {proposed}; "
+            f"tensor '{part.spec.name}': agreement announced {announced}, but agree proposed {proposed}; "
             "make the two agree."
         )

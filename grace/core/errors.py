@@ -1,4 +1,4 @@
-"""Every error that grace raises on purpose; each says what, expected, received and what to do."""
+"""Errors that grace raises on purpose; each says what, expected, received and what to do."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ class GraceError(Exception):
 
 
 class ConfigError(GraceError, ValueError):
-    """A configuration that cannot be understood: unknown key, wrong type, value out of range."""
+    """Invalid configuration: an unknown key, a wrong type, a value out of range."""
 
 
 class IncompatibleError(GraceError, ValueError):
-    """Parts that are valid alone but cannot work together, found when they are put together."""
+    """Parts that are valid alone but cannot work together; raised when they are combined."""
 
 
 class PayloadError(GraceError, ValueError):
-    """A compressor returned a payload that is not what its ``wire`` announced."""
+    """Payload that differs from what the compressor's ``wire`` announced, or that is damaged."""
 
 
 class StepError(GraceError, RuntimeError):
-    """A step of training driven in the wrong order: a gradient twice, missing, or of another shape."""
+    """Wrong order of calls in a training step: a gradient twice, missing, or of another shape."""
 
 
 class StateError(GraceError, ValueError):
-    """A checkpoint that does not fit the optimizer it is loaded into."""
+    """Checkpoint that does not fit the optimizer it is loaded into."""
 
 
 class MismatchError(GraceError, RuntimeError):
@@ -35,7 +35,7 @@ class MismatchError(GraceError, RuntimeError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The tail of an error message: the closest valid name, if one is close, and the list of all of them."""
+    """Return the end of an error message: the closest valid name, if there is one, and all valid names."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""

@@ -1,12 +1,12 @@
-"""Codings of the indices of sparse payloads: as they are, as packed gaps, or as a bitmap.
+"""Codings of the indices of sparse payloads: unchanged, as packed gaps, or as a bitmap.
 
     int32    4 bytes per index
-    delta    the gaps between ascending indices, in the bits that the widest of them needs, bit plane after bit plane:
+    delta    the gaps between ascending indices, in as many bits as the widest gap needs, bit plane after bit plane:
              width * ceil(k / 8) bytes
     bitmap   one bit per element of the tensor: ceil(n / 8) bytes
-    smallest whichever of the three is shortest, tensor by tensor and step by step
+    smallest the shortest of the three, for each tensor and step
 
-A word of the header names the coding and the width, so that a receiver needs nothing else to find the next field.
+A word of the header names the coding and the width, so that a receiver can find the next field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INT32, _DELTA, _BITMAP = range(3)
 
 
 def _gaps(ops: ArrayOps, indices: Array) -> Array:
-    """How many elements lie between neighbours."""
+    """Return the number of elements between neighboring indices."""
     wide = ops.cast(indices, "int64")
     return wide - ops.concat([ops.full(1, -1, "int64"), wide])[: ops.length(wide)] - 1
 
@@ -29,13 +29,16 @@ def _planes(below: int) -> int:
 
 
 def _width(ops: ArrayOps, gaps: Array, below: int) -> Array:
-    """Bits of the widest gap, as a 0-d int64 array."""
+    """Return the bits of the widest gap, as a 0-d int64 array."""
     powers = ops.shift_left(ops.full(_planes(below), 1, "int64"), ops.arange(_planes(below), "int64"))
     return ops.sum(ops.cast(ops.max(gaps) >= powers, "int64"))
 
 
 def choose(ops: ArrayOps, indices: Array, below: int, coding: str) -> Array:
-    """The header's word for ascending indices below `below`: the coding, and above 2 bits the width (0-d int64)."""
+    """Return the header word for ascending indices below `below`, as a 0-d int64 array.
+
+    Its low 2 bits are the coding, the others the width.
+    """
     if coding == "int32":
         return ops.full(1, _INT32, "int64")[0]
     if coding == "bitmap":
@@ -52,14 +55,14 @@ def choose(ops: ArrayOps, indices: Array, below: int, coding: str) -> Array:
 
 
 def is_known(ops: ArrayOps, word: Array, below: int) -> Array:
-    """Whether a word of the header names a coding, and a width that gaps below `below` can have."""
+    """Return whether a header word names a coding, and a width that gaps below `below` can have."""
     tag = ops.bit_and(word, 3)
     narrow = ops.bit_and(word >= 0, ops.shift_right(word, 2) <= _planes(below))
     return ops.bit_and(tag <= _BITMAP, narrow)
 
 
 def nbytes(ops: ArrayOps, word: Array, k: int, below: int) -> Array:
-    """Bytes of k indices under a word of the header, as a 0-d int32 array."""
+    """Return the bytes of k indices under a header word, as a 0-d int32 array."""
     tag = ops.bit_and(word, 3)
     lengths = [ops.full(1, n, "int64")[0] for n in (4 * k, (k + 7) // 8, (below + 7) // 8)]
     packed = ops.where(tag == _DELTA, ops.shift_right(word, 2) * lengths[1], lengths[2])
@@ -67,7 +70,7 @@ def nbytes(ops: ArrayOps, word: Array, k: int, below: int) -> Array:
 
 
 def encode(ops: ArrayOps, indices: Array, word: Array, below: int) -> Array:
-    """The bytes of ascending indices under a word of the header."""
+    """Return the bytes of ascending indices under a header word."""
 
     def delta() -> Array:
         k, planes = ops.length(indices), _planes(below)
@@ -86,11 +89,11 @@ def encode(ops: ArrayOps, indices: Array, word: Array, below: int) -> Array:
 
 
 def decode(ops: ArrayOps, data: Array, word: Array, k: int, below: int) -> Array:
-    """The k indices."""
+    """Return the k indices."""
 
     def delta() -> Array:
         planes, m = _planes(below), (k + 7) // 8
-        # Not the length of data, which TensorFlow's optimizer of graphs takes for that of the other branch.
+        # Not the length of data: TensorFlow's graph optimizer confuses it with that of the other branch.
         padded = ops.concat([data, ops.zeros(planes * m - ops.size(nbytes(ops, word, k, below)), "uint8")])
         bits = ops.reshape(ops.unpack(padded, 1, planes * m * 8), (planes, -1))
         gaps = ops.sum(ops.shift_left(bits, ops.reshape(ops.arange(planes, "int64"), (planes, 1))), axis=0)

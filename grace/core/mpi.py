@@ -1,4 +1,4 @@
-"""Several processes without a framework: gradients that are NumPy arrays, exchanged over MPI by mpi4py.
+"""Exchange of NumPy gradients between processes over MPI, by mpi4py and without a framework.
 
 Importing this module imports mpi4py, which starts MPI; importing grace does not.
 """
@@ -28,23 +28,23 @@ from grace.core.transport import Handle, Reduction, Transport
 
 logger = logging.getLogger("grace")
 
-# After so many seconds in which nothing came, a waiting rank says what it waits for, and again after each such time.
+# A rank that has waited this many seconds warns what it waits for, and again after each such time.
 STALL_SECONDS = 60.0
 
 _HALF_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-# What goes before every collective: its length, a digest of what it is, and the beginning of that in words.
+# Header of every collective: its length, a digest of its description, and the beginning of the description.
 _HEADER_BYTES, _TEXT_BYTES = 128, 104
-# Requests that cannot complete, because the ranks parted: MPI may still write into their buffers.
+# Requests that cannot complete because the ranks disagree: MPI may still write into their buffers.
 _abandoned: list[Any] = []
 
-# Rank and size among all processes, which tell the files of several communicators apart.
+# Rank and size among all processes; they give the files of several communicators different names.
 _WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 _Phases = Generator[MPI.Request, None, Array]
 
 
 class _Collective(Handle):
-    """A collective on its way through its phases, each of which is a request of MPI."""
+    """Collective under way through its phases, each of which is an MPI request."""
 
     def __init__(self, what: str, phases: _Phases, progress: Callable[[Callable[[], bool], str], None]) -> None:
         self._what, self._phases, self._progress = what, phases, progress
@@ -54,7 +54,7 @@ class _Collective(Handle):
         self._result: Array = None
 
     def advance(self, limit: float) -> None:
-        """Start what can be started, up to the phase `limit`."""
+        """Advance through the phases that are done, up to the phase `limit`."""
         while not self.done and self.phase < limit and self._request.Test():
             try:
                 self._request = next(self._phases)
@@ -68,7 +68,7 @@ class _Collective(Handle):
 
 
 class _Done(Handle):
-    """A collective of one rank."""
+    """Finished collective of a single rank."""
 
     def __init__(self, result: Array) -> None:
         self._result = result
@@ -78,23 +78,23 @@ class _Done(Handle):
 
 
 class MPITransport(Transport):
-    """Collectives of MPI on flat NumPy arrays, within duplicates of `comm`; all its ranks must make one.
+    """MPI collectives on flat NumPy arrays, within duplicates of `comm`; all its ranks must create one.
 
-    MPI matches collectives by the order of the calls, so all ranks must start them in the same order. Before each of
-    them the ranks exchange 128 bytes that say what it is; where they differ every rank raises MismatchError and no
-    data move. A rank that waits for a collective which others did not start warns every minute. Data are moved when
-    the transport is called. A collective may send up to 2 GiB per rank and receive as much.
+    MPI matches collectives by the order of the calls, so all ranks must start them in the same order. Before each
+    collective the ranks exchange 128 bytes that describe it; if they differ, every rank raises MismatchError and no
+    data move. A rank that waits for a collective which others did not start warns every minute. Data move only during
+    calls of the transport. A collective may send up to 2 GiB per rank and receive as much.
 
-    MPI cannot add 16-bit floats: slices of them are exchanged, added in float32 in the order of the ranks and rounded
-    once, and the sums gathered, which are the bytes of a ring allreduce.
+    MPI cannot add 16-bit floats. The ranks exchange slices of them, add these in float32 in rank order, round once and
+    gather the sums, which takes the bytes of a ring allreduce.
     """
 
     def __init__(self, comm: Any = MPI.COMM_WORLD) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._pending: list[_Collective] = []
         self._failure: Exception | None = None
-        # One communicator per phase: within each of them all ranks go by the order of starting, and a rank that is
-        # behind may still be in another phase.
+        # One communicator per phase: within each, all ranks follow the order of starting, and a rank that is behind may
+        # still be in another phase.
         self._comms: list[Any] = []
         for _ in range(3 if self.size > 1 else 0):
             duplicate, request = comm.Idup()
@@ -102,26 +102,26 @@ class MPITransport(Transport):
             self._comms.append(duplicate)
 
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
-        """See Transport."""
+        """Reduce x over all ranks; see `Transport.allreduce`."""
         if self.size == 1:
             return _Done(x)
         return self._start(f"allreduce {op} {x.dtype}", name, x, lambda x, lengths: self._reduce(x, op), equal=True)
 
     def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
-        """See Transport; the lengths travel ahead."""
+        """Join the buffers of all ranks; see `Transport.allgather`. The lengths travel ahead."""
         if self.size == 1:
             return _Done(x)
         return self._start(f"allgather {x.dtype}", name, x, self._gather, equal=False)
 
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
-        """See Transport."""
+        """Send the root's buffer to every rank; see `Transport.broadcast`."""
         if self.size == 1:
             return _Done(x)
         what = f"broadcast {x.dtype} from rank {root}"
         return self._start(what, name, x, lambda x, lengths: self._spread(x, root), equal=True)
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """The JSON-able values of all ranks, in the order of the ranks; blocks."""
+        """Return the JSON-able values of all ranks, in rank order; blocks."""
         text = json.dumps(value).encode()
         data = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
         received = self.allgather(data, name=name).wait().tobytes()
@@ -133,11 +133,11 @@ class MPITransport(Transport):
         return values
 
     def close(self) -> None:
-        """Give back the communicators, on all ranks; nothing can be started afterwards."""
+        """Free the communicators, on all ranks; no collective can be started afterwards."""
         if self._failure is None:
             for comm in self._comms:
                 comm.Free()
-            self._failure = StepError("the transport was closed and can start no collective.")
+            self._failure = StepError("the transport is closed and cannot start a collective; create another one.")
 
     # --- the phases of a collective ---------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class MPITransport(Transport):
     def _checked(
         self, kind: str, name: str, x: Array, body: Callable[[Array, Sequence[int]], _Phases], equal: bool
     ) -> _Phases:
-        """Phase 0, and then what the collective does, if all ranks mean the same one."""
+        """Check in phase 0 that all ranks start the same collective, then run its body."""
         text = f"{kind} '{name}'" + (f" of {x.size} elements" if equal else "")
         headers = np.zeros((self.size, _HEADER_BYTES), np.uint8)
         mine = np.frombuffer(_header(text, x.size), np.uint8)
@@ -163,7 +163,7 @@ class MPITransport(Transport):
             if (header[8:] != mine[8:]).any():
                 theirs = header[24:].tobytes().rstrip(b"\0").decode(errors="replace")
                 raise MismatchError(
-                    f"rank {self.rank} started {text} when rank {rank} started {theirs}; "
+                    f"rank {self.rank} started {text}, but rank {rank} started {theirs}; "
                     "all ranks must start the same collectives in the same order."
                 )
         lengths = [int.from_bytes(header[:8].tobytes(), "little") for header in headers]
@@ -201,7 +201,7 @@ class MPITransport(Transport):
     # --- progress -----------------------------------------------------------------------------------------------------
 
     def _progress(self) -> None:
-        """Bring every collective as far as it can go, none further than those that were started before it."""
+        """Advance every collective as far as possible, none beyond those that were started before it."""
         if self._failure is not None:
             raise self._failure
         limit = float("inf")
@@ -227,7 +227,7 @@ class MPITransport(Transport):
         began = time.monotonic()
         warned = began
         while not step():
-            # The others may share this core.
+            # Other ranks may share this core.
             os.sched_yield()
             now = time.monotonic()
             if now - warned >= STALL_SECONDS:
@@ -242,10 +242,10 @@ def _header(text: str, length: int) -> bytes:
 
 
 class MPIExchange:
-    """One rank's part in an exchange of gradients that are NumPy arrays; `grace.Simulation` with real processes.
+    """One rank's part in an exchange of NumPy gradients; like `grace.Simulation`, but with real processes.
 
-    Called with one gradient per tensor, which are only read, it returns the merged ones, equal on all ranks. `tensors`
-    and `config` are as for `grace.Simulation`; all ranks of `comm` must make the exchange, and call it equally often.
+    A call with one gradient per tensor, which is only read, returns the merged gradients, equal on all ranks. `tensors`
+    and `config` are as for `grace.Simulation`. All ranks of `comm` must create the exchange and call it equally often.
     `average=False` leaves sums undivided.
 
         exchange = MPIExchange({"w": (64, 32)}, {"compressor": "topk", "compress_ratio": 0.01})
@@ -285,7 +285,7 @@ class MPIExchange:
                 "tensors": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
             }
         except Exception as error:
-            # The others must hear of it, or they would wait for this rank below.
+            # The other ranks must learn of it, or they would wait for this rank below.
             failure = error
         try:
             agree(
@@ -295,7 +295,7 @@ class MPIExchange:
                 "grace.core.mpi.MPIExchange",
             )
         except Exception:
-            # All ranks come here, or none.
+            # All ranks get here, or none.
             self.transport.close()
             raise
         if self.rank == 0:
@@ -304,20 +304,23 @@ class MPIExchange:
 
     @property
     def plan(self) -> Plan:
-        """What happens to every tensor in the step to come."""
+        """Plan of the next step."""
         return self.engine.plan
 
     def __call__(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Exchange one gradient per tensor; the merged ones.
+        """Exchange one gradient per tensor and return the merged gradients.
 
         Raises StepError before anything is sent if a gradient is missing, unknown or of another shape.
         """
         shapes = {part.spec.name: part.spec.shape for part in self.plan.parts}
         given = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         if given != shapes:
-            raise StepError(f"step {self.engine.step}: expected gradients of the shapes {shapes}, received {given}.")
+            raise StepError(
+                f"step {self.engine.step}: expected gradients of the shapes {shapes}, received {given}; "
+                "pass one gradient per tensor of the plan."
+            )
         try:
-            # The order of the plan, in which all ranks start their collectives.
+            # All ranks start their collectives in the order of the plan.
             for part in self.plan.parts:
                 self.engine.ready(part.spec.name, gradients[part.spec.name])
             return self.engine.finish()
@@ -326,25 +329,25 @@ class MPIExchange:
             raise
 
     def stats(self) -> dict[str, Any]:
-        """What the last call sent; see `grace.core.engine.Engine.stats`."""
+        """Return what the last call sent; see `grace.core.engine.Engine.stats`."""
         return self.engine.stats()
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of the steps from now on; see `grace.core.timeline.Times.start`."""
+        """Write a Chrome trace of all further steps; see `grace.core.timeline.Times.start`."""
         self.engine.times.start(path, *_WORLD)
 
     def stop_timeline(self) -> None:
-        """Write no more steps to the timeline."""
+        """Stop the timeline."""
         self.engine.times.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and states of this rank; every rank keeps its own."""
+        """Return the step and states of this rank; every rank must save its own."""
         return self.engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Take over what `state_dict` of this rank returned; see `grace.core.engine.Engine.load_state_dict`."""
+        """Load a result of `state_dict` of this rank; see `grace.core.engine.Engine.load_state_dict`."""
         return self.engine.load_state_dict(state, lambda saved, current: np.array(saved, current.dtype))
 
     def close(self) -> None:
-        """Give back what the exchange holds of MPI, on all ranks."""
+        """Free the MPI resources of the exchange, on all ranks."""
         self.transport.close()

@@ -1,4 +1,4 @@
-"""Who serves what: a part is a tensor, or a unit of pieces of several that are compressed as one."""
+"""Parts of a plan: a part is a tensor, or a unit of pieces of several tensors that are compressed as one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from grace.core.registry import memories
 from grace.core.spec import HALF_DTYPES, Field, TensorSpec
 from grace.core.wire import payload_bytes
 
-# Elements of a cut tensor that a unit has at least, and of which the start of every piece is a multiple.
+# Least elements of a cut tensor in a unit; the start of every piece is a multiple of it.
 GRAIN = 4096
 
 
 class Piece(NamedTuple):
-    """Elements start .. stop of a flat tensor."""
+    """Elements start to stop of a flat tensor."""
 
     tensor: str
     start: int
@@ -36,9 +36,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor, or a unit of pieces laid end to end; the parts that serve it, and why if not the configuration's own.
+    """Tensor, or unit of pieces laid end to end, with the parts that serve it.
 
-    `spec` is that of the tensor, or of the unit, which is flat.
+    `spec` is that of the tensor, or of the unit, which is flat. `reason` says why the parts are not the configuration's
+    own; empty if they are.
     """
 
     spec: TensorSpec
@@ -53,17 +54,17 @@ class Part:
 
     @property
     def compressor(self) -> Compressor:
-        """What makes its payload."""
+        """Compressor of its payload."""
         return self.parts.compressor
 
     @property
     def memory(self) -> Memory:
-        """What remembers its error."""
+        """Memory that keeps its error."""
         return self.parts.memory
 
     @property
     def communicator(self) -> Communicator:
-        """How its payload travels."""
+        """Communicator that carries its payload."""
         return self.parts.communicator
 
     @cached_property
@@ -76,53 +77,53 @@ class Part:
 
     @cached_property
     def agreement(self) -> tuple[Field, ...]:
-        """What its ranks settle before they compress."""
+        """Fields on which the ranks agree before they compress."""
         return self.compressor.agreement(self.spec)
 
     @cached_property
     def settled_bytes(self) -> int:
-        """Bytes per step of what its ranks settle first."""
+        """Bytes per step of the agreement before compression."""
         return payload_bytes(self.agreement) or 0
 
     @property
     def wire_bytes(self) -> int | None:
-        """Bytes per step of its fields and of what it settles first; None if they depend on the data."""
+        """Bytes per step of its fields and its agreement; None if they depend on the data."""
         fields = payload_bytes(self.fields)
         return None if fields is None else fields + self.settled_bytes
 
     @cached_property
     def dense(self) -> bool:
-        """Whether the gradient is summed as it is, without memory."""
+        """True if the gradient is summed as it is, without memory."""
         return self.parts == dense_parts()
 
     @property
     def flat(self) -> bool:
-        """Whether it may be cut, and fused with others."""
+        """True if it may be cut, and joined with others."""
         return self.compressor.flat and not self.memory.whole
 
     @property
     def holds(self) -> bool:
-        """Whether its memory may hold a residual, which a change of the plan must not lose."""
+        """True if its memory may hold a residual, which a change of the plan must not lose."""
         return self.memory.feeds_back or memories.name_of(self.memory) == "leftover"
 
     @cached_property
     def guarded(self) -> bool:
-        """Whether NaN and infinity must be announced by a flag, because the payload or a memory would lose them."""
+        """True if a flag must announce NaN and infinity, because the payload or a memory would lose them."""
         return not (self.compressor.carries_nonfinite and self.memory.stateless)
 
     @cached_property
     def checks(self) -> bool:
-        """Whether its compressor looks for them itself, where nothing else has to know before."""
+        """True if the compressor itself finds NaN and infinity, and nothing needs to know of them earlier."""
         return self.guarded and self.compressor.checks and self.memory.stateless and not self.agreement
 
     @cached_property
     def half_sum(self) -> bool:
-        """Whether the payload is summed in 16 bits, so that it is averaged on the way and not divided afterwards."""
+        """True if the payload is summed in 16 bits; it is then averaged on the way and not divided afterwards."""
         return self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)
 
 
 def cut(part: Part, most_bytes: int) -> list[Part]:
-    """The tensor in units of at most `most_bytes` of its gradient and about equal length; whole where it cannot be."""
+    """Split a tensor into units of about equal length with at most `most_bytes` of its gradient, if it can be cut."""
     spec = part.spec
     if not part.flat or spec.nbytes <= most_bytes:
         return [part]
@@ -137,7 +138,7 @@ def cut(part: Part, most_bytes: int) -> list[Part]:
 
 
 def fuse(items: Sequence[Part]) -> list[Part]:
-    """Units of one bucket: what is served alike, and may be, laid end to end."""
+    """Join the units of one bucket that the same parts serve, where joining is allowed."""
     alike: dict[object, list[Part]] = {}
     for i, item in enumerate(items):
         key = (item.parts, item.spec.dtype, item.index_coding) if item.flat else i
@@ -152,7 +153,7 @@ def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
     ends = [f"{p.tensor}[{p.start}:{p.stop}]" for p in (pieces[0], pieces[-1])]
     name = ends[0] if len(pieces) == 1 else f"{ends[0]} to {ends[1]}, {len(pieces)} pieces"
     if len(pieces) > 2:
-        # States, checkpoints and random numbers go by the name: other pieces between the same ends are another unit.
+        # States, checkpoints and random numbers use the name: other pieces between the same ends are another unit.
         name += f" ({zlib.crc32(repr([tuple(piece) for piece in pieces]).encode()):08x})"
     spec = dataclasses.replace(
         items[0].spec,
@@ -164,7 +165,7 @@ def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
 
 
 def offsets(unit: Part) -> Iterator[tuple[Piece, int]]:
-    """The pieces of a unit, and where each begins in it."""
+    """Yield the pieces of a unit, each with its start in the unit."""
     start = 0
     for piece in unit.pieces:
         yield piece, start

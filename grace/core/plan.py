@@ -1,4 +1,4 @@
-"""From tensors and rules to buckets, once, before the first step."""
+"""Plan from tensors and rules to buckets, made once before the first step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to every tensor: the buckets in the order in which gradients become ready, and the rest.
+    """Plan for every tensor: the buckets in the order in which gradients become ready, and the rest.
 
-    `exchanged` are the tensors that the engine exchanges in this order, `delegated` those that are left to the caller.
+    `exchanged` are the tensors that the engine exchanges, in this order; `delegated` are those left to the caller.
     """
 
     buckets: tuple[Bucket, ...]
@@ -46,12 +46,12 @@ class Plan:
 
     @cached_property
     def units(self) -> list[Part]:
-        """What is compressed as one, of all buckets."""
+        """Units of all buckets; each is compressed as one."""
         return [part for bucket in self.buckets for part in bucket.parts]
 
     @cached_property
     def places(self) -> dict[str, list[tuple[Part, int, Piece]]]:
-        """By tensor, in the order of its elements: the units that hold it, where in them, and what of it."""
+        """Places of each tensor, in element order: the unit, the offset in it, and the piece of the tensor there."""
         found: dict[str, list[tuple[Part, int, Piece]]] = {part.spec.name: [] for part in self.exchanged}
         for unit in self.units:
             for piece, offset in offsets(unit):
@@ -66,7 +66,7 @@ class Plan:
         return [*self.exchanged, *self.delegated]
 
     def bytes_of(self, part: Part) -> int | None:
-        """Bytes per step of a tensor, its share of the units that hold it by elements; None if they depend on the data.
+        """Return a tensor's bytes per step, its share of its units by elements; None if they depend on the data.
 
         The shares of all tensors of a unit add up to the bytes of the unit.
         """
@@ -80,7 +80,7 @@ class Plan:
         return total
 
     def report(self) -> str:
-        """A table: per tensor the method, memory, collective and bytes per step, and why a tensor stays dense."""
+        """Return a table: per tensor the method, memory, collective, bytes per step, and why it stays dense."""
         rows = [("tensor", "shape", "compressor", "memory", "collective", "dense bytes", "wire bytes", "why")]
         wire_total = sum(b.nbytes for b in self.buckets) + sum(part.spec.nbytes for part in self.delegated)
         dense_total, open_ended = 0, False
@@ -118,7 +118,7 @@ class Plan:
 
 
 def share(total: int, unit: Part, offset: int, piece: Piece) -> int:
-    """The part of a unit's `total` that its piece at `offset` gets; those of all its pieces add up to the total."""
+    """Return the part of a unit's `total` for its piece at `offset`; the parts of all pieces add up to the total."""
     n = max(1, unit.spec.numel)
     return total * (offset + piece.numel) // n - total * offset // n
 
@@ -131,13 +131,13 @@ def make_plan(
     delegate: Callable[[Part], bool] = lambda part: False,
     holding: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Give every tensor its parts, its units and its bucket.
+    """Return a plan that gives every tensor its parts, its units and its bucket.
 
-    Buckets hold what has one communicator and device, dense tensors apart, in reverse order of `specs` (the order in
-    which the backward pass finishes them). How much goes into one, and what of it is compressed as one, follows from
-    `config.granularity`, `config.bucket_bytes` and `config.split_bytes`. Tensors for which `delegate(part)` holds are
-    left to the caller, but not dense vectors beside compressed tensors: together they take one collective. Tensors in
-    `holding` come with a residual of an earlier plan, which their parts then send once where they have no memory.
+    A bucket holds tensors of one communicator and device, dense tensors apart, in reverse order of `specs` (the order
+    in which the backward pass finishes them). `config.granularity`, `config.bucket_bytes` and `config.split_bytes`
+    decide how much goes into one bucket, and which of it is compressed as one. Tensors for which `delegate(part)` holds
+    are left to the caller, except dense vectors beside compressed tensors: together they take one collective. Tensors
+    in `holding` carry a residual of an earlier plan, which their parts send once if they have no memory.
     Raises ConfigError if two tensors have one name.
     """
     model_numel = sum(spec.numel for spec in specs)
@@ -147,7 +147,7 @@ def make_plan(
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
-            raise ConfigError(f"two tensors are called '{spec.name}'; names must be unique.")
+            raise ConfigError(f"two tensors are called '{spec.name}'; give every tensor its own name.")
         seen.add(spec.name)
     compresses = not all(part.dense for part in parts)
     delegated = [part for part in parts if delegate(part) and not (compresses and _rides(part))]
@@ -162,7 +162,7 @@ def make_plan(
                 group.append([])
             group[-1].append(item)
     position = {part.spec.name: i for i, part in enumerate(exchanged)}
-    # By the last of its tensors to be ready: ranks wait for buckets in this order, and the first should be there first.
+    # Sort by the last tensor to be ready: ranks wait for buckets in this order, so the first should be ready first.
     members = sorted(
         (m for group in groups.values() for m in group),
         key=lambda m: (position[m[-1].pieces[0].tensor], m[-1].pieces[0].start),
@@ -177,23 +177,23 @@ def make_plan(
 
 
 def _rides(part: Part) -> bool:
-    """Whether a dense tensor shares a collective with others of its kind: the many small ones, biases and norms."""
+    """Return whether a dense tensor shares a collective with its kind: the many small biases and norms."""
     spec = part.spec
     return part.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype == spec.work_dtype
 
 
 def _is_full(bucket: Sequence[Part], item: Part, config: Config) -> bool:
     if config.granularity == "model":
-        # int32 indices reach so far.
+        # int32 indices reach this far.
         return sum(other.spec.numel for other in bucket) + item.spec.numel >= 2**31
     return sum(other.spec.nbytes for other in bucket) + item.spec.nbytes > config.bucket_bytes
 
 
 def _warnings(parts: Sequence[Part], config: Config) -> tuple[str, ...]:
-    """What is allowed and yet hardly meant."""
+    """Return warnings about settings that are valid but probably not intended."""
     used = [config.rule_for(part.spec) for part in parts]
     texts = [
-        f"{rule.reason} (match {', '.join(rule.match)}) fits no tensor; compare its conditions with the names above"
+        f"{rule.reason} (match {', '.join(rule.match)}) fits no tensor; check its conditions against the names above"
         for rule in config.rules
         if not any(rule is other for other in used)
     ]
@@ -202,21 +202,22 @@ def _warnings(parts: Sequence[Part], config: Config) -> tuple[str, ...]:
 
 
 def _harm(parts: Parts, spec: TensorSpec | None = None) -> str | None:
-    """Why error feedback does the method no good; what depends on the tensor only where one is given."""
+    """Return the reason why error feedback harms the method, without `spec` only what holds for every tensor."""
     c, memory = parts.compressor, memories.name_of(parts.memory)
     if not parts.memory.feeds_back or c.carries_nonfinite:
         return None
     why = c.harmed_by_feedback
     # Methods that are published with error feedback are trusted to converge with it.
     if why is None and spec is not None and memory != c.default_memory and c.contraction(spec) is None:
-        why = "its error can exceed what it was given, so the residual may grow without bound"
+        why = "its error can exceed its input, so the residual may grow without bound"
     return why and (
-        f"memory '{memory}' feeds errors back into {c}: {why} (GRACE, Table I and section V-B); use memory 'none'"
+        f"memory '{memory}' applies error feedback to {c}, which harms it: {why} (GRACE, Table I and section V-B); "
+        "use memory 'none'"
     )
 
 
 def early_warnings(config: Config) -> tuple[str, ...]:
-    """What `Plan.warnings` will say of the parts of the configuration, as far as it is known before the tensors."""
+    """Return the part of `Plan.warnings` that follows from the configuration alone, before the tensors are known."""
     parts = [stage.parts for _, stage in config.stages] + [rule.parts for rule in config.rules]
     return tuple(dict.fromkeys(text for p in parts if (text := _harm(p))))
 
@@ -228,7 +229,7 @@ def make_plans(
     prefix: str = "grace",
     delegate: Callable[[Part], bool] = lambda part: False,
 ) -> list[tuple[int, Plan]]:
-    """The plan of every stage of the schedule, and the step with which it begins; see `make_plan`."""
+    """Return the plan of every stage of the schedule with its first step; see `make_plan`."""
     plans: list[tuple[int, Plan]] = []
     for step, stage in config.stages:
         holding = frozenset(part.spec.name for _, plan in plans for part in plan.parts if part.holds)
@@ -246,9 +247,9 @@ def change_plan(
     prefix: str,
     delegate: Callable[[Part], bool] = lambda part: False,
 ) -> tuple[Config, Plan]:
-    """The configuration with other options or parts in mid-run, and its plan, which loses no residual of `plan`.
+    """Return the configuration with other options or parts in mid-run, and its plan, which keeps all residuals.
 
-    Raises what `make_config` raises for them; ConfigError where a schedule would undo the change.
+    Raises what `make_config` raises for them, and ConfigError if a schedule would undo the change.
     """
     config = change_config(config, changes)
     return config, next_plan(specs, config, plan, prefix=prefix, delegate=delegate)
@@ -262,7 +263,7 @@ def next_plan(
     prefix: str,
     delegate: Callable[[Part], bool] = lambda part: False,
 ) -> Plan:
-    """The plan of a configuration that follows another plan, of which it loses no residual."""
+    """Return the plan of a configuration that follows another plan and keeps all of its residuals."""
     holding = frozenset(part.spec.name for part in before.parts if part.holds)
     return make_plan(specs, config, prefix=prefix, delegate=delegate, holding=holding)
 

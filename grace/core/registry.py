@@ -1,4 +1,4 @@
-"""Names of compressors, memories and communicators; knows them all, so its errors can list them."""
+"""Registries of compressors, memories and communicators by name, complete so that errors can list all names."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ C = TypeVar("C", bound=type)
 
 
 class Registry(Generic[T]):
-    """Name -> class of one kind of part. Built-in parts are the modules of `package`; others come by entry point.
+    """Registry of one kind of part: name -> class. Built-in parts are the modules of `package`.
 
-    An outside distribution announces a part in the entry-point group `grace.<plural>`, or registers it at import.
+    Other distributions announce a part in the entry-point group `grace.<plural>`, or register it at import.
     """
 
     def __init__(self, kind: str, plural: str, package: str) -> None:
@@ -38,7 +38,7 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def register(self, name: str) -> Callable[[C], C]:
-        """Class decorator that gives a class its name; raises ConfigError if the name is taken."""
+        """Return a class decorator that registers a class by this name; raises ConfigError if the name is taken."""
 
         def decorate(cls: C) -> C:
             taken = self._classes.get(name)
@@ -55,7 +55,7 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         if self._loaded:
             return
-        # Set first, because an outside module may ask for a part while it is being imported.
+        # Set first, because an outside module may ask for a part during its import.
         self._loaded = True
         try:
             package = importlib.import_module(self._package)
@@ -78,14 +78,14 @@ class Registry(Generic[T]):
         return name in self._classes
 
     def get(self, name: str) -> type[T]:
-        """The class of that name; raises ConfigError with the nearest valid name otherwise."""
+        """Return the class of that name; raises ConfigError with the nearest valid name if there is none."""
         self._load()
         if name not in self._classes:
             raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(str(name), self._classes)}")
         return self._classes[name]
 
     def name_of(self, part: T) -> str:
-        """The name under which the class of a part is registered; raises ConfigError if it is not."""
+        """Return the name that the part's class is registered by; raises ConfigError if it is not registered."""
         self._load()
         for name, cls in self._classes.items():
             if type(part) is cls:
@@ -96,7 +96,7 @@ class Registry(Generic[T]):
         )
 
     def make(self, config: str | Mapping[str, Any] | T) -> T:
-        """Build a part from its name, from {"name": ..., **fields}, or return a ready one.
+        """Build a part from its name or from {"name": ..., **fields}, or return a ready part.
 
         Raises ConfigError for unknown names, unknown fields, and values of the wrong type.
         """
@@ -114,22 +114,22 @@ class Registry(Generic[T]):
         return config
 
     def config_of(self, part: T) -> dict[str, Any]:
-        """JSON-able description, with a table for every part inside the part; make(config_of(part)) == part."""
+        """Return a JSON-able description, nested parts included; make(config_of(part)) == part."""
         values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
         inner = {name: compressors.config_of(v) for name, v in values.items() if isinstance(v, Compressor)}
         return {"name": self.name_of(part), **values, **inner}
 
 
 def fields_of(cls: type) -> dict[str, Any]:
-    """Names and types of the fields of a dataclass."""
+    """Return the names and types of a dataclass's fields."""
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """cls(**values) after checking names and types; whole numbers pass as floats. Raises ConfigError.
+    """Return cls(**values) after checking names and types; integers pass as floats. Raises ConfigError.
 
-    A field of the type Compressor takes what `compressors.make` takes: a name, a table, or a ready part.
+    A field of type Compressor accepts what `compressors.make` accepts: a name, a table, or a ready part.
     """
     fields = fields_of(cls)
     for key, value in values.items():
@@ -144,14 +144,14 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     missing = [f.name for f in dataclasses.fields(cls) if f.init and _required(f) and f.name not in values]  # type: ignore[arg-type]
     if missing:
         raise ConfigError(f"{where} needs a value for {', '.join(missing)}.")
-    # JSON and TOML have no tuples; a list in a frozen part could not be hashed and would not equal the original.
+    # JSON and TOML have no tuples; a frozen part with a list could not be hashed and would not equal the original.
     return cls(**{k: compressors.make(v) if fields[k] is Compressor else _plain(v) for k, v in values.items()})
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
-    # Numbers of NumPy would not survive JSON.
+    # NumPy numbers cannot be written to JSON.
     return value.item() if hasattr(value, "item") else value
 
 
@@ -170,7 +170,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is Compressor:
         return isinstance(value, (str, Mapping, Compressor))
     if hint is float:
-        # NaN and infinity would pass every comparison of a range check, or none.
+        # NaN and infinity would pass or fail every comparison of a range check.
         return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""N ranks inside one process: the real engine over a transport that only moves arrays between objects."""
+"""N ranks inside one process: the real engine over a transport that only passes arrays between objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grace.core.transport import Handle, Reduction, Transport
 
 
 class _Exchange:
-    """The buffers that the ranks have handed in, by the name of the collective."""
+    """Buffers that the ranks handed in, by the name of the collective."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -27,7 +27,7 @@ class _Exchange:
     def put(self, name: str, rank: int, x: Array) -> None:
         waiting = self.buffers.setdefault(name, {})
         if rank in waiting:
-            raise StepError(f"rank {rank} started the collective '{name}' twice")
+            raise StepError(f"rank {rank} started the collective '{name}' twice; expected once per step.")
         waiting[rank] = x
 
     def full(self, name: str) -> bool:
@@ -37,7 +37,9 @@ class _Exchange:
         waiting = self.buffers[name]
         if len(waiting) < self.size:
             absent = sorted(set(range(self.size)) - set(waiting))
-            raise StepError(f"collective '{name}' would hang: ranks {absent} have not started it")
+            raise StepError(
+                f"collective '{name}' would hang: ranks {absent} have not started it; start it on every rank."
+            )
         result = [waiting[rank] for rank in range(self.size)]
         self.taken[name] = self.taken.get(name, 0) + 1
         if self.taken[name] == self.size:
@@ -66,7 +68,7 @@ class _Simulated(Handle):
 
 
 def reduced(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
-    """What an allreduce makes of one array per rank."""
+    """Return the result of an allreduce of one array per rank."""
     if op != "max" and ops.dtype(arrays[0]) in HALF_DTYPES:
         return ops.half_sum(ops.concat(arrays), len(arrays), 1 / len(arrays) if op == "mean" else 1.0)
     total = arrays[0]
@@ -123,7 +125,7 @@ class Simulation:
         (_, plan), *later = make_plans(specs, self.config)
         self._specs, self._changes = specs, 0
         for text in dict.fromkeys(text for p in (plan, *(p for _, p in later)) for text in p.warnings):
-            # Imported here, because it leaves a hook in every process that only imports grace.
+            # Imported here, because logging installs a hook in every process that imports grace.
             import logging
 
             logging.getLogger("grace").warning("%s", text)
@@ -145,13 +147,13 @@ class Simulation:
         ]
 
     def change(self, **changes: Any) -> None:
-        """Go on with other options or parts, for instance change(compress_ratio=0.1); residuals are carried over.
+        """Continue with other options or parts, for instance change(compress_ratio=0.1); residuals are carried over.
 
-        Raises what `make_config` raises for them, ConfigError where the configuration has a schedule, StepError in the
+        Raises what `make_config` raises for them, ConfigError if the configuration has a schedule, StepError in the
         middle of a step.
         """
         if any(engine.under_way for engine in self.engines):
-            raise StepError("the plan was changed in the middle of a step; change it after step().")
+            raise StepError("the plan cannot be changed in the middle of a step; change it after step().")
         self._changes += 1
         prefix = f"grace.change{self._changes}"
         config, plan = change_plan(self._specs, self.config, self.plan, changes, prefix=prefix)
@@ -161,11 +163,11 @@ class Simulation:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the step to come."""
+        """Plan of the next step."""
         return self.engines[0].plan
 
     def step(self, gradients: Sequence[Mapping[str, Array]], lr: float | None = None) -> list[dict[str, Array]]:
-        """Exchange one gradient per tensor and rank, which are only read; per rank the merged gradients.
+        """Exchange one gradient per tensor and rank, which are only read; return the merged gradients per rank.
 
         `lr` is the learning rate with which they will be applied, for memories that correct for it.
         """

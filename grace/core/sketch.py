@@ -1,4 +1,4 @@
-"""Sets of keys in few bytes, for sketches."""
+"""Compact coding of ascending keys, for sketches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grace.core.spec import Array
 
 
 def encode_keys(ops: ArrayOps, keys: Array) -> tuple[Array, Array]:
-    """Ascending int64 keys as differences: the number of bytes of each, less one, in 2 bits, and the bytes."""
+    """Return ascending int64 keys as differences: the byte count of each less one, in 2 bits, and the bytes."""
     before = ops.concat([ops.zeros(1, "int64"), keys])[: ops.length(keys)]
     steps = keys - before
     more = [ops.cast(steps >= 1 << (8 * j), "int64") for j in (1, 2, 3)]
@@ -24,13 +24,15 @@ def encode_keys(ops: ArrayOps, keys: Array) -> tuple[Array, Array]:
 
 
 def decode_keys(ops: ArrayOps, widths: Array, data: Array, count: int) -> Array:
-    """Inverse of encode_keys. Raises PayloadError where the bytes are not those of `count` keys."""
-    error = PayloadError("keys: expected as many bytes as their widths say, received another number.")
+    """Return the `count` keys of encode_keys. Raises PayloadError if the bytes are not those of `count` keys."""
+    error = PayloadError(
+        "keys: expected as many bytes as their widths say, received another number; the payload is damaged."
+    )
     ops.require(ops.length(widths) == packed_size(count, 2), error)
     wide = ops.unpack(widths, 2, count) + 1
     ops.require(ops.sum(wide) == ops.full(1, ops.length(data), "int64")[0], error)
     starts = ops.cumsum(wide) - wide
-    # Four bytes from every start, of which those that belong to the next key are masked.
+    # Four bytes from every start; bytes of the next key are masked.
     padded = ops.cast(ops.concat([data, ops.zeros(3, "uint8")]), "int64")
     steps = ops.zeros(count, "int64")
     for j in range(4):

@@ -1,4 +1,4 @@
-"""The small value types that every layer speaks: what a tensor is, what travels, and where code runs."""
+"""Value types that every layer uses: tensors, payload fields, random keys, proposals and the site of a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array: TypeAlias = Any
 State: TypeAlias = dict[str, Array]
 Payload: TypeAlias = dict[str, Array]
 
-# Of what remembers nothing; states are never changed.
+# The state of parts that keep nothing; states are never changed.
 NO_STATE: State = {}
 
 ITEMSIZE = {
@@ -38,11 +38,11 @@ HALF_DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a gradient before the first step.
+    """Static facts about a gradient, known before the first step.
 
-    `dtype` is one of float16, bfloat16, float32, float64. `sparse` tells that the gradient comes as some rows and their
-    indices, as that of an embedding; `model_numel` how many elements all tensors of the run have together (0: it is
-    alone). Raises ConfigError for any other dtype.
+    `dtype` is one of float16, bfloat16, float32, float64. `sparse` means that the gradient comes as rows and their
+    indices, like that of an embedding. `model_numel` is the number of elements of all tensors of the run (0: this
+    tensor is alone). Raises ConfigError for any other dtype.
     """
 
     name: str
@@ -83,11 +83,11 @@ class TensorSpec:
 class Field(NamedTuple):
     """One flat array of a payload.
 
-    `length` is a number of elements, or the name of a count that is known only at run time (two fields may share
-    it); where payloads are summable, it must be equal on all ranks, for instance follow from the step. `wire=False`
-    keeps the field on the rank: it must be equal on all ranks, for instance indices drawn from the shared key.
-    `below` says that these are int32 indices, strictly ascending and below that number, which may travel shorter;
-    `coding` how they do (see `grace.core.indices`).
+    `length` is a number of elements, or the name of a count that is known only at run time (two fields may share it).
+    If payloads are summable, it must be equal on all ranks, for instance follow from the step. `wire=False` keeps the
+    field on the rank: it must be equal on all ranks, for instance indices drawn from the shared key. `below` marks
+    int32 indices, strictly ascending and below that number, which may travel in fewer bytes; `coding` names their
+    coding (see `grace.core.indices`).
     """
 
     name: str
@@ -99,7 +99,7 @@ class Field(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Names one stream of random numbers: what it is for (`seed`), when (`step`) and whose (`rank`; 0 is shared)."""
+    """Name of one stream of random numbers: its purpose (`seed`), time (`step`) and owner (`rank`; 0 is shared)."""
 
     seed: int
     step: Any
@@ -108,23 +108,23 @@ class Key(NamedTuple):
     @staticmethod
     @cache
     def derive(seed: int, name: str) -> int:
-        """64-bit seed of the tensor `name` in a run with `seed`; equal on all ranks, frameworks and machines."""
+        """Return the 64-bit seed of tensor `name` in a run with `seed`; equal on all ranks, frameworks and machines."""
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
 
 class Proposal(NamedTuple):
-    """What all ranks settle before compressing: element-wise "sum" or "max", or the array of a rotating "leader"."""
+    """Array that the ranks combine before they compress: element-wise "sum" or "max", or a rotating "leader"'s."""
 
     array: Array
     op: Literal["sum", "max", "leader"]
 
 
 class Site(NamedTuple):
-    """Where a compressor or memory runs: array operations, tensor, random key, rank, its own state, what was agreed.
+    """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and agreed array.
 
-    `memory` is, for a compressor, what the memory holds in the middle of the step: empty where nobody remembers.
-    `lr` is the learning rate of this step as a 0-d float64 array, for memories with `needs_lr`.
+    For a compressor, `memory` is the state of the memory in the middle of the step: empty if it keeps nothing. `lr` is
+    the learning rate of this step as a 0-d float64 array, for memories with `needs_lr`.
     """
 
     ops: ArrayOps
@@ -139,5 +139,5 @@ class Site(NamedTuple):
 
     @property
     def private_key(self) -> Key:
-        """A key that differs between ranks, so that their rounding errors are independent."""
+        """Key that differs between ranks, so that their rounding errors are independent."""
         return Key(self.key.seed, self.key.step, self.rank + 1)

@@ -1,4 +1,4 @@
-"""States at rest: what memories and compressors keep between steps, and how a checkpoint carries it."""
+"""States of memories and compressors between steps, and their form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STATE_VERSION = 1
 
 
 class Slots:
-    """What lives across steps, owned by the adapter and part of its checkpoint: the number of the step, and per unit
-    the states of its memory and its compressor. Notes about the last step are kept beside it, in no checkpoint.
+    """Everything that lives across steps: the step number and each unit's states of memory and compressor.
 
+    The adapter owns it and saves it in its checkpoint. Notes about the last step are kept beside it, in no checkpoint.
     An adapter whose steps are traced into graphs overrides the accessors with ones on variables.
     """
 
@@ -29,19 +29,19 @@ class Slots:
 
     @property
     def step(self) -> Any:
-        """The number of the step: an int, or a 0-d integer array in a traced graph."""
+        """Step number: an int, or a 0-d integer array in a traced graph."""
         return self._step
 
     def go_to(self, step: Any) -> None:
-        """Set the number of the step."""
+        """Set the step number."""
         self._step = step
 
     def __contains__(self, name: str) -> bool:
-        """Whether the unit has states."""
+        """Return whether the unit has states."""
         return name in self._states
 
     def read(self, name: str) -> dict[str, State]:
-        """The states of a unit: {"memory": ..., "compressor": ...}."""
+        """Return the states of a unit: {"memory": ..., "compressor": ...}."""
         return self._states[name]
 
     def write(self, name: str, states: dict[str, State]) -> None:
@@ -49,19 +49,19 @@ class Slots:
         self._states[name] = states
 
     def forget(self, name: str) -> None:
-        """Let go of the states of a unit."""
+        """Drop the states of a unit."""
         self._states.pop(name, None)
 
     def note(self, kind: str, name: str, value: Any) -> None:
-        """Remember a number, or a 0-d array, about the last step; None forgets it."""
+        """Store a number, or a 0-d array, about the last step; None deletes it."""
         self._notes[kind, name] = value
 
     def noted(self, kind: str, name: str) -> Any:
-        """What was noted; None if nothing was."""
+        """Return the stored note; None if there is none."""
         return self._notes.get((kind, name))
 
     def save(self, parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
-        """Per unit its states and the names of the parts they belong to."""
+        """Return each unit's states and the names of the parts that they belong to."""
         return {name: {"parts": _names(part), **self.read(name)} for name, part in parts.items()}
 
     def load(
@@ -71,16 +71,16 @@ class Slots:
         convert: Callable[[Array, Array], Array],
         initial: Callable[[Part], dict[str, State]] | None,
     ) -> None:
-        """Take over what `save` returned, all or nothing; with `initial`, memories start from there instead.
+        """Load what `save` returned, all or nothing; with `initial`, memories start from its result instead.
 
-        Raises StateError if the checkpoint is of other tensors, parts or shapes.
+        Raises StateError if the checkpoint belongs to other tensors, parts or shapes.
         """
         if set(saved) != set(parts):
             different = sorted(set(saved) ^ set(parts))
             raise StateError(
-                f"checkpoint: what is compressed as one differs, {', '.join(different[:5])} "
-                f"{'is' if len(different) == 1 else 'are'} only on one side; use the configuration it was saved with, "
-                "also its granularity, bucket_bytes and split_bytes."
+                f"checkpoint: the units of compression differ: {', '.join(different[:5])} "
+                f"{'is' if len(different) == 1 else 'are'} only on one side. Use the configuration it was saved with, "
+                "including granularity, bucket_bytes and split_bytes."
             )
         new: dict[str, dict[str, State]] = {}
         for name, part in parts.items():
@@ -97,10 +97,12 @@ class Slots:
 
 
 def check_saved(state: Mapping[str, Any]) -> None:
-    """Raise StateError unless this is what `Engine.state_dict` writes, of this version."""
+    """Raise StateError unless this is a result of `Engine.state_dict` of this version."""
     missing = {"version", "step", "rank", "size", "tensors"} - set(state)
     if missing:
-        raise StateError(f"checkpoint: {', '.join(sorted(missing))} missing; it is no state written by grace.")
+        raise StateError(
+            f"checkpoint: {', '.join(sorted(missing))} missing; expected a state written by grace. Check the file."
+        )
     if state["version"] != STATE_VERSION:
         raise StateError(
             f"checkpoint: expected state version {STATE_VERSION}, received {state['version']!r}; "
@@ -109,7 +111,7 @@ def check_saved(state: Mapping[str, Any]) -> None:
 
 
 def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int) -> None:
-    """Write the states with which a run begins, where there are none yet; needs no transport."""
+    """Write the initial states of units that have none yet; needs no transport."""
     for bucket in plan.buckets:
         for part in bucket.parts:
             if part.spec.name not in slots:
@@ -117,7 +119,7 @@ def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int)
 
 
 def initial(part: Part, ops: ArrayOps, seed: int) -> dict[str, State]:
-    """The states of a unit with which a run begins."""
+    """Return the initial states of a unit."""
     return {
         "memory": part.memory.init(part.spec, ops),
         "compressor": part.compressor.init(part.spec, ops, Key.derive(seed, part.spec.name)),
@@ -131,10 +133,10 @@ def carried(
     fresh: Callable[[Part], dict[str, State]],
     ops: Callable[[str], ArrayOps],
 ) -> dict[str, dict[str, State]]:
-    """The states of the units `after` a change of those `before`: what fits goes on, the rest begins as `fresh`.
+    """Return the states of the units `after` a change: states that fit are kept, the others start as `fresh`.
 
-    Residuals go on from any memory to any other that has one, in the other's units. What memories hold of every element
-    goes on also where the units are cut otherwise.
+    A residual passes from one memory to any other that has one, in the units of the new one. State that a memory holds
+    per element is kept even if the units are cut differently.
     """
     old = {unit.pieces: unit for unit in before}
     new = {}
@@ -170,7 +172,7 @@ def _rescaled(residual: Array, old: Part, new: Part, ops: ArrayOps) -> Array:
 def _recut(
     before: Sequence[Part], unit: Part, read: Callable[[str], dict[str, State]], fresh: State, ops: ArrayOps
 ) -> State:
-    """What the memories of other units hold of the elements of this one."""
+    """Return the state that the memories of other units hold for the elements of this one."""
     made = {}
     for key, initial_value in fresh.items():
         if tuple(initial_value.shape) != (unit.spec.numel,):
@@ -193,7 +195,7 @@ def _recut(
 
 
 def _holders(before: Sequence[Part], piece: Piece) -> list[tuple[int, int, Part, int]]:
-    """Where units hold elements of a piece, in their order: from, to, the unit, and where the first is in it."""
+    """Return the units that hold elements of a piece, in element order, as (from, to, unit, offset in the unit)."""
     found = []
     for unit in before:
         for other, offset in offsets(unit):
@@ -219,5 +221,8 @@ def _convert(name: str, saved: State, current: State, convert: Callable[[Array, 
     shapes = {key: tuple(value.shape) for key, value in saved.items()}
     expected = {key: tuple(value.shape) for key, value in current.items()}
     if shapes != expected:
-        raise StateError(f"checkpoint, tensor '{name}': expected states {expected}, received {shapes}.")
+        raise StateError(
+            f"checkpoint, tensor '{name}': expected states {expected}, received {shapes}; "
+            "use the configuration it was saved with."
+        )
     return {key: convert(value, current[key]) for key, value in saved.items()}

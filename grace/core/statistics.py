@@ -1,4 +1,4 @@
-"""What the last step sent, from the notes of the engine."""
+"""Statistics of the last step, from the notes of the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grace.core.timeline import Times, spans, tensors_of
 
 
 def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:
-    """See `Engine.stats`; with `norms`, those of the residuals are measured now."""
+    """Return the statistics that `Engine.stats` describes; with `norms`, measure the residuals now."""
 
     def noted(kind: str, name: str) -> int:
         return int(slots.noted(kind, name) or 0)

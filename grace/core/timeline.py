@@ -1,4 +1,4 @@
-"""When what happened in a step: moments noted as it runs, the phases of every bucket, and their export as a trace."""
+"""Timeline of steps: moments recorded as a step runs, the phases of every bucket, and their export as a trace."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from grace.core.spec import Array
 ENVIRONMENT_VARIABLE = "GRACE_TIMELINE"
 
 PHASES = ("ready", "compress", "settle", "send", "wait", "merge")
-# What happened, and to which tensor, unit or bucket; in seconds since the epoch.
+# (moment, name of the tensor, unit or bucket) -> time in seconds since the epoch.
 Moments: TypeAlias = Mapping[tuple[str, str], float]
 Spans: TypeAlias = dict[str, dict[str, tuple[float, float] | None]]
 
-# To read a clock that never goes back as one that all processes share; several times, since one may be interrupted.
+# Offset from the monotonic clock to the clock that all processes share; several tries, since one may be interrupted.
 _EPOCH = max(time.time() - time.perf_counter() for _ in range(10))
 
 
 class Times:
-    """The moments of the step under way and of the last one, and the timeline, if any, that gets every step.
+    """Moments of the step under way and of the last one, and the timeline, if any, that records every step.
 
-    A moment is noted when the host gets there and waits for nothing: on a GPU it is when work was enqueued. An adapter
-    whose steps are traced into graphs overrides `mark`, `finish` and `moments`.
+    A moment is recorded when the host gets there, and waits for nothing: for a GPU it is the time when work was
+    enqueued. An adapter whose steps are traced into graphs overrides `mark`, `finish` and `moments`.
     """
 
     def __init__(self) -> None:
@@ -38,16 +38,16 @@ class Times:
         self._last: Moments = {}
 
     def mark(self, moment: str, name: str, after: Iterable[Array] | None = None) -> None:
-        """Note the moment; in a graph the one in which the arrays `after` were there, and nothing without them."""
+        """Record a moment; in a graph the one in which the arrays `after` exist, and nothing without them."""
         self._marks[moment, name] = _EPOCH + time.perf_counter()
 
     def finish(self, step: Any, plan: Plan, sent: Callable[[str], Any]) -> None:
-        """The step of that number is done; `sent(bucket)` are the bytes that this rank handed to collectives."""
+        """Finish the step of that number; `sent(bucket)` returns the bytes that this rank passed to collectives."""
         self._last, self._marks = self._marks, {}
         self.write(int(step), plan, self._last, sent)
 
     def moments(self, plan: Plan) -> Moments:
-        """Those of the last step, which was one of this plan."""
+        """Return the moments of the last step, which belonged to this plan."""
         return self._last
 
     def write(self, step: int, plan: Plan, moments: Moments, sent: Callable[[str], Any]) -> None:
@@ -56,25 +56,25 @@ class Times:
             self._timeline.add(step, plan, spans(plan, moments), sent)
 
     def start(self, path: str | os.PathLike[str], rank: int, size: int) -> None:
-        """Write the steps from now on to `path`, with ".rankN" before its suffix where there are several ranks.
+        """Write all further steps to `path`, with ".rankN" before its suffix if there are several ranks.
 
-        Raises ConfigError if it cannot be written.
+        Raises ConfigError if the file cannot be written.
         """
         self._timeline = Timeline.at(path, rank, size)
 
     def start_as_told(self, rank: int, size: int) -> None:
-        """Start where GRACE_TIMELINE says, if it says anything and none was started by hand."""
+        """Start the timeline that GRACE_TIMELINE names, unless it is unset or a timeline was started already."""
         path = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
         if path and self._timeline is None:
             self.start(path, rank, size)
 
     def stop(self) -> None:
-        """Write no more steps."""
+        """Stop writing steps."""
         self._timeline = None
 
 
 def moments_of(plan: Plan) -> list[tuple[str, str]]:
-    """The moments of a step that have a place in a graph, too: those in which arrays are there."""
+    """Return the moments of a step that exist in a graph, too: those at which arrays become available."""
     found = [("ready", part.spec.name) for part in plan.exchanged]
     for bucket in plan.buckets:
         found += [(moment, unit.spec.name) for moment in ("begun", "merged") for unit in bucket.parts]
@@ -84,12 +84,12 @@ def moments_of(plan: Plan) -> list[tuple[str, str]]:
 
 
 def tensors_of(bucket: Bucket) -> list[str]:
-    """The tensors of which a bucket holds something, in its order."""
+    """Return the tensors of which a bucket holds pieces, in its order."""
     return list(dict.fromkeys(piece.tensor for unit in bucket.parts for piece in unit.pieces))
 
 
 def spans(plan: Plan, moments: Moments) -> Spans:
-    """Per bucket from when to when its phases lasted, as `Engine.stats` defines them; None where it is not known."""
+    """Return each bucket's phases as (begin, end), as `Engine.stats` defines them; None if unknown."""
     if any(("arrived", bucket.name) not in moments for bucket in plan.buckets):
         return {bucket.name: dict.fromkeys(PHASES) for bucket in plan.buckets}
     idle = max((moments["handed", bucket.name] for bucket in plan.buckets), default=0.0)
@@ -99,7 +99,7 @@ def spans(plan: Plan, moments: Moments) -> Spans:
         begun, merged = ([moments[m, unit.spec.name] for unit in bucket.parts] for m in ("begun", "merged"))
         handed, arrived = (moments[moment, bucket.name] for moment in ("handed", "arrived"))
         waiting = min(arrived, moments.get(("waiting", bucket.name), idle))
-        # A graph may look at the clock a little late.
+        # A graph may read the clock a little late.
         begin, sent, wait, here, end = itertools.accumulate([min(begun), handed, waiting, arrived, max(merged)], max)
         settle = None
         if ("settled", bucket.name) in moments:
@@ -117,12 +117,13 @@ def spans(plan: Plan, moments: Moments) -> Spans:
 
 
 class Timeline:
-    """A Chrome trace of one process: per bucket a row of phases, and one that shows when its gradients came.
+    """Chrome trace of one process: for each bucket a row of phases and a row for the arrival of its gradients.
 
-    The file is whole JSON after every step. Steps that cannot be written, as the disk is full, end it with a warning.
+    The file is complete JSON after every step. If a step cannot be written, for instance to a full disk, the trace ends
+    with a warning.
     """
 
-    # Of the process, whose exchanges share a file.
+    # All exchanges of a process share one file per path.
     _open: ClassVar[dict[Path, Timeline]] = {}
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -134,7 +135,7 @@ class Timeline:
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], rank: int, size: int) -> Timeline:
-        """The one of this process under that path. Raises ConfigError if it cannot be written."""
+        """Return this process's timeline at that path. Raises ConfigError if it cannot be written."""
         try:
             place = Path(path)
             if size > 1:
@@ -144,7 +145,7 @@ class Timeline:
                 cls._open[place] = cls(place, rank)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"the timeline '{path}' cannot be written: {getattr(error, 'strerror', None) or error}. Give "
+                f"the timeline '{path}' cannot be written: {getattr(error, 'strerror', None) or error}. Pass "
                 f"start_timeline() or {ENVIRONMENT_VARIABLE} a file in a directory that exists on all ranks."
             ) from None
         return cls._open[place]
@@ -169,7 +170,7 @@ class Timeline:
 
     def _new_row(self, bucket: Bucket) -> list[dict[str, Any]]:
         row = self._rows[bucket.name] = len(self._rows)
-        # Gradients may still come while the first unit is compressed, and what overlaps needs rows of its own.
+        # Gradients may still arrive while the first unit is compressed; overlapping events need separate rows.
         rows = {row + _GRADIENTS: f"{bucket.name} gradients", row: bucket.name}
         return [
             event
@@ -184,18 +185,20 @@ class Timeline:
         text = "".join(f",\n{json.dumps(event)}" for event in events)
         try:
             with self._path.open("r+b") as file:
-                # In the place of the bracket that ends it.
+                # Overwrite the closing bracket.
                 file.seek(-2, os.SEEK_END)
                 file.write(f"{text}\n]".encode())
         except OSError as error:
-            # Imported here, because it leaves a hook in every process that only imports grace.
+            # Imported here, because logging installs a hook in every process that imports grace.
             import logging
 
             self._ended = True
-            logging.getLogger("grace").warning("the timeline '%s' ends here: %s", self._path, error)
+            logging.getLogger("grace").warning(
+                "the timeline '%s' cannot be written any more and ends at the last step: %s", self._path, error
+            )
 
 
-# Rows of gradients have the number of their bucket and this.
+# The row of a bucket's gradients is the row of the bucket plus this.
 _GRADIENTS = 1_000_000
 
 

@@ -1,4 +1,4 @@
-"""The Transport abstraction: named, non-blocking collectives on flat buffers; nothing else knows Horovod or MPI."""
+"""Base class of transports: named, non-blocking collectives on flat buffers. Only transports know Horovod or MPI."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Reduction: TypeAlias = Literal["sum", "mean", "max"]
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """Collective under way."""
 
     def wait(self) -> Array:
-        """Block until done; the result."""
+        """Block until the collective is done and return its result."""
 
     def arrived(self) -> bool:
-        """Whether `wait` would return at once; False also where that is not known."""
+        """Return whether `wait` would return at once; False also if that is unknown."""
         return False
 
 
 class Transport(ABC):
-    """Collectives on flat buffers among `size` ranks.
+    """Base of transports: collectives on flat buffers among `size` ranks.
 
     Every call returns at once. Collectives are matched by name, so ranks may start them in any order.
     """
@@ -32,18 +32,19 @@ class Transport(ABC):
 
     @abstractmethod
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
-        """Element-wise reduction over ranks; x may be overwritten, unless it is of 16-bit floats and added up.
+        """Reduce x element by element over all ranks; may overwrite x, except for sums of 16-bit floats.
 
-        These are added in float32, in the order of the ranks, and rounded once: see `ArrayOps.half_sum`. Of them alone
-        there is a "mean", which need not overflow where the sum does.
+        16-bit floats are added in float32, in rank order, and rounded once: see `ArrayOps.half_sum`. Only they have the
+        reduction "mean", which cannot overflow where the sum does.
         """
 
     @abstractmethod
     def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
-        """The buffers of all ranks, which may differ in length, one after the other in the order of the ranks. `equal`
-        says that all are of one length, a multiple of 16 bytes.
+        """Join the buffers of all ranks in rank order; they may differ in length.
+
+        `equal` means that all have the same length, a multiple of 16 bytes.
         """
 
     @abstractmethod
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
-        """The root's buffer on every rank; all ranks pass buffers of equal length, only the root's is read."""
+        """Send the root's buffer to every rank; all ranks pass buffers of equal length, and only the root's is read."""

@@ -1,15 +1,15 @@
-"""Where every field of a bucket lies in its wire buffer; fixed before the first step as far as the data allow.
+"""Layout of a bucket's fields in its wire buffer; fixed before the first step as far as the data allow.
 
 Gathered buckets travel as one uint8 buffer per rank:
 
     fixed fields, int32 counts, words of coded indices and stamp, widest dtype first | one flag byte per guarded tensor
     padding to 8 | fields of run-time length, widest dtype first | coded indices, each padded to 4 | padding to 16
 
-so that every field is aligned to its own width without padding between fields. The counts give the lengths of the
-rest, so a receiver finds where each rank's buffer ends without any exchange before it, and a rank that selects
-nothing sends a header only. Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their
-flags are float32 elements. A flag says that this rank's gradient was not finite. The stamp is the number of the
-step: random numbers follow from it, so ranks that disagree (after one of them loaded a checkpoint) must not add up.
+This aligns every field to its own width without padding between fields. The counts give the lengths of the rest, so a
+receiver finds the end of each rank's buffer without another exchange, and a rank that selects nothing sends only a
+header. Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their flags are float32
+elements. A flag means that this rank's gradient was not finite. The stamp is the step number: random numbers follow
+from it, so payloads of ranks at different steps (after only one of them loaded a checkpoint) must not be added.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INT32 = 0x7FFFFFFF
 
 
 def payload_bytes(fields: Sequence[Field]) -> int | None:
-    """Bytes of one payload's fields on the wire, without header and padding; None if they depend on the data."""
+    """Return the bytes of one payload's fields on the wire, without header and padding; None if they vary."""
     total = 0
     for field in fields:
         if not field.wire:
@@ -39,7 +39,7 @@ def payload_bytes(fields: Sequence[Field]) -> int | None:
 
 
 def sent_bytes(ops: ArrayOps, fields: Sequence[Field], payload: Payload) -> Any:
-    """Bytes of one payload's fields on the wire as they are: an int, or a 0-d array in a traced graph."""
+    """Return the bytes of this payload's fields on the wire: an int, or a 0-d array in a traced graph."""
     total: Any = 0
     for f in fields:
         if f.wire and f.coding == "int32":
@@ -55,12 +55,12 @@ def _align(offset: int, width: int) -> int:
     return (offset + width - 1) // width * width
 
 
-# Of a bucket: the run-time lengths by tensor and name; ints, or 0-d integer arrays in a traced graph.
+# The run-time lengths of a bucket, by tensor and name: ints, or 0-d integer arrays in a traced graph.
 Lengths: TypeAlias = dict[tuple[int, str], Any]
 
 
 class _Slot(NamedTuple):
-    """One field of one tensor of the bucket; `offset` is None where it depends on the data."""
+    """One field of one tensor of the bucket; `offset` is None if it depends on the data."""
 
     tensor: int
     field: Field
@@ -68,10 +68,10 @@ class _Slot(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What arrived of a bucket.
+    """Received contents of a bucket.
 
-    Per tensor the payloads to merge (one per rank, or one sum) and the flags of guarded ones; and conditions that all
-    hold if every rank is at the same step.
+    Each tensor has its payloads to merge (one per rank, or one sum) and the flags of guarded ones. The conditions
+    `in_step` all hold if every rank is at the same step.
     """
 
     payloads: list[list[Payload]]
@@ -129,18 +129,18 @@ class GatherLayout:
 
     @property
     def fixed(self) -> bool:
-        """Whether the buffers of all ranks have one length, because nothing depends on the data."""
+        """True if the buffers of all ranks have one length, because nothing depends on the data."""
         return not self.counts and not self._coded
 
     @property
     def _open_end(self) -> int:
-        """Where the part begins whose length depends on the data."""
+        """Start of the part whose length depends on the data."""
         return _align(self._fixed_end, 8) if self.counts or self._coded else self._fixed_end
 
     def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int) -> Array:
-        """The buffer of this rank at the step `stamp`.
+        """Return the buffer of this rank at the step `stamp`.
 
-        Raises PayloadError where a payload is not what `wire` announced.
+        Raises PayloadError if a payload is not what `wire` announced.
         """
         lengths: Lengths = {}
         for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
@@ -180,14 +180,14 @@ class GatherLayout:
         for word, (i, f) in zip(words, self._coded, strict=True):
             pad(_align(position, 4))
             below, k = int(f.below or 0), ops.length(payloads[i][f.name])
-            # TensorFlow's optimizer of graphs mistakes the length of what its branches give.
+            # TensorFlow's graph optimizer infers a wrong length for the result of the branches.
             length = ops.size(indices.nbytes(ops, word, k, below))
             put(indices.encode(ops, payloads[i][f.name], word, below), length)
         pad(_align(position, ALIGNMENT))
         return ops.concat(pieces)
 
     def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
-        """What `size` buffers in a row hold."""
+        """Return the contents of `size` buffers in a row."""
         received = Received([[] for _ in self.specs], [[] for _ in self.specs], [])
         base, mine = 0, ops.full(1, stamp & _INT32, "int32")
         for _ in range(size):
@@ -205,7 +205,7 @@ class GatherLayout:
         for slot in self._fixed:
             length = int(slot.field.length)
             value = take(base + (slot.offset or 0), slot.field.dtype, length)
-            # Where the length of the whole is known only at run time, that of the field is not lost.
+            # Gives the field a static length even if the length of the whole buffer is known only at run time.
             mine[slot.tensor][slot.field.name] = ops.reshape(value, (length,))
         flag = base + self._flags_offset
         for i, guard in enumerate(self.guarded):
@@ -218,11 +218,11 @@ class GatherLayout:
         counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
         for length in counts.values():
             _require(ops, length >= 0, "lengths from 0 on", length)
-        # Where everything lies follows from the header: all is there before the first of it is read.
+        # The header tells where everything lies: check that all of it is there before reading any of it.
         slots: list[tuple[_Slot, int, int]] = []
         for slot in self._variable:
             length = counts[slot.tensor, str(slot.field.length)]
-            # Before the product: TensorFlow counts in int32, where it could wrap around to a length that fits.
+            # Check before the product: TensorFlow counts in int32, which could wrap around to a length that fits.
             fits = length <= total // ITEMSIZE[slot.field.dtype]
             _require(ops, fits, "a buffer that holds as many elements as its header says", total)
             slots.append((slot, end, length))
@@ -242,7 +242,7 @@ class GatherLayout:
         for i, f, offset, length, word, k in coded:
             found = indices.decode(ops, take(offset, "uint8", length), word, k, int(f.below or 0))
             _require(ops, ops.length(found) == k, "as many indices as its header says", ops.length(found))
-            # Graphs forget a length that is known.
+            # A graph loses the length, which is known.
             mine[i][f.name] = found if isinstance(f.length, str) else ops.reshape(found, (f.length,))
         for i, payload in enumerate(mine):
             received.payloads[i].append(payload)
@@ -274,9 +274,9 @@ class SumLayout:
     def encode(
         self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int, size: int
     ) -> tuple[dict[str, Array], Lengths]:
-        """One buffer per dtype, of one of `size` ranks at the step `stamp`; and the run-time lengths.
+        """Return one buffer per dtype, for one of `size` ranks at the step `stamp`, and the run-time lengths.
 
-        Raises PayloadError where a payload is not what `wire` announced.
+        Raises PayloadError if a payload is not what `wire` announced.
         """
         lengths: Lengths = {}
         for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
@@ -289,13 +289,13 @@ class SumLayout:
                 if any(self.guarded):
                     digest = ops.cast(_digest(ops, stamp, size), "float32")
                     pieces += [digest, digest * digest]
-            # A single payload is sent as it is where no transport overwrites it.
+            # A single payload is sent as it is if no transport overwrites it.
             alone = len(pieces) == 1 and dtype in HALF_DTYPES
             buffers[dtype] = pieces[0] if alone else ops.concat(pieces)
         return buffers, lengths
 
     def decode(self, ops: ArrayOps, buffers: Mapping[str, Array], size: int, lengths: Lengths) -> Received:
-        """What the buffers hold that were summed over `size` ranks; `lengths` are those of the own payloads."""
+        """Return the contents of buffers summed over `size` ranks; `lengths` are those of this rank's payloads."""
         payloads: list[list[Payload]] = [[{}] for _ in self.specs]
         flags: list[list[Array]] = [[] for _ in self.specs]
         in_step: list[Array] = []
@@ -311,7 +311,7 @@ class SumLayout:
                         flags[i].append(buffers[dtype][offset])
                         offset = offset + 1
                 if any(self.guarded):
-                    # By Cauchy and Schwarz, equal if and only if all ranks sent the same digest.
+                    # Equal if and only if all ranks sent the same digest (Cauchy-Schwarz).
                     total, squares = (ops.cast(buffers[dtype][offset + j], "float64") for j in (0, 1))
                     in_step.append(size * squares == total * total)
         return Received(payloads, flags, in_step)
@@ -321,13 +321,13 @@ Layout = GatherLayout | SumLayout
 
 
 def _require(ops: ArrayOps, condition: Any, expected: str, received: Any) -> None:
-    """Raise PayloadError unless the condition holds; a number that a traced graph knows only later is not shown."""
+    """Raise PayloadError unless the condition holds; shows `received` if it is a number now, not in a traced graph."""
     if isinstance(condition, bool) and condition:
         return
     shown = f": {received}" if isinstance(received, int) else ""
     error = PayloadError(
         f"wire buffer of a rank: expected {expected}, received another{shown}. "
-        "It is truncated or damaged, or of another version or configuration."
+        "The buffer is truncated or damaged, or comes from another version or configuration; check all ranks."
     )
     if isinstance(condition, bool):
         raise error
@@ -335,7 +335,7 @@ def _require(ops: ArrayOps, condition: Any, expected: str, received: Any) -> Non
 
 
 def _digest(ops: ArrayOps, stamp: int, size: int) -> Array:
-    """A small number that tells steps apart, and whose square summed over all ranks is exact in float32."""
+    """Return a small number that tells steps apart; its square, summed over all ranks, is exact in float32."""
     mixed = ops.shift_right(ops.full(1, stamp & _INT32, "int64") * 0x9E3779B1, 16)
     return ops.bit_and(mixed, 255 if size <= 256 else 15)
 
@@ -348,7 +348,7 @@ def _check_payload(
     lengths: Lengths,
     index: int,
 ) -> None:
-    """Compare a payload with its declared fields; fills in the run-time lengths."""
+    """Compare a payload with its declared fields, and fill in the run-time lengths."""
     if set(payload) != {f.name for f in fields}:
         raise PayloadError(
             f"tensor '{spec.name}': compress returned the fields {sorted(payload)}, "
@@ -358,7 +358,7 @@ def _check_payload(
         array = payload[f.name]
         length, dtype = ops.length(array), ops.dtype(array)
         expected = lengths.setdefault((index, f.length), length) if isinstance(f.length, str) else f.length
-        # Lengths that a traced graph knows only when it runs cannot be compared here.
+        # Lengths that a traced graph knows only at run time cannot be compared here.
         differ = isinstance(length, int) and isinstance(expected, int) and length != expected
         if dtype != f.dtype or differ or len(array.shape) != 1:
             raise PayloadError(

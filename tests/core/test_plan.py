@@ -226,10 +226,10 @@ def test_the_report_names_every_tensor_its_bytes_and_why_it_is_dense():
         ({"compressor": "qsgd"}, None),
         ({"compressor": "none", "memory": "residual"}, None),
         ({"compressor": "onebit"}, None),
-        ({"compressor": "qsgd", "memory": "residual"}, "add to its variance"),
+        ({"compressor": "qsgd", "memory": "residual"}, "adds them to the variance"),
         ({"compressor": "terngrad", "memory": "residual"}, "error can exceed"),
-        ({"compressor": "randomk", "scaled": True, "memory": "residual"}, "add to its variance"),
-        ({"compressor": "signsgd", "memory": "residual"}, "no mean"),
+        ({"compressor": "randomk", "scaled": True, "memory": "residual"}, "adds them to the variance"),
+        ({"compressor": "signsgd", "memory": "residual"}, "not the mean"),
     ],
     ids=str,
 )

@@ -181,7 +181,7 @@ def test_a_step_that_cannot_be_written_ends_the_trace_and_not_the_training(tmp_p
         step(sim, 0)
         step(sim, 1)
     assert len(caplog.records) == 1
-    assert "ends here" in caplog.text
+    assert "ends at the last step" in caplog.text
     check(sim.engines[0])
 
 

@@ -33,7 +33,7 @@ def test_a_module_that_does_not_load_is_told(monkeypatch, tmp_path, caplog):
     monkeypatch.setitem(sys.modules, "grace._native", None)
     with caplog.at_level(logging.WARNING, logger="grace"):
         assert native._load() is None
-    assert "the kernels do not load, and are not used; install grace anew" in caplog.text
+    assert "the kernels do not load and are not used; reinstall grace" in caplog.text
     monkeypatch.setattr(native, "module_file", lambda: None)
     caplog.clear()
     assert native._load() is None
@@ -57,7 +57,7 @@ def test_everything_works_without_the_kernels():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "there are no kernels for numpy on cpu here. `grace doctor` says" in done.stdout
-    assert "reference bodies are used" in done.stdout
+    assert "the reference implementation is used" in done.stdout
 
 
 @pytest.mark.parametrize(

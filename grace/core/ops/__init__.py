@@ -1,4 +1,4 @@
-"""Array operations per framework; `get_ops` imports only the file that is asked for."""
+"""Array operations per framework; `get_ops` imports only the requested one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from grace.core.errors import ConfigError, nearest
 from grace.core.ops.composites import ArrayOps
 
-# Module and class of the reference bodies, and of the kernels.
+# Module and class of the reference implementation, and of the kernels.
 _BACKENDS = {
     "numpy": (("numpy_ops", "NumpyOps"), ("native_numpy", "NativeNumpyOps")),
     "torch": (("torch_ops", "TorchOps"), ("native_torch", "NativeTorchOps")),
@@ -17,21 +17,20 @@ _BACKENDS = {
 
 
 def get_ops(framework: str, device: str = "cpu", native: bool | None = None) -> ArrayOps:
-    """The array operations of "numpy", "torch" or "tensorflow" on a device.
+    """Return the array operations of "numpy", "torch" or "tensorflow" on a device.
 
-    `native` says whether they run kernels; by default they do where kernels serve the device, are built, and
-    GRACE_NATIVE is not 0. Raises ConfigError for another name, for kernels that there are not, or for a variable of the
-    environment that means nothing.
+    `native` selects kernels; the default uses them if they are built and serve the device, and GRACE_NATIVE is not 0.
+    Raises ConfigError for another name, for kernels that do not exist, or for an invalid environment variable.
     """
     from grace.core.ops import native as kernels
 
     if framework not in _BACKENDS:
-        raise ConfigError(f"no array operations for framework '{framework}'.{nearest(framework, _BACKENDS)}")
+        raise ConfigError(f"unknown framework '{framework}'.{nearest(framework, _BACKENDS)}")
     served = kernels.serves(framework, device)
     if native and not served:
         raise ConfigError(
-            f"there are no kernels for {framework} on {device} here. `grace doctor` says what was built; "
-            "`pip install --no-build-isolation -e .` builds them where there is a C++ compiler."
+            f"there are no kernels for {framework} on {device} here. `grace doctor` shows what was built; "
+            "`pip install --no-build-isolation -e .` builds them if there is a C++ compiler."
         )
     return _make(framework, device, served and kernels.wanted() if native is None else native)
 

@@ -1,7 +1,7 @@
-"""Composites of the dense quantizers: for every coding what makes it, and what adds up all ranks' payloads of it.
+"""Composites of the dense quantizers: for every coding the encoder and the sum over all ranks' payloads.
 
-A sum takes lists over the ranks and adds in their order. `onto` is an array that the sum starts from, and is consumed;
-without it the first payload starts the sum. A scale is an array of one element unless it is one per bucket.
+A sum takes lists over the ranks and adds in their order. `onto` is an array that the sum starts from and consumes;
+without it the first payload starts the sum. A scale is an array of one element unless there is one per bucket.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from grace.core.ops import ternary
 from grace.core.ops.helpers import Helpers
 from grace.core.spec import Array, Key
 
-# Bits of the exponent and of the mantissa, and the integer as wide.
+# Bits of the exponent and of the mantissa, and the integer dtype of the same width.
 _FORMAT = {"float32": (8, 23, "int32"), "float64": (11, 52, "int64")}
 # Random numbers are multiples of 2^-24.
 _RANDOM_BITS = 24
@@ -22,16 +22,19 @@ _CLIPPED = 127
 
 
 class Codings(Helpers):
-    """Bits, levels in buckets, powers of two, tables, ternary digits and numbers of several widths."""
+    """Codings of bits, levels in buckets, powers of two, tables, ternary digits and numbers of several widths."""
 
     # --- bits ---------------------------------------------------------------------------------------------------
 
     def binarize(self, x: Array, threshold: float) -> Array:
-        """One bit per element, x >= threshold, packed."""
+        """Return one packed bit per element, x >= threshold."""
         return self.pack(self.cast(x >= threshold, "uint8"), 1)
 
     def binarize_means(self, x: Array, threshold: float) -> tuple[Array, Array]:
-        """The bits of `binarize`, and the means of the elements with bit 0 and 1, in x's dtype; 0 of none."""
+        """Return the bits of `binarize` and the means of the elements with bit 0 and bit 1, in x's dtype.
+
+        The mean of no elements is 0.
+        """
         count, high, low = self._sides(x, threshold)
         rest, dtype = self.cast(self.length(x), "float64") - count, self.dtype(x)
         sums = (self.cast(self.cast(side, dtype), "float64") for side in (low, high))
@@ -39,14 +42,14 @@ class Codings(Helpers):
         return self.binarize(x, threshold), self.cast(self.stack(means, axis=0), dtype)
 
     def sign_mean(self, x: Array) -> tuple[Array, Array]:
-        """The bits of x >= 0, packed, and the mean magnitude (x's dtype, (1,)); 0 of an empty array."""
+        """Return the packed bits of x >= 0 and the mean magnitude (x's dtype, (1,)); 0 for an empty array."""
         _, high, low = self._sides(x, 0)
         n, dtype = self.cast(self.length(x), "float64"), self.dtype(x)
         mean = self.cast(high - low, dtype) / self.cast(self.where(n > 0, n, 1.0), dtype)
         return self.binarize(x, 0), self.reshape(mean, (1,))
 
     def _sides(self, x: Array, threshold: float) -> tuple[Array, Array, Array]:
-        """In float64 how many elements have bit 1, their sum, and that of the others."""
+        """Return in float64 the number of elements with bit 1, their sum, and the sum of the others."""
         high, wide = x >= threshold, self.cast(x, "float64")
         sides = self.cast(high, "float64"), self.where(high, wide, 0.0), self.where(high, 0.0, wide)
         count, above, below = (self.sum(side) for side in sides)
@@ -55,7 +58,7 @@ class Codings(Helpers):
     def binary_sum(
         self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
     ) -> Array:
-        """Sum, or that of negatives, of levels[1] where a bit is set and levels[0] where not, for n bits per rank."""
+        """Return the sum of levels[1] for set bits and levels[0] for the others, n per rank; `negate` negates it."""
         for data, level in zip(bits, levels, strict=True):
             signed = -level if negate else level
             onto = self._plus(onto, self.where(self.unpack(data, 1, n) > 0, signed[1], signed[0]))
@@ -64,11 +67,11 @@ class Codings(Helpers):
     def sign_sum(
         self, bits: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
     ) -> Array:
-        """As `binary_sum`, of levels that are minus and plus a rank's scale."""
+        """Return the sum of `binary_sum` for levels of minus and plus a rank's scale."""
         return self.binary_sum(bits, [self.concat([-scale, scale]) for scale in scales], n, onto, negate)
 
     def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
-        """1 where more than half of the ranks have set the bit, -1 where fewer, 0 on a tie."""
+        """Return 1 where more than half of the ranks set the bit, -1 where fewer did, 0 on a tie."""
         votes = self.unpack(bits[0], 1, n)
         for data in bits[1:]:
             votes = votes + self.unpack(data, 1, n)
@@ -77,7 +80,7 @@ class Codings(Helpers):
     # --- levels in buckets of `width` consecutive elements --------------------------------------------------------
 
     def bucket_norms(self, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
-        """Euclidean norm or largest magnitude of every bucket; the last one is filled up with zeros."""
+        """Return the Euclidean norm or largest magnitude of every bucket; zeros fill the last one."""
         rows = self._rows(x, width)
         return self.norm(rows, axis=1) if kind == "l2" else self.max(self.abs(rows), axis=1)
 
@@ -91,7 +94,7 @@ class Codings(Helpers):
         key: Key,
         limit: Array | None = None,
     ) -> Array:
-        """levels + l, packed, with l from `quantize` of x and the scale of its bucket.
+        """Return levels + l, packed, with l from `quantize` of x and the scale of its bucket.
 
         With `limit`, of one element, x is first clipped to [-limit, limit].
         """
@@ -112,7 +115,7 @@ class Codings(Helpers):
         n: int,
         onto: Array | None = None,
     ) -> Array:
-        """Sum of l scale / levels, from what `quantize_packed` gives."""
+        """Return the sum of l scale / levels over the results of `quantize_packed`."""
         for data, scale in zip(codes, scales, strict=True):
             rows = self._rows(self.unpack(data, bits, n) - levels, width)
             values = self.dequantize(rows, self.reshape(scale, (-1, 1)), levels, self.dtype(scale))
@@ -120,7 +123,7 @@ class Codings(Helpers):
         return onto
 
     def _rows(self, x: Array, width: int) -> Array:
-        """x as a matrix of buckets, zeros after its end."""
+        """Return x as a matrix of buckets, padded with zeros."""
         n = self.length(x)
         rows = -(-n // width)
         missing = rows * width - n
@@ -129,9 +132,9 @@ class Codings(Helpers):
     # --- powers of two --------------------------------------------------------------------------------------------
 
     def natural_encode(self, x: Array, key: Key, clipped: bool) -> tuple[Array, Array]:
-        """Signs and exponents after natural compression (see the method `natural`), packed, and the base (int32, (1,)).
+        """Return the packed signs and exponents of natural compression, and the base (int32, (1,)).
 
-        A code has 9 bits, 12 of float64; with `clipped` 8 bits, exponents above the base, which is else 0.
+        A code has 9 bits, 12 for float64; with `clipped` 8 bits, with exponents above the base, which is else 0.
         """
         dtype = self.dtype(x)
         exponent, mantissa, integer = _FORMAT[dtype]
@@ -141,12 +144,12 @@ class Codings(Helpers):
         u = self.uniform(self.length(x), key)
         code, bits, base = self._rounded(word, u, dtype), 1 + exponent, self.zeros(1, "int32")
         if clipped:
-            # The code 1 stands for the field base + 1, the value `low`.
+            # Code 1 stands for the exponent base + 1, the value `low`.
             low = self.max(code) - _CLIPPED
             low = self.where(low > 0, low, 0)
             inverse = self.shift_left((1 << exponent) - 3 - low, mantissa)
             share = self.abs(x) * self.from_bytes(self.to_bytes(self.reshape(inverse, (1,))), dtype)
-            # The sum is rounded to the nearest step of u, so a share of 2^-30 is not always drawn where u is 0.
+            # The sum is rounded to the nearest step of u, so a share of 2^-30 is not always drawn if u is 0.
             up = self.cast(u, dtype) + share >= 1
             code = self.where(self.shift_right(word, mantissa) > low, code - low, self.cast(up, integer))
             bits, base = 8, self.reshape(self.cast(low, "int32"), (1,))
@@ -154,12 +157,12 @@ class Codings(Helpers):
         return self.pack(self.cast(code, "int64") + sign, bits), base
 
     def _rounded(self, word: Array, u: Array, dtype: str) -> Array:
-        """The exponents after rounding, as they stand in the bits of a float, from magnitudes' bits."""
+        """Return the rounded exponents, as they stand in the bits of a float, from the bits of magnitudes."""
         exponent, mantissa, integer = _FORMAT[dtype]
         if mantissa < _RANDOM_BITS:
             noise = self.cast(u * 2.0**mantissa, integer)
         else:
-            # In the middle of its step, for a probability rounded to the nearest.
+            # In the middle of its step, so that probabilities are rounded to the nearest multiple.
             shift = mantissa - _RANDOM_BITS
             noise = self.shift_left(self.cast(u * 2.0**_RANDOM_BITS, integer), shift) + (1 << shift - 1)
         return self.clip(self.shift_right(word + noise, mantissa), 0, (1 << exponent) - 2)
@@ -174,7 +177,7 @@ class Codings(Helpers):
         onto: Array | None = None,
         negate: bool = False,
     ) -> Array:
-        """Sum of the powers of two, or of their negatives, from what `natural_encode` gives."""
+        """Return the sum of the powers of two from `natural_encode`; `negate` negates it."""
         exponent, mantissa, integer = _FORMAT[dtype]
         bits = 8 if clipped else 1 + exponent
         for data, base in zip(codes, bases, strict=True):
@@ -190,7 +193,10 @@ class Codings(Helpers):
     # --- tables of 128 magnitudes ---------------------------------------------------------------------------------
 
     def table_encode(self, x: Array, scale: Array, table: Array) -> Array:
-        """Index (uint8) of the entry nearest |x| / scale in an ascending table, the larger of two; + 128 if x < 0."""
+        """Return the index (uint8) of the table entry nearest |x| / scale, the larger of two; + 128 if x < 0.
+
+        The table ascends.
+        """
         share = self.abs(x) / self.where(scale > 0, scale, 1.0)
         index = self.search_sorted((table[:-1] + table[1:]) * 0.5, share)
         return self.cast(index + self.cast(x < 0, "int32") * 128, "uint8")
@@ -198,7 +204,7 @@ class Codings(Helpers):
     def table_sum(
         self, codes: Sequence[Array], scales: Sequence[Array], table: Array, onto: Array | None = None
     ) -> Array:
-        """Sum of +-entry * scale, from what `table_encode` gives."""
+        """Return the sum of +-entry * scale over the results of `table_encode`."""
         for data, scale in zip(codes, scales, strict=True):
             code = self.cast(data, "int32")
             magnitude = self.gather(table, self.bit_and(code, 127)) * scale
@@ -208,17 +214,17 @@ class Codings(Helpers):
     # --- ternary digits -------------------------------------------------------------------------------------------
 
     def ternary_encode(self, x: Array, scale: Array) -> Array:
-        """1 where x >= scale / 2, -1 where x <= -scale / 2, else 0 (also where both hold), in the bytes of 3LC.
+        """Return 1 where x >= scale / 2, -1 where x <= -scale / 2, else 0 (also if both hold), in the bytes of 3LC.
 
         Plus 1 they are digits, five per byte (`grace.core.ops.ternary`); the runs make the length depend on the data.
         """
-        # Compared rather than divided: exact, and of a scale of 0 both sides hold, which makes 0.
+        # Compare rather than divide: this is exact, and for a scale of 0 both sides hold, which gives 0.
         half = scale * self.cast(0.5, self.dtype(x))
         digits = self.cast(x >= half, "int64") - self.cast(x <= -half, "int64") + 1
         return ternary.encode_runs(self, ternary.to_bytes(self, digits))
 
     def ternary_sum(self, codes: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        """Sum of digit * scale. Raises PayloadError for codes that are not those of n digits."""
+        """Return the sum of digit * scale. Raises PayloadError for codes that are not those of n digits."""
         for data, scale in zip(codes, scales, strict=True):
             digits = ternary.from_bytes(self, ternary.decode_runs(self, data, ternary.coded_size(n)), n)
             onto = self._plus(onto, self.cast(digits - 1, self.dtype(scale)) * scale)
@@ -227,11 +233,13 @@ class Codings(Helpers):
     # --- numbers of 0, 8, 16 bits or all --------------------------------------------------------------------------
 
     def precision_encode(self, x: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array]:
-        """Nothing of |x| < bound; up to 2^-m steps of 2^-(m+7) (int8), up to 2^-h of 2^-(h+15) (int16), else x itself.
+        """Encode numbers in 0, 8, 16 or all bits, in the format of the method `inceptionn`.
 
-        Returns the full numbers, the words, the bytes, and 2 bits per element, packed: 3, 2, 1 of them, 0 of nothing.
+        Nothing is sent of |x| < bound. Numbers up to 2^-m become steps of 2^-(m+7) (int8), up to 2^-h steps of
+        2^-(h+15) (int16); others stay as they are. Returns the full numbers, the words, the bytes, and packed tags of 2
+        bits per element: 3, 2, 1 for these, 0 for nothing.
         """
-        # Not by `cast`: PyTorch makes a float32 of a Python number first.
+        # Not by `cast`: PyTorch turns a Python number into float32 first.
         size, least = self.abs(x), self.full(1, bound, self.dtype(x))
         tags = 1 + self.cast(size >= 2.0**-m, "int32") + self.cast(size >= 2.0**-h, "int32")
         tags = self.where(size < least, 0, tags)
@@ -249,7 +257,10 @@ class Codings(Helpers):
         onto: Array | None = None,
         negate: bool = False,
     ) -> Array:
-        """Sum of what `precision_encode` gave or of its negatives. Raises PayloadError where counts and tags differ."""
+        """Return the sum of the numbers of `precision_encode`; `negate` negates it.
+
+        Raises PayloadError if the counts do not match the tags.
+        """
         total = self.zeros(n, dtype) if onto is None else onto
         sign = -1.0 if negate else 1.0
         for full, words, bytes_, packed in payloads:
@@ -258,7 +269,10 @@ class Codings(Helpers):
             middle = self.cast(words, dtype) * (sign * 2.0 ** -(h + 15))
             for tag, values in enumerate((small, middle, -full if negate else full), 1):
                 places = self.nonzero(tags == tag)
-                error = PayloadError(f"inceptionn: expected as many numbers as tags {tag}, received another count.")
+                error = PayloadError(
+                    f"inceptionn: expected as many numbers as tags {tag}, received another count; "
+                    "the payload is damaged."
+                )
                 self.require(self.length(places) == self.length(values), error)
                 total = self.scatter_add_(total, places, values)
         return total

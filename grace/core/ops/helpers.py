@@ -1,4 +1,4 @@
-"""Composites that the GRACE paper names, and the random numbers: written over the primitives, overridden by kernels."""
+"""Composites named in the GRACE paper, and random numbers: written over the primitives, overridden by kernels."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Helpers(Primitives):
     # --- arithmetic -----------------------------------------------------------------------------------------------
 
     def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
-        """a x + b y as a new array; either product is rounded before the sum."""
+        """Return a x + b y as a new array; each product is rounded before the sum."""
         second = y if b == 1 else y * self.cast(b, self.dtype(y))
         return x + second if a == 1 else self.add_(x * self.cast(a, self.dtype(x)), second)
 
     def finite_sum(self, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array]:
-        """a x + b y as `weighted_sum`, and whether all of it is finite, as a 0-d condition."""
+        """Return a x + b y as `weighted_sum` does, and whether all of it is finite, as a 0-d condition."""
         total = self.weighted_sum(x, a, y, b)
         return total, self.finite(total)
 
     def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
-        """factor times the sum of the rows, one after another in a flat array of 16-bit floats, in their dtype.
+        """Return factor times the sum of the rows of a flat array of 16-bit floats, in their dtype.
 
-        Every row is multiplied in float32, the products are added in float32 in their order, and the sum is rounded
-        once: the sum of two float16 is that of their own arithmetic, and a mean is no larger than what it is made of.
+        Every row is multiplied in float32, the products are added in float32 in row order, and the sum is rounded once.
+        So the sum of two float16 equals that of float16 arithmetic, and a mean is no larger than its terms.
         """
         n, by = self.length(x) // rows, self.cast(factor, "float32")
         total = self.cast(x[:n], "float32") * by
@@ -38,31 +38,31 @@ class Helpers(Primitives):
         return self.cast(total, self.dtype(x))
 
     def max_abs(self, x: Array) -> Array:
-        """Largest magnitude, in x's dtype; 0 of an empty array."""
+        """Return the largest magnitude, in x's dtype; 0 for an empty array."""
         return self.max(self.abs(x))
 
     def norm_max(self, x: Array) -> tuple[Array, Array]:
-        """Euclidean norm and largest magnitude of a flat array, in x's dtype."""
+        """Return the Euclidean norm and the largest magnitude of a flat array, in x's dtype."""
         return self.norm(x), self.max_abs(x)
 
     # --- random -------------------------------------------------------------------------------------------------
 
     def words(self, n: int, key: Key, stream: int = 0) -> Array:
-        """n random 32-bit words (int64); `stream` separates several uses of one key."""
+        """Return n random 32-bit words (int64); `stream` separates several uses of one key."""
         return random.words(self, n, key, stream)
 
     def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
-        """n float32 numbers in [0, 1), multiples of 2^-24, from the words of the same stream."""
+        """Return n float32 numbers in [0, 1), multiples of 2^-24, from the words of the same stream."""
         return random.uniform(self, n, key, stream)
 
     def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
-        """k distinct indices of range(n), in random order."""
+        """Return k distinct indices of range(n), in random order."""
         return random.sample(self, n, k, key, stream)
 
     # --- the helpers of the GRACE paper -----------------------------------------------------------------------------
 
     def quantize(self, x: Array, scale: Array, levels: int, key: Key) -> Array:
-        """Signed levels l in [-levels, levels] with E[l] = levels * x / scale, by stochastic rounding (int64).
+        """Return signed levels l in [-levels, levels] with E[l] = levels * x / scale, by stochastic rounding (int64).
 
         x and scale have equal shape or broadcast; where scale is 0 the level is 0.
         """
@@ -74,25 +74,25 @@ class Helpers(Primitives):
         return self.cast(self.where(x < 0, -magnitude, magnitude), "int64")
 
     def dequantize(self, codes: Array, scale: Array, levels: int, dtype: str) -> Array:
-        """codes * scale / levels."""
+        """Return codes * scale / levels."""
         return self.cast(codes, dtype) * (self.cast(scale, dtype) / levels)
 
     def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
-        """The k largest magnitudes: values and ascending indices."""
+        """Return the k largest magnitudes: values and ascending indices."""
         indices = self.top_indices(x, k)
         return self.gather(x, indices), indices
 
     def top_bound(self, x: Array, k: int) -> Array:
-        """The k-th largest magnitude (x's dtype, (1,)), 1 <= k <= elements."""
+        """Return the k-th largest magnitude (x's dtype, (1,)), 1 <= k <= elements."""
         values, _ = self.sparsify(x, k)
         return self.reshape(-self.max(-self.abs(values)), (1,))
 
     def desparsify(self, values: Array, indices: Array, n: int) -> Array:
-        """Dense array of n with the values at distinct indices. Raises PayloadError for an index out of range."""
+        """Return a dense array of n with the values at distinct indices. Raises PayloadError for an invalid index."""
         return self.sparse_sum([values], [indices], n)
 
     def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        """Zeros, or `onto`, with one payload's values after the other added at its distinct indices; consumes `onto`.
+        """Add one payload after the other at its distinct indices, to zeros or to `onto`; consumes `onto`.
 
         Raises PayloadError for an index out of range.
         """
@@ -101,13 +101,15 @@ class Helpers(Primitives):
         total = self.zeros(n, self.dtype(values[0])) if onto is None else onto
         for value, index in zip(values, indices, strict=True):
             outside = self.bit_or(index < 0, index >= n)
-            error = PayloadError(f"sparse payload: indices must lie in 0..{n - 1} of {n} elements; some do not.")
+            error = PayloadError(
+                f"sparse payload: expected indices from 0 to {n - 1}, received others; the payload is damaged."
+            )
             self.require(self.sum(self.cast(outside, "int32")) == 0, error)
             total = self.scatter_add_(total, index, value)
         return total
 
     def pack(self, codes: Array, bits: int) -> Array:
-        """Unsigned integers below 2^bits as ceil(n * bits / 8) bytes, little end first; 1 <= bits <= 16.
+        """Pack unsigned integers below 2^bits into ceil(n * bits / 8) bytes, little-endian; 1 <= bits <= 16.
 
         Above 8 bits the low bytes come first, then the packed high parts.
         """
@@ -129,7 +131,7 @@ class Helpers(Primitives):
         return data[: packed_size(n, bits)]
 
     def unpack(self, data: Array, bits: int, n: int) -> Array:
-        """Inverse of pack: n int64 codes."""
+        """Return the n int64 codes of `pack`."""
         if bits == 8:
             return self.cast(data, "int64")
         if bits > 8:
@@ -147,24 +149,24 @@ class Helpers(Primitives):
     # --- small matrices -------------------------------------------------------------------------------------------
 
     def orthogonalize(self, a: Array) -> Array:
-        """Orthonormal columns with the span of a's, by Gram-Schmidt applied twice; dependent columns become zero."""
+        """Return orthonormal columns with the span of a's, by Gram-Schmidt run twice; dependent columns become zero."""
         columns: list[Array] = []
         for j in range(int(a.shape[1])):
-            # Products of a column of denormals would lose the few bits it has.
+            # Products of a column of denormals would lose their few bits.
             largest = self.max(self.abs(a[:, j]))
             column = original = a[:, j] / self.where(largest > 0, largest, 1.0)
             for _ in range(2):
                 for other in columns:
                     column = column - other * self.sum(other * column)
             length = self.norm(column)
-            # What is left of a dependent column is rounding noise; normalising it would invent a direction.
+            # The rest of a dependent column is rounding noise; normalizing it would invent a direction.
             independent = length > 1e-6 * self.norm(original)
             column = self.where(independent, column / self.where(independent, length, 1.0), 0.0)
             columns.append(column)
         return self.stack(columns, axis=1)
 
     def inverse(self, a: Array) -> Array:
-        """Inverse of a small symmetric positive definite matrix, by Gauss and Jordan; needs no pivots."""
+        """Return the inverse of a small symmetric positive definite matrix, by Gauss-Jordan without pivots."""
         n = int(a.shape[0])
         rows = [a[i] for i in range(n)]
         unit = self.arange(n, "int32")

@@ -1,7 +1,8 @@
-"""Composites by kernels: the same bytes as the reference bodies, in one or two passes.
+"""Composites by kernels: the same bytes as the reference implementation, in one or two passes.
 
-`Native` stands before a framework's operations in the order of resolution; what no kernel serves (another dtype, more
-axes) goes on to the framework. The kernels are optional: without the built module the reference bodies are used.
+`Native` precedes a framework's operations in the method resolution order; calls that no kernel serves (another dtype,
+more axes) go on to the framework. The kernels are optional: without the built module the reference implementation is
+used.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ logger = logging.getLogger("grace")
 
 @cache
 def module_file() -> str | None:
-    """The path of the module for NumPy and PyTorch; None if it was not built."""
+    """Return the path of the module for NumPy and PyTorch; None if it was not built."""
     spec = importlib.util.find_spec("grace._native")
     return None if spec is None else spec.origin
 
 
 def _load() -> Any:
-    """The module of kernels that was built with the package, or the build that GRACE_NATIVE names by its path."""
+    """Return the module of kernels that was built with the package, or the build at the path in GRACE_NATIVE."""
     path = os.environ.get("GRACE_NATIVE", "")
     if not path.endswith(".so"):
         try:
             return importlib.import_module("grace._native")
         except ImportError as error:
             if module_file() is not None:
-                logger.warning("the kernels do not load, and are not used; install grace anew. %s", error)
+                logger.warning("the kernels do not load and are not used; reinstall grace. %s", error)
             return None
     if not os.path.exists(path):
         return None
@@ -56,31 +57,31 @@ INSTRUCTIONS = ("baseline", "avx2", "avx512")
 
 
 def check_environment() -> None:
-    """Raises ConfigError where GRACE_NATIVE or GRACE_ISA says what means nothing."""
+    """Raise ConfigError if GRACE_NATIVE or GRACE_ISA has an invalid value."""
     path, isa = os.environ.get("GRACE_NATIVE", ""), os.environ.get("GRACE_ISA")
     if path not in ("", "0", "1") and not (path.endswith(".so") and os.path.exists(path)):
         raise ConfigError(f"GRACE_NATIVE: expected 0, or the path of an .so file that exists; received '{path}'.")
     if isa is not None and isa not in INSTRUCTIONS:
-        raise ConfigError(f"GRACE_ISA: '{isa}' is no set of instructions.{nearest(isa, INSTRUCTIONS)}")
+        raise ConfigError(f"GRACE_ISA: unknown instruction set '{isa}'.{nearest(isa, INSTRUCTIONS)}")
 
 
 FLOATS = ("float32", "float64")
 
-# Columns up to which a matrix is thin: with more of them the frameworks' own products are as fast.
+# A matrix with at most this many columns is thin; with more, the frameworks' own products are as fast.
 MOST_THIN = 16
 
 
 @cache
 def tensorflow_library() -> str | None:
-    """The path of the library of TensorFlow's operation; None if it was not built."""
+    """Return the path of the library of TensorFlow's operation; None if it was not built."""
     spec = importlib.util.find_spec("grace._tensorflow_ops")
     return None if spec is None else spec.origin
 
 
 def serves(framework: str, device: str) -> bool:
-    """Whether there are kernels for the arrays of a framework on a device: "cpu", "cuda" or "cuda:1"."""
+    """Return whether there are kernels for a framework's arrays on a device: "cpu", "cuda" or "cuda:1"."""
     if framework == "tensorflow":
-        # The operation is there for the CPU only: for a gradient elsewhere TensorFlow would copy it back and forth.
+        # The operation exists for the CPU only: TensorFlow would copy a gradient elsewhere back and forth.
         if not device.startswith("cpu") or tensorflow_library() is None:
             return False
         return bool(importlib.import_module("grace.core.ops.native_tensorflow").loads())
@@ -92,30 +93,30 @@ def serves(framework: str, device: str) -> bool:
 
 
 def described(framework: str) -> str:
-    """The kernels for a framework as `grace doctor` tells of them: which are in use, or why none are.
+    """Return the text of `grace doctor` on a framework's kernels: which are in use, or why none are.
 
-    Raises ConfigError for a variable of the environment that means nothing.
+    Raises ConfigError for an invalid environment variable.
     """
     check_environment()
     if not serves(framework, "cpu"):
         built = tensorflow_library() if framework == "tensorflow" else module_file()
-        fault = "not built" if built is None else "built for another version, and do not load"
-        return f"{fault}: reference bodies are used (pip install --no-build-isolation . builds the kernels)"
+        fault = "not built" if built is None else "built for another version and cannot be loaded"
+        return f"{fault}: the reference implementation is used (pip install --no-build-isolation . builds the kernels)"
     what = [str(module.isa())] if module is not None else []
     if framework == "tensorflow" or not module.cuda:
         what.append("CPU only")
     else:
-        what.append("CPU and CUDA" if module.serves_gpu(0) else "CPU; built for CUDA too, which finds no device here")
+        what.append("CPU and CUDA" if module.serves_gpu(0) else "CPU; built for CUDA too, but there is no CUDA device")
     return ", ".join(what) + ("" if wanted() else "; not used, because GRACE_NATIVE is 0")
 
 
 def wanted() -> bool:
-    """Whether the environment leaves the kernels in use: GRACE_NATIVE is not 0 (a path names another build)."""
+    """Return whether the environment allows the kernels: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
 
 
 class Native(ArrayOps):
-    """Kernels behind the composites; a framework's class says how to run one."""
+    """Kernels behind the composites; a framework's class defines how to run one."""
 
     @abstractmethod
     def _run(
@@ -130,21 +131,21 @@ class Native(ArrayOps):
         consumes: bool = False,
         out: Array | None = None,
     ) -> list[Array]:
-        """The flat results of a kernel, to which the shapes of its inputs are all the same.
+        """Run a kernel and return its flat results; the shapes of its inputs do not matter.
 
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
         results and `lengths` their lengths, None where only the kernel knows them. With `consumes` the first input is
-        changed in place, and is the only result. The first result may be written to `out`, if it is of that form.
+        changed in place and is the only result. The first result may be written to `out` if dtype and length fit.
         """
 
     def _floating(self, x: Array) -> str | None:
-        """The dtype of an array that kernels take: flat, and float32 or float64; None of any other."""
+        """Return the dtype of an array that kernels take (flat, and float32 or float64); None for any other."""
         dtype = self._kind(x)
         return dtype if dtype in FLOATS and len(x.shape) == 1 else None
 
     def _kind(self, x: Array) -> str | None:
-        """The dtype of an array; None of a number, and of an array of another framework or of a rare dtype."""
-        # Met often, and sooner told than by the error that it would be.
+        """Return the dtype of an array; None for a number, an array of another framework or a rare dtype."""
+        # Numbers are frequent, and this is faster than the exception.
         if isinstance(x, (int, float)):
             return None
         try:
@@ -155,7 +156,7 @@ class Native(ArrayOps):
     def _total(
         self, kernel: str, lists: Sequence[Array], integers: Sequence[Any], n: Any, dtype: str, onto: Array | None
     ) -> Array:
-        """The result of a kernel that adds up payloads; its last integer says whether it starts from an array."""
+        """Return the result of a kernel that adds payloads; its last integer is 1 if the sum starts from an array."""
         inputs = lists if onto is None else [onto, *lists]
         flag = int(onto is not None)
         out = self._withdraw() if onto is None else None
@@ -227,7 +228,7 @@ class Native(ArrayOps):
         return self._run("sample", [], [n, k, *self._key(key, stream)], outputs=["int32"], lengths=[k])[0]
 
     def _key(self, key: Key, stream: int = 0) -> list[Any]:
-        """The four integers that a kernel takes: the seed as the signed number of the same bits."""
+        """Return the four integers of a kernel; the seed becomes the signed number of the same bits."""
         seed = key.seed
         if isinstance(seed, int) and seed >= 2**63:
             seed -= 2**64
@@ -400,7 +401,7 @@ class Native(ArrayOps):
     # --- matrices with few columns --------------------------------------------------------------------------------
 
     def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
-        # Frameworks' products are slow with few columns, and write to fresh memory; on a GPU theirs are good.
+        # The frameworks' products are slow with few columns and write to fresh memory; on a GPU they are fast.
         shape = self._thin(a, b, transpose_a, transpose_b) if self.device.startswith("cpu") else None
         if shape is None:
             return super().matmul(a, b, transpose_a, transpose_b)
@@ -413,9 +414,9 @@ class Native(ArrayOps):
     def _thin(
         self, a: Array, b: Array, transpose_a: bool, transpose_b: bool
     ) -> tuple[tuple[Any, int, int], int, int] | None:
-        """The sides n x m of the wide matrix of a product, the few columns r, and the result's sides; None if wide.
+        """Return the sides n x m of the wide matrix of a product, the few columns r, and the result's sides.
 
-        A transposed matrix may have any number of rows, which a graph need not know.
+        None if the product is not thin. A transposed matrix may have any number of rows, which a graph need not know.
         """
         dtype = self.dtype(a)
         if dtype not in FLOATS or dtype != self.dtype(b) or len(a.shape) != 2 or len(b.shape) != 2:
@@ -424,7 +425,7 @@ class Native(ArrayOps):
         if (transpose_a and transpose_b) or (p if transpose_a else q) != (t if transpose_b else s):
             return None
         m, r = (s, q) if transpose_b else (q, t)
-        # What a graph does not know is None.
+        # A side that a graph does not know is None.
         if not m or not r or r > MOST_THIN or (not transpose_a and not p):
             return None
         rows, columns = (q, t) if transpose_a else (p, s if transpose_b else t)

@@ -1,4 +1,4 @@
-"""Kernels behind the codings of the dense quantizers whose payloads are powers of two, tables, digits and widths."""
+"""Kernels for the codings of dense quantizers that use powers of two, tables, digits or several widths."""
 
 from __future__ import annotations
 

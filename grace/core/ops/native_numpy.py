@@ -1,4 +1,4 @@
-"""Kernels for NumPy arrays, which the module grace._native takes as they are."""
+"""Kernels for NumPy arrays, which the module grace._native takes directly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOATS = {DTYPES[name].char: name for name in FLOATS}
 
 
 class NativeNumpyOps(NativeCodings, NumpyOps):
-    """NumPy arrays; as many threads as OMP_NUM_THREADS says, else one, as NumPy itself."""
+    """Kernels on NumPy arrays; they use OMP_NUM_THREADS threads, or one, as NumPy itself does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
-            # A step between the elements, or an odd address, is rare enough to be found by the failure.
+            # Strided or misaligned arrays are rare, so they are found by the failure.
             given = [np.require(x, requirements=["C", "ALIGNED"]) for x in inputs]
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
             return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
         return [inputs[0]] if consumes else results
 
-    # NumPy itself has no bfloat16: it travels as the integers of the same bits.
+    # NumPy has no bfloat16: the integers of the same bits stand for it.
     def cast(self, x: Array, dtype: str) -> Array:
         if isinstance(x, np.ndarray) and x.ndim == 1:
             if dtype == "bfloat16" and x.dtype == DTYPES["float32"]:

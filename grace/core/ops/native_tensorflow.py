@@ -1,6 +1,6 @@
-"""Kernels for TensorFlow tensors, eager and traced: the operation GraceKernel, which TensorFlow loads from a library.
+"""Kernels for TensorFlow tensors, eager and traced: the operation GraceKernel, loaded from a library.
 
-It is there for the CPU only: to TensorFlow it is opaque, so that no optimizer of graphs changes what it computes.
+The operation exists for the CPU only. It is opaque to TensorFlow, so the graph optimizer cannot change its results.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from grace.core.spec import Array
 
 logger = logging.getLogger("grace")
 
-# How the operation begins its messages.
+# The first words of the operation's messages.
 _ERRORS = {"PayloadError": PayloadError, "TypeError": TypeError, "ValueError": ValueError}
 
 
 @cache
 def operation() -> Any:
-    """The function that makes a GraceKernel. Raises NotFoundError unless TensorFlow is of the version of the build."""
+    """Return the function that makes a GraceKernel. Raises NotFoundError if it was built for another TensorFlow."""
     return tf.load_op_library(tensorflow_library()).grace_kernel
 
 
 @cache
 def loads() -> bool:
-    """Whether this TensorFlow takes the library."""
+    """Return whether this TensorFlow can load the library."""
     try:
         operation()
     except tf.errors.NotFoundError as error:
@@ -42,7 +42,7 @@ def loads() -> bool:
 
 
 class NativeTensorflowOps(NativeCodings, TensorflowOps):
-    """TensorFlow tensors in main memory; as many threads as TensorFlow uses within an operation."""
+    """Kernels on TensorFlow tensors in main memory; they use TensorFlow's number of intra-op threads."""
 
     def _run(
         self,
@@ -56,7 +56,7 @@ class NativeTensorflowOps(NativeCodings, TensorflowOps):
         consumes: bool = False,
         out: Array | None = None,
     ) -> list[Array]:
-        # Shapes are of use in graphs only; eager, TensorFlow would keep an operation for each of them.
+        # Shapes help only in graphs; eager TensorFlow would cache an operation for each of them.
         eager = tf.executing_eagerly()
         static = [] if eager else [n if isinstance(n, int) else -1 for n in lengths]
         vectors = _vector(integers, tf.int64), _vector(numbers, tf.float64)
@@ -77,23 +77,24 @@ class NativeTensorflowOps(NativeCodings, TensorflowOps):
 
 
 def _readers(arrays: Sequence[Array]) -> list[Any]:
-    """The operations of the graph that read the arrays so far.
+    """Return the operations of the graph that read the arrays so far.
 
-    What consumes an array comes last by waiting for them: where one of them still held it, a copy would be made.
+    An operation that consumes an array waits for them and runs last: while one of them still holds the array, a copy
+    would be made.
     """
     graph = tf.compat.v1.get_default_graph()
     return [reader for x in arrays if getattr(x, "graph", None) is graph for reader in x.consumers()]
 
 
 def _vector(values: Sequence[Any], dtype: Any) -> Any:
-    """Python numbers and 0-d tensors as one tensor."""
+    """Return Python numbers and 0-d tensors as one tensor."""
     if any(isinstance(value, tf.Tensor) for value in values):
         return tf.stack([tf.cast(value, dtype) for value in values])
     return tf.constant(values, dtype, shape=[len(values)])
 
 
 def _of_core(error: Exception) -> Exception:
-    """The error of Python, or of the core, that the operation's message names; another one of TensorFlow as it is."""
+    """Return the Python or core error that the operation's message names; any other TensorFlow error unchanged."""
     for name, cls in _ERRORS.items():
         _, found, text = str(error).partition(f"{name}: ")
         if found:

@@ -1,4 +1,4 @@
-"""Kernels for PyTorch tensors, which the module grace._native takes and gives by DLPack."""
+"""Kernels for PyTorch tensors, which the module grace._native takes and returns by DLPack."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FLOATS = {getattr(torch, name): name for name in FLOATS}
 
 
 class NativeTorchOps(NativeCodings, TorchOps):
-    """PyTorch tensors; in main memory by as many threads as PyTorch uses, on a GPU on its current stream.
+    """Kernels on PyTorch tensors: PyTorch's number of threads in main memory, its current stream on a GPU.
 
-    On a GPU memory comes from PyTorch, and only a result whose length depends on the data makes the host wait for the
-    stream. Indices out of range are left out there; the next kernel that starts on the device raises PayloadError.
+    On a GPU the memory comes from PyTorch, and the host waits for the stream only if the length of a result depends on
+    the data. Kernels there skip indices out of range; the next kernel that starts on the device raises PayloadError.
     """
 
     def _floating(self, x: Array) -> str | None:
@@ -48,7 +48,7 @@ class NativeTorchOps(NativeCodings, TorchOps):
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
-            # A step between the elements, or an odd address, is rare enough to be found by the failure.
+            # Strided or misaligned tensors are rare, so they are found by the failure.
             given = [_plain(x) for x in inputs]
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
@@ -74,18 +74,18 @@ class NativeTorchOps(NativeCodings, TorchOps):
         stream = torch.cuda.current_stream(index).cuda_stream
 
         def allocate(dtype: str, n: int) -> tuple[Array, int]:
-            # On the current stream, in whose order PyTorch gives out again what is freed.
+            # On the current stream: PyTorch reuses freed memory in its order.
             made = torch.empty(n, dtype=DTYPES[dtype], device=f"cuda:{index}")
             return made, made.data_ptr()
 
-        # Capsules, because a tensor's own method for DLPack may make streams wait for each other.
+        # Capsules, because a tensor's own DLPack method may make streams wait for each other.
         capsules = [to_dlpack(x) for x in inputs]
         results: list[Array] = module.run_on_gpu(kernel, capsules, integers, numbers, index, stream, allocate)
         return results
 
 
 def _plain(x: Array) -> Array:
-    """x itself if there is nothing to mend."""
+    """Return a contiguous, aligned copy of x, or x itself if it is so already."""
     if not isinstance(x, torch.Tensor) or (x.is_contiguous() and x.data_ptr() % x.element_size() == 0):
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -43,13 +43,13 @@ class NumpyOps(ArrayOps):
             return x
         if x.dtype.kind != "f" or x.itemsize <= target.itemsize:
             return x.astype(target)
-        # A value too large for a narrow float becomes infinite, as in the other frameworks; that is no surprise.
+        # A value too large for a narrow float becomes infinite, as in the other frameworks, without a warning.
         with np.errstate(over="ignore"):
-            # NumPy alone would round to float16 at once.
+            # NumPy would round float64 to float16 directly.
             return (x.astype(np.float32) if target == np.float16 else x).astype(target)
 
     def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
-        # As for a cast; and infinities of both signs are NaN without a warning.
+        # As for a cast; also, infinities of both signs add to NaN without a warning.
         with np.errstate(over="ignore", invalid="ignore"):
             return super().half_sum(x, rows, factor)
 
@@ -78,7 +78,7 @@ class NumpyOps(ArrayOps):
         np.multiply(x, factor, out=out[start : start + x.size], casting="unsafe")
 
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:
-        # The function does it as well, in the time of a small kernel.
+        # np.stack takes as long as a small kernel.
         return np.array(arrays) if axis == 0 else np.stack(arrays, axis=axis)
 
     def length(self, x: Array) -> int:

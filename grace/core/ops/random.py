@@ -1,8 +1,8 @@
-"""Counter-based random numbers and hashes, written over the array operations: the same bits in every framework.
+"""Counter-based random numbers and hashes over the array operations: the same bits in every framework.
 
-The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A block of
-four words is a pure function of (key, counter), so nothing has a state and no global generator is touched:
-counter = (block, step, stream, rank), key = the tensor's 64-bit seed.
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A block of four
+words is a pure function of (key, counter), so there is no state and no global generator: counter = (block, step,
+stream, rank), key = the tensor's 64-bit seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAMPLE_STREAM = 1 << 16
 def philox(
     ops: Helpers, counter: tuple[Array, Array, Array, Array], key: tuple[int, int]
 ) -> tuple[Array, Array, Array, Array]:
-    """Philox4x32-10: four int64 arrays of 32-bit words from four such counters and two key words."""
+    """Return four int64 arrays of 32-bit words from four counters and two key words, by Philox4x32-10."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -46,7 +46,7 @@ def philox(
 
 
 def words(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
-    """`n` random 32-bit words as int64; word i is lane i % 4 of block i // 4."""
+    """Return `n` random 32-bit words as int64; word i is lane i % 4 of block i // 4."""
     blocks = max(1, -(-n // 4))
     counter = (
         ops.arange(blocks, "int64"),
@@ -60,15 +60,15 @@ def words(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
 
 
 def uniform(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
-    """`n` float32 numbers in [0, 1), multiples of 2^-24."""
+    """Return `n` float32 numbers in [0, 1), multiples of 2^-24."""
     return ops.cast(ops.shift_right(ops.words(n, key, stream), 8), "float32") * 2.0**-24
 
 
 def sample(ops: Helpers, n: int, k: int, key: Key, stream: int = 0) -> Array:
-    """`k` distinct indices of range(n) as int32, in random order; costs O(k), not O(n).
+    """Return `k` distinct indices of range(n) as int32, in random order; costs O(k), not O(n).
 
-    Index i is the image of i under a keyed Feistel permutation of the next power of two, walked along its cycle
-    until it falls below n (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+    Index i is the image of i under a keyed Feistel permutation of the next power of two, walked along its cycle until
+    it falls below n (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     """
     bits = max(2, (n - 1).bit_length())
     low = bits // 2
@@ -99,14 +99,14 @@ def sample(ops: Helpers, n: int, k: int, key: Key, stream: int = 0) -> Array:
 
 
 def hash_words(ops: Helpers, items: Array, count: int, key: Key) -> list[Array]:
-    """Per hash function one 32-bit word for every int64 item: the upper half of a * item + b modulo 2^64.
+    """Return for each hash function one 32-bit word per int64 item: the upper half of a * item + b modulo 2^64.
 
-    a and b are drawn from the key, so that words of two different items below 2^32 are independent (multiply-shift;
+    a and b are drawn from the key, so the words of two different items below 2^32 are independent (multiply-shift;
     Dietzfelbinger, "Universal hashing and k-wise independent random variables", STACS 1996).
     """
     parts = ops.reshape(ops.cast(ops.uniform(6 * count, key) * 2.0**24, "int64"), (2 * count, 3))
     high, middle = ops.shift_left(parts[:, 0], 40), ops.shift_left(parts[:, 1], 16)
     drawn = ops.bit_xor(ops.bit_xor(high, middle), ops.shift_right(parts[:, 2], 8))
-    # Products wrap around, as they should.
+    # Products wrap around on purpose.
     words = (items * drawn[2 * i] + drawn[2 * i + 1] for i in range(count))
     return [ops.bit_and(ops.shift_right(word, 32), MASK) for word in words]

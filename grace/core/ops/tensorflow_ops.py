@@ -1,7 +1,8 @@
-"""Array operations on TensorFlow tensors, eager and traced; with the kernels' the only file that imports TensorFlow.
+"""Array operations on TensorFlow tensors, eager and traced.
 
-Tensors cannot be changed, so consuming operations return new ones. Lengths are ints where the shape is static, and 0-d
-tensors where it is known only when the graph runs.
+With the kernels' file this is the only one of the core that imports TensorFlow. Tensors cannot be changed, so consuming
+operations return new ones. Lengths are ints if the shape is static, and 0-d tensors if it is known only when the graph
+runs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _HOLE = object()
 def _as_graph(method: Callable[..., Any]) -> Callable[..., Any]:
     """Make a composite a graph of its own, once per signature.
 
-    Its hundreds of small operations are slow one by one when eager, and slow to trace again for every tensor and rank.
-    Not for composites that get arrays of run-time length, which would make a graph per length, nor for those that
-    raise: an error in a graph is one of TensorFlow.
+    Its hundreds of small operations are slow in eager mode, and slow to trace again for every tensor and rank. Do not
+    use it for composites that take arrays of run-time length, which would make a graph per length, nor for those that
+    raise: an error in a graph becomes a TensorFlow error.
     """
 
     @wraps(method)
@@ -35,7 +36,7 @@ def _as_graph(method: Callable[..., Any]) -> Callable[..., Any]:
         given = [_tensors(a) for a in args], {name: _tensors(a) for name, a in options.items()}
         signature = (method.__name__, _form(given))
         if signature not in self._graphs:
-            # The graph must not keep the arrays that it was made with.
+            # The graph must not keep the arrays that it was traced with.
             static = tf.nest.map_structure(lambda leaf: _HOLE if isinstance(leaf, tf.Tensor) else leaf, given)
 
             def body(values: list[Any]) -> Any:
@@ -71,7 +72,7 @@ class TensorflowOps(ArrayOps):
     def cast(self, x: Array, dtype: str) -> Array:
         if isinstance(x, tf.Tensor):
             return tf.cast(x, _DTYPES[dtype])
-        # TensorFlow by itself would round a Python number to float32 on the way to float64.
+        # TensorFlow would round a Python number to float32 on the way to float64.
         return _opaque(tf.cast(np.asarray(x), _DTYPES[dtype]))
 
     def copy(self, x: Array) -> Array:
@@ -209,7 +210,7 @@ class TensorflowOps(ArrayOps):
         return u, s, v
 
     def constant(self, name: Hashable, make: Callable[[], Array]) -> Array:
-        # A tensor of one graph is of no use in another.
+        # A tensor of one graph cannot be used in another.
         return make()
 
     def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
@@ -262,11 +263,11 @@ class TensorflowOps(ArrayOps):
 
 
 def _opaque(x: Array) -> Array:
-    """x as the optimizer of graphs cannot look into it.
+    """Return x in a form that the graph optimizer does not look into.
 
-    It would turn a division by a constant into a multiplication by its rounded reciprocal, multiply constants with each
-    other first, and add three arrays in another order; then traced bits would differ from eager ones. It leaves
-    placeholders alone.
+    The optimizer would turn a division by a constant into a multiplication by its rounded reciprocal, multiply
+    constants with each other first, and add three arrays in another order; traced bits would then differ from eager
+    ones. It leaves placeholders alone.
     """
     return x if tf.executing_eagerly() else tf.raw_ops.PlaceholderWithDefault(input=x, shape=x.shape)
 
@@ -276,7 +277,7 @@ def _flat(x: Array) -> Array:
 
 
 def _tensors(value: Any) -> Any:
-    """A key as tensors, its seed as the int64 of the same bits; a tensor as it is."""
+    """Return a key as tensors, its seed as the int64 of the same bits; return a tensor unchanged."""
     if not isinstance(value, Key) or isinstance(value.seed, tf.Tensor):
         return value
     seed = np.asarray(value.seed, np.uint64).astype(np.int64)
@@ -284,7 +285,7 @@ def _tensors(value: Any) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """What a graph depends on: of tensors shape and dtype, of the rest the value; lists and keys part by part."""
+    """Return what a graph depends on: shape and dtype of tensors, the value of the rest; lists and keys by item."""
     if isinstance(value, tf.Tensor):
         return value.shape, value.dtype
     if isinstance(value, dict):
@@ -297,6 +298,6 @@ def _logical(a: Any, b: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> tuple[Any, Any]:
-    """Both as tensors of the dtype of the one that has one."""
+    """Return both as tensors of the dtype of the one that is a tensor."""
     dtype = next(v.dtype for v in (a, b) if isinstance(v, tf.Tensor))
     return tf.cast(a, dtype), tf.cast(b, dtype)

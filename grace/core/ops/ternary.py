@@ -1,4 +1,4 @@
-"""The lossless coding of 3LC: five ternary digits per byte, and runs of zeros in one byte, over the primitives."""
+"""Lossless coding of 3LC: five ternary digits per byte, and runs of zeros in one byte, over the primitives."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LONGEST_RUN = 14
 
 
 def coded_size(n: int) -> int:
-    """Bytes of n ternary digits before the coding of runs."""
+    """Return the bytes of n ternary digits before the coding of runs."""
     return -(-n // DIGITS)
 
 
 def to_bytes(ops: Primitives, digits: Array) -> Array:
-    """Five digits 0 to 2 (int64) per number 0 to 242 (int64), most significant first, filled up with ones."""
+    """Return one number 0 to 242 (int64) per five digits 0 to 2 (int64), most significant first, padded with ones."""
     n = ops.length(digits)
     filled = ops.concat([digits, ops.full(DIGITS * coded_size(n) - n, 1, "int64")])
     columns = ops.reshape(filled, (coded_size(n), DIGITS))
@@ -35,32 +35,34 @@ def to_bytes(ops: Primitives, digits: Array) -> Array:
 
 
 def from_bytes(ops: Primitives, values: Array, n: int) -> Array:
-    """Inverse of to_bytes: n digits."""
+    """Return the n digits of to_bytes."""
     columns = ops.stack([values // power % 3 for power in POWERS], axis=1)
     return ops.reshape(columns, (DIGITS * coded_size(n),))[:n]
 
 
 def encode_runs(ops: Primitives, values: Array) -> Array:
-    """Runs of 2 to 14 times ZERO_BYTE as one code each (uint8); longer runs are cut after every 14."""
+    """Replace runs of 2 to 14 times ZERO_BYTE by one code each (uint8); split longer runs after every 14."""
     n = ops.length(values)
     zero = ops.cast(values == ZERO_BYTE, "int64")
     before = ops.concat([ops.zeros(1, "int64"), zero])[:n]
     first = zero * (1 - before)
-    # Where the run began that an element is in; outside of runs this is not asked.
+    # The start of the run that contains an element; not used outside of runs.
     starts = ops.concat([ops.zeros(1, "int32"), ops.nonzero(first > 0)])
     offset = ops.arange(n, "int32") - ops.gather(starts, ops.cumsum(first))
     heads = ops.nonzero(ops.bit_or(zero == 0, offset % LONGEST_RUN == 0))
-    # A head reaches to the next one; what is not zero reaches one far.
+    # A head covers the elements up to the next head; outside of runs this is one element.
     ends = ops.concat([heads, ops.full(1, n, "int32")])[1:]
     reach = ops.cast(ends - heads, "int64")
     return ops.cast(ops.where(reach > 1, reach + (FIRST_RUN - 2), ops.gather(values, heads)), "uint8")
 
 
 def decode_runs(ops: Primitives, codes: Array, n: int) -> Array:
-    """Inverse of encode_runs: n numbers (int64). Raises PayloadError for codes of any other number."""
+    """Return the n numbers (int64) of encode_runs. Raises PayloadError if the codes give another count."""
     wide = ops.cast(codes, "int64")
     reach = ops.where(wide >= FIRST_RUN, wide - (FIRST_RUN - 2), 1)
-    error = PayloadError(f"3lc: the codes must decode to {n} bytes of digits; they decode to another number.")
+    error = PayloadError(
+        f"3lc: expected codes for {n} bytes of digits, received codes for another number; the payload is damaged."
+    )
     ops.require(ops.sum(reach) == n, error)
     starts = ops.cast(ops.cumsum(reach) - reach, "int32")
     rest = ops.where(wide >= FIRST_RUN, 0, wide - ZERO_BYTE)

@@ -1,4 +1,4 @@
-"""Array operations on PyTorch tensors; the only file of the core that imports torch, and only when asked for."""
+"""Array operations on PyTorch tensors; with the kernels' file the only one of the core that imports torch."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class TorchOps(ArrayOps):
 
 
 def _end_to_end(arrays: Sequence[torch.Tensor]) -> bool:
-    """Whether each begins, in one storage, where the one before ends."""
+    """Return whether each array begins, in one storage, where the one before ends."""
     if len({a.untyped_storage().data_ptr() for a in arrays}) > 1:
         return False
     ends = [a.storage_offset() + a.numel() for a in arrays]
