@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Options and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Before any test module is imported: covering.py reads it, here and in the processes that tests start.
+    # Set it before any test module is imported. covering.py reads it, here and in processes that tests start.
     if config.getoption("--all"):
         os.environ["GRACE_TEST_ALL"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """The arrays of the tests are tiny: more threads would only wait for each other."""
+    """Use one thread. The tests' arrays are tiny, and more threads would only wait for each other."""
     if importlib.util.find_spec("torch") is None:
         yield
         return
@@ -34,7 +34,7 @@ def one_thread():
 
 @pytest.fixture
 def traffic(monkeypatch):
-    """By rank and collective the bytes that were handed to the transport, which is all that leaves a simulated rank."""
+    """Record the bytes passed to the transport, by rank and collective. Nothing else leaves a simulated rank."""
     from grace.core.simulate import SimulatedTransport
     from grace.testing.harness import host
 

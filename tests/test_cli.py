@@ -1,4 +1,4 @@
-"""The command `grace`: its table of methods, and the doctor's findings."""
+"""The command `grace`: its table of methods, and the findings of `grace doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, where no other test has registered anything."""
+    """Run the command in another process, in which no test has registered anything."""
     return subprocess.run([sys.executable, "-m", "grace.cli", *arguments], capture_output=True, text=True, timeout=300)
 
 
@@ -69,16 +69,16 @@ def test_bits_of_run_time_length_are_those_of_kept_elements_or_by_the_data(capsy
     rows = {line.split()[0]: line for line in capsys.readouterr().out.split("\n\n")[0].splitlines()}
     assert all("64 per kept element" in rows[name] for name in ("dgc", "hardthreshold", "threshold"))
     assert "32 per kept element" in rows["variance"]
-    # Several lengths, or one that is not of kept elements.
+    # Methods with several lengths, or with a length that is not the number of kept elements.
     for name in ("3lc", "adaptive", "atomo", "gradiveq", "inceptionn", "sketchml", "wangni"):
         assert "data-dependent" in rows[name]
 
 
 def test_measured_bits_are_what_theory_says():
-    # Of a normal distribution 1 % of either sign in 32 bits; and the share above one standard deviation, in 64 bits,
-    # while what is held back comes later: with error feedback it is more.
+    # adaptive: 1 % of either sign, 32 bits each. threshold: the share above one standard deviation, 64 bits each, and
+    # more with error feedback, because the residual is sent later.
     assert listing._measured("adaptive") == pytest.approx(0.32, rel=0.02)
-    # 10 of 100 steps send all, the others 8 of every 64 elements.
+    # 10 of 100 steps send everything, the others 8 of every 64 elements.
     assert listing._measured("gradiveq") == pytest.approx(0.1 * 32 + 0.9 * 32 / 8)
     assert listing._measured("threshold") > 64 * 0.3173
 
@@ -209,7 +209,7 @@ def test_doctor_shows_why_horovod_does_not_load(monkeypatch, capsys):
 
 @pytest.fixture
 def only_mpirun(monkeypatch, tmp_path):
-    """A doctor that believes in MPI alone; gives a function that puts a stand-in for mpirun on the PATH."""
+    """Make the doctor find only MPI. Return a function that puts a stand-in for mpirun on the PATH."""
 
     def install(script: str) -> None:
         stand_in = tmp_path / "mpirun"
@@ -237,7 +237,7 @@ def test_doctor_stops_a_launch_that_hangs(only_mpirun, capsys):
     assert cli.main(["doctor", "--timeout", "1"]) == 1
     output = capsys.readouterr().out
     assert "2-rank allreduce, tensorflow, mpirun: FAILED, no answer in 1 s" in output
-    assert "| waiting for -np" in output  # Open MPI's flags are only for Open MPI
+    assert "| waiting for -np" in output  # Open MPI's flags are used only with Open MPI
 
 
 def test_doctor_says_when_no_launcher_fits(monkeypatch, capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""The command `grace bench codec`: what it times, what it reports, what it refuses. Nothing here depends on speed."""
+"""The command `grace bench codec`: timed steps, reports and refusals. No test depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ RANKS = 2
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path, capsys):
-    """Runs the command in this process; status, output, errors, and the objects of --json where they were asked for."""
+    """Return a function that runs the command here. It returns status, output, errors and the objects of --json."""
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "GRACE_NATIVE"):
-        # To be restored, whatever the command makes of them.
+        # monkeypatch restores them after the command has changed them.
         monkeypatch.setenv(variable, "1")
 
     def run(*arguments):
@@ -60,7 +60,7 @@ def check(results, output, names, sizes, repetitions):
         assert fixed is None or r["wire_bytes"] == fixed
 
 
-# --- what is timed --------------------------------------------------------------------------------------------------
+# --- timed steps ----------------------------------------------------------------------------------------------------
 
 
 def drawn(numel, step):
@@ -74,9 +74,9 @@ def test_the_timed_step_is_that_of_the_engine(name):
     part = make_part(name, numel)
     step = LocalStep(part, get_ops("numpy"), RANKS)
     simulation = Simulation(RANKS, [part.spec], {"compressor": name, "default_rules": False})
-    # What is gathered is added up; the division is the engine's, and the memory's gain with it.
+    # LocalStep adds gathered payloads. The engine also divides by the number of ranks and applies the memory's gain.
     factor = (1 if part.communicator.sums or not part.compressor.averages else RANKS) / part.memory.gain
-    # gradiveq begins to compress after ten steps.
+    # gradiveq starts to compress after ten steps.
     for number in range(12):
         gradients = drawn(numel, number)
         expected = simulation.step([{"tensor": g.reshape(part.spec.shape)} for g in gradients])[0]["tensor"]
@@ -120,7 +120,7 @@ def test_gradients_are_heavy_tailed_and_differ_from_step_to_step():
     gradients = Gradients(shape, 4)
     first, second = (gradients.array()[gradients.window(i)].astype(np.float64) for i in (0, 1))
     assert np.sqrt(np.mean(first**2)) == pytest.approx(DEVIATION, rel=0.05)
-    # That of a normal distribution is 3.
+    # The kurtosis of a normal distribution is 3.
     assert np.mean(first**4) / np.mean(first**2) ** 2 > 10
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
     scales = [np.sqrt(np.mean(g.reshape(shape) ** 2, axis=0)) for g in (first, second)]
@@ -142,7 +142,7 @@ def test_slow_methods_get_fewer_repetitions(bench, monkeypatch):
     assert output.splitlines()[-1].split()[-1] == "6"
 
 
-# --- what is reported -----------------------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
@@ -166,7 +166,7 @@ def test_tensorflow_in_a_process_of_its_own(tmp_path):
     path = tmp_path / "results.json"
     arguments = ["--framework", "tensorflow", "--compressors", "topk", "powersgd", "--numel", "1000"]
     more = ["--repetitions", "2", "--threads", "2", "--json", str(path)]
-    # Threads can be set only before TensorFlow starts, which in this process it has.
+    # The number of threads can be set only before TensorFlow starts. In this process it is already running.
     result = subprocess.run(
         [sys.executable, "-m", "grace.cli", "bench", "codec", *arguments, *more], capture_output=True, text=True
     )
@@ -277,7 +277,7 @@ def test_lines_of_the_table_have_one_width(bench, monkeypatch, seconds):
     assert {len(line) for line in rows} == {len(head)}
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`grace bench step` with real processes: its figures, its test bed, and that nothing of it is left."""
+"""The command `grace bench step` with real processes: its figures, its network, and its clean-up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bench(*arguments, **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that starts tests in the background has its children ignore Ctrl-C.
+        # A shell that starts tests in the background makes its children ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
@@ -48,7 +48,7 @@ def finished(*arguments, status=0):
 
 
 def can_shape():
-    """Whether this process may make namespaces and shape links."""
+    """Return whether this process can make namespaces and limit the bandwidth of links."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
         return False
     try:
@@ -69,7 +69,7 @@ needs_shaping = pytest.mark.usefixtures("shaping")
 
 @pytest.fixture(autouse=True)
 def cleared():
-    """One failure must not make others."""
+    """Remove left-over namespaces, so that one failure does not cause others."""
     yield
     if os.geteuid() == 0 and shutil.which("ip"):
         network.remove_left_over()
@@ -143,7 +143,7 @@ def test_sweep(tmp_path):
 
 
 def test_a_sweep_goes_on_with_the_best(monkeypatch):
-    """Times are made up here: by sizes of buckets and cuts, granularity and cycle time."""
+    """A stand-in returns times that depend on bucket size, split size, granularity and cycle time."""
     seconds = {
         10: 0.3,
         20: 0.1,
@@ -196,7 +196,7 @@ def test_a_sweep_goes_on_with_the_best(monkeypatch):
 
 
 def test_memory(tmp_path):
-    """The mlp holds its parameters, gradients and the optimizer's momentum, and top-k the residual as well."""
+    """The mlp needs memory for parameters, gradients and momentum; top-k also needs it for the residual."""
     path = tmp_path / "memory.json"
     given = ["--link", "none", "--compressors", "topk", "--options", "compress_ratio=0.02", "--steps", "1"]
     output, _ = finished(*given, "--memory", "--json", str(path))
@@ -235,13 +235,13 @@ def test_peak_is_that_of_one_visit():
             return 8
 
     large, small = (visit(Side(), "topk", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 1_000_000))
-    # The kernel counts pages by processor, and adds up only now and then.
+    # The kernel counts pages per processor and updates the total only occasionally.
     assert 62_000_000 < large < 72_000_000
     assert 6_000_000 < small < 16_000_000
 
 
 def test_environment_of_ranks(monkeypatch):
-    """Timed ranks keep freed pages, and are not in a hurry when they go on after a pause."""
+    """Timed ranks keep freed pages, and a pause does not exceed Gloo's timeout."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "9")
     for keep_pages in (True, False):
@@ -289,13 +289,13 @@ def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
         if said is not None:
             assert abs(sent - said) < 0.05 * said, result["method"]
         if result["method"] == "compute":
-            # Horovod's ranks talk to each other all the time.
+            # Horovod's ranks exchange messages all the time.
             assert sent < 200_000
 
 
 @needs_shaping
 def test_a_slower_link_takes_longer():
-    """100 Mbit/s for 2 MB of gradients: at least 0.16 s; a bound that a busy machine cannot break."""
+    """2 MB of gradients take at least 0.16 s at 100 Mbit/s, on a busy machine too."""
     with network.Network(2, "100mbit") as made:
         receiver = (
             "import socket; s = socket.create_server(('', 7001)); print('ready', flush=True); c = s.accept()[0]\n"

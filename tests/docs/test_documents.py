@@ -1,4 +1,4 @@
-"""What the documents show must work, and what they point to must exist."""
+"""Examples in the documents must work, and links must lead to existing files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grace import Config, compressors, make_config
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
-# Pages whose blocks of Python are one script, block after block.
+# The Python blocks of each of these pages form one script.
 RUNNABLE = [
     *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "tensorflow")),
     *(f"docs/{page}.md" for page in ("configuration", "communicators_and_memories", "checkpoints", "statistics")),
@@ -83,7 +83,7 @@ def lacking(name: str, docstring: str) -> list[str]:
     missing = [
         start for start in ("Formula:", "Cost:", "When:") if not any(re.match(f"{start} .", line) for line in lines)
     ]
-    # Not the denominator of a fraction, nor the number of a preprint.
+    # Do not accept the denominator of a fraction, or the number of a preprint.
     if name not in WITHOUT_PUBLICATION and not re.search(r"(?<![\w./:])20[0-2]\d\b", docstring):
         missing.append("year of the publication")
     return missing

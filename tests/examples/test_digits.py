@@ -1,4 +1,4 @@
-"""The digits examples as the README launches them: every method trains, and sends what it promises."""
+"""The digits examples, launched as in the documents: every method trains and sends the announced bytes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ KEYS = {
     "replicas_identical",
 }
 
-# The weights of at least 1,024 elements, as PowerSGD sees them: conv2, hidden and output.
+# The weights of at least 1,024 elements, as PowerSGD's matrices: conv2, hidden and output.
 MATRICES = {
     "torch": [(64, 288), (128, 1024), (10, 128)],
     "keras": [(288, 64), (1024, 128), (128, 10)],
     "tensorflow": [(288, 64), (1024, 128), (128, 10)],
 }
 ELEMENTS = 64 * 288 + 128 * 1024 + 10 * 128
-# The largest share of the dense bytes for methods without an announced size, with the settings that ship.
+# The largest share of the dense bytes for methods without an announced size, with the examples' settings.
 MOST = {
     "3lc": 1.6 / 32,
     "adaptive": 0.01 * 1.05,  # one index in place of a value
@@ -48,7 +48,7 @@ MOST = {
     "variance": 0.1,
     "wangni": 2 * 0.1,  # values and indices of a tenth
 }
-# What the tape adds to what Keras' optimizer has in common with it does not depend on the method.
+# The tape shares most code with Keras' optimizer. Its own code does not depend on the method.
 METHODS = {
     "torch": list(compressors),
     "keras": list(compressors),
@@ -63,7 +63,7 @@ def framework(request):
 
 @pytest.fixture(scope="module")
 def rows(framework, tmp_path_factory):
-    """The final table of one launch that trains with its methods in turn, with the settings that it ships."""
+    """Return the final table of one launch, which trains with all methods and the examples' settings."""
     file = tmp_path_factory.mktemp("example") / "table.json"
     words = [*command("horovodrun-gloo", 2), sys.executable, f"examples/{framework}_digits.py", "--json", str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -92,15 +92,15 @@ def test_every_method_is_trained_and_described(framework, rows):
 
 def test_accuracy_with_the_shipped_settings(rows):
     assert rows["none"]["accuracy"] >= 0.97
-    # One of the 360 test images is 0.28 %.
+    # One of the 360 test images counts 0.28 %.
     least = max(0.96, rows["none"]["accuracy"] - 0.02)
     assert {name: row["accuracy"] for name, row in rows.items() if row["accuracy"] < least} == {}
 
 
 def payload_size(name, framework):
-    """What the method announces for the three weights, with the setting that ships; None if it follows the data.
+    """Return the announced bytes for the three weights with the example's setting, None if they depend on the data.
 
-    They are one unit where it does not look at their shapes.
+    The weights are one unit if the method does not depend on shapes.
     """
     options = digits.SETTINGS.get(name, digits.Setting()).options
     compressor = make_config({"compressor": name, **options}).parts.compressor
@@ -120,7 +120,8 @@ def test_bytes_of_the_compressed_tensors_are_those_announced(framework, rows):
     wrong = {}
     for name, row in rows.items():
         payload, sent = payload_size(name, framework), row["compressed_wire_bytes_per_step"]
-        # The header of a bucket: its stamp, a flag per tensor, and padding to 16 bytes; or none at all.
+        # The header of a bucket contains its stamp, a flag per tensor, and padding to 16 bytes. Some buckets have no
+        # header.
         if name != "none" and payload is not None and not 0 <= sent - payload <= 32:
             wrong[name] = (payload, sent)
     assert wrong == {}

@@ -1,4 +1,4 @@
-"""examples/hard_threshold_logreg.py in the small: the paper's claims, its algorithm, and the same run by MPI."""
+"""The example hard_threshold_logreg.py at small size: the paper's claims, its algorithm, and the same run with MPI."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def logreg():
 
 @pytest.fixture(scope="module")
 def outcome(logreg):
-    """The problem and the runs of both splits: no compression, top-2, threshold 4.2, threshold of equal volume."""
+    """Return the problem and the runs of both splits: no compression, top-2, threshold 4.2, and equal volume."""
     args = logreg.parse_arguments(["--quick", "--match", "--workers", str(WORKERS)])
     return logreg.run(args, logreg.Simulated(WORKERS))
 
 
 @pytest.fixture(scope="module")
 def runs(outcome):
-    """The runs by split."""
+    """Return the runs by split."""
     problem, results = outcome
     assert problem.samples.shape == (400, FEATURES)
     return {how: [result for result in results if result.split == how] for how in ("iid", "sorted")}
@@ -66,7 +66,7 @@ def test_made_data_resemble_gisette(logreg):
     assert samples.max() <= 1
     assert 0.7 < (samples == -1).mean() < 0.9
     assert labels.sum() == 0
-    # Probes say nothing of the label; the pixels they were made of do.
+    # Probes do not depend on the label; the original pixels do.
     difference = np.abs(samples[labels > 0].mean(axis=0) - samples[labels < 0].mean(axis=0))
     assert difference[:150].mean() > 2 * difference[150:].mean()
 
@@ -98,7 +98,7 @@ def test_errors_of_hard_threshold_are_bounded_at_every_step_and_worker(logreg, r
         assert (result.residuals <= FEATURES * float(threshold) ** 2).all()
         assert (result.residuals > 0).all()
         assert logreg.within_bound(result, FEATURES) is True
-    # What is asked is no matter of course: at equal volume top-k does exceed it.
+    # The check is not trivial: at equal volume, top-k exceeds the bound.
     assert (topk.residuals.mean(axis=1) > FEATURES * hard[1].method.threshold ** 2).any()
     worse = hard[0].residuals.copy()
     worse[7, 3] = FEATURES * 4.3**2
@@ -135,7 +135,7 @@ def test_volume_is_matched(runs, how):
 
 @pytest.mark.parametrize("method", ["none", "topk", "threshold"])
 def test_runs_are_algorithm_1_of_the_paper(logreg, outcome, method):
-    """Written in the paper's form: p = e + gamma g, Delta = gamma C(p / gamma), e = p - Delta."""
+    """The runs follow the paper's algorithm: p = e + gamma g, Delta = gamma C(p / gamma), e = p - Delta."""
     problem, _ = outcome
     steps, gamma = 60, problem.step_size
     args = SimpleNamespace(iterations=steps, seed=5, offset=0.1)
@@ -178,7 +178,7 @@ def test_command_line_with_a_file_of_data(logreg, tmp_path, capsys):
     options = ["--iterations", "30", "--workers", "5", "--k", "2", "--output", str(figure), "--json", str(table)]
     assert logreg.main(["--data", str(data), *options]) == 0
     printed = capsys.readouterr().out
-    # What does not fill all workers alike is left out.
+    # Samples that do not divide evenly among the workers are left out.
     assert "N = 100, d = 30, 5 workers" in printed
     assert figure.read_bytes().startswith(b"\x89PNG")
     written = json.loads(table.read_text())

@@ -1,4 +1,4 @@
-"""Stored payloads: one name, one byte format, for ever. `python -m tests.golden` rewrites them; a test never does."""
+"""Stored payloads of every method. The byte format of a name never changes. `python -m tests.golden` writes them."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ SPEC = TensorSpec("layer.weight", (17, 23))
 
 
 def cases() -> dict[str, Compressor]:
-    """Every compressor whose bytes are stored, by the name of its file."""
+    """Return every compressor with stored bytes, by the name of its file."""
     return {registered.name(compressor): compressor for compressor in registered.all_compressors()}
 
 
 def gradient() -> np.ndarray:
-    """391 numbers of different sizes, written as a formula so that no generator and no file can change them."""
+    """Return 391 numbers of different sizes, computed by a formula, so that no generator or file can change them."""
     i = np.arange(SPEC.numel)
     values = ((i * 7919 + 104729) % 1009 - 504) / 128.0
     return (values * 2.0 ** -(i % 11)).astype(np.float32)
 
 
 def made(compressor: Compressor, ops: ArrayOps) -> Exchange:
-    """The fixed gradient, compressed with a fixed key."""
+    """Compress the fixed gradient with a fixed key."""
     return exchange(compressor, ops, SPEC, [gradient()], step=STEP)
 
 
 def encode(compressor: Compressor, ops: ArrayOps) -> bytes:
-    """The wire buffer of the fixed gradient."""
+    """Return the wire buffer of the fixed gradient."""
     layout = GatherLayout([SPEC], [compressor.wire(SPEC)], [True])
     return bytes(host(ops, layout.encode(ops, made(compressor, ops).payloads, [False], STEP)))
 
 
 def path(name: str) -> Path:
-    """Where the bytes of a case are stored."""
+    """Return the file with the bytes of a case."""
     return FOLDER / f"{name}.json"
 
 
 def write() -> list[str]:
-    """Store the bytes of every case as NumPy makes them; removes files of no case. Returns what changed."""
+    """Store the bytes of every case, made with NumPy. Remove files without a case. Return the changes."""
     changed = []
     for name, compressor in cases().items():
         data = encode(compressor, get_ops("numpy"))
@@ -65,7 +65,7 @@ def write() -> list[str]:
 
 
 def read(name: str) -> bytes:
-    """The stored bytes of a case; raises FileNotFoundError, because a forgotten file must fail."""
+    """Return the stored bytes of a case. Raises FileNotFoundError, because a missing file must fail the test."""
     stored = json.loads(path(name).read_text(encoding="utf-8"))
     data = bytes.fromhex(stored["hex"])
     assert len(data) == stored["bytes"]

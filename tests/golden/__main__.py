@@ -1,4 +1,4 @@
-"""python -m tests.golden: (re)write the stored payloads. Do so only for a new method, or a new format by intent."""
+"""Write the stored payloads: `python -m tests.golden`. Use it only for a new method, or an intended new format."""
 
 from __future__ import annotations
 

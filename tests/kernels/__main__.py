@@ -1,4 +1,4 @@
-"""Runs every case with NumPy kernels and prints a digest of what each gives; also on NaN and infinity.
+"""Run every case with NumPy kernels and print digests of the results. Also run the cases on NaN and infinity.
 
 The environment chooses the kernels: GRACE_ISA, GRACE_NATIVE (the path of another build), OMP_NUM_THREADS.
 """
@@ -18,7 +18,7 @@ from tests.kernels import cases
 
 @cache
 def digests() -> dict[str, str]:
-    """By case and dtype; NaN counts as one number, whatever its bits."""
+    """Return the digests by case and dtype. All NaNs count as equal."""
     ops, found = get_ops("numpy", native=True), {}
     for name in cases.CASES:
         for dtype in native.FLOATS:
@@ -32,7 +32,7 @@ def digests() -> dict[str, str]:
 
 
 def endure() -> int:
-    """Every case on numbers that no kernel promises anything for, but to end; how many calls there were."""
+    """Run every case on numbers for which kernels only promise to terminate. Return the number of calls."""
     ops, calls = get_ops("numpy", native=True), 0
     for name in cases.CASES:
         for dtype in native.FLOATS:

@@ -1,7 +1,7 @@
-"""One case per array operation behind which there are kernels: what is called on what, for every way to run it.
+"""One test case for each array operation that has kernels.
 
-A case takes the operations and a `Given`, which draws the same numbers for the kernels as for the reference bodies, and
-yields what must be equal. `python -m tests.kernels` runs the same cases in a process of its own.
+A case takes the array operations and a `Given`, which draws the same numbers for kernels and reference implementation.
+It yields the results that must be equal. `python -m tests.kernels` runs the same cases in another process.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from grace.core.ops.numpy_ops import DTYPES
 from grace.core.spec import Array, Key
 from grace.testing.harness import LARGEST, SMALLEST, host
 
-# Around the ends of a byte, of a register, of what one task works on (1 << 16), and of a block within it (1024, 4096).
+# Sizes around the ends of a byte, of a register, of a task (1 << 16), and of a block within a task (1024, 4096).
 SMALL = (0, 1, 7, 8, 9, 63, 64, 65, 1000)
 LARGE = (4097, 65535, 65536, 65537, 200001)
-# Outputs of more than 4 MiB of float32 are written around the cache.
+# Outputs of more than 4 MiB of float32 bypass the cache.
 AROUND = (1 << 20) + 5
 KINDS = ("normal", "zeros", "equal", "sorted", "ties", "denormal", "huge", "huge and tiny", "negative")
 BROKEN = ("nan", "infinite", "broken")
 
 
 class Loose(NamedTuple):
-    """A float64 sum in an order that is not laid down: equal to the last bits of what was added up, its size `scale`.
+    """A float64 sum whose order is not specified: equal up to the last bits of the sum of magnitudes, `scale`.
 
-    A sum of n numbers in pieces of 65536 and eight lanes is off by at most 2^13 roundings per piece, 1e-12 of the
-    sum of magnitudes; pairwise sums are better.
+    A sum of n numbers in pieces of 65536 and eight lanes has at most 2^13 roundings per piece, which is 1e-12 of the
+    sum of magnitudes. Pairwise sums are more exact.
     """
 
     value: Array
@@ -42,7 +42,7 @@ class Loose(NamedTuple):
 
 
 def values_of(kind: str, n: int, dtype: str, seed: int) -> np.ndarray[Any, Any]:
-    """n numbers of a kind."""
+    """Return n numbers of a kind."""
     rng = np.random.default_rng([seed, n])
     normal, i = rng.standard_normal(n), np.arange(n)
     tiny, huge = SMALLEST[dtype], LARGEST[dtype]
@@ -65,7 +65,7 @@ def values_of(kind: str, n: int, dtype: str, seed: int) -> np.ndarray[Any, Any]:
 
 @dataclass
 class Given:
-    """Draws the arguments of one call; equal for equal fields, whatever the operations are."""
+    """A source of arguments for one call. Equal fields give equal arguments, for any array operations."""
 
     ops: ArrayOps
     n: int
@@ -86,7 +86,7 @@ class Given:
         return self.n <= 1000
 
     def some(self, options: Sequence[Any]) -> Sequence[Any]:
-        """All options of a small array; of a large one a drawn one, because that takes time."""
+        """Return all options for a small array, but one random option for a large array, to save time."""
         return options if self.n <= 65 else [options[int(self.rng.integers(len(options)))]]
 
     @property
@@ -94,22 +94,22 @@ class Given:
         return 1 + self.n % 3 if self.is_small else 2
 
     def lay(self, values: np.ndarray[Any, Any], offset: int = 3) -> Array:
-        """An array of the framework that begins at no multiple of a register."""
+        """Return an array of the framework that is not aligned to a register."""
         padded = np.concatenate([np.zeros(offset, values.dtype), values.reshape(-1)])
         data = self.ops.cast(padded.view(np.uint8), "uint8")
         return self.ops.from_bytes(data, self.reference.dtype(values))[offset:]
 
     def numbers(self, n: int | None = None) -> np.ndarray[Any, Any]:
-        """New numbers of the kind, as NumPy has them."""
+        """Return new numbers of the kind, as a NumPy array."""
         self.drawn += 1
         return values_of(self.kind, self.n if n is None else n, self.dtype, 100 * self.seed + self.drawn)
 
     def x(self, n: int | None = None, offset: int = 3) -> Array:
-        """A new array of numbers of the kind, which the case may consume."""
+        """Return a new array of numbers of the kind. The case may consume it."""
         return self.lay(self.numbers(n), offset)
 
     def scalar(self, value: Any) -> Array:
-        """An array of one element of the dtype."""
+        """Return an array of one element of the dtype."""
         return self.lay(np.array([value]).astype(self.dtype), 1)
 
     def codes(self, bits: int, dtype: str = "int64", n: int | None = None) -> Array:
@@ -122,7 +122,7 @@ class Given:
         return self.lay(self.reference.pack(codes, bits), 1)
 
     def indices(self, count: int, ascending: bool = True) -> Array:
-        """Distinct indices below n."""
+        """Return distinct indices below n."""
         drawn = self.rng.permutation(self.n)[:count]
         return self.lay((np.sort(drawn) if ascending else drawn).astype(np.int32))
 
@@ -130,7 +130,7 @@ class Given:
         return Key(int(self.rng.integers(2**64, dtype=np.uint64)), int(self.rng.integers(1000)), self.drawn % 3)
 
     def size(self) -> float:
-        """The sum of the magnitudes of the numbers that were drawn last, at least of the smallest one."""
+        """Return the sum of the magnitudes of the last drawn numbers, at least the smallest number."""
         last = values_of(self.kind, self.n, self.dtype, 100 * self.seed + self.drawn).astype(np.float64)
         return float(np.abs(last).sum()) or float(SMALLEST[self.dtype])
 
@@ -140,13 +140,13 @@ CASES: dict[str, Case] = {}
 
 
 def case(function: Case) -> Case:
-    """The case of the operation of the function's name."""
+    """Register the case of the operation with the function's name."""
     CASES[function.__name__] = function
     return function
 
 
 def results(name: str, given: Given) -> list[Any]:
-    """What a case gives, as NumPy arrays."""
+    """Return the results of a case as NumPy arrays."""
     found: list[Any] = []
     for result in CASES[name](given.ops, given):
         if isinstance(result, Loose):
@@ -157,8 +157,8 @@ def results(name: str, given: Given) -> list[Any]:
 
 
 def free(ops: ArrayOps, g: Given, value: Array) -> Any:
-    """A sum of the numbers drawn last, rounded to their dtype: that settles float32, in float64 the order shows."""
-    # Of one element PyTorch takes the magnitude for the norm, where the square is lost below 2^-537.
+    """Return a sum of the last drawn numbers. In float32 it must be exact; in float64 the order may change it."""
+    # For one element, PyTorch uses the magnitude as the norm. The square would underflow below 2^-537.
     return Loose(value, g.size() + 1e-140) if g.dtype == "float64" else value
 
 
@@ -205,14 +205,14 @@ def cast(ops, g):
     for half in ("float16", "bfloat16"):
         x = g.x()
         yield ops.cast(x, half)
-        # Halfway between two numbers, and a bit more or less.
+        # Halfway between two numbers, and slightly more or less.
         word = g.rng.integers(0, 2**32, g.n, np.uint32)
         tie = ((word & 0xFFFFE000) | g.rng.choice([0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001], g.n)).astype(
             np.uint32
         )
         with np.errstate(invalid="ignore"):
             yield ops.cast(g.lay(np.nan_to_num(tie.view(np.float32)).astype(g.dtype)), half)
-        # Every pattern of 16 bits; NumPy warns of those NaN that float64 would have to keep apart.
+        # Every pattern of 16 bits. NumPy warns about some NaNs when it converts them.
         pattern = np.arange(65536, dtype=np.uint16) if g.n == 65536 else g.rng.integers(0, 2**16, g.n, np.uint16)
         largest = 0x7C00 if half == "float16" else 0x7F80
         is_nan = (pattern & 0x7FFF) > largest
@@ -237,7 +237,7 @@ def finite_sum(ops, g):
 def half_sum(ops, g):
     for half in ("float16", "bfloat16"):
         for rows, factor in g.some([(1, 1.0), (2, 1.0), (2, 0.5), (3, 1 / 3), (5, 1.0)]):
-            # Every finite pattern of 16 bits, whose sums may be infinite.
+            # Every finite pattern of 16 bits. The sums may be infinite.
             pattern = g.rng.integers(0, 2**16, rows * g.n, np.uint16)
             infinite = 0x7C00 if half == "float16" else 0x7F80
             pattern &= np.where(pattern & infinite == infinite, 0xBFFF, 0xFFFF).astype(np.uint16)
@@ -329,14 +329,14 @@ def scatter_add_(ops, g):
 
 @case
 def matmul(ops, g):
-    """Thin matrices in all three positions: sums of up to 200,001 products, in orders of their own."""
+    """Thin matrices in all three positions: sums of up to 200,001 products, in any order."""
     if g.kind.startswith("huge"):
-        return  # What overflows depends on the order.
+        return  # Overflows depend on the order.
     for columns, r in g.some([(1, 1), (3, 2), (33, 4), (700, 7), (1, 16), (513, 3)]):
         rows = -(-g.n // columns)
         wide = ops.reshape(g.x(rows * columns), (rows, columns))
         right, left = (ops.reshape(g.x(side * r), (side, r)) for side in (columns, rows))
-        # Of what is added up a float32 sum loses less than 1e-6, by whatever order.
+        # A float32 sum loses less than 1e-6 of the sum of magnitudes, in any order.
         loss = 2.5e5 if g.dtype == "float32" else 1.0
         for a, b, flags in ((wide, right, (False, False)), (wide, left, (True, False)), (left, right, (False, True))):
             sizes = ops.matmul(ops.abs(a), ops.abs(b), *flags)
@@ -349,7 +349,7 @@ def orthogonalize(ops, g):
         if g.n >= 4 * rank:
             rows = g.n // rank
             basis = ops.orthogonalize(ops.reshape(g.x(rows * rank), (rows, rank)))
-            # A dependent column is told from rounding noise by 1e-6 of its length, which multiplies that noise.
+            # A column is independent if more than 1e-6 of its length remains. This amplifies rounding noise.
             yield Loose(basis, 1e3) if g.dtype == "float64" else basis
 
 
@@ -488,7 +488,7 @@ def table(g: Given) -> Array:
 @case
 def table_encode(ops, g):
     x = g.numbers()
-    # Nothing of the kinds may be larger than its scale: a quotient that overflows is no share.
+    # No number may be larger than its scale, because the quotient must not overflow.
     for scale in [np.abs(x).max(initial=0), 0.0] if np.abs(x).max(initial=0) < 1e3 else [np.abs(x).max()]:
         yield ops.table_encode(g.lay(x), g.scalar(scale), table(g))
 
@@ -550,7 +550,7 @@ def top_of_sides(ops, g):
         yield positive, negative
 
 
-# Rows and columns; of 9 rows the medians take the way for any number.
+# Rows and columns. For 9 rows, medians use the generic code.
 SKETCHES = [(1, 16), (3, 112), (5, 1008), (7, 64), (9, 32)]
 
 
@@ -567,7 +567,7 @@ def sketch_estimate(ops, g):
 
 
 def plans() -> Iterator[tuple[int, str, int]]:
-    """Size, kind and seed of the calls that every case makes."""
+    """Return size, kind and seed of the calls of every case."""
     for n in SMALL:
         for seed, kind in enumerate(KINDS):
             yield n, kind, seed
@@ -578,7 +578,7 @@ def plans() -> Iterator[tuple[int, str, int]]:
 
 
 def sizes() -> Iterator[tuple[int, str, int]]:
-    """Of the calls of `plans` one or two per size: for kernels that are known to be right with other instructions."""
+    """Return one or two of `plans` per size, for kernels that are already tested with other instructions."""
     for seed, n in enumerate(SMALL + LARGE):
         yield n, "normal", seed
         if n in SMALL:
@@ -587,7 +587,7 @@ def sizes() -> Iterator[tuple[int, str, int]]:
 
 
 def few() -> Iterator[tuple[int, str, int]]:
-    """For a framework that hands its arrays to the same kernels."""
+    """Return a few of `plans`, for a framework that uses the same kernels."""
     for n in (0, 1, 9, 65, 65537):
         for seed, kind in enumerate(("normal", "zeros", "denormal", "huge") if n < 65537 else ("normal",)):
             yield n, kind, seed
@@ -597,14 +597,14 @@ def few() -> Iterator[tuple[int, str, int]]:
 
 
 def plain(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The bits of x, and one NaN for all."""
+    """Return the bits of x, with all NaNs equal."""
     if x.dtype.kind == "f" or x.dtype == DTYPES["bfloat16"]:
         return np.where(np.isnan(x), np.array(np.nan, x.dtype), x)
     return x
 
 
 def difference(got: Any, wanted: Any) -> str | None:
-    """What differs between a result of the kernels and of the reference bodies; None if nothing does."""
+    """Return the difference between a kernel's result and the reference result, or None if they agree."""
     if isinstance(wanted, Loose):
         bound = 4e-12 * wanted.scale
         close = np.abs(got.value - wanted.value) <= bound + np.abs(wanted.value) * np.finfo(wanted.value.dtype).eps

@@ -1,4 +1,4 @@
-// Threads that share blocks of memory and the pool's helpers; a test builds it with ThreadSanitizer, which watches.
+// Threads that share blocks of memory and the pool's helpers. A test builds it with ThreadSanitizer.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>

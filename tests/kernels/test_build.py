@@ -1,4 +1,4 @@
-"""Where the kernels can be built they are there: else all their tests would be left out, and nobody would see it."""
+"""The kernels exist wherever they can be built. Otherwise all their tests would be skipped without notice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_kernels_are_built_where_there_is_a_compiler(framework):
 def test_a_module_that_does_not_load_is_told(monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("GRACE_NATIVE", raising=False)
     monkeypatch.setattr(native, "module_file", lambda: str(tmp_path / "_native.so"))
-    # What import_module raises ImportError for.
+    # None makes import_module raise ImportError.
     monkeypatch.setitem(sys.modules, "grace._native", None)
     with caplog.at_level(logging.WARNING, logger="grace"):
         assert native._load() is None
@@ -41,7 +41,7 @@ def test_a_module_that_does_not_load_is_told(monkeypatch, tmp_path, caplog):
 
 
 def test_everything_works_without_the_kernels():
-    """Not built, or with GRACE_NATIVE=0: the reference bodies are used, and asking for kernels is refused."""
+    """Without kernels or with GRACE_NATIVE=0, the reference implementation is used, and requiring kernels fails."""
     code = (
         "import sys; sys.modules['grace._native'] = None\n"
         "import importlib.util, numpy as np\n"

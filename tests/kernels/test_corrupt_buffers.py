@@ -1,4 +1,4 @@
-"""Wire buffers that are truncated or damaged: an error, or numbers of the announced shape; never a crash."""
+"""Truncated or damaged wire buffers give an error or numbers of the announced shape, never a crash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ settings = hypothesis.settings(derandomize=True, database=None, deadline=None, m
 
 
 def decoded(compressor: Compressor, framework: str, data: bytes):
-    """What the engine would make of the bytes of one rank."""
+    """Decode the bytes of one rank as the engine does."""
     ops = get_ops(framework, native=True)
     layout = GatherLayout([golden.SPEC], [compressor.wire(golden.SPEC)], [True])
     buffer = ops.cast(np.frombuffer(data, np.uint8).copy(), "uint8")

@@ -1,4 +1,4 @@
-"""The kernels give the bytes of the reference bodies, for every operation, dtype, size and alignment."""
+"""The kernels give the bytes of the reference implementation, for every operation, dtype, size and alignment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = needs_kernels
 
 
 def differences(name, framework, dtype, *given):
-    """Per result of a case what differs between kernels and reference bodies, None if nothing."""
+    """Return for each result of a case the difference between kernels and reference, None if they agree."""
 
     def results(framework, native):
         n, kind, seed = given
@@ -33,7 +33,8 @@ def differences(name, framework, dtype, *given):
     got, wanted = results(framework, True), results("numpy" if framework == "tensorflow" else framework, False)
     found = [cases.difference(*pair) for pair in zip(got, wanted, strict=True)]
     if framework == "tensorflow" and any(found):
-        # What no kernel serves is left to TensorFlow, which counts denormals as zeros; the kernels give NumPy's bytes.
+        # Operations without a kernel run in TensorFlow, which flushes denormals to zero. The kernels give NumPy's
+        # bytes.
         own = [cases.difference(*pair) for pair in zip(got, results(framework, False), strict=True)]
         found = [difference and own[i] for i, difference in enumerate(found)]
     return found
@@ -99,7 +100,7 @@ def test_top_k_is_k_distinct_indices_whatever_the_numbers(n, dtype, kind):
 
 
 def test_top_k_where_the_sample_misleads():
-    """All the large elements where a sample at regular distances would, or would not, look."""
+    """All large elements are exactly at, or exactly between, the positions of a regular sample."""
     ops, reference = get_ops("numpy", native=True), get_ops("numpy", native=False)
     n, rng = 1 << 18, np.random.default_rng(0)
     for start, step in ((0, 512), (1, 512), (0, 4), (7, 64)):
@@ -110,7 +111,7 @@ def test_top_k_where_the_sample_misleads():
 
 
 def other_process(**environment):
-    """What `python -m tests.kernels` prints, with other kernels."""
+    """Run `python -m tests.kernels` with other kernels and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels"],
         env=os.environ | environment,
@@ -124,9 +125,9 @@ def other_process(**environment):
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
 def test_every_instruction_set_gives_the_same_bytes(isa):
-    """And so do four threads."""
+    """Every instruction set and four threads give the same bytes."""
     there = other_process(GRACE_ISA=isa, OMP_NUM_THREADS="4")
-    # Asked for what it has not, a processor takes the next best.
+    # If a processor lacks the requested instruction set, the next best one is used.
     if there["isa"] != isa:
         pytest.skip(f"this processor has no {isa}; its best is {there['isa']}")
     assert there["digests"] == digests()

@@ -1,4 +1,4 @@
-"""Hypothesis draws sizes, numbers and options for the kernels of NumPy, which must give the reference bodies' bytes."""
+"""Hypothesis draws sizes, numbers and options for NumPy's kernels, which must give the reference bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = needs_kernels
 REFERENCE = get_ops("numpy", native=False)
 NATIVE = get_ops("numpy", native=True) if native.module is not None else REFERENCE
 
-# Nothing is kept between runs, and every run draws the same.
+# Nothing is kept between runs, and every run draws the same examples.
 hypothesis.settings.register_profile(
     "kernels", derandomize=True, database=None, deadline=None, max_examples=150, print_blob=False
 )
@@ -31,19 +31,19 @@ KEYS = st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.i
 
 @st.composite
 def numbers(draw, dtype=None, size=None, special=False, largest=1e30):
-    """Floats of every size, and NaN and infinity if `special`."""
+    """Draw floats of every size, and NaN and infinity if `special`."""
     kind = np.dtype(draw(DTYPES) if dtype is None else dtype)
     limits = {} if special else {"min_value": -largest, "max_value": largest}
     allowed = {"allow_nan": special, "allow_infinity": special, "width": 8 * kind.itemsize}
     elements = st.floats(**({k: float(kind.type(v)) for k, v in limits.items()} | allowed))
     few = arrays.arrays(kind, draw(st.integers(1, 30)), elements=elements)
     pattern, n = draw(few), draw(SIZES) if size is None else size
-    # A short pattern in another order each time: long arrays element by element would take the time of all tests.
+    # Repeat a short pattern in random order, because drawing long arrays element by element takes too long.
     return pattern[np.random.default_rng(draw(st.integers(0, 99))).integers(0, pattern.size, n)]
 
 
 def agree(call):
-    """The call's results by kernels, which must be those by reference bodies."""
+    """Assert that a call gives the same results with kernels and with the reference. Return the results."""
     results = []
     for ops in (NATIVE, REFERENCE):
         found = call(ops)
@@ -130,7 +130,7 @@ def test_levels(data, x, width, levels, key):
     with np.errstate(over="ignore", under="ignore"):
         scales = REFERENCE.bucket_norms(x, width, kind) if x.size else x
         limit = data.draw(st.sampled_from([None, np.array([1.5], x.dtype)]))
-        # Of a scale without full precision the quotient may be beyond all numbers.
+        # With a denormal scale, the quotient may overflow.
         hypothesis.assume(not ((scales > 0) & (scales < np.finfo(x.dtype).tiny)).any())
         codes = agree(lambda ops: ops.quantize_packed(x, scales, width, levels, bits, key, limit))[0]
         ranks = data.draw(st.integers(1, 3))

@@ -1,4 +1,4 @@
-"""What kernels refuse: a Python exception that says what was expected and what was received, and no crash."""
+"""Kernels refuse wrong arguments with a Python exception that says what was expected and received. They never crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ every_backend = pytest.mark.parametrize("framework", BACKENDS)
 
 
 class Make:
-    """Arrays of a framework: f(loats), i(ndices) and b(ytes)."""
+    """A factory for arrays of a framework: f(loats), i(ndices) and b(ytes)."""
 
     def __init__(self, ops):
         self.ops = ops
@@ -34,7 +34,7 @@ class Make:
         return array(self.ops, [value] * n, "uint8")
 
 
-# A call of ten elements, the error, and its text.
+# For each kernel: a wrong call with ten elements, the error, and its text.
 REFUSED = {
     "codes of another dtype": (lambda o, m: o.unpack(m.i(1, 2), 8, 2), TypeError, "expected uint8, received int32"),
     "bits of another dtype": (lambda o, m: o.majority([m.i(0, 0)], 10, "float32"), TypeError, "expected uint8"),
@@ -264,7 +264,7 @@ def test_every_kernel_refuses_to_be_called_with_nothing_or_with_rubbish(kernel):
             dtypes[:] = dtypes[0] if dtypes.size else dtypes
         inputs = [rng.integers(-3, 20, rng.choice([0, 1, 2, 3, 16, 128])).astype(dtype) for dtype in dtypes]
         integers = rng.choice([0, 1, 2, 3, 8, 16, 128, -1, 2**40, 2**62, -(2**63)], rng.integers(8)).tolist()
-        # Lengths of outputs that would be given, if only slowly, are no fault.
+        # Huge output lengths are allowed for these kernels, but would take too long.
         if kernel in ("words", "uniform", "sample", "majority") and 2**40 in integers[:2]:
             continue
         try:

@@ -1,6 +1,6 @@
-"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the same cases, and the same broken arguments.
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the same cases, and the same wrong arguments.
 
-They are built into build/sanitized, and a process of its own loads them by GRACE_NATIVE.
+They are built into build/sanitized. Another process loads them by GRACE_NATIVE.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "sanitized"
 MODULE = FOLDER / "modules" / "_native.so"
 FLAGS = "-fsanitize=address,undefined"
-# What CPython keeps until it ends is no leak of the kernels.
+# Memory that CPython keeps until it ends is not a leak of the kernels.
 ASAN = "detect_leaks=0:detect_stack_use_after_return=1:strict_init_order=1:check_initialization_order=1"
 
 
 def tell(command, **options):
-    # Apart: TensorFlow's log goes to the standard error, the results that are read to the standard output.
+    # Keep stdout and stderr separate: the results go to stdout, TensorFlow's log goes to stderr.
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, **options)
     assert done.returncode == 0, f"{command} failed:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return done.stdout
@@ -37,7 +37,7 @@ def tell(command, **options):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """What a process runs with that loads the sanitized kernels."""
+    """Return the environment variables of a process that loads the sanitized kernels."""
     compiler = os.environ.get("CXX") or "c++"
     program = tmp_path_factory.mktemp("sanitizers") / "program"
     command = [compiler, FLAGS, "-x", "c++", "-", "-o", program]
@@ -50,13 +50,13 @@ def environment(tmp_path_factory):
         pytest.skip("there is no cmake on the PATH: activate .venv")
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
-        # Two processes of pytest may want it.
+        # Several pytest processes may build it.
         fcntl.flock(lock, fcntl.LOCK_EX)
         define = ["-DGRACE_SANITIZE=ON", f"-DGRACE_PYTHON={sys.executable}", "-DGRACE_SUFFIX=.so"]
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         tell(["cmake", "-S", ROOT / "kernels", "-B", FOLDER, *generator, *define])
         tell(["cmake", "--build", FOLDER, "--target", "_native", "--parallel", "2"])
-    # The runtimes come before everything else, and with them the library whose exceptions they watch.
+    # The sanitizers' runtimes must be loaded first, and with them libstdc++, whose exceptions they intercept.
     libraries = re.findall(r"=> (\S*/lib(?:asan|ubsan|stdc\+\+)\.so\S*)", tell(["ldd", MODULE]))
     assert len(libraries) == 3, libraries
     own = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": ASAN, "UBSAN_OPTIONS": "print_stacktrace=1"}
@@ -86,7 +86,7 @@ def test_threads_share_memory_and_work_without_races(tmp_path):
 
 def test_no_broken_argument_is_reported(environment):
     files = [f"tests/kernels/test_{name}.py" for name in ("errors", "corrupt", "properties", "threads")]
-    # Not captured: what a sanitizer says before it ends the process would be lost.
+    # Do not capture output (-s), or the sanitizer's report would be lost when it ends the process.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "--noconftest", "-p", "no:cacheprovider"]
     command += ["-k", "not torch"]
     assert " passed" in tell([*command, *files], cwd=ROOT, env=environment)

@@ -1,4 +1,4 @@
-"""TensorFlow's operation: eager, in graphs and their branches, with numbers known only there, and misused."""
+"""The TensorFlow operation: in eager mode, in graphs and branches, with values known only at run time, and misused."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_others_hold_is_not_changed(tf, ops, x):
 
 
 def test_what_consumes_an_array_waits_for_its_readers(tf, ops, x):
-    """Else they might still hold it, and it would be copied."""
+    """Otherwise readers could still hold the array, and it would be copied."""
 
     def body(x, captured):
         y = ops.weighted_sum(x, 1, x, 1)
@@ -125,7 +125,7 @@ def test_what_consumes_an_array_waits_for_its_readers(tf, ops, x):
 
 
 def test_denormals_are_kept_on_every_thread(tf, ops):
-    """TensorFlow's threads would count them as zeros."""
+    """TensorFlow's threads would flush denormals to zero."""
     n, smallest = 1 << 20, SMALLEST["float32"]
     x = array(ops, np.full(n, 2 * smallest), "float32")
     wanted = np.full(n, 4 * smallest, np.float32)

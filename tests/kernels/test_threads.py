@@ -1,4 +1,4 @@
-"""Kernels from several threads at once, with several threads each, across a fork, and what becomes of their memory."""
+"""Kernels called from several threads, with several threads each, across a fork, and their memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ N = 300_000
 
 
 def with_threads(threads):
-    """NumPy's kernels on so many threads."""
+    """Return NumPy's kernels with this number of threads."""
     ops = type(get_ops("numpy", native=True))()
     ops._threads = threads
     return ops
 
 
 def step(ops, seed, n=N):
-    """The local work of a step by several methods on one bucket of numbers, as bytes."""
+    """Run the local work of a step with several methods. Return the results as bytes."""
     x = np.random.default_rng(seed).standard_normal(n).astype(np.float32)
     key = Key(seed, 3)
     norms = ops.bucket_norms(x, 512, "max")
@@ -115,7 +115,7 @@ def test_a_forked_process_has_kernels_though_others_were_running():
             queue = context.SimpleQueue()
             child = context.Process(target=in_child, args=(0, queue))
             child.start()
-            # A child that hangs would never write.
+            # A child that hangs never writes.
             assert queue._reader.poll(60), "the forked process hangs"
             assert queue.get() == wanted
             child.join(60)
@@ -138,7 +138,7 @@ def test_results_outlive_everything_else():
     for x in kept:
         assert x.tolist() == reference.words(x.size + 2, Key(1, 2))[2:].tolist()
     assert indices.tolist() == list(range(100_000))
-    # From another thread, whose end does not matter.
+    # Release the arrays in another thread.
     thread = threading.Thread(target=kept.clear)
     thread.start()
     thread.join()
@@ -146,7 +146,7 @@ def test_results_outlive_everything_else():
 
 
 def resident():
-    """Bytes of main memory that this process holds."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -180,7 +180,7 @@ def test_kept_memory_is_no_more_than_was_in_use_at_once():
     gc.collect()
     after = native.module.kept_bytes()
     assert after <= before + 8 * (size + (4 << 20))
-    # What is kept is used again.
+    # Kept blocks are reused.
     again = [ops.words(size // 8, Key(1, 2)) for _ in range(8)]
     assert native.module.kept_bytes() <= after - 7 * size
     assert len(again) == 8

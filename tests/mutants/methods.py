@@ -1,6 +1,6 @@
-"""Deliberately wrong parts: for every property of a contract one that breaks it, which the contract must reject.
+"""Deliberately wrong compressors and memories. Each breaks one property of a contract, and the contract must reject it.
 
-A check that cannot fail is worth nothing. Every mutant is as close to a right part as it can be.
+They show that every check can fail. Every mutant is as close to a correct implementation as possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPS: list[tuple[str, ArrayOps]] = []
 
 
 def breaks(contract_test: str, **fields):
-    """Class decorator: an instance of the class breaks this test of its contract."""
+    """Mark a class: an instance of it must fail this test of its contract."""
 
     def decorate(cls):
         kind = COMPRESSORS if issubclass(cls, Compressor) else MEMORIES if issubclass(cls, Memory) else OPS
@@ -56,7 +56,7 @@ class ChangesItsConfiguration(TopK):
 @breaks("test_indices_that_may_travel_shorter_ascend", compress_ratio=0.1)
 @dataclass(frozen=True)
 class LargestFirst(TopK):
-    """Its indices stand in the order of the magnitudes."""
+    """Sorts the indices by magnitude instead of ascending."""
 
     def compress(self, x, at):
         payload = super().compress(x, at)
@@ -73,7 +73,7 @@ class RefusesWithoutReason(TopK):
 @breaks("test_payload_is_what_wire_announces")
 @dataclass(frozen=True)
 class AnnouncesTooFewBits(SignSGD):
-    """Forgets the last byte of lengths that are no multiple of 8."""
+    """Forgets the last byte if the length is not a multiple of 8."""
 
     def wire(self, spec):
         return (Field("signs", "uint8", spec.numel // 8),)
@@ -96,7 +96,7 @@ class ClaimsFixedSize(DGC):
 @breaks("test_buffer_has_the_predicted_bytes")
 @dataclass(frozen=True)
 class WireDependsOnTheCall(TopK):
-    """Predicts another size than it checks: the second question gets another answer."""
+    """Announces another size at the second call of `wire`."""
 
     def wire(self, spec):
         asked = getattr(self, "asked", 0)
@@ -112,7 +112,7 @@ class WireDependsOnTheCall(TopK):
 @breaks("test_payloads_survive_the_buffer")
 @dataclass(frozen=True)
 class RemembersThePayload(TopK):
-    """Decodes from what it remembers of its own payload, so that a received one decodes to nothing."""
+    """Decodes from remembered data of its own payload. A received payload decodes to nothing."""
 
     def compress(self, x, at):
         payload = super().compress(x, at)
@@ -182,7 +182,7 @@ class SeedsTheGlobalGenerator(RandomK):
 @breaks("test_nothing_is_used_after_it_was_consumed")
 @dataclass(frozen=True)
 class UsesTheResidualTwice(EFSignSGD):
-    """Right only where the consumed array is reused for the result."""
+    """Is correct only if the operation reuses the consumed array for the result."""
 
     def residual_(self, x, payload, at):
         super().residual_(x, payload, at)
@@ -203,7 +203,7 @@ class BreaksTiesByFramework(TopK):
 @breaks("test_decoded_gradients_are_finite_and_of_the_working_dtype")
 @dataclass(frozen=True)
 class DividesByZero(QSGD):
-    """The scale of an all-zero bucket is not looked at."""
+    """Does not check for the zero scale of an all-zero bucket."""
 
     def decompress(self, payload, at):
         with np.errstate(all="ignore"):
@@ -220,7 +220,7 @@ class DecodesToFloat32(EFSignSGD):
 @breaks("test_kept_plus_residual_is_the_gradient", compress_ratio=0.1)
 @dataclass(frozen=True)
 class RoundsWhatItKeeps(TopK):
-    """Half-precision values, while the residual forgets the rounding error: a sparsifier that is not exact."""
+    """Sends values in half precision, but the residual ignores the rounding error: a sparsifier that is not exact."""
 
     def compress(self, x, at):
         payload = super().compress(x, at)
@@ -245,7 +245,7 @@ class ErasesEverything(TopK):
 @breaks("test_declared_unbiasedness_holds", quantum_num=7)
 @dataclass(frozen=True)
 class RoundsDown(QSGD):
-    """Deterministic rounding: the levels are right, the mean is not."""
+    """Rounds deterministically: the levels are correct, the mean is not."""
 
     def compress(self, x, at):
         norm = at.ops.max(at.ops.abs(x))
@@ -268,7 +268,7 @@ class UnscaledButDeclaredUnbiased(RandomK):
 @breaks("test_declared_contraction_holds")
 @dataclass(frozen=True)
 class SignsWithoutScale(EFSignSGD):
-    """A sign of size max|x| instead of mean|x| overshoots."""
+    """Sends signs of size max|x| instead of mean|x|, which overshoots."""
 
     def compress(self, x, at):
         payload = super().compress(x, at)
@@ -279,7 +279,7 @@ class SignsWithoutScale(EFSignSGD):
 @breaks("test_declared_contraction_holds", compress_ratio=0.1)
 @dataclass(frozen=True)
 class KeepsTheFirst(Sparsifier):
-    """Keeps any k elements, which is no contraction with k/d."""
+    """Keeps the first k elements, which is not a contraction with k/d."""
 
     compress_ratio: float = 0.1
 
@@ -294,7 +294,7 @@ class KeepsTheFirst(Sparsifier):
 @breaks("test_declared_contraction_holds", compress_ratio=0.2)
 @dataclass(frozen=True)
 class PromisesTooMuch(RandomK):
-    """Random-k with the contraction of three times the elements, which holds only if they are lucky."""
+    """Random-k that declares the contraction of 3 k elements."""
 
     def contraction(self, spec):
         return 3 * keep_count(self.compress_ratio, spec.numel) / spec.numel
@@ -303,7 +303,7 @@ class PromisesTooMuch(RandomK):
 @breaks("test_declared_summability_holds")
 @dataclass(frozen=True)
 class SummableScales(EFSignSGD):
-    """Packed bits do not add."""
+    """Declares packed bits summable."""
 
     summable = True
 
@@ -311,7 +311,7 @@ class SummableScales(EFSignSGD):
 @breaks("test_merge_is_the_sum", compress_ratio=0.1)
 @dataclass(frozen=True)
 class MergesWithoutAdding(TopK):
-    """Where two ranks sent the same coordinate, the last one wins."""
+    """Keeps only the last value if two ranks sent the same coordinate."""
 
     def merge(self, payloads, at):
         total = at.ops.zeros(at.spec.numel, at.spec.work_dtype)
@@ -323,7 +323,7 @@ class MergesWithoutAdding(TopK):
 @breaks("test_merge_is_the_sum")
 @dataclass(frozen=True)
 class VoteThatGrows(SignSGD):
-    """Declared scale-free, but the votes are only added."""
+    """Declares a scale-free vote, but only adds the votes."""
 
     def merge(self, payloads, at):
         return Compressor.merge(self, payloads, at)
@@ -354,7 +354,7 @@ class LosesNaN(NoCompression):
 @breaks("test_declared_flatness_holds", compress_ratio=0.1)
 @dataclass(frozen=True)
 class LooksAtTheShape(TopK):
-    """And does not say so."""
+    """Depends on the shape without declaring it."""
 
     def compress(self, x, at):
         return super().compress(-x if at.spec.ndim > 1 else x, at)
@@ -400,7 +400,7 @@ class StartsAtOne(Residual):
 @breaks("test_state_keeps_its_form")
 @dataclass(frozen=True)
 class GrowsAField(Residual):
-    """What `init` did not announce is not in the checkpoint of a fresh engine."""
+    """Adds a field that `init` did not announce, so a checkpoint of a new engine lacks it."""
 
     def update(self, x_, payload, compressor, state, at):
         return {**super().update(x_, payload, compressor, state, at), "seen": at.ops.zeros(1, "float32")}
@@ -431,7 +431,7 @@ class InventsGradients(Residual):
 @breaks("test_nothing_is_used_after_it_was_consumed")
 @dataclass(frozen=True)
 class KeepsWhatItConsumed(DGCMemory):
-    """The array that went into the sum is the sum only in some frameworks."""
+    """Uses the consumed array as the sum, which is correct only in some frameworks."""
 
     def compensate(self, grad, state, at):
         momentum = state["momentum"] * self.momentum

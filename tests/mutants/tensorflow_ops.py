@@ -1,4 +1,4 @@
-"""Deliberately wrong array operations of TensorFlow: what is right for other frameworks and wrong there."""
+"""Deliberately wrong array operations of TensorFlow, by errors that only TensorFlow's graphs reveal."""
 
 from __future__ import annotations
 

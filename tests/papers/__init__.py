@@ -1,1 +1,1 @@
-"""One file per method: numbers that follow from its paper, worked out here without the code under test."""
+"""Tests against the papers, one file per method. Expected numbers are computed without the code under test."""

@@ -1,4 +1,4 @@
-"""What the paper tests share: plain arrays in, plain arrays out."""
+"""Shared helpers of the paper tests, with NumPy arrays as inputs and outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(name: str, **options):
 
 
 def send(compressor, x: np.ndarray, *, step: int = 0, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """decompress(compress(x)) on one rank, in float64."""
+    """Return decompress(compress(x)) on one rank, in float64."""
     ex = exchange(compressor, OPS, spec(*(shape or x.shape)), [x.ravel()], step=step)
     return wide(OPS.cast(compressor.decompress(ex.payloads[0], ex.sites[0]), "float64"))
 
@@ -38,18 +38,18 @@ def payload(compressor, x: np.ndarray, *, step: int = 0) -> dict[str, np.ndarray
 
 
 def bits_per_element(compressor, n: int) -> float:
-    """Of the fields, without header and padding."""
+    """Return the bits per element of the payload's fields, without header and padding."""
     return 8 * payload_bytes(compressor.wire(spec(n))) / n
 
 
 def variance(compressor, x: np.ndarray, trials: int) -> tuple[float, float]:
-    """Mean of |C(x) - x|^2 over random keys, and six times the standard deviation of that mean."""
+    """Return the mean of |C(x) - x|^2 over random keys, and six times the standard deviation of that mean."""
     errors = [np.sum((send(compressor, x, step=step) - x) ** 2) for step in range(trials)]
     return float(np.mean(errors)), float(6 * np.std(errors, ddof=1) / np.sqrt(trials))
 
 
 def simulate(size: int, shape: tuple[int, ...], compressor, memory="none", communicator=None, **options):
-    """Ranks that hold one tensor `w`."""
+    """Return a simulation of ranks with one tensor `w`."""
     chosen = Parts(
         compressor,
         memories.make(memory),
@@ -59,7 +59,7 @@ def simulate(size: int, shape: tuple[int, ...], compressor, memory="none", commu
 
 
 def step(sim, xs: list[np.ndarray]) -> np.ndarray:
-    """The merged gradient of one step, which all ranks must agree on."""
+    """Run one step and return the merged gradient. Fail if the ranks differ."""
     merged = [mine["w"] for mine in sim.step([{"w": x.copy()} for x in xs])]
     assert all(np.array_equal(mine, merged[0]) for mine in merged)
     return merged[0]

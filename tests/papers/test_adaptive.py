@@ -9,7 +9,7 @@ from tests.papers.common import make, normal, payload, send, simulate, spec, sta
 
 
 def skewed(n: int, seed: int = 0) -> np.ndarray:
-    """Three quarters negative, of other sizes than the positive ones, and some zeros."""
+    """Return a gradient with three quarters negative elements, of another size than the positive ones, and zeros."""
     rng = np.random.default_rng(seed)
     x = np.abs(rng.standard_normal(n))
     x = np.where(rng.random(n) < 0.75, -3 * x, x)
@@ -17,7 +17,7 @@ def skewed(n: int, seed: int = 0) -> np.ndarray:
 
 
 def reference(x: np.ndarray, ratio: float) -> np.ndarray:
-    """Every side by a sort of its own."""
+    """Return the expected result. Each sign is sorted separately."""
     decoded = np.zeros(len(x))
     for sign in (1, -1):
         side = np.flatnonzero(sign * x > 0)
@@ -34,7 +34,7 @@ def test_either_sign_has_its_own_threshold_and_mean(ratio):
 
 
 def test_the_share_is_that_of_either_sign():
-    """10 % of 400 positive and of 1600 negative elements, although the negative ones are all larger."""
+    """10 % of the 400 positive and of the 1600 negative elements are kept, although all negative ones are larger."""
     x = np.concatenate([np.linspace(1, 2, 400), np.linspace(-100, -50, 1600)]).astype(np.float32)
     sent = payload(make("adaptive", compress_ratio=0.1), x)
     assert sent["positive"].tolist() == list(range(360, 400))
@@ -77,7 +77,7 @@ def test_the_decoded_gradient_is_a_projection(ratio):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("ratio", [0.02, 0.2, 0.9])
 def test_the_contraction(ratio, seed):
-    """Also where the mean of the kept says little: one large element and many small ones."""
+    """The contraction holds even if the mean differs much from the kept values: one large element, many small ones."""
     rng = np.random.default_rng(seed)
     n = 100
     x = (np.abs(rng.standard_normal(n)) * rng.choice([0.01, 0.1, 1.0])).astype(np.float32)
@@ -96,7 +96,7 @@ def test_errors_are_fed_back():
 
 
 def test_momentum_is_masked_where_something_was_sent():
-    """The memory of dgc serves this method, because it selects."""
+    """The memory `dgc` works with this method, because the method selects coordinates."""
     x = skewed(300)
     sim = simulate(1, (300,), make("adaptive", compress_ratio=0.1), "dgc")
     sent = step(sim, [x]) != 0

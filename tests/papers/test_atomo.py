@@ -1,4 +1,4 @@
-"""Wang et al., "ATOMO", NeurIPS 2018: the probabilities of least variance, and what they give."""
+"""Wang et al., "ATOMO", NeurIPS 2018: the probabilities of least variance, and their variance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS, COLUMNS = 30, 20
 
 
 def probabilities(magnitudes: np.ndarray, budget: float) -> np.ndarray:
-    """One atom after the other, the largest first: those that would exceed 1 are set to 1, the rest share the rest."""
+    """Return the paper's probabilities: starting with the largest atom, cap at 1 and share the remaining budget."""
     order = np.argsort(-magnitudes)
     p = np.zeros(len(magnitudes))
     for taken, i in enumerate(order):
@@ -46,13 +46,13 @@ every_spectrum = pytest.mark.parametrize("name", SPECTRA)
 
 
 def counts(compressor, x, trials):
-    """How many atoms travelled, for each of so many keys."""
+    """Return the number of atoms that were sent, for each of `trials` keys."""
     field, length = ("values", 1) if compressor.mode == "entry" else ("right", COLUMNS)
     return np.array([payload(compressor, x, step=step)[field].size / length for step in range(trials)])
 
 
 def matrix_variance(compressor, m, trials):
-    """As `variance`, of a matrix."""
+    """Return the same as `variance`, for a matrix."""
     errors = [np.sum((send(compressor, m, step=step) - m.ravel()) ** 2) for step in range(trials)]
     return np.mean(errors), 6 * np.std(errors, ddof=1) / np.sqrt(trials)
 
@@ -71,7 +71,7 @@ def test_the_budget_is_spent_on_average(name, budget):
 @every_spectrum
 @pytest.mark.parametrize("budget", [1.0, 2.5, 6.0])
 def test_the_variance_is_the_least(name, budget):
-    """Exactly sum_a l_a^2 (1 / p_a - 1)."""
+    """The variance is sum_a l_a^2 (1 / p_a - 1)."""
     singular = SPECTRA[name]
     mean, margin = matrix_variance(make("atomo", compress_rank=budget), matrix(singular), 150)
     p = probabilities(singular, budget)
@@ -108,7 +108,7 @@ def test_no_other_probabilities_of_that_budget_are_better():
 
 @pytest.mark.parametrize("mode", ["spectral", "entry"])
 def test_the_mean_is_the_gradient(mode):
-    """Within six standard deviations, which are known: those of the least variance."""
+    """The mean is within six standard deviations of the gradient; these follow from the least variance."""
     x, trials = matrix(SPECTRA["slow"]), 600
     compressor = make("atomo", mode=mode, compress_rank=3, compress_ratio=0.1)
     mean = np.mean([send(compressor, x, step=step) for step in range(trials)], axis=0)
@@ -128,7 +128,7 @@ def test_remark_1_of_grace(q, size):
     x = normal(500)
     wide = x.astype(np.float64)
     scale = size(np.abs(wide))
-    # A little less, because rounded up an entry of p = 1 would count as above the threshold.
+    # Slightly less, because rounding up would put an entry with p = 1 above the threshold.
     ratio = np.abs(wide).sum() / scale / 500 * (1 - 1e-6)
     compressor = make("atomo", mode="entry", compress_ratio=ratio)
     sent = np.array([send(compressor, x, step=step) for step in range(400)])
@@ -136,7 +136,7 @@ def test_remark_1_of_grace(q, size):
     assert np.all(sent * wide >= 0)
     p = np.abs(wide) / scale
     assert np.all(np.abs((sent != 0).mean(axis=0) - p) <= 6 * np.sqrt(p * (1 - p) / 400) + 1e-5)
-    # Their variance: |x|_q |x|_1 - |x|_2^2.
+    # The variance is |x|_q |x|_1 - |x|_2^2.
     mean, margin = variance(compressor, x, 400)
     assert abs(mean - (scale * np.abs(wide).sum() - np.sum(wide**2))) <= margin
 

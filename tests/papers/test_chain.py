@@ -1,4 +1,4 @@
-"""Composition: what is kept and what is left are orthogonal, so errors add and contractions multiply."""
+"""Composition of sparsifier and quantizer. Kept and dropped parts are orthogonal: errors add, contractions multiply."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOPK = {"name": "topk", "compress_ratio": 0.1}
 def test_error_is_that_of_the_sparsifier_plus_that_of_the_quantizer_on_the_kept_values():
     x = normal(2000)
     kept = np.sort(np.abs(x).astype(np.float64))[-200:]
-    # QSGD: the exact variance of stochastic rounding, here in one bucket of the 200 values.
+    # The exact variance of QSGD's stochastic rounding, with the 200 values in one bucket.
     s = 7
     norm = np.linalg.norm(kept)
     p = s * kept / norm % 1
@@ -49,7 +49,7 @@ def test_contractions_multiply_and_equal_magnitudes_reach_them():
     assert chain.contraction(spec(1000)) == pytest.approx(0.1 / 100)
     assert make("chain", sparsifier=TOPK, quantizer="none").contraction(spec(1000)) == 0.1
     assert make("chain", sparsifier=TOPK, quantizer="qsgd").contraction(spec(1000)) is None
-    # The worst case of the scaled sign is one non-zero among the kept values: delta = 1/k of what is kept.
+    # The worst case of the scaled sign is a single nonzero value among the k kept ones: delta = 1/k.
     one = np.zeros(1000, np.float32)
     one[7] = 2.0
     assert np.sum((send(chain, one) - one) ** 2) == pytest.approx(4 * (1 - 1 / 100), rel=1e-5)
@@ -67,13 +67,13 @@ def test_bytes_of_indices_codes_and_norms():
     # k = 1000 of 10000: 4 bytes per index, 5 bits per value, 2 norms of 4 bytes.
     chain = make("chain", sparsifier=TOPK, quantizer={"name": "qsgd", "quantum_num": 15})
     assert bits_per_element(chain, 10000) * 10000 / 8 == 4000 + 625 + 8
-    # Indices that follow from the shared key stay home.
+    # Indices that follow from the shared key are not sent.
     chain = make("chain", sparsifier={"name": "randomk", "compress_ratio": 0.1}, quantizer="fp16")
     assert bits_per_element(chain, 10000) * 10000 / 8 == 2000
 
 
 def test_the_quantizer_draws_other_numbers_than_the_sparsifier_and_each_rank_its_own():
-    """All values are equal, so all that differs is the rounding of each of them."""
+    """All values are equal, so only the random rounding can differ."""
     x = np.ones(4000, np.float32)
     chain = make("chain", sparsifier={"name": "randomk", "compress_ratio": 0.5}, quantizer={"name": "qsgd"})
     a, b = exchange(chain, OPS, spec(4000), [x, x]).payloads

@@ -10,7 +10,7 @@ from tests.papers.common import OPS, make, normal, payload, simulate, spec, stat
 
 
 def reference(grads, sent_masks, momentum, masking):
-    """Algorithm 4 for one rank: what is sent, u and v after every step, given which coordinates were sent."""
+    """Run Algorithm 4 for one rank with the given masks of sent coordinates. Return sent values, u and v per step."""
     u = v = np.zeros(grads.shape[1])
     history = []
     for g, mask in zip(grads.astype(np.float64), sent_masks, strict=True):
@@ -27,7 +27,7 @@ def reference(grads, sent_masks, momentum, masking):
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_momentum_correction_and_factor_masking(momentum, masking):
-    """u = m u + g; v = v + u; what is sent is v there; then v, and with masking u, are zero there."""
+    """u = m u + g; v = v + u; v is sent at the selected coordinates. Then v is zero there, and with masking also u."""
     n, steps = 120, 8
     memory = {"name": "dgc", "momentum": momentum, "momentum_masking": masking}
     sim = simulate(1, (n,), make("topk", compress_ratio=0.1), memory)
@@ -41,12 +41,12 @@ def test_momentum_correction_and_factor_masking(momentum, masking):
         assert np.allclose(merged[i], sent, rtol=1e-4, atol=1e-5)
         assert np.allclose(us[i], u, rtol=1e-4, atol=1e-5)
         assert np.allclose(vs[i], v, rtol=1e-4, atol=1e-5)
-        # Top-k of the velocity: everything sent is at least as large as everything kept.
+        # Top-k of the velocity: every sent value is at least as large as every kept value.
         assert np.abs(sent[sent != 0]).min() >= np.abs(v).max() - 1e-5
 
 
 def test_momentum_correction_is_momentum_sgd_when_everything_is_sent():
-    """Section 3.2: without sparsification and masking the update is u, that of momentum SGD."""
+    """Section 3.2: without sparsification and masking, the update is u, as in momentum SGD."""
     n = 50
     sim = simulate(2, (n,), make("topk", compress_ratio=1.0), {"name": "dgc", "momentum_masking": False})
     u = np.zeros(n)
@@ -57,7 +57,7 @@ def test_momentum_correction_is_momentum_sgd_when_everything_is_sent():
 
 
 def test_a_delayed_coordinate_gets_what_dense_momentum_would_have_given_it():
-    """Equation 8: a coordinate that waited T steps for its turn receives the whole velocity of these T steps."""
+    """Equation 8: a coordinate that was not sent for T steps receives the whole velocity of these T steps."""
     n, waits = 10, 5
     sim = simulate(1, (n,), make("threshold", threshold=4.0), {"name": "dgc", "momentum": 0.5})
     u = velocity = 0.0
@@ -75,7 +75,7 @@ def test_a_delayed_coordinate_gets_what_dense_momentum_would_have_given_it():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_local_clipping_scales_with_the_root_of_the_ranks(ranks):
-    """Section 3.3: the local bound is the global one times N^(-1/2)."""
+    """Section 3.3: the local bound is the global bound times N^(-1/2)."""
     n = 100
     sim = simulate(
         ranks, (n,), make("topk", compress_ratio=1.0), {"name": "dgc", "momentum": 0.0, "gradient_clipping": 2.0}
@@ -89,7 +89,7 @@ def test_local_clipping_scales_with_the_root_of_the_ranks(ranks):
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
 def test_the_sampled_threshold_sends_about_the_share_asked_for(ratio):
-    """Section 3.1 (sampling): between k / overshoot and overshoot * k, and these are the largest ones."""
+    """Section 3.1 (sampling): between k / overshoot and overshoot * k elements are sent, and they are the largest."""
     n = 100_000
     x = normal(n)
     compressor = make("dgc", compress_ratio=ratio, sample_ratio=0.05)
@@ -104,14 +104,14 @@ def test_the_sampled_threshold_sends_about_the_share_asked_for(ratio):
 
 
 def passing(x: np.ndarray, ratio: float, samples: int, number: int) -> int:
-    """How many elements pass the threshold of the sample."""
+    """Return the number of elements that pass the threshold of the sample."""
     at = exchange(make("dgc"), OPS, spec(*x.shape), [x], step=number).sites[0]
     drawn = np.abs(x[OPS.sample(len(x), samples, at.private_key)])
     return int((np.abs(x) >= np.sort(drawn)[-max(1, int(ratio * samples))]).sum())
 
 
 def test_a_sample_that_misled_is_mended_by_the_exact_top_k():
-    """Of 50 samples the threshold of 4 % is wide of the mark more often than not, on either side."""
+    """The 4 % threshold of a sample of 50 is usually far too low or too high; then the exact top-k applies."""
     x, ratio, k = normal(5000), 0.04, 200
     compressor = make("dgc", compress_ratio=ratio, sample_ratio=0.01, min_samples=50)
     exact = np.sort(np.argsort(-np.abs(x))[:k])
@@ -137,7 +137,7 @@ def test_without_overshoot_it_is_top_k():
 
 
 def test_a_few_large_elements_that_the_sample_caught_are_not_all_that_travels():
-    """Ten of them, all in a sample of everything but the last element, and k is 20."""
+    """There are ten large elements, k is 20, and the sample contains all elements except the last one."""
     x = np.concatenate([np.full(10, 100.0), 1 + np.arange(1990) / 1990]).astype(np.float32)
     compressor = make("dgc", compress_ratio=0.01, min_samples=500)
     assert any(passing(x, 0.01, 500, number) < 20 / 1.3 for number in range(40))
@@ -154,7 +154,7 @@ def test_a_full_sample_is_exact_top_k():
 
 
 def test_overshoot_is_cut_to_the_largest_k():
-    """Half of all elements equal the threshold; they may not all travel."""
+    """Half of all elements equal the threshold. Not all of them may be sent."""
     x = np.where(np.arange(2000) % 2, 1.0, 0.1).astype(np.float32)
     x[100] = 5.0
     sent = payload(make("dgc", compress_ratio=0.01), x)

@@ -42,7 +42,7 @@ def test_algorithm_1():
         p = lr * np.array(xs, np.float64) + e
         delta = np.abs(p).mean(axis=1, keepdims=True) * np.where(p < 0, -1, 1)
         e = p - delta
-        # The optimizer multiplies by lr, so it gets the step divided by it.
+        # The optimizer multiplies by lr, so it receives the step divided by lr.
         assert np.allclose(lr * step(sim, xs), delta.mean(axis=0), rtol=1e-4, atol=1e-6)
         for rank in range(ranks):
             assert np.allclose(state(sim, rank), e[rank], rtol=1e-4, atol=1e-6)
@@ -54,7 +54,7 @@ def test_memory_is_plain_error_feedback_up_to_the_learning_rate():
     plain = simulate(2, (300,), make("efsignsgd"), "residual")
     for number in range(5):
         xs = [normal(300, 2 * number + rank) for rank in range(2)]
-        # lr = 2^-3 only moves exponents: the same bits, not only nearly so.
+        # lr = 2^-3 changes only exponents, so the bits are equal.
         assert np.array_equal(step(scaled, xs), step(plain, xs))
         assert np.array_equal(state(scaled, 1), state(plain, 1) * np.float32(0.125))
 

@@ -13,7 +13,7 @@ both = pytest.mark.parametrize("format", FORMATS)
 
 
 def dynamic(code: int) -> float:
-    """Reads the word bit by bit: zeros are powers of ten, 1 is the flag, the rest halves the interval (0.1, 1)."""
+    """Decode a word of the dynamic tree: leading zeros are powers of ten, 1 is the flag, the rest bisects (0.1, 1)."""
     word = f"{code:07b}"
     if "1" not in word:
         return 0.0
@@ -26,7 +26,7 @@ def dynamic(code: int) -> float:
 
 
 def minifloat(code: int) -> float:
-    """3 bits exponent, 4 bits mantissa, denormals; divided by the largest."""
+    """Decode a word with 3 bits of exponent, 4 bits of mantissa and denormals, divided by the largest value."""
     word = f"{code:07b}"
     exponent, mantissa = int(word[:3], 2), int(word[3:], 2) / 16
     value = 2.0 ** (exponent - 7) * (1 + mantissa) if exponent else 2.0**-6 * mantissa
@@ -39,7 +39,7 @@ TABLES = {"dynamic": [dynamic(c) for c in range(128)], "1-3-4": [minifloat(c) fo
 @both
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_code_word(format, dtype):
-    """Decoded with scale 2.5: all 256 words."""
+    """All 256 words are decoded, with scale 2.5."""
     compressor = make("eightbit", format=format)
     at = exchange(compressor, OPS, spec(256, dtype=dtype), [np.zeros(256, dtype)]).sites[0]
     words = {"scale": np.array([2.5], dtype), "codes": np.arange(256).astype(np.uint8)}
@@ -50,7 +50,7 @@ def test_every_code_word(format, dtype):
 
 
 def test_examples_of_the_dynamic_tree():
-    """Largest 1: 0 000000 1 is 0.55e-6; 0 0 1 00000 the lowest of 0.01..0.1; 0 1 111111 the highest of 0.1..1."""
+    """With the largest value 1: 0 000000 1 is 0.55e-6, 0 0 1 00000 the lowest of 0.01..0.1, 0 1 111111 the highest."""
     x = np.float32([1.0, 5e-7, 0.0114, -1.0, 1e-8, 0.0])
     assert payload(make("eightbit"), x)["codes"].tolist() == [0b1111111, 1, 0b0100000, 0b11111111, 0, 0]
 
@@ -72,7 +72,7 @@ def test_the_nearest_value_is_taken(format, x):
 
 
 def test_relative_error_of_the_dynamic_tree():
-    """Half a cell of 0.9 / 2^k over at least 0.1: 4.5 / 2^k with k = 6 - e, down to a millionth of the largest."""
+    """The error is at most half a cell of 0.9 / 2^k, relative to 0.1: 4.5 / 2^k with k = 6 - e."""
     for e in range(5):
         x = np.concatenate([[1.0], np.linspace(10.0 ** -(e + 1), 10.0**-e, 999)]).astype(np.float32)
         error = np.abs(send(make("eightbit"), x) / x - 1)[1:]
@@ -82,12 +82,12 @@ def test_relative_error_of_the_dynamic_tree():
 
 @both
 def test_contraction_is_nearly_attained_by_the_worst_gradient(format):
-    """One element at the largest, the others in the middle of the widest relative gap above the first entry."""
+    """The worst case: one element is the largest, the others are in the middle of the widest relative gap."""
     table = TABLES[format]
     x = np.full(20_000, (table[1] + table[2]) / 2)
     x[0] = 1.0
     if format == "dynamic":
-        # So many that they outweigh the largest would take 1e11; without it they are scaled up, so only the bound.
+        # 1e11 such elements would be needed to outweigh the largest one. So this checks only the bound.
         x[0] = 2e-4
         x = x / 2e-4
     error = np.sum((send(make("eightbit", format=format), x.astype(np.float32)) - x) ** 2)

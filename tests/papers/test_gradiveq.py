@@ -30,7 +30,7 @@ def flat(rows: np.ndarray, shape=SHAPE) -> np.ndarray:
 
 
 def correlated(seed: int, dimension: int = K, shape=SHAPE) -> np.ndarray:
-    """A gradient whose slices lie in one subspace of that dimension, the same for every seed, some directions more."""
+    """Return a gradient whose slices lie in a subspace of this dimension. The subspace is equal for every seed."""
     count = -(-np.prod(shape) // K)
     directions = np.linalg.qr(np.random.default_rng(99).standard_normal((K, K)))[0][:, :dimension]
     strength = 0.5 ** np.arange(dimension)
@@ -90,7 +90,7 @@ def _simulation(framework, communicator) -> Simulation:
 
 
 def test_one_graph_serves_both_phases():
-    """Lengths that follow from the state are unknown to a graph of TensorFlow."""
+    """In a TensorFlow graph, lengths that depend on the state are unknown."""
     pytest.importorskip("tensorflow")
     ops, reference, tensor = get_ops("tensorflow"), get_ops("numpy"), spec(*SHAPE)
     plain, part = make("gradiveq", **CYCLE), traced(make("gradiveq", **CYCLE))
@@ -116,12 +116,12 @@ def test_gradients_in_one_subspace_are_exact(dimension):
 
 
 def test_the_error_is_what_the_eigenvalues_left_out_say():
-    """Of the very gradients that were seen: no other U of so many columns is better."""
+    """For the training gradients themselves, no other U with as many columns is better."""
     xs = [correlated(number) for number in range(2)]
     sim = simulate(1, SHAPE, make("gradiveq", **CYCLE))
     for x in xs:
         step(sim, [x])
-    # The same two again, now compressed.
+    # The same two gradients again, now compressed.
     error = sum(np.sum((step(sim, [x]) - x.astype(np.float64)) ** 2) for x in xs)
     values = np.sort(np.linalg.eigvalsh(sum(slices(x).T @ slices(x) for x in xs)))
     assert error == pytest.approx(values[:-D].sum(), rel=1e-4)
@@ -147,7 +147,7 @@ def test_one_component_more_makes_up_for_the_mean(mean):
 
 
 def test_the_map_is_linear_and_a_projection():
-    """In the compressed phase; what is sent twice is not changed again, and the error never exceeds the gradient."""
+    """In the compressed phase, the map is linear, idempotent, and its error never exceeds the gradient."""
     compressor, ops, tensor = make("gradiveq", **CYCLE), get_ops("numpy"), spec(*SHAPE)
     learnt = compressor.init(tensor, ops, 0)
     for number in range(2):
@@ -178,7 +178,7 @@ def test_bytes_of_both_phases(shape, count):
 
 
 def test_a_step_that_is_lost_does_not_count():
-    """Were U learnt at a fixed step, NaN in that step would leave a whole phase without."""
+    """If U were learnt at a fixed step, a NaN in that step would leave the whole phase without U."""
     sim = simulate(2, SHAPE, make("gradiveq", **CYCLE))
     bad = np.full(SHAPE, np.nan, np.float32)
     xs = [correlated(0), correlated(1)]

@@ -13,7 +13,7 @@ ROWS, COLUMNS = 30, 20
 
 
 def matrix(singular, seed: int = 0) -> np.ndarray:
-    """Of these singular values."""
+    """Return a matrix with these singular values."""
     rng = np.random.default_rng(seed)
     u, v = (np.linalg.qr(rng.standard_normal((n, len(singular))))[0] for n in (ROWS, COLUMNS))
     return ((u * np.array(singular)) @ v.T).astype(np.float32)
@@ -24,7 +24,7 @@ def relative_error(a, b):
 
 
 def ridge(m, factor, regularization):
-    """argmin over Y of |m - Y X^T|^2 + l |Y|^2 and X, the factor scaled to columns of mean square 1."""
+    """Return the Y that minimises |m - Y X^T|^2 + l |Y|^2, and X: the factor scaled to columns of mean square 1."""
     x = np.asarray(factor, np.float64)
     x = x / np.sqrt(np.mean(np.sum(x * x, axis=0)))
     return m @ x @ np.linalg.inv(x.T @ x + regularization * np.eye(x.shape[1])), x
@@ -52,13 +52,13 @@ def test_the_formulas_with_plain_numpy(ranks, memory, regularization):
 
 @pytest.mark.parametrize("regularization", [0.01, 0.1, 0.5])
 def test_repeated_it_is_the_svd_with_a_soft_threshold(regularization):
-    """Standing still, s'_j = max(0, s_j - l mean(s')) along the singular vectors of the matrix."""
+    """At the fixed point, s'_j = max(0, s_j - l mean(s')) along the singular vectors of the matrix."""
     singular = np.array([10.0, 7, 4, 0.3, 0.2])
     m, r = matrix(singular), 4
     sim = simulate(2, m.shape, make("gradzip", compress_rank=r, regularization=regularization), "none")
     for _ in range(400):
         merged = step(sim, [m, m])
-    # mean(s') = (sum of the n that stay - n l mean(s')) / r
+    # mean(s') = (sum of the n remaining s_j - n l mean(s')) / r
     for n in range(r, 0, -1):
         threshold = regularization * singular[:n].sum() / (r + n * regularization)
         if singular[n - 1] > threshold:
@@ -81,7 +81,7 @@ def test_the_error_is_that_of_the_ridge_objective(regularization, seed):
     left = np.sum((m - send(compressor, m).reshape(m.shape)) ** 2)
     total = np.sum(m.astype(np.float64) ** 2)
     assert left <= total - regularization * np.sum(q * q) + 1e-6 * total
-    # No other Q of the same P is better.
+    # No other Q with the same P is better.
     p = payload(compressor, m)["p"].astype(np.float64).reshape(ROWS, -1)
     for other in (1.01, 0.99):
         worse = q.reshape(COLUMNS, -1) * other
@@ -106,13 +106,13 @@ def test_at_rank_1_all_is_smaller_by_one_factor():
 def test_the_strength_does_not_depend_on_the_size_of_the_gradient():
     m = normal(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
     one = send(make("gradzip"), m)
-    # Powers of two change no digit.
+    # Powers of two do not change the mantissas.
     for scale in (2.0**-90, 2.0**90):
         assert np.array_equal(send(make("gradzip"), (m * np.float32(scale))), one * scale)
 
 
 def test_p_and_q_travel_and_are_sums():
-    """(rows + columns) * r values; payloads of ranks add up, given P."""
+    """(rows + columns) * r values are sent. Given P, the payloads of the ranks can be added."""
     compressor, tensor = make("gradzip", compress_rank=3), spec(ROWS, COLUMNS)
     assert [(f.length, f.wire) for f in compressor.wire(tensor)] == [(3 * COLUMNS, True), (3 * ROWS, False)]
     assert [f.length for f in compressor.agreement(tensor)] == [3 * ROWS]
@@ -128,7 +128,7 @@ def test_zeros_are_survived():
 
 
 def test_a_rank_that_grows_is_found():
-    """What the start lacks comes back from rounding, by about 1 / l in each half step."""
+    """A direction that the start lacks comes back from rounding errors, by about 1 / l in each half step."""
     sim = simulate(2, (ROWS, COLUMNS), make("gradzip", compress_rank=2), "none")
     step(sim, [matrix([1.0])] * 2)
     m = matrix([2.0, 1.0], seed=1)

@@ -39,7 +39,7 @@ def test_sixteen_bits_per_element(name):
 
 
 def test_a_mean_does_not_overflow_where_the_sum_would():
-    """4 x 40000 exceeds float16; in float32 each is divided before the sum."""
+    """4 x 40000 exceeds the range of float16. Each value is divided in float32, before the sum."""
     sim = simulate(4, (3,), make("fp16"))
     assert step(sim, [np.full(3, 40000, np.float32)] * 4).tolist() == [40000.0] * 3
 
@@ -47,14 +47,14 @@ def test_a_mean_does_not_overflow_where_the_sum_would():
 @pytest.mark.parametrize(("name", "unit"), [("fp16", 2.0**-10), ("bf16", 2.0**-7)])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_mean_is_rounded_once(name, unit, ranks):
-    """Divided in 16 bits, before the sum, the smallest numbers would be lost, and of others the last bits."""
+    """A division in 16 bits before the sum would lose the smallest numbers, and the last bits of others."""
     sim = simulate(ranks, (3,), make(name))
     gradients = [np.full(3, 1 + (unit if rank == 0 else 0), np.float32) for rank in range(ranks)]
-    # With 2 ranks a tie, which goes to the even neighbour.
+    # With 2 ranks this is a tie, which rounds to the even neighbour.
     assert step(sim, gradients).tolist() == [1.0] * 3
     gradients = [np.full(3, 1 + (0 if rank == 0 else unit), np.float32) for rank in range(ranks)]
     assert step(sim, gradients).tolist() == [1.0 if ranks == 2 else 1 + unit] * 3
-    # The smallest number of float16 is kept, whose half it does not have.
+    # The smallest number of float16 is kept, although its half is not representable.
     assert step(sim, [np.full(3, 2.0**-24, np.float32)] * ranks).tolist() == [2.0**-24] * 3
 
 

@@ -15,7 +15,7 @@ from tests.papers.common import make, normal, payload, send, simulate, state, st
 
 @pytest.mark.parametrize("threshold", [0.1, 1.0, 2.5])
 def test_absolute_compressor(threshold):
-    """|x - C(x)|^2 <= d threshold^2 for every x, of any size; an element on the threshold is kept."""
+    """|x - C(x)|^2 <= d threshold^2 for every x of any size. An element equal to the threshold is kept."""
     compressor = make("hardthreshold", threshold=threshold)
     for size in (0.01, 1.0, 100.0):
         x = size * normal(1000)
@@ -50,7 +50,7 @@ def test_one_threshold_for_the_whole_run_beats_top_k_of_every_step():
     assert kept == [k_total, k_total]
     errors = [sum(np.sum((x - pair[i]) ** 2) for x, pair in zip(rows, sent, strict=True)) for i in (0, 1)]
     assert errors[0] < 0.75 * errors[1]
-    # No other choice of as many elements does better.
+    # No other choice of as many elements is better.
     values = np.sort(np.concatenate(rows).astype(np.float64) ** 2)
     assert errors[0] == pytest.approx(values[:-k_total].sum())
 
@@ -76,7 +76,7 @@ def test_nothing_to_send_is_a_normal_step():
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("scale", [1e-5, 1.0, 100.0])
 def test_tuner_finds_the_density(scale, framework):
-    """From a first guess that is wrong by up to six decades, to within a fifth of the asked volume."""
+    """The first guess is wrong by up to six decades; the tuner gets within a fifth of the requested volume."""
     shapes, ratio, tune = {"a": (50, 40), "b": (30, 20)}, 0.02, 200
     config = {"compressor": "hardthreshold", "compress_ratio": ratio, "tune_steps": tune, "default_rules": False}
     sim = grace.Simulation(2, shapes, {**config, "granularity": "layer"}, framework=framework)

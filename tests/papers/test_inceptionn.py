@@ -16,7 +16,7 @@ every_bound = pytest.mark.parametrize("bound", BOUNDS)
 
 
 def values(bound: float, dtype: str) -> np.ndarray:
-    """Of every size, and next to every power of two and the bound itself."""
+    """Return numbers of every size, and the neighbours of every power of two and of the bound."""
     rng = np.random.default_rng(0)
     powers = 2.0 ** np.arange(-70, 3)
     near = np.concatenate([powers, np.array([bound, 1.0])]).astype(dtype)
@@ -42,7 +42,7 @@ def test_the_error_bound_holds_in_every_element(bound, dtype):
 
 @every_bound
 def test_classes_by_an_independent_reading(bound):
-    """Of b bits after the point: 8 bits in the lower half of the exponents, 16 in the upper, if they hold b bits."""
+    """With b bits after the point: the lower half of the exponents takes 8 bits, the upper 16, if b bits fit."""
     b = next(k for k in range(1, 70) if 2.0**-k <= bound)
     x = values(bound, "float64")
     size = np.abs(x)
@@ -55,7 +55,7 @@ def test_classes_by_an_independent_reading(bound):
 
 
 def test_short_forms():
-    """With 2^-10: 8 bits are a sign and steps of 2^-12 below 2^-5, 16 bits a sign and steps of 2^-15 below 1."""
+    """With the bound 2^-10, 8 bits are a sign and steps of 2^-12 below 2^-5, 16 bits a sign and steps of 2^-15."""
     x = np.float32([0.02, -0.75, 1.5, 2**-10, -(2.0**-5), 0.0009, -(1 - 2**-20), -(2.0**-5) + 2**-15])
     sent = payload(make("inceptionn"), x)
     assert sent["full"].tolist() == [1.5]

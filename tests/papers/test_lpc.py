@@ -30,7 +30,7 @@ def test_decoded_values_are_the_two_nearest_levels(width):
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_variance_is_that_of_stochastic_rounding(width):
-    """sum_i delta^2 p_i (1 - p_i), at most d delta^2 / 4."""
+    """The variance is sum_i delta^2 p_i (1 - p_i), at most d delta^2 / 4."""
     x = normal(N, 1)
     delta = float(np.abs(x).max()) / (2 ** (width - 1) - 1)
     p = x.astype(np.float64) / delta % 1
@@ -59,7 +59,7 @@ def test_a_fixed_delta_has_all_2_to_the_w_levels_and_clips_outside(width):
 
 @every_framework
 def test_a_fixed_delta_keeps_the_precision_of_float64(framework):
-    """0.001 as float64, not as the float32 next to it."""
+    """The delta 0.001 is used in float64, not rounded to float32."""
     ops, compressor = get_ops(framework), make("lpc", delta=0.001)
     x = np.arange(-100, 100) * 0.001 + 1e-7
     ex = exchange(compressor, ops, spec(200, dtype="float64"), [x])
@@ -97,7 +97,7 @@ def test_control_variate(method, period):
     c = np.zeros(N, np.float32)
     for number in range(7):
         xs = [normal(N, 2 * number + rank) for rank in range(2)]
-        # At the same step the keys are equal, so the compressor alone gives the same of the same input.
+        # At the same step the keys are equal, so the compressor alone gives the same result for the same input.
         expected = step(plain, [x - c for x in xs]) + c
         merged = step(sim, xs)
         assert np.array_equal(merged, expected)
@@ -115,7 +115,7 @@ def test_without_loss_the_control_variate_changes_nothing():
 
 
 def test_gradients_that_hardly_change_lose_hardly_anything():
-    """The error is in proportion to g - c, not to g: with period 1 it shrinks from step to step."""
+    """The error is proportional to g - c, not to g. With period 1, it shrinks from step to step."""
     g = normal(N)
     sim = simulate(2, (N,), make("lpc", width=4), {"name": "svrg", "period": 1})
     errors = [float(np.linalg.norm(step(sim, [g, g]) - g)) for _ in range(8)]

@@ -27,7 +27,7 @@ def test_equation_4(beta, gamma):
 
 
 def test_a_memory_that_forgets_is_no_memory():
-    """beta = 0 is plain compression: equal bits."""
+    """beta = 0 is plain compression, with equal bits."""
     forgetful = simulate(2, (N,), make("topk", compress_ratio=0.1), {"name": "residual", "beta": 0.0})
     plain = simulate(2, (N,), make("topk", compress_ratio=0.1), "none")
     for number in range(4):
@@ -53,7 +53,7 @@ def test_residual_stays_bounded():
 
 
 def test_powersgd_memory_has_the_mean_of_plain_error_feedback():
-    """The residual against the aggregate differs between ranks only by what their payloads differ."""
+    """The residuals against the aggregate differ between ranks only as their payloads differ."""
     aggregate = simulate(2, (N,), make("topk", compress_ratio=1.0), "powersgd")
     xs = [normal(N, rank) for rank in range(2)]
     step(aggregate, xs)
@@ -63,7 +63,7 @@ def test_powersgd_memory_has_the_mean_of_plain_error_feedback():
 
 
 def test_corrected_residual_counts_in_units_of_the_weights():
-    """A gradient is applied at the rate at which it was made: sum lr C + lr e = sum lr g, however the rate changes."""
+    """A gradient is applied with the learning rate of its own step: sum lr C + lr e = sum lr g, for any schedule."""
     sim = simulate(2, (N,), make("topk", compress_ratio=0.05), {"name": "residual", "lr_correction": True})
     moved, meant = np.zeros(N), np.zeros(N)
     for number, lr in enumerate([0.1, 0.1, 0.5, 0.05, 1e-4, 0.3]):

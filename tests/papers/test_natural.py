@@ -12,7 +12,7 @@ both = pytest.mark.parametrize("clipped", [False, True])
 
 
 def many(compressor, value, n: int = 40_000, dtype: str = "float32", beside: float | None = None) -> np.ndarray:
-    """What n copies of one number, each with its own random number, decode to."""
+    """Return the decoded values of n copies of one number, each with its own random number."""
     x = np.full(n, value, dtype)
     if beside is not None:
         x[0] = beside
@@ -24,7 +24,7 @@ def many(compressor, value, n: int = 40_000, dtype: str = "float32", beside: flo
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("t", [1.0001, 1.25, -1.5, 2.5, 3.99, 1e-3, -7e5])
 def test_rounds_to_a_neighbour_with_the_probability_that_makes_it_unbiased(t, dtype, clipped):
-    """sign(t) 2^ceil with probability (|t| - 2^floor) / 2^floor, else sign(t) 2^floor."""
+    """t becomes sign(t) 2^ceil with probability (|t| - 2^floor) / 2^floor, otherwise sign(t) 2^floor."""
     low = 2.0 ** np.floor(np.log2(abs(t)))
     p = abs(t) / low - 1
     got = many(make("natural", clipped=clipped), t, dtype=dtype)
@@ -46,7 +46,7 @@ def test_powers_of_two_and_zero_are_unchanged(dtype, clipped):
 @both
 @pytest.mark.parametrize("seed", [0, 1])
 def test_variance_is_within_an_eighth_and_what_the_probabilities_say(seed, clipped):
-    """Per element (2^ceil - |t|)(|t| - 2^floor); at t = 4/3 2^floor this is t^2 / 8."""
+    """The variance of an element is (2^ceil - |t|)(|t| - 2^floor). For t = 4/3 2^floor this is t^2 / 8."""
     x = normal(400, seed)
     wide = np.abs(x.astype(np.float64))
     low = 2.0 ** np.floor(np.log2(wide))
@@ -64,7 +64,7 @@ def test_the_worst_case_attains_an_eighth(clipped):
 @both
 @pytest.mark.parametrize("t", [3.0, 40.0, -1000.0, 2.0**22])
 def test_denormal_numbers_are_rounded_to_zero_or_the_smallest_normal_one(t, clipped):
-    """In units of 2^-149: 2^23 with probability |t| / 2^23. The bit trick does not notice the difference."""
+    """In units of 2^-149, t becomes 2^23 with probability |t| / 2^23. The integer arithmetic needs no special case."""
     tiny = 2.0**-149
     got = many(make("natural", clipped=clipped), np.float32(t * tiny)) / tiny
     assert set(np.unique(got)) <= {0.0, np.sign(t) * 2.0**23}
@@ -81,7 +81,7 @@ def test_the_highest_power_is_rounded_to_and_not_overflown(clipped):
 @pytest.mark.parametrize("share", [0.75, 0.25, 0.001])
 @pytest.mark.parametrize(("largest", "top"), [(1.5, 2), (2.0**40, 2.0**40), (-3.0, 4)])
 def test_below_the_clipped_range_numbers_become_its_lowest_power_or_zero(share, largest, top):
-    """127 exponents: from the largest rounded one, `top`, down to L = top / 2^126; unbiased below L."""
+    """There are 127 exponents, from the largest rounded one, `top`, down to L = top / 2^126. Below L it is unbiased."""
     low = top * 2.0**-126
     x = np.full(80_000, share * low)
     x[:2000] = largest
@@ -94,7 +94,7 @@ def test_below_the_clipped_range_numbers_become_its_lowest_power_or_zero(share, 
 
 
 def test_clipped_codes_count_from_the_base():
-    """1 has the biased exponent 127 in float32, and is the largest: its code is 127 above the base."""
+    """1 has the biased exponent 127 in float32. As the largest element, its code is 127 above the base."""
     x = np.float32([1.0, -0.5, 2.0**-20, 0.0])
     sent = payload(make("natural", clipped=True), x)
     assert sent["base"].tolist() == [0]

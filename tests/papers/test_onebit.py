@@ -18,7 +18,7 @@ def test_bits_decode_to_the_means_of_either_side(threshold):
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_the_error_is_orthogonal_to_what_was_sent(threshold):
-    """The projection on gradients of two values, one per side: no other pair of values does better."""
+    """Decoding projects onto gradients of two values, one per side, so no other pair of values is better."""
     x = normal(1001).astype(np.float64)
     sent = send(make("onebit", threshold=threshold), x.astype(np.float32))
     assert abs(np.dot(x - sent, sent)) < 1e-4
@@ -60,7 +60,7 @@ def test_one_bit_per_element_and_two_means():
 
 
 def test_an_element_on_the_threshold_is_not_below_it():
-    """Equation of the paper's decision: 0 if below, else 1."""
+    """The paper's rule: the bit is 0 if the element is below the threshold, else 1."""
     x = np.float32([0.5, 0.5, 0.25, 1.0])
     assert np.unpackbits(payload(make("onebit", threshold=0.5), x)["bits"], bitorder="little")[:4].tolist() == [
         1,

@@ -33,14 +33,14 @@ def test_a_matrix_of_that_rank_is_exact(rank):
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_ranks_with_different_matrices_get_the_mean(rank):
-    """The mean of two matrices in one column space is exact, though neither rank has it."""
+    """The mean of two matrices with the same column space is exact, although no rank has it."""
     a, b = matrix(rank, 0), matrix(rank, 0) @ np.diag(np.linspace(-1, 2, COLUMNS)).astype(np.float32)
     sim = simulate(2, a.shape, make("powersgd", compress_rank=rank))
     assert relative_error(step(sim, [a, b]), (a + b) / 2) < 1e-5
 
 
 def test_warm_start_converges_to_the_best_approximation():
-    """Theorem of subspace iteration: repeated on one matrix, the error reaches that of the truncated SVD."""
+    """Repeated on one matrix, the error converges to that of the truncated SVD (subspace iteration)."""
     m = normal(ROWS * COLUMNS).reshape(ROWS, COLUMNS) @ np.diag(0.7 ** np.arange(COLUMNS)).astype(np.float32)
     singular = np.linalg.svd(m.astype(np.float64), compute_uv=False)
     best = np.sqrt(np.sum(singular[3:] ** 2)) / np.linalg.norm(singular)
@@ -78,7 +78,7 @@ def test_p_is_orthonormal(framework):
 
 
 def test_a_vanished_column_is_drawn_anew():
-    """After a gradient of zeros Q is zero; without a new draw nothing would ever be sent again."""
+    """After a zero gradient Q is zero. Without a new random Q, nothing would ever be sent again."""
     m = matrix(2)
     sim = simulate(2, m.shape, make("powersgd", compress_rank=2), "none")
     step(sim, [m, m])
@@ -88,7 +88,7 @@ def test_a_vanished_column_is_drawn_anew():
 
 
 def test_a_rank_that_grows_is_found():
-    """From rank 1 to rank 2: the second column of Q vanished and must come back."""
+    """When the matrix changes from rank 1 to rank 2, the vanished second column of Q must come back."""
     sim = simulate(2, (ROWS, COLUMNS), make("powersgd", compress_rank=2), "none")
     step(sim, [matrix(1)] * 2)
     assert (np.abs(state(sim, 0, "q", "compressor")).max(axis=0) == 0).tolist() == [False, True]
@@ -111,7 +111,7 @@ def test_two_collectives_per_bucket_whatever_the_number_of_tensors(monkeypatch):
     tensors = {f"w{i}": (ROWS, COLUMNS) for i in range(3)}
     sim = grace.Simulation(2, tensors, {"compressor": "powersgd", "compress_rank": 2, "default_rules": False})
     sim.step([{name: matrix(3, i) for i, name in enumerate(tensors)} for _ in range(2)])
-    # (rows + columns) * rank values per tensor, a flag each, and two numbers that tell the step.
+    # (rows + columns) * rank values and one flag per tensor, and two numbers for the step.
     assert [size for _, size in calls] == [3 * ROWS * 2, 3 * COLUMNS * 2 + 3 + 2]
 
 
@@ -131,7 +131,7 @@ def test_a_kernel_is_split_where_its_factors_are_smallest(shape, columns):
     assert make("powersgd", compress_rank=4).wire(TensorSpec("kernel", shape))[0].length == columns * 4
 
 
-SHAPES = {  # and the matrix that a tensor of the shape is
+SHAPES = {  # shapes of tensors, and of their matrices
     (30, 20): (30, 20),
     (6, 5, 20): (30, 20),
     (1, 30, 20): (30, 20),
@@ -149,7 +149,7 @@ SHAPES = {  # and the matrix that a tensor of the shape is
 @every_framework
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_tensor_of_any_number_of_axes_is_a_matrix(shape, framework):
-    """One whose matrix has rank r comes back as it was, and (rows + columns) * r values travel."""
+    """A tensor whose matrix has rank r is decoded exactly, and (rows + columns) * r values are sent."""
     rows, columns = SHAPES[shape]
     m = normal(rows * 2).reshape(rows, 2) @ normal(2 * columns, 1).reshape(2, columns)
     compressor, tensor, ops = make("powersgd", compress_rank=2), TensorSpec("w", shape), get_ops(framework)
@@ -163,7 +163,7 @@ def test_a_tensor_of_any_number_of_axes_is_a_matrix(shape, framework):
 def test_what_is_no_matrix_stays_dense(shape):
     compressor = make("powersgd", compress_rank=1)
     assert compressor.unfit(TensorSpec("w", shape))
-    # Neighbours that differ in one place do not.
+    # Shapes that differ in one dimension can be compressed.
     assert compressor.unfit(TensorSpec("w", (3, 500))) is None
 
 
@@ -179,7 +179,7 @@ def test_no_more_than_rank_r_comes_back(rank, shape):
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e25])
 def test_gradients_far_from_one_are_compressed_too(scale):
-    """The first P is M Q with Q of order one; later Q is of the order of M."""
+    """The first P is M Q with Q of the order of one. Later, Q is of the order of M."""
     m = (matrix(2).astype(np.float64) * scale).astype(np.float32)
     sim = simulate(2, m.shape, make("powersgd", compress_rank=2), "none")
     for _ in range(3):

@@ -23,7 +23,7 @@ def test_variance_is_within_the_bound(s, seed):
 
 @pytest.mark.parametrize("s", [1, 3, 15])
 def test_variance_is_that_of_stochastic_rounding(s):
-    """Exactly sum_i (norm/s)^2 p_i (1 - p_i), with p_i the fractional part of s|x_i|/norm."""
+    """The variance is sum_i (norm/s)^2 p_i (1 - p_i), where p_i is the fractional part of s|x_i|/norm."""
     x = normal(N, 2).astype(np.float64)
     norm = np.linalg.norm(x)
     p = s * np.abs(x) / norm % 1
@@ -57,7 +57,7 @@ def test_decoded_values_are_levels_of_the_norm():
 
 
 def test_figure_3_of_grace():
-    """s = 4 has the magnitudes 0, 1/4, 1/2, 3/4, 1; on a level already, nothing is random."""
+    """s = 4 has the magnitudes 0, 1/4, 1/2, 3/4, 1. An element on a level is not rounded."""
     x = np.array([0.0, 0.25, -0.5, 0.75, 1.0], np.float32)
     compressor = make("qsgd", quantum_num=4, bucket_size=0, norm="max")
     for step in range(20):

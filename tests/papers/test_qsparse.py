@@ -31,9 +31,9 @@ def test_declared_contraction_is_that_of_the_paper(s, sparsifier):
 @pytest.mark.parametrize("s", [1, 4, 15])
 @pytest.mark.parametrize("sparsifier", ["topk", "randomk"])
 def test_error_is_within_the_contraction(s, sparsifier):
-    """Also where the quantizer alone is none: with s = 1 its variance is beta = 10 times the kept values' square.
+    """The composition is a contraction even if the quantizer is not: with s = 1, its variance is 10 times the square.
 
-    Equal magnitudes are the worst case of both parts.
+    Equal magnitudes are the worst case of sparsifier and quantizer.
     """
     x = np.where(np.arange(D) % 3, 1.0, -1.0).astype(np.float32)
     compressor = qsparse(sparsifier=sparsifier, quantum_num=s)
@@ -42,7 +42,7 @@ def test_error_is_within_the_contraction(s, sparsifier):
 
 
 def test_unscaled_the_error_of_few_levels_exceeds_the_gradient():
-    """What the scaling is for: the same parts in a chain expand."""
+    """Without the scaling, the same sparsifier and quantizer in a chain are an expansion."""
     x = normal(D)
     unscaled = make(
         "chain",
@@ -63,7 +63,7 @@ def test_mean_of_the_kept_values_is_scaled_by_one_plus_beta(s):
     expected = x[top] / (1 + beta(s))
     norm = np.linalg.norm(x[top].astype(np.float64))
     assert np.abs(sent.mean(axis=0) - expected).max() <= 6 * norm / s / math.sqrt(4 * 200)
-    # The values are multiples of the norm / (s (1 + beta)).
+    # The values are multiples of norm / (s (1 + beta)).
     levels = sent * s * (1 + beta(s)) / norm
     assert np.abs(levels - np.round(levels)).max() < 1e-4
 
@@ -81,7 +81,7 @@ def test_sign_of_the_kept_values_with_their_mean_magnitude(sparsifier):
 
 
 def test_error_of_the_sign_on_each_gradient():
-    """|x - C(x)|^2 = |x|^2 - |S(x)|_1^2 / k: the third term of Lemma 3 is not a bound but the error itself."""
+    """|x - C(x)|^2 = |x|^2 - |S(x)|_1^2 / k: the third term of Lemma 3 is the exact error."""
     x = normal(D, 3).astype(np.float64)
     top = np.sort(np.abs(x.astype(np.float32)).astype(np.float64))[-K:]
     error = np.sum((send(qsparse(quantizer="sign"), x.astype(np.float32)) - x) ** 2)
@@ -109,7 +109,7 @@ def test_bytes():
 
 @pytest.mark.parametrize("options", [{}, {"sparsifier": "randomk"}, {"quantizer": "sign"}, {"quantum_num": 2}])
 def test_memory_delivers_a_constant_gradient_in_the_end(options):
-    """Error feedback with a contraction: after t steps t g minus a residual that stops growing."""
+    """With error feedback and a contraction, the sum after t steps is t g minus a bounded residual."""
     g = normal(100)
     sim = simulate(2, (100,), make("qsparse", compress_ratio=0.2, **options), "residual")
     applied, sizes = np.zeros(100), []

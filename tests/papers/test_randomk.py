@@ -40,13 +40,13 @@ def test_every_element_and_every_pair_is_drawn_equally_often(n, k):
         single[drawn] += 1
         pair[np.ix_(drawn, drawn)] += 1
     p = k / n
-    # Hoeffding and a union bound over n + n^2 / 2 frequencies: below 1e-6 that any of them strays so far.
+    # By Hoeffding and a union bound over n + n^2 / 2 frequencies, larger deviations have a probability below 1e-6.
     allowed = np.sqrt(np.log(2 * (n + n * n / 2) / 1e-6) / (2 * trials))
     assert np.abs(single / trials - p).max() <= allowed
     q = k * (k - 1) / (n * (n - 1))
     others = pair[~np.eye(n, dtype=bool)] / trials
     assert np.abs(others - q).max() <= allowed
-    # The counts as a whole: chi-square of n dependent cells, mean n - 1 and standard deviation sqrt(2n) or less.
+    # All counts together: chi-square of n dependent cells, with mean n - 1 and standard deviation at most sqrt(2n).
     chi = np.sum((single - trials * p) ** 2) / (trials * p * (1 - p)) * (n - 1) / n
     assert abs(chi - (n - 1)) <= 7 * np.sqrt(2 * n)
 

@@ -13,7 +13,7 @@ from tests.papers.common import bits_per_element, make, normal, send, simulate, 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("average", [True, False])
 def test_majority_vote_over_all_outcomes(ranks, average):
-    """sign of the sum of signs; an even number of ranks may tie, which is 0. A vote does not grow with the ranks."""
+    """The result is the sign of the sum of signs, 0 for a tie. It does not grow with the number of ranks."""
     outcomes = np.array(list(itertools.product([-1, 1], repeat=ranks)), np.float32)
     sim = simulate(ranks, (len(outcomes),), make("signsgd"), average=average)
     merged = step(sim, [2.5 * outcomes[:, rank] for rank in range(ranks)])
@@ -31,7 +31,7 @@ def test_only_the_sign_matters():
 
 
 def test_a_minority_of_adversaries_is_outvoted():
-    """Fault tolerance: 2 of 5 ranks that send the opposite, however large, change nothing."""
+    """Fault tolerance: 2 of 5 ranks that send the opposite, of any size, do not change the result."""
     x = normal(300)
     sim = simulate(5, (300,), make("signsgd"))
     assert np.array_equal(step(sim, [x, x, x, -1e6 * x, -1e6 * x]), np.sign(x))

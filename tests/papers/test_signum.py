@@ -51,7 +51,7 @@ def test_the_memory_sends_any_compressor_the_momentum():
 
 
 def test_nothing_is_fed_back():
-    """The state is the momentum, whatever the compressor dropped."""
+    """The state is the momentum and does not depend on what the compressor dropped."""
     sim = simulate(1, (N,), make("topk", compress_ratio=0.01), "momentum")
     x = normal(N)
     step(sim, [x])

@@ -27,7 +27,7 @@ def estimate(compressor, xs: list[np.ndarray], *, number: int = 0) -> np.ndarray
 
 
 def test_sketch_is_linear():
-    """In integers, where sums are exact."""
+    """The test uses integers, whose sums are exact."""
     a, b = (np.round(8 * normal(N, seed)) for seed in (0, 1))
     assert np.array_equal(sketch(a) + sketch(b), sketch(a + b))
     assert np.array_equal(3 * sketch(a), sketch(3 * a))
@@ -49,7 +49,7 @@ def test_every_element_is_once_in_every_row_with_its_sign():
 
 
 def test_hashes_are_uniform_and_pairwise_independent():
-    """Buckets and signs of a multiply-shift hash: collisions of a pair happen in 1/16 of the draws, signs cancel."""
+    """With a multiply-shift hash, a pair of elements collides in 1/16 of the draws, and the signs cancel."""
     items = np.array([0, 1, 2, 1000, 65537, 2**30, 2**31 - 1], np.int64)
     draws = np.array([hash_words(OPS, items, 8, Key(5, number)) for number in range(1000)]).reshape(-1, len(items))
     trials = len(draws)
@@ -62,15 +62,15 @@ def test_hashes_are_uniform_and_pairwise_independent():
             share = np.mean(buckets[:, i] == buckets[:, j])
             assert abs(share - 1 / 16) <= 5 * math.sqrt(1 / 16 / trials)
             assert abs(np.mean(signs[:, i] * signs[:, j])) <= 5 / math.sqrt(trials)
-    # The functions of one key differ, and so do keys.
+    # The functions of one key differ, and different keys give different functions.
     assert len(np.unique(draws[:, 3])) > 0.999 * trials
 
 
 @pytest.mark.parametrize("columns", [16, 80])
 def test_blocks_of_elements_collide_as_elements_with_hashes_of_their_own(columns):
-    """Elements of two blocks share a bucket in 1/columns of the draws, of one block never; signs are uncorrelated.
+    """Elements of two blocks share a bucket in 1/columns of the draws, elements of one block never.
 
-    Also the signs of those that share a bucket: bucket and sign are independent.
+    Their signs are uncorrelated, even if they share a bucket: bucket and sign are independent.
     """
     n, rows, keys = 4 * SKETCH_BLOCK, 5, 800
     hashed = [list(OPS._hashes(n, rows, columns, Key(11, number))) for number in range(keys)]
@@ -78,7 +78,7 @@ def test_blocks_of_elements_collide_as_elements_with_hashes_of_their_own(columns
     signs = np.array([np.where(odd, -1, 1) for drawn in hashed for _, odd in drawn])
     trials = len(buckets)
     assert (buckets.min(), buckets.max()) == (0, columns - 1)
-    # Five deviations, for the farthest of 2000 pairs.
+    # Five standard deviations, for the largest of 2000 pairs.
     for i in range(n):
         same = buckets[:, i : i + 1] == buckets[:, :i]
         near = np.arange(i) // SKETCH_BLOCK == i // SKETCH_BLOCK
@@ -92,7 +92,7 @@ def test_blocks_of_elements_collide_as_elements_with_hashes_of_their_own(columns
 
 
 def test_columns_fill_blocks():
-    """16 or more, rounded up; a sketch of other widths is refused."""
+    """The number of columns is rounded up to a multiple of a block, at least 16. Other widths are refused."""
     for k_columns, columns in ((0.1, 16), (1.0, 48), (1.2, 48), (2.0, 80), (2.01, 96)):
         assert len(sketch(normal(N), rows=1, columns_per_k=k_columns)) == columns
     with pytest.raises(ValueError, match="multiple of 16 columns, received 40"):
@@ -100,7 +100,7 @@ def test_columns_fill_blocks():
 
 
 def test_multiply_shift_with_plain_integers():
-    """The same words by Python's integers, which do not wrap."""
+    """Python's integers, which do not overflow, give the same words."""
     uniform = OPS.uniform(12, Key(9, 4)).astype(np.float64) * 2**24
     a, b = ((int(p[0]) << 40) ^ (int(p[1]) << 16) ^ (int(p[2]) >> 8) for p in uniform.reshape(4, 3)[2:])
     items = [0, 1, 77, 2**31 - 1]
@@ -124,14 +124,14 @@ def test_error_of_an_estimate_is_within_the_bound(rows, c):
 
 
 def test_variance_of_one_row_is_that_of_the_others_over_the_columns():
-    """E (est_i - x_i)^2 = (|x|^2 - |block of i|^2) / columns: not a bound, the value; and the mean error is 0."""
+    """E (est_i - x_i)^2 = (|x|^2 - |block of i|^2) / columns exactly, and the mean error is 0."""
     x = normal(N, 2)
     compressor = make("sketchedsgd", rows=1, columns_per_k=4.8)
     trials = 200
     errors = np.array([wide(estimate(compressor, [x], number=number)) - x for number in range(trials)])
     blocks = np.sum(wide(x).reshape(-1, SKETCH_BLOCK) ** 2, axis=1)
     expected = np.mean(np.sum(blocks) - blocks) / 192
-    # Collisions of a block go together, so the draws are independent and not the elements.
+    # The elements of a block collide together. So the draws are independent, but the elements are not.
     for sample, mean in ((np.mean(errors**2, axis=1), expected), (errors.mean(axis=1), 0)):
         assert abs(sample.mean() - mean) <= 6 * sample.std(ddof=1) / math.sqrt(trials)
     assert np.mean(errors**2, axis=1).std() < expected / 2
@@ -144,7 +144,7 @@ def test_the_median_of_rows_is_better_than_one():
 
 
 def test_heavy_hitters_of_the_sum_are_found_where_no_rank_sees_them():
-    """Every rank has its own large elements, which cancel; what is large in the sum is small on each of them."""
+    """Every rank has its own large elements, which cancel. The large elements of the sum are small on every rank."""
     ranks, heavy = 8, np.arange(0, N, N // 10)
     noise = [0.02 * normal(N, 10 + rank) for rank in range(ranks)]
     xs = [mine.copy() for mine in noise]
@@ -195,7 +195,7 @@ def test_memory_holds_what_was_not_sent():
 
 
 def test_momentum_correction_with_plain_numpy():
-    """u = m u + g, v = v + u; both zero where everybody sent, which is the same on all ranks."""
+    """u = m u + g, v = v + u. Both are set to zero at the sent coordinates, which are equal on all ranks."""
     ranks = 2
     sim = simulate(ranks, (N,), make("sketchedsgd"), {"name": "dgc", "momentum": 0.9})
     u, v = np.zeros((ranks, N)), np.zeros((ranks, N))

@@ -14,7 +14,7 @@ N = 6000
 
 
 def buckets_and_means(magnitudes: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Equal counts by exact quantiles, written independently: a stable sort cut at j * count / number."""
+    """Return buckets of equal counts and their means: a stable sort, cut at j * count / number."""
     magnitudes = magnitudes.astype(np.float64)
     order = np.argsort(magnitudes, kind="stable")
     bucket = np.empty(len(magnitudes), np.int64)
@@ -26,7 +26,7 @@ def buckets_and_means(magnitudes: np.ndarray, number: int) -> tuple[np.ndarray, 
 
 
 def exactly(x: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every element the bucket within its sign, the value it decodes to without a sketch, and the means."""
+    """Return the bucket of every element within its sign, its decoded value without a sketch, and the means."""
     bucket, decoded = np.zeros(len(x), np.int64), np.zeros(len(x))
     means = np.zeros((2, number))
     for sign, mine in enumerate((x > 0, x < 0)):
@@ -36,7 +36,7 @@ def exactly(x: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def test_without_collisions_elements_decode_to_the_means_of_their_buckets():
-    """One row with a thousand bins per key is nearly a table."""
+    """One row with a thousand bins per key has almost no collisions."""
     x = normal(N)
     sent = send(make("sketchml", compress_ratio=1.0, columns=1000.0, rows=3), x)
     _, decoded, _ = exactly(x, 64)
@@ -82,7 +82,7 @@ def test_more_rows_err_less():
 
 
 def test_hidden_by_a_collision_with_the_chance_of_the_paper():
-    """An element is shrunk if a smaller bucket fell into its bin in every row: rarer with more columns.
+    """An element shrinks if a smaller bucket falls into its bin in every row, which is rarer with more columns.
 
     A bin of one row is hit by a Poisson number of keys of the group with mean 1 / columns; with 8 equal buckets, the
     one of rank r survives a row if no smaller one hits it: exp(-r / (8 columns)).
@@ -119,7 +119,7 @@ def test_keys_take_as_many_bytes_as_their_differences_need():
 
 
 def test_bytes_of_a_large_tensor_are_less_than_three_per_kept_element():
-    """2.1 for a key, whose distance in one of 16 lists is geometric with mean 1600, and 0.4 bins of 3 bits."""
+    """A key takes 2.1 bytes (its distance in one of 16 lists is geometric with mean 1600), plus 0.4 bins of 3 bits."""
     n, k = 200_000, 2000
     sent = payload(make("sketchml"), normal(n))
     assert sent["count"].tolist() == [k]
@@ -127,7 +127,7 @@ def test_bytes_of_a_large_tensor_are_less_than_three_per_kept_element():
     assert sent["widths"].nbytes == k / 4
     expected = 2 - (1 - np.exp(-255 / 1600))
     assert abs(sent["keys"].nbytes / k - expected) < 0.03
-    # Per list a last column may be started for nothing.
+    # The last column of each list may be almost empty.
     assert 0.4 * k * 3 / 8 <= sent["sketch"].nbytes <= (0.4 * k + 2 * 16) * 3 / 8 + 1
     total = sum(f.nbytes for f in sent.values())
     assert total < 2.75 * k
@@ -138,12 +138,12 @@ def test_error_is_far_below_what_was_kept():
     kept = np.argsort(-np.abs(x))[:600]
     sent = send(make("sketchml", compress_ratio=0.1), x)[kept]
     size = np.sum(x[kept].astype(np.float64) ** 2)
-    # Collisions stay in a group, an eighth of the quantiles: the span of the largest one is the widest.
+    # Collisions stay within a group, an eighth of the quantiles. The group of the largest values is the widest.
     assert np.sum((sent - x[kept]) ** 2) < 0.02 * size
 
 
 def test_a_bucket_may_expand_small_elements():
-    """Why no contraction is declared: one large element and many small ones share a bucket and its mean."""
+    """The method is no contraction: one large element and many small ones can share a bucket and its mean."""
     x = np.full(100, 1e-3, np.float32)
     x[0] = 10.0
     sent = send(make("sketchml", compress_ratio=1.0, quantiles=1, groups=1), x)

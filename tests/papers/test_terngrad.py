@@ -13,7 +13,7 @@ from tests.papers.common import bits_per_element, make, normal, payload, send, s
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_variance_is_s_l1_minus_l2(seed):
-    """Var = sum_i s|x_i| - x_i^2, of s sign(x_i) Bernoulli(|x_i| / s)."""
+    """The variance of s sign(x_i) Bernoulli(|x_i| / s) is sum_i s|x_i| - x_i^2."""
     x = normal(400, seed)
     wide = x.astype(np.float64)
     expected = np.abs(wide).max() * np.abs(wide).sum() - np.sum(wide**2)
@@ -38,7 +38,7 @@ def test_clipping_limits_the_scale_to_c_standard_deviations_around_zero(c):
 
 
 def test_clipping_spares_a_gradient_far_from_zero_mean():
-    """Around its own mean the deviation is small, and 2.5 of it would clip nearly everything away."""
+    """The deviation around its own mean is small. Clipping at 2.5 of it would remove almost everything."""
     x = (100 + normal(1000)).astype(np.float32)
     assert payload(make("terngrad"), x)["scale"][0] == x.max()
 
@@ -69,7 +69,7 @@ def shared(ranks: int, n: int = 300, **options):
 
 @pytest.mark.parametrize("clip_factor", [None, 2.5])
 def test_ranks_share_the_largest_scale_and_add_integers(clip_factor):
-    """Every decoded mean is a whole multiple of s / ranks, with s the largest scale of any rank."""
+    """Every decoded mean is a whole multiple of s / ranks, where s is the largest scale of all ranks."""
     sim = shared(3, clip_factor=clip_factor)
     xs = [normal(300, rank) * (rank + 1) for rank in range(3)]
     scales = [np.abs(x).max() for x in xs]
@@ -83,7 +83,7 @@ def test_ranks_share_the_largest_scale_and_add_integers(clip_factor):
 
 
 def test_variance_with_a_shared_scale():
-    """Of the mean: sum over ranks of s |x|_1 - |x|^2 with the largest s, over ranks squared."""
+    """The variance of the mean is the sum over ranks of s |x|_1 - |x|^2 with the largest s, over ranks squared."""
     xs = [normal(200, rank) for rank in range(3)]
     s = max(float(np.abs(x).max()) for x in xs)
     expected = sum(s * np.abs(x.astype(np.float64)).sum() - np.sum(x.astype(np.float64) ** 2) for x in xs) / 9
@@ -107,7 +107,7 @@ def test_a_byte_per_element_travels_by_allreduce():
 
 
 def test_127_ranks_that_agree_fill_a_byte_and_128_are_refused():
-    """Whatever the neighbours in the word are: all signs of four, and a rest."""
+    """The neighbours in the word do not matter: all sign combinations of four elements, and a remainder."""
     x = np.float32([*itertools.product([-2, 0, 2], repeat=4)]).ravel()[:-2]
     assert np.array_equal(step(shared(127, len(x), clip_factor=None), [x] * 127), x)
     with pytest.raises(IncompatibleError, match="127"):

@@ -11,7 +11,7 @@ from tests.papers.common import OPS, make, normal, payload, send, simulate, stat
 
 
 def coded(values) -> list[int]:
-    """The coding of runs, element by element."""
+    """Encode the runs element by element."""
     codes, run = [], 0
     for value in [*values, None]:
         if value == 121:
@@ -40,7 +40,7 @@ def test_the_formula(s):
 
 
 def test_a_worked_example():
-    """Ten values in two bytes: 22021 and 11111 in base 3, the second one a zero byte that stands alone."""
+    """Ten values take two bytes: 22021 and 11111 in base 3. The second one is a single zero byte."""
     x = np.array([4.0, 2.0, -3.0, 2.5, 0.0, 1.0, -1.0, 0.5, 1.9, 0.0], np.float32)
     sent = payload(make("3lc"), x)
     assert sent["scale"].tolist() == [4.0]
@@ -48,11 +48,11 @@ def test_a_worked_example():
 
 
 def test_the_bytes_of_sparse_gradients():
-    """A single spike in 70 zero bytes: four full runs, 13 zero bytes, the spike, one zero byte that stands alone."""
+    """A single spike in 70 zero bytes gives four full runs, 13 zero bytes, the spike, and a single zero byte."""
     x = np.zeros(71 * 5, np.float32)
     x[69 * 5 + 4] = -1.0
     assert payload(make("3lc"), x)["codes"].tolist() == [255] * 4 + [254, 120, 121]
-    # 70 elements in one byte.
+    # 70 elements take one byte.
     assert payload(make("3lc"), np.zeros(700, np.float32))["codes"].tolist() == [255] * 10
 
 

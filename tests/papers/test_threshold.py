@@ -35,7 +35,7 @@ def test_capacity_takes_the_largest():
 
 
 def test_residual_never_exceeds_the_threshold():
-    """Which is what bounds the memory by d v^2 for the whole run, however long."""
+    """So |e|^2 <= d v^2 for the whole run, for any number of steps."""
     sim = simulate(2, (500,), make("threshold", threshold=0.7), "residual")
     for number in range(20):
         step(sim, [0.3 * normal(500, 2 * number + rank) for rank in range(2)])

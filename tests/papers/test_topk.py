@@ -19,7 +19,7 @@ def test_no_other_support_of_k_has_a_smaller_error(seed):
 
 
 def test_contraction_k_over_d_is_reached_by_equal_magnitudes():
-    """The worst case: (1 - k/d) |x|^2 and no more."""
+    """The worst case is exactly (1 - k/d) |x|^2."""
     x = np.where(np.arange(100) % 2, 1.0, -1.0).astype(np.float32)
     assert np.sum((send(make("topk", compress_ratio=0.3), x) - x) ** 2) == 70
     assert make("topk", compress_ratio=0.3).contraction(spec(100)) == 0.3
@@ -40,7 +40,7 @@ def test_an_entry_takes_8_bytes():
 
 
 def test_memory_delivers_every_coordinate_in_the_end():
-    """With error feedback a constant gradient g is applied in full: after t steps t g minus what is still held."""
+    """With error feedback, a constant gradient g is applied in full: the sum of t steps is t g minus the residual."""
     g = normal(100)
     sim = simulate(2, (100,), make("topk", compress_ratio=0.05), "residual")
     applied = np.zeros(100)

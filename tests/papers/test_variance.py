@@ -15,14 +15,14 @@ def memory(decay: float = 0.999) -> dict:
 
 
 def nearest_power(x: np.ndarray) -> np.ndarray:
-    """By arithmetic; of two equally near the larger."""
+    """Return the nearest power of two, computed arithmetically. Ties go to the larger one."""
     x = x.astype(np.float64)
     lower = 2.0 ** np.floor(np.log2(np.abs(x)))
     return np.sign(x) * np.where(np.abs(x) >= 1.5 * lower, 2 * lower, lower)
 
 
 def reference(grads: np.ndarray, alpha: float, decay: float):
-    """The algorithm for one rank, coordinate by coordinate."""
+    """Run the algorithm for one rank, coordinate by coordinate."""
     n = grads.shape[1]
     r, v = np.zeros(n), np.zeros(n)
     for g in grads.astype(np.float64):
@@ -40,7 +40,7 @@ def reference(grads: np.ndarray, alpha: float, decay: float):
 
 @pytest.mark.parametrize(("alpha", "decay"), [(1.1, 0.999), (1.5, 0.999), (2.0, 0.5)])
 def test_the_algorithm(alpha, decay):
-    """r += g, v += g^2; where r^2 > alpha v send r and reset both; elsewhere v *= decay."""
+    """r += g, v += g^2. Where r^2 > alpha v, r is sent and both are reset; elsewhere v *= decay."""
     n = 300
     drift = normal(n, 99)
     grads = np.array([drift * 0.3 + normal(n, number) for number in range(12)])
@@ -57,7 +57,7 @@ def test_the_algorithm(alpha, decay):
 
 
 def test_a_steady_gradient_is_sent_and_one_that_turns_waits():
-    """After t steps r^2 = t^2 g^2 against v = t g^2, so t > alpha; and r^2 <= g^2 of alternating signs."""
+    """After t steps r^2 = t^2 g^2 and v = t g^2, so it is sent when t > alpha. With alternating signs r^2 <= g^2."""
     g = np.array([1.0, 1.0], np.float32)
     sim = simulate(1, (2,), make("variance", alpha=2.5), memory(1.0))
     merged = [step(sim, [g * [1.0, (-1.0) ** number]]) for number in range(6)]
@@ -91,12 +91,12 @@ def test_values_are_the_nearest_powers_of_two():
 def test_elements_7_exponents_below_the_largest_are_sent_and_8_are_not():
     x = 2.0 ** -np.arange(12).astype(np.float32)
     assert send(make("variance"), x).tolist() == [*(2.0**-i for i in range(8)), 0, 0, 0, 0]
-    # What counts is the rounded element: 1.5 * 2^-8 rounds to 2^-7.
+    # The rounded element decides: 1.5 * 2^-8 rounds to 2^-7.
     assert send(make("variance"), np.float32([1.0, 1.5 * 2**-8, 1.49 * 2**-8])).tolist() == [1, 2**-7, 0]
 
 
 def test_the_range_begins_at_the_largest_element_that_is_sent():
-    """A large element that is all noise does not keep the small ones back."""
+    """A large element that is pure noise does not prevent small ones from being sent."""
     sim = simulate(1, (2,), make("variance"), memory())
     step(sim, [np.float32([1000.0, 1.0])])
     assert step(sim, [np.float32([-1000.0, 1.0])]).tolist() == [0, 2]
@@ -107,14 +107,14 @@ def test_the_rounding_error_is_not_fed_back():
     step(sim, [np.float32([2.6])])
     assert step(sim, [np.float32([2.6])]).tolist() == [4]
     assert state(sim, 0).tolist() == [0]
-    # As with any compressor, the residual that other memories keep is what did not travel.
+    # As with any compressor, other memories keep what was not sent as the residual.
     other = simulate(1, (1,), make("variance"), "residual")
     step(other, [np.float32([5.2])])
     assert state(other, 0)[0] == pytest.approx(1.2, rel=1e-6)
 
 
 def test_enormous_gradients_are_forgotten_in_time():
-    """Their squares are no float32 numbers; the buffer must not stay infinite."""
+    """Their squares overflow float32. The buffer must not stay infinite."""
     sim = simulate(1, (1,), make("variance"), memory(0.5))
     assert step(sim, [np.float32([1e30])]).tolist() == [nearest_power(np.array([1e30]))[0]]
     assert state(sim, 0, "variance").tolist() == [0]

@@ -14,7 +14,7 @@ def heavy(n: int, seed: int = 0) -> np.ndarray:
 
 
 def closed_form(x: np.ndarray, eps: float) -> np.ndarray:
-    """Algorithm 2: by sorting, the fewest certain elements k with |x_(k+1)| A_k <= eps |x|^2 + B_k."""
+    """Return Algorithm 2's probabilities. It sorts, and finds the smallest k with |x_(k+1)| A_k <= eps |x|^2 + B_k."""
     size = np.abs(x.astype(np.float64))
     ordered = np.sort(size)[::-1]
     for k in range(len(x)):
@@ -26,7 +26,7 @@ def closed_form(x: np.ndarray, eps: float) -> np.ndarray:
 
 
 def greedy(x: np.ndarray, density: float, rounds: int) -> np.ndarray:
-    """Algorithm 3: rescale what is below 1 to restore the density, clip at 1."""
+    """Return Algorithm 3's probabilities. It rescales those below 1 to restore the density, and clips at 1."""
     size = np.abs(x.astype(np.float64))
     p = np.minimum(1, density * len(x) * size / size.sum())
     for _ in range(rounds):
@@ -39,7 +39,7 @@ def greedy(x: np.ndarray, density: float, rounds: int) -> np.ndarray:
 
 
 def probabilities(compressor, x: np.ndarray) -> np.ndarray:
-    """From the payload: 1/scale is lambda."""
+    """Return the probabilities from the payload, where 1/scale is lambda."""
     scale = payload(compressor, x)["scale"].astype(np.float64)
     return np.minimum(1, np.abs(x.astype(np.float64)) / scale)
 
@@ -51,7 +51,7 @@ def test_the_budget_gives_the_closed_form(eps, seed):
     p = closed_form(x, eps)
     assert np.allclose(probabilities(make("wangni", variance_budget=eps), x), p, rtol=1e-6)
     assert p.sum() < 500
-    # The budget is used up, and no probability is wasted on it.
+    # The variance budget is used up exactly.
     assert np.sum(x.astype(np.float64) ** 2 / p) == pytest.approx(
         (1 + eps) * np.sum(x.astype(np.float64) ** 2), rel=1e-6
     )
@@ -75,7 +75,7 @@ def test_two_rounds_of_the_paper_are_nearly_there_and_never_above():
 
 @pytest.mark.parametrize("options", [{"compress_ratio": 0.1}, {"variance_budget": 0.5}, {"variance_budget": 3.0}])
 def test_variance_and_number_of_elements(options):
-    """Var = sum x_i^2 (1/p_i - 1), and sum p_i elements travel on average."""
+    """The variance is sum x_i^2 (1/p_i - 1), and sum p_i elements are sent on average."""
     x, trials, compressor = heavy(400), 400, make("wangni", **options)
     p = probabilities(compressor, x)
     wide = x.astype(np.float64)
@@ -128,7 +128,7 @@ def test_an_uncertain_element_takes_4_bytes_and_a_certain_one_8():
 
 
 def test_equal_elements_share_the_budget():
-    """p = 1/(1 + eps) for all, or the density."""
+    """All elements have p = 1/(1 + eps), or the density."""
     x = np.full(1000, -2.0, np.float32)
     assert probabilities(make("wangni", variance_budget=3.0), x) == pytest.approx(0.25)
     assert probabilities(make("wangni", compress_ratio=0.3), x) == pytest.approx(0.3)

@@ -1,4 +1,4 @@
-"""Tests of the kernels for GPUs: on a GPU (`pytest -m gpu`), and everywhere by an emulator of CUDA on the CPU."""
+"""Tests of the GPU kernels: on a GPU (`pytest -m gpu`), and on every machine by an emulator of CUDA on the CPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ needs_gpu = [
 
 
 def plans():
-    """Size, kind and seed: the sizes that the kernels for GPUs tell apart, a kind of numbers each."""
+    """Return size, kind and seed: every size for which the GPU kernels differ, each with one kind of numbers."""
     for seed, n in enumerate((0, 1, 7, 8, 9, 65, 1000, 2048, 2049, 4097, 20001)):
         yield n, cases.KINDS[seed % len(cases.KINDS)], seed
         yield n, "normal", seed
 
 
 def differences(name, ops, reference, dtype, plan):
-    """What differs between the results of a case by two ways to run it."""
+    """Return the differences between the results of a case with two implementations."""
     for n, kind, seed in plan:
         got, wanted = (cases.results(name, cases.Given(way, n, dtype, kind, seed)) for way in (ops, reference))
         for i, pair in enumerate(zip(got, wanted, strict=True)):

@@ -1,4 +1,4 @@
-"""The kernels for GPUs on the CPU: a build for tests, in which an emulator takes the place of CUDA."""
+"""The GPU kernels on the CPU: a build for tests in which an emulator replaces CUDA."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from grace.core.ops.native_torch import NativeTorchOps
 from grace.core.ops.torch_ops import DTYPES
 
 ROOT = Path(__file__).parents[2]
-# Where setup.py has built the other modules: most of this one lies there already.
+# The build folder of setup.py, which already contains most of this module.
 FOLDER = ROOT / "build" / f"kernels-{sys.implementation.cache_tag}"
-POISON = 0xA5  # what memory holds that nobody has written to
+POISON = 0xA5  # the content of memory that nothing has written to
 
 
 @cache
 def module():
-    """The module, built first; without CMake and a build of the kernels the test is left out."""
+    """Build and return the module. Skip the test without CMake or a build of the kernels."""
     if not (FOLDER / "CMakeCache.txt").exists() or shutil.which("cmake") is None:
         pytest.skip(f"there is no cmake on the PATH, or no build of the kernels in {FOLDER}: bash scripts/setup.sh")
     command = ["cmake", "--build", FOLDER, "--target", "_emulated", "--parallel", "2"]
     with (FOLDER / "emulated.lock").open("w") as lock:
-        # Two processes of pytest may want it.
+        # Several pytest processes may build it.
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
     assert done.returncode == 0, f"the kernels for GPUs do not compile:\n{done.stdout[-6000:]}"
@@ -46,21 +46,21 @@ def module():
 
 
 class EmulatedOps(NativeTorchOps):
-    """Tensors in main memory that take the way of those on a GPU; `started` are the kernels that ran."""
+    """Array operations that run the GPU kernels on tensors in main memory. `started` holds the kernels that ran."""
 
     def __init__(self):
         super().__init__("cpu")
         self.started = set()
 
     def _thin(self, *arguments):
-        # As `Native` does where the device is a GPU.
+        # As `Native` does for a GPU.
         return None
 
     def _start(self, kernel, inputs, integers, numbers, consumes, out):
         made = []
 
         def allocate(dtype, n):
-            # Nobody may write behind what was asked for.
+            # Kernels must not write beyond the requested memory.
             size = n * DTYPES[dtype].itemsize
             memory = torch.full((size + 64,), POISON, dtype=torch.uint8)
             made.append((memory, size))

@@ -1,4 +1,4 @@
-"""Where there is a CUDA compiler, the kernels for GPUs are part of the build."""
+"""If there is a CUDA compiler, the build contains the GPU kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kernels on a GPU: the bytes of the CPU's kernels, on any stream, without waiting.
+"""The kernels on a GPU give the bytes of the CPU's kernels, on any stream, without waiting.
 
-benchmarks/README.md has the commands, also that of compute-sanitizer.
+benchmarks/README.md lists the commands, including those for compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.kernels import cases
 from tests.kernels.gpu import differences, needs_gpu, plans, torch
 
 pytestmark = needs_gpu
-# From here on a stretch holds several tiles, and blocks go round their loops more than once.
+# From this size on, a stretch contains several tiles, and blocks run their loops more than once.
 LARGE = 9_000_001
 
 
@@ -48,7 +48,7 @@ def test_methods_send_the_stored_bytes(ops, name):
 
 
 def test_work_follows_the_current_stream(ops):
-    """What is made on a stream after long work there is right, though nobody waits for it."""
+    """Results on a stream with long-running earlier work are correct, although nothing waits for it."""
     x = torch.randn(1 << 22, device="cuda")
     wanted = ops.weighted_sum(x * 3, 0.5, x, 2.0).cpu()
     stream = torch.cuda.Stream()

@@ -1,7 +1,7 @@
-"""The kernels for GPUs, run by an emulator on the CPU: the bytes of the CPU's kernels, for every operation and method.
+"""The GPU kernels, run by an emulator on the CPU, give the bytes of the CPU's kernels for every operation and method.
 
-The emulator checks that all threads of a block come to its barriers, and those of a warp to its exchanges. It knows
-nothing of what depends on a real device: memory of its own, streams, and threads that truly run at once.
+The emulator checks that all threads of a block arrive at its barriers, and all threads of a warp at its exchanges. It
+does not model device memory, streams, or threads that run concurrently.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_same_bytes_as_on_the_cpu(name, dtype):
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_the_order_of_threads_changes_nothing(monkeypatch, seed):
-    """A missing barrier, or a sum in the order of threads, shows where threads and blocks take turns otherwise."""
+    """Another order of threads and blocks reveals a missing barrier, or a sum in the order of threads."""
     monkeypatch.setenv("GRACE_EMULATED_ORDER", seed)
     plan = [(65, "normal", 0), (9001, "ties", 1)]
     for name in cases.CASES:
@@ -44,7 +44,7 @@ def test_every_kernel_has_a_body_for_gpus():
     ops = EmulatedOps()
     for name in cases.CASES:
         cases.results(name, cases.Given(ops, 65, "float32"))
-    # On GPUs products are those of their libraries.
+    # On GPUs, the frameworks' own libraries compute matrix products.
     assert ops.started | {"thin_product"} == set(module().kernels()) == set(native.module.kernels())
 
 
