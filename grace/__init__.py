@@ -1,6 +1,6 @@
-"""grace: gradient compression for distributed training over Horovod.
+"""Gradient compression for distributed training over Horovod.
 
-`DistributedOptimizer` wraps an optimizer of PyTorch or Keras; importing grace itself imports no framework.
+`DistributedOptimizer` wraps an optimizer of PyTorch or Keras. Importing grace imports no framework.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ MOST_COLUMNS = 2**16
 
 
 class Gradients:
-    """g_ij = DEVIATION n_ij s_j with n_ij ~ N(0, 1) and s_j = exp(z_j), z_j ~ N(0, 1), scaled to a mean square of 1.
+    """Heavy-tailed gradients: g_ij = DEVIATION n_ij s_j, with n_ij ~ N(0, 1) and log-normal column scales s_j.
 
+    s_j = exp(z_j) with z_j ~ N(0, 1), scaled to a mean square of 1.
     Each column of a weight's gradient belongs to one input of its layer. Inputs differ by orders of magnitude, so a few
     columns hold most of the large elements. The columns keep their scale s_j from step to step; the elements n_ij
     change. All gradients are windows of `numel` elements into one array. Their distance is a multiple of the row length

@@ -27,11 +27,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.process_set = process_set
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast if the model is built."""
         self._done = all(layer.built for layer in self.model._flatten_layers())
         if self._done:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast after the first batch if it has built the model."""
         if not self._done:
             self._done = True
             self._broadcast()
@@ -64,6 +66,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace the metrics in `logs` by their mean over all ranks."""
         if logs is None:
             return
         everyone = gather(self.process_set, "metrics")({name: float(value) for name, value in logs.items()})
@@ -88,6 +91,7 @@ class StatisticsCallback(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Find the exchange of the model's optimizer."""
         exchange = getattr(self.model.optimizer, "grace", None)
         if exchange is None:
             raise ConfigError(
@@ -97,13 +101,16 @@ class StatisticsCallback(keras.callbacks.Callback):
         self._exchange = exchange
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Start to count the bytes of the epoch."""
         self._bytes: list[tuple[int, int]] = []
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Count the bytes of the step."""
         stats = self._exchange.stats()
         self._bytes.append((stats["wire_bytes"], stats["dense_bytes"]))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the statistics to `logs`."""
         if logs is None or not self._bytes:
             return
         wire, dense = (sum(column) / len(self._bytes) for column in zip(*self._bytes, strict=True))
@@ -130,6 +137,7 @@ class ScheduleCallback(keras.callbacks.Callback):
         self._last: Mapping[str, Any] = {}
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Apply the schedule's change for the epoch."""
         exchange = getattr(self.model.optimizer, "grace", None)
         if exchange is None:
             raise ConfigError(

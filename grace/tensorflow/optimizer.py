@@ -227,6 +227,7 @@ class Distributed:
     _saved_ranks: list[int] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
+        """Build the Keras optimizer and the exchange for these variables."""
         if not self.built:
             super().build(variables)
             self.built = False
@@ -256,6 +257,10 @@ class Distributed:
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchange the gradients and update the variables.
+
+        Raises StepError if the number of gradients is wrong, or if the optimizer did not exchange its gradients.
+        """
         grads = list(grads)
         if not grads or self._exchanged or (trainable_variables is None and not self.built):
             super().apply(grads, trainable_variables)
@@ -324,6 +329,7 @@ class Distributed:
         return [merged[place] for place in places]
 
     def get_config(self) -> dict[str, Any]:
+        """Return the configurations of the Keras optimizer and of the exchange."""
         # An uninitialized instance of the plain class: its __init__ could fail, but serializing needs only get_config.
         plain, config = object.__new__(self._plain), super().get_config()
         plain.__dict__["get_config"] = lambda: config
@@ -348,6 +354,7 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
+        """Make the optimizer from the result of `get_config`."""
         # This must not contact other ranks, because a single process may load a model.
         optimizer = keras.optimizers.deserialize(config["optimizer"], custom_objects)
         exchange = Exchange(**config["grace"])

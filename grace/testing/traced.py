@@ -24,7 +24,9 @@ _ABOUT_ARRAYS = ("dtype", "length", "size", "min_size", "require")
 
 
 class Traced:
-    """Mixin for a contract: run it in TensorFlow graphs, on fewer tensors, because tracing takes time. Example:
+    """Mixin for a contract: run it in TensorFlow graphs, on fewer tensors, because tracing takes time.
+
+    Example:
 
     class TestMineTraced(grace.testing.Traced, grace.testing.CompressorContract):
         @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 # Folders and files whose docstrings must follow the rule.
-COVERED = ["grace/core"]
+COVERED = ["grace"]
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _QUESTION = re.compile(r"(What|Whether|How|Where|Why|Who|When)\b")
@@ -25,18 +25,20 @@ def complaints(source: str, described: Mapping[str, set[str]] | None = None) -> 
     """Return a line for each docstring of the module that breaks the rule, and for each that is missing.
 
     `described` maps a class to the methods that are described there or in its bases; an override needs no docstring.
+    The name of a test states its claim, so a test needs no docstring, and its docstring may be a statement.
     """
     tree = ast.parse(source)
     found = _of_docstring("the module", ast.get_docstring(tree), required=True, verb=False)
     for name, node, owner, public in _definitions(tree):
         is_class = isinstance(node, ast.ClassDef)
         inherited = owner is not None and node.name in (described or {}).get(owner, ())
+        is_test = node.name.startswith("test_")
         is_setter = any(ast.unparse(decorator).endswith(".setter") for decorator in node.decorator_list)
         found += _of_docstring(
             name,
             ast.get_docstring(node),
-            required=public and not inherited and not is_setter,
-            verb=not is_class and not _is_property(node),
+            required=public and not inherited and not is_setter and not is_test,
+            verb=not is_class and not _is_property(node) and not is_test,
         )
     return found
 
@@ -171,6 +173,14 @@ def test_bad_docstrings_are_rejected(old, new, expected):
 def test_private_docstrings_follow_the_style_too():
     source = GOOD.replace("        pass", '        """Whether it hides."""')
     assert complaints(source) == ["Bytes._hidden: the first line begins like a question"]
+
+
+def test_a_test_needs_no_docstring_and_may_state_its_claim():
+    source = GOOD.replace("def total", "def test_total")
+    assert complaints(source.replace('"""Return the sum of all lengths."""', "pass")) == []
+    assert complaints(source.replace("Return the sum of all lengths.", "The lengths add up.")) == []
+    wrong = complaints(source.replace("Return the sum of all lengths.", "How lengths add up."))
+    assert wrong == ["Bytes.test_total: the first line begins like a question"]
 
 
 def test_an_override_needs_no_docstring_of_its_own():

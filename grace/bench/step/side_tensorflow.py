@@ -56,9 +56,11 @@ class HorovodSide:
         self._held: list[Any] = []
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         hvd.allreduce(tf.zeros(1), name="grace.bench.barrier")
 
     def train(self, method: str, options: Mapping[str, Any]) -> Training:
+        """Make a model and an optimizer for the method."""
         keras.backend.clear_session()
         self._free()
         keras.utils.set_random_seed(SEED)

@@ -53,9 +53,11 @@ class HorovodSide:
         self._hvd, self._grace, self._model = hvd, grace.torch, MODELS[model]
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         self._hvd.barrier()
 
     def train(self, method: str, options: Mapping[str, Any]) -> Training:
+        """Make a model and an optimizer for the method."""
         hvd = self._hvd
         torch.manual_seed(SEED)
         model = self._model()
@@ -87,9 +89,11 @@ class DdpSide:
         self._model = MODELS[model]
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         torch.distributed.barrier()
 
     def train(self, method: str, options: Mapping[str, Any]) -> Training:
+        """Make a model and an optimizer for the method."""
         torch.manual_seed(SEED)
         model = self._model()
         torch.manual_seed(SEED + torch.distributed.get_rank())
