@@ -15,7 +15,15 @@ author = "The grace authors"
 copyright = author
 version = release = grace.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design", "mathml", "measurements"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "mathml",
+    "measurements",
+    "methods",
+]
 exclude_patterns = ["_*"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist", "substitution"]

@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     methods = commands.add_parser("compressors", help="list the methods with their flags, sizes and options")
-    methods.add_argument("--markdown", action="store_true", help="print docs/compressors.md")
-    methods.set_defaults(run=lambda args: _print(listing.as_markdown() if args.markdown else listing.as_text()))
+    methods.set_defaults(run=lambda args: _print(listing.as_text()))
 
     doctor = commands.add_parser("doctor", help="check the versions, Horovod's build, MPI, and an allreduce of 2 ranks")
     doctor.add_argument("--no-launch", action="store_true", help="skip the allreduce of 2 ranks")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,48 +71,6 @@ def test_bits_of_run_time_length_are_those_of_kept_elements_or_by_the_data(capsy
     # Methods with several lengths, or with a length that is not the number of kept elements.
     for name in ("3lc", "adaptive", "atomo", "gradiveq", "inceptionn", "sketchml", "wangni"):
         assert "data-dependent" in rows[name]
-
-
-def test_measured_bits_are_what_theory_says():
-    # adaptive: 1 % of either sign, 32 bits each. threshold: the share above one standard deviation, 64 bits each, and
-    # more with error feedback, because the residual is sent later.
-    assert listing._measured("adaptive") == pytest.approx(0.32, rel=0.02)
-    # 10 of 100 steps send everything, the others 8 of every 64 elements.
-    assert listing._measured("gradiveq") == pytest.approx(0.1 * 32 + 0.9 * 32 / 8)
-    assert listing._measured("threshold") > 64 * 0.3173
-
-
-def test_what_a_docstring_says_is_taken_apart():
-    class Method:
-        """C(x) = x.
-
-        Cost: one pass
-        of x.
-        When: seldom. Not now. The idea of Doe et al., "A title", ICML 2019, as changed
-        by Roe and Poe, "Another", AAAI 2020.
-        """
-
-    assert listing._said(Method) == {
-        "Cost": "one pass of x.",
-        "When": "seldom. Not now.",
-        "Reference": "Doe et al., ICML 2019; Roe and Poe, AAAI 2020",
-    }
-
-
-def test_generated_page_has_every_method_with_cost_use_and_reference():
-    page = (ROOT / "docs" / "compressors.md").read_text(encoding="utf-8")
-    lines = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in page.splitlines() if line.startswith("| [")]
-    assert [len(line) for line in lines] == [10] * (len(lines) // 2) + [5] * (len(lines) // 2)
-    assert len({line[0] for line in lines}) == len(lines) // 2
-    without = {line[0] for line in lines if len(line) == 5 and "-" in line[1:]}
-    assert without == {f"[{name}](#{name})" for name in ("none", "fp16", "bf16")}
-
-
-def test_generated_page_is_in_sync():
-    result = run("compressors", "--markdown")
-    assert result.returncode == 0
-    page = (ROOT / "docs" / "compressors.md").read_text(encoding="utf-8")
-    assert page == result.stdout, "write it again: grace compressors --markdown > docs/compressors.md"
 
 
 def test_the_command_imports_no_framework():

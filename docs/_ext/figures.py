@@ -1,0 +1,65 @@
+"""The figures that are drawn when the site is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from grace.core.registry import compressors, fields_of
+from grace.core.simulate import Simulation
+
+mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 160})
+
+COLOR = "#0a7d91"
+SHAPE, DEVIATION = (64, 64), 0.01
+# What a figure shows with other options than the defaults, and in a later step than the first.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradiveq": {"training_steps": 1},
+    "variance": {"memory": "variance"},
+    "chain": {"sparsifier": {"name": "topk", "compress_ratio": 0.1}},
+}
+LATER = {"gradiveq": 2, "variance": 4}
+
+
+def normal(shape: tuple[int, ...], deviation: float, count: int) -> Iterator[np.ndarray]:
+    """Return so many arrays of normal values, the same ones in every call."""
+    generator = np.random.default_rng(0)
+    for _ in range(count):
+        yield (generator.standard_normal(shape) * deviation).astype(np.float32)
+
+
+def _options(name: str) -> dict[str, Any]:
+    ratio = {"compress_ratio": 0.1} if "compress_ratio" in fields_of(compressors.get(name)) else {}
+    if name in OPTIONS:
+        return OPTIONS[name]
+    return ratio
+
+
+def caption(name: str) -> str:
+    """Return the caption of the figure of a method."""
+    shown = ", ".join(f"{key} = {value}" for key, value in _options(name).items() if not isinstance(value, (dict, str)))
+    if name == "chain":
+        shown = "compress_ratio = 0.1"
+    return f"{SHAPE[0] * SHAPE[1]:,} elements before and after{f', with {shown}' if shown else ''}."
+
+
+def elements(name: str, path: Path) -> None:
+    """Draw every element of a gradient against its decoded value."""
+    config = {"compressor": name, "memory": "none", "default_rules": False, **_options(name)}
+    simulation = Simulation(1, {"x": SHAPE}, config)
+    steps = LATER.get(name, 1)
+    for gradient in normal(SHAPE, DEVIATION, 1):
+        for _ in range(steps):
+            decoded = simulation.step([{"x": gradient.copy()}])[0]["x"]
+    figure = Figure(figsize=(3.4, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axline((0, 0), slope=1, color="0.8", linewidth=1, zorder=0)
+    axes.plot(gradient.ravel(), np.asarray(decoded).ravel(), ".", markersize=2.5, color=COLOR, rasterized=True)
+    axes.set_xlabel("x")
+    axes.set_ylabel("C(x)")
+    figure.savefig(path)
