@@ -68,7 +68,7 @@ class Compressor(ABC):
 
     @property
     def linear_in(self) -> tuple[str, ...]:
-        """Names of fields in which the decoded gradient is linear; a power of two may be multiplied into them."""
+        """Names of the fields that scale the decoded gradient: multiplying all of them multiplies it."""
         return ()
 
     @property

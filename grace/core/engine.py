@@ -251,7 +251,7 @@ class Engine:
         run.sent = bucket.communicator.start(payloads, flags, self._route(bucket))
         self.times.mark("handed", bucket.name, [array for payload in payloads for array in payload.values()])
         self._slots.note("bucket", bucket.name, run.sent.nbytes + sum(part.settled_bytes for part in bucket.parts))
-        # While the payload travels.
+        # Update the memories while the payload travels.
         for entry in entries:
             self._works.remember(entry)
 

@@ -17,7 +17,7 @@ from grace.core.registry import memories
 from grace.core.spec import HALF_DTYPES, Field, TensorSpec
 from grace.core.wire import payload_bytes
 
-# Least elements of a cut tensor in a unit; the start of every piece is a multiple of it.
+# Smallest number of elements of a cut tensor in a unit; pieces start at multiples of it.
 GRAIN = 4096
 
 

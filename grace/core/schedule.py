@@ -21,7 +21,7 @@ def ladder(compress_ratio: float, steps: int) -> list[tuple[int, float]]:
         rungs.append(rung)
     if not len(rungs) <= steps:
         raise ConfigError(
-            f"warmup_steps: the warm-up to compress_ratio {compress_ratio} has {len(rungs)} stages (rungs); "
+            f"warmup_steps: the warm-up to compress_ratio {compress_ratio} has {len(rungs)} stages; "
             f"expected at least {len(rungs)} steps, received {steps}."
         )
     if not rungs:

@@ -75,7 +75,7 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
     dense = sum(part.spec.nbytes for part in plan.delegated)
     collectives = {"allreduce": dense}
     for bucket in plan.buckets:
-        # Before the first step nothing was settled either.
+        # Before the first step there was no agreement either.
         settled = min(sent[bucket.name], sum(part.settled_bytes for part in bucket.parts))
         name = communicators.name_of(bucket.communicator)
         for collective, nbytes in (("allreduce", settled), (name, sent[bucket.name] - settled)):

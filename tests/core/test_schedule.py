@@ -31,7 +31,7 @@ def residual(sim, rank):
 def test_ladder_is_that_of_the_paper():
     assert ladder(0.001, 100) == [(0, 0.25), (25, 0.0625), (50, 0.015625), (75, 0.00390625), (100, 0.001)]
     assert ladder(0.0625, 7) == [(0, 0.25), (7, 0.0625)]
-    with pytest.raises(ConfigError, match="rungs"):
+    with pytest.raises(ConfigError, match="4 stages; expected at least 4 steps, received 3"):
         ladder(0.001, 3)
     with pytest.raises(ConfigError, match=r"0\.25"):
         ladder(0.3, 10)

@@ -45,8 +45,8 @@ class Adaptive(Compressor):
 
     def contraction(self, spec: TensorSpec) -> float | None:
         # Consider one sign with p elements, k of them kept, S the sum of the kept ones and b the smallest of them. The
-        # others are below b, so |x|^2 <= S^2 + (p - k) b^2 with k b <= S. The payload carries S^2 / k of it: a share of
-        # at least k / (k^2 + p - k) >= 1/p.
+        # others are at most b, so |x|^2 <= S^2 + (p - k) b^2 with k b <= S. The payload carries S^2 / k of it: a share
+        # of at least k / (k^2 + p - k) >= 1/p.
         return 1.0 / max(1, spec.numel)
 
     def unfit(self, spec: TensorSpec) -> str | None:

@@ -19,11 +19,11 @@ class DGC(Sparsifier):
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau \approx \text{the $k$-th largest of}\; |x_1|, \dots, |x_d|
 
-    `k = max(1, int(compress_ratio * d))`. The threshold tau is the same share of the magnitudes of a random sample of
-    `max(min_samples, sample_ratio * d)` elements. Elements at or above it travel if they number between `k / overshoot`
-    and `k * overshoot`. If more pass, only the k largest of them travel; if fewer pass, the k largest of the whole
-    tensor. (In that case the original lowers the threshold step by step.) Zeros never travel. Set the optimizer's
-    momentum to 0, because the memory `dgc` holds the momentum.
+    `k = max(1, int(compress_ratio * d))`. tau is the magnitude that a share of compress_ratio of a random sample of
+    max(min_samples, sample_ratio * d) elements reaches. Elements at or above tau travel if they number from k/overshoot
+    to overshoot * k. If more pass, only the k largest of them travel; if fewer pass, the k largest of the whole tensor.
+    (In that case the original lowers the threshold step by step.) Zeros never travel. Set the optimizer's momentum to
+    0, because the memory `dgc` holds the momentum.
 
     Cost: a random sample, a selection on it and two passes; another selection, as in top-k, when the estimate was off.
 

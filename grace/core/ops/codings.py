@@ -58,7 +58,10 @@ class Codings(Helpers):
     def binary_sum(
         self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
     ) -> Array:
-        """Return the sum of levels[1] for set bits and levels[0] for the others, n per rank; `negate` negates it."""
+        """Return the sum over ranks of levels[1] for set bits and levels[0] for the others.
+
+        Each rank has n bits. `negate` subtracts instead of adding.
+        """
         for data, level in zip(bits, levels, strict=True):
             signed = -level if negate else level
             onto = self._plus(onto, self.where(self.unpack(data, 1, n) > 0, signed[1], signed[0]))
@@ -67,7 +70,7 @@ class Codings(Helpers):
     def sign_sum(
         self, bits: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
     ) -> Array:
-        """Return the sum of `binary_sum` for levels of minus and plus a rank's scale."""
+        """Return the result of `binary_sum` for levels of minus and plus a rank's scale."""
         return self.binary_sum(bits, [self.concat([-scale, scale]) for scale in scales], n, onto, negate)
 
     def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
@@ -177,7 +180,7 @@ class Codings(Helpers):
         onto: Array | None = None,
         negate: bool = False,
     ) -> Array:
-        """Return the sum of the powers of two from `natural_encode`; `negate` negates it."""
+        """Return the sum of the powers of two from `natural_encode`; `negate` subtracts instead of adding."""
         exponent, mantissa, integer = _FORMAT[dtype]
         bits = 8 if clipped else 1 + exponent
         for data, base in zip(codes, bases, strict=True):
@@ -257,7 +260,7 @@ class Codings(Helpers):
         onto: Array | None = None,
         negate: bool = False,
     ) -> Array:
-        """Return the sum of the numbers of `precision_encode`; `negate` negates it.
+        """Return the sum of the numbers of `precision_encode`; `negate` subtracts instead of adding.
 
         Raises PayloadError if the counts do not match the tags.
         """

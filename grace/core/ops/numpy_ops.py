@@ -78,7 +78,7 @@ class NumpyOps(ArrayOps):
         np.multiply(x, factor, out=out[start : start + x.size], casting="unsafe")
 
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:
-        # np.stack takes as long as a small kernel.
+        # np.stack gives the same, but takes as long as a small kernel.
         return np.array(arrays) if axis == 0 else np.stack(arrays, axis=axis)
 
     def length(self, x: Array) -> int:
