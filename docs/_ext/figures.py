@@ -16,7 +16,7 @@ from grace.core.simulate import Simulation
 mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 160})
 
 COLOR = "#0a7d91"
-SHAPE, DEVIATION = (64, 64), 0.01
+SHAPE, RANK, DEVIATION = (64, 64), 2, 0.01
 # What a figure shows with other options than the defaults, and in a later step than the first.
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradiveq": {"training_steps": 1},
@@ -31,6 +31,14 @@ def normal(shape: tuple[int, ...], deviation: float, count: int) -> Iterator[np.
     generator = np.random.default_rng(0)
     for _ in range(count):
         yield (generator.standard_normal(shape) * deviation).astype(np.float32)
+
+
+def sample() -> np.ndarray:
+    """Return the gradient of the figures: a matrix of low rank with noise, as gradients of matrices are."""
+    generator = np.random.default_rng(0)
+    gradient = generator.standard_normal((SHAPE[0], RANK)) @ generator.standard_normal((RANK, SHAPE[1]))
+    gradient += 0.5 * generator.standard_normal(SHAPE)
+    return (gradient * (DEVIATION / gradient.std())).astype(np.float32)
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -53,9 +61,9 @@ def elements(name: str, path: Path) -> None:
     config = {"compressor": name, "memory": "none", "default_rules": False, **_options(name)}
     simulation = Simulation(1, {"x": SHAPE}, config)
     steps = LATER.get(name, 1)
-    for gradient in normal(SHAPE, DEVIATION, 1):
-        for _ in range(steps):
-            decoded = simulation.step([{"x": gradient.copy()}])[0]["x"]
+    gradient = sample()
+    for _ in range(steps):
+        decoded = simulation.step([{"x": gradient.copy()}])[0]["x"]
     figure = Figure(figsize=(3.4, 2.6), layout="constrained")
     axes = figure.add_subplot()
     axes.axline((0, 0), slope=1, color="0.8", linewidth=1, zorder=0)

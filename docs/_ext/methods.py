@@ -119,7 +119,7 @@ def accepted(registry: Registry[Any], name: str, option: str, hint: Any) -> str:
         registry.make({"name": name, option: -1})
     except ConfigError as error:
         if said := re.search(r": (.*?)[;,] received", str(error)):
-            return markdown(said[1].removeprefix(f"{option} "))
+            return markdown(re.sub(rf"^{option} must (be |lie )?", "", said[1]))
     return "any number"
 
 
@@ -220,7 +220,9 @@ def index(all_sent: dict[str, Sent]) -> str:
     lines = [
         "# Methods",
         "",
-        f"All {len(all_sent)} methods by family. Each name links to the formula, the options and the measured cost.",
+        f"All {len(all_sent)} methods by family. Each name links to the formula, the options and the measured cost. "
+        f"The figures there show the elements of a made gradient before and after the method: a {figures.SHAPE[0]} x "
+        f"{figures.SHAPE[1]} matrix of rank {figures.RANK} with noise, with standard deviation {figures.DEVIATION}.",
         "",
         "```{toctree}",
         ":hidden:",

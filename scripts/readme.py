@@ -1,0 +1,157 @@
+"""Write what README.md repeats from data and code: the figure of step times and the blocks between comments.
+
+python scripts/readme.py            # writes docs/figures/step_time.svg and the blocks
+python scripts/readme.py --check    # changes nothing; exit status 1 if something is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from grace.core.registry import compressors  # noqa: E402 - found by the path above
+from grace.core.wire import payload_bytes  # noqa: E402
+from grace.listing import EXAMPLE, FAMILIES  # noqa: E402
+
+README = ROOT / "README.md"
+FIGURE = ROOT / "docs" / "figures" / "step_time.svg"
+# The first of these files that exists is shown: times of one figure are of one run.
+SOURCES = ("step_original", "step_torch")
+LINKS = {"1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+# Bars from top to bottom; those that were not measured are left out.
+BARS = {
+    "horovod": ("Horovod", "other"),
+    "ddp": ("PyTorch DDP", "other"),
+    "grace2021-topk": ("original GRACE, topk", "other"),
+    "grace2021-signsgd": ("original GRACE, signsgd", "other"),
+    "qsgd": ("grace, qsgd", "own"),
+    "powersgd": ("grace, powersgd", "own"),
+    "topk": ("grace, topk", "own"),
+    "signsgd": ("grace, signsgd", "own"),
+    "randomk": ("grace, randomk", "own"),
+}
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1f2328; }
+.title { font-weight: 600; }
+.small { font-size: 11px; fill: #59636e; }
+.own { fill: #0a7d91; }
+.other { fill: #9aa4af; }
+.line { stroke: #59636e; stroke-dasharray: 3 3; }
+.page { fill: #ffffff; }
+""".strip()
+LABELS, PANEL, GAP, ROW, TOP, NUMBERS = 170, 230, 40, 24, 34, 42
+
+
+def measurements() -> dict[str, Any]:
+    """Return the measurements that the figure shows."""
+    paths = [ROOT / "docs" / "results" / f"{name}.json" for name in SOURCES]
+    return json.loads(next(path for path in paths if path.exists()).read_text(encoding="utf-8"))
+
+
+def figure(data: dict[str, Any]) -> str:
+    """Return an SVG with a bar per method and link, and a line where a step without exchange ends."""
+    rows = {row["method"]: row for row in data["rows"]}
+    bars = [(method, *BARS[method]) for method in BARS if method in rows]
+    width = LABELS + len(LINKS) * PANEL + (len(LINKS) - 1) * GAP + 10
+    bottom = TOP + ROW * len(bars)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 24}" '
+        f'viewBox="0 0 {width} {bottom + 24}" role="img">',
+        "<title>Milliseconds of a training step</title>",
+        f"<style>{STYLE}</style>",
+        # Dark pages would hide the text.
+        f'<rect class="page" width="{width}" height="{bottom + 24}" rx="6"/>',
+    ]
+    for index, (_, label, _) in enumerate(bars):
+        y = TOP + ROW * index + 16
+        parts.append(f'<text x="{LABELS - 10}" y="{y}" text-anchor="end">{label}</text>')
+    for panel, (link, title) in enumerate(LINKS.items()):
+        left = LABELS + panel * (PANEL + GAP)
+        scale = (PANEL - NUMBERS) / max(rows[method][link] for method, *_ in bars)
+        parts.append(f'<text class="title" x="{left}" y="18">{title}: ms per step</text>')
+        for index, (method, _, kind) in enumerate(bars):
+            y, length = TOP + ROW * index, scale * rows[method][link]
+            parts.append(f'<rect class="{kind}" x="{left}" y="{y + 3}" width="{length:.1f}" height="{ROW - 6}"/>')
+            parts.append(f'<text x="{left + length + 5:.1f}" y="{y + 16}">{rows[method][link]}</text>')
+        x = left + scale * rows["compute"][link]
+        parts.append(f'<line class="line" x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom + 4}"/>')
+        parts.append(f'<text class="small" x="{x:.1f}" y="{bottom + 16}">no exchange: {rows["compute"][link]}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def step_time(data: dict[str, Any]) -> list[str]:
+    """Return the block with the figure and its conditions."""
+    million = data["parameters"] / 1e6
+    return [
+        f"![Milliseconds of a training step by method, at {' and at '.join(LINKS.values())}]"
+        f"({FIGURE.relative_to(ROOT).as_posix()})",
+        "",
+        f"Milliseconds of a training step of a perceptron with {million:.1f} million parameters in PyTorch, with "
+        f"{data['ranks']} ranks and",
+        f"default options. One run per link on one machine ({data['machine']});",
+        "[docs/speed.md](docs/speed.md) has all methods and the conditions.",
+    ]
+
+
+def methods() -> list[str]:
+    """Return the block with the table of methods by family."""
+    lines = ["| family | methods | bytes per element | use it if |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        names = " ".join(f"`{name}`" for name in family.methods)
+        lines.append(f"| {family.title} | {names} | {_bytes(family.methods)} | {family.use} |")
+    return lines
+
+
+def _bytes(names: tuple[str, ...]) -> str:
+    """Return the range of the bytes per element that a rank sends with default options."""
+    fixed, varies = [], False
+    for name in names:
+        compressor = compressors.make(name)
+        total = payload_bytes([*compressor.agreement(EXAMPLE), *compressor.wire(EXAMPLE)])
+        if total is None:
+            varies = True
+        else:
+            fixed.append(total / EXAMPLE.numel)
+    low, high = f"{min(fixed):.3g}", f"{max(fixed):.3g}"
+    span = low if low == high else f"{low} to {high}"
+    return f"{span}; some depend on the data" if varies else span
+
+
+def with_block(text: str, name: str, lines: list[str]) -> str:
+    """Return a text with other lines between the comments `<!-- begin NAME ... -->` and `<!-- end NAME -->`."""
+    pattern = re.compile(rf"(<!-- begin {name}\b[^>]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"README.md has no comments <!-- begin {name} --> and <!-- end {name} -->; add them.")
+    return pattern.sub(lambda match: "\n".join([match[1], *lines, "", match[2]]), text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the generated parts of README.md.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something is out of date")
+    check = parser.parse_args().check
+    data = measurements()
+    text = README.read_text(encoding="utf-8")
+    for name, lines in (("step-time", step_time(data)), ("methods", methods())):
+        text = with_block(text, name, lines)
+    status = 0
+    for path, wanted in ((FIGURE, figure(data)), (README, text)):
+        if path.exists() and path.read_text(encoding="utf-8") == wanted:
+            continue
+        if check:
+            print(f"{path.relative_to(ROOT)} is out of date; run: python scripts/readme.py", file=sys.stderr)
+            status = 1
+        else:
+            path.write_text(wanted, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
