@@ -1,4 +1,4 @@
-"""All backends give the same bits on ordinary input; what the results must be is in the contract of the operations."""
+"""All backends give the same bits on ordinary input. The contract of the operations checks the results themselves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CALLS = {
     "cast to int": lambda ops, x, y: ops.cast(x * 100, "int64"),
     "to_bytes": lambda ops, x, y: ops.to_bytes(x),
 }
-# What may differ in the last bit, and why; no payload may be made of it.
+# Operations that may differ in the last bit, with the reason. No payload may depend on them.
 LAST_BIT = {
     ("sum", "float64"): "there is nothing wider to sum in, so the order shows",
     ("norm", "float64"): "there is nothing wider to sum in, so the order shows",
@@ -58,7 +58,7 @@ LAST_BIT = {
 
 
 def in_graph(call):
-    """The call as a graph of TensorFlow."""
+    """Run the call as a TensorFlow graph."""
     tf = pytest.importorskip("tensorflow")
     return lambda ops, x, y: tf.function(lambda x, y: call(ops, x, y), autograph=False)(x, y)
 
@@ -81,7 +81,7 @@ def test_backends_agree_bit_for_bit(backend, name, dtype):
 
 @pytest.mark.parametrize("name", ["divide", "scale twice"])
 def test_the_optimizer_of_graphs_computes_with_numbers_unless_they_are_hidden(name, monkeypatch):
-    """If this fails, TensorFlow no longer rewrites them, and hiding can go."""
+    """If this fails, TensorFlow no longer rewrites them, and hiding can be removed."""
     module = pytest.importorskip("grace.core.ops.tensorflow_ops")
     monkeypatch.setattr(module, "_opaque", lambda x: x)
     ops = module.TensorflowOps()
@@ -110,7 +110,7 @@ def test_a_composite_is_one_graph_per_signature_and_keeps_no_array():
 
 
 def test_denormals_count_as_zeros_in_tensorflow_only():
-    """What the contracts allow for, found out by a sum: here is which frameworks need it."""
+    """The contracts allow flushed denormals and detect them by a sum. This checks which frameworks need it."""
     flushed = {"numpy": 0.0, "torch": 0.0, "tensorflow": 2.0**-126}
     assert {f: flushed_below(get_ops(f), "float32") for f in FRAMEWORKS} == {f: flushed[f] for f in FRAMEWORKS}
 
@@ -130,7 +130,7 @@ def check_packing(bits, n):
 
 
 def given(ops, value):
-    """A value of a case with its arrays as those of a framework."""
+    """Return a value of a case with its arrays converted to a framework."""
     if isinstance(value, np.ndarray):
         data = ops.cast(value.copy().reshape(-1).view(np.uint8), "uint8")
         return ops.reshape(ops.from_bytes(data, value.dtype.name), value.shape)
@@ -147,7 +147,7 @@ def check_composite(ops, call):
     assert len(results) == len(call.expected), (call.name, call.args)
     for result, expected in zip(results, call.expected, strict=True):
         assert result.dtype == expected.dtype, (call.name, call.args)
-        # 0 and -0 are one number.
+        # 0 and -0 count as equal.
         assert np.array_equal(result, expected, equal_nan=expected.dtype.kind == "f"), call
 
 
@@ -185,7 +185,7 @@ def test_every_composite_has_a_case():
 
 
 def test_an_expanded_scalar_has_bytes():
-    """The gradient of a sum of one element is a view of stride 0, which counts as contiguous."""
+    """The gradient of a sum over one element is a view with stride 0, which counts as contiguous."""
     import torch
 
     ops = get_ops("torch")

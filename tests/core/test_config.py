@@ -1,4 +1,4 @@
-"""Configurations: every way to give one means the same, and whatever is wrong with one is said at once."""
+"""Configurations: every form of a configuration means the same, and every error is reported at once."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_named_memory_replaces_the_default():
     assert make_config(compressor="topk", memory="none").parts.memory == NoMemory()
 
 
-# --- what is wrong is said --------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_parts_that_cannot_work_together_are_refused_with_those_that_can(config,
 
 
 def test_what_an_incompatibility_calls_valid_is_valid():
-    """Every name in an error message works in its place."""
+    """Every name that an error message suggests works."""
     told = 0
     for compressor in compressors:
         for kind, registry in (("memory", memories), ("communicator", communicators)):

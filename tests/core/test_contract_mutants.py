@@ -1,4 +1,4 @@
-"""The contracts reject what they should: every property has a mutant, and every mutant fails its property."""
+"""The contracts reject wrong implementations: every property has a mutant, and every mutant fails its property."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTRACTS = [
     (MemoryContract, methods.MEMORIES),
     (OpsContract, array_ops.OPS),
 ]
-# A broken part may also trip the machinery that a test runs it in: that rejects it as well.
+# A mutant may also cause an error in the code that runs the test. This rejects it as well.
 REJECTED = (AssertionError, pytest.fail.Exception, PayloadError, np.exceptions.AxisError)
 
 
@@ -35,7 +35,7 @@ def run(contract, test, part, **extra):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Give a mutant a name for the time of one test, as the contract may ask for its configuration."""
+    """Register a mutant for one test, because the contract may ask for its configuration."""
     for registry in (compressors, memories):
         list(registry)
 

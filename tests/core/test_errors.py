@@ -1,4 +1,4 @@
-"""A step driven wrongly, a payload that was not announced, a checkpoint of something else: named, never half done."""
+"""Wrong calls, unannounced payloads and wrong checkpoints raise clear errors and leave no half-changed state."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_another_rank_or_size_keeps_what_all_ranks_share(compres
 
 
 def test_a_memory_that_all_ranks_share_is_taken_over_from_any_of_them():
-    """Otherwise ranks would add different control variates to one mean, and their weights would part."""
+    """Otherwise ranks would add different control variates to one mean, and their weights would diverge."""
     options = {"compressor": "lpc", "memory": "svrg", "period": 2, "default_rules": False}
     sim, fresh = (grace.Simulation(2, {"a": (40, 30)}, options) for _ in "ab")
     drawn = [{"a": np.random.default_rng(rank).standard_normal((40, 30)).astype(np.float32)} for rank in range(2)]
@@ -212,7 +212,7 @@ def test_a_memory_that_all_ranks_share_is_taken_over_from_any_of_them():
 
 @pytest.mark.parametrize("compressor", ["topk", "threshold", "powersgd", "randomk"])
 def test_ranks_at_different_steps_are_stopped(compressor):
-    """One rank loaded a checkpoint, the other did not: what they draw at random no longer agrees."""
+    """One rank loaded a checkpoint, the other did not. So their random numbers no longer agree."""
     sim, old = trained(size=2, compressor=compressor), simulation(size=2, compressor=compressor)
     sim.engines[1].load_state_dict(saved(old, 1), copy)
     with pytest.raises(MismatchError, match="not at the same step"):

@@ -1,4 +1,4 @@
-"""The byte format of every method is a promise: checkpoints of bytes, on every framework."""
+"""Every method gives its stored bytes, on every framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ every_case = pytest.mark.parametrize("name", list(CASES))
 
 
 def decode(compressor, ops, data):
-    """What stored bytes decode to today; fields that stay home are drawn again."""
+    """Decode stored bytes. Fields that are not sent are drawn again."""
     layout = GatherLayout([golden.SPEC], [compressor.wire(golden.SPEC)], [True])
     buffer = ops.cast(np.frombuffer(data, np.uint8).copy(), "uint8")
     payloads, flags, in_step = layout.decode(ops, buffer, 1, golden.STEP)
@@ -32,7 +32,7 @@ def decode(compressor, ops, data):
 def test_payloads_are_the_stored_bytes(name, backend):
     compressor, stored, ops = CASES[name], golden.read(name), ops_of(backend)
     if compressors.name_of(compressor) in REORDERED:
-        # Matrix products differ in the last bits even between two builds of one library.
+        # Matrix products may differ in the last bits, even between two builds of one library.
         ex = golden.made(compressor, ops)
         today = host(ops, compressor.decompress(ex.payloads[0], ex.sites[0]))
         assert len(golden.encode(compressor, ops)) == len(stored)

@@ -1,4 +1,4 @@
-"""Merged gradients go where the caller wants them, and what lies end to end is not copied."""
+"""Merged gradients are written to the caller's buffers, and contiguous gradients are not copied."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.support.steps import (
     step,
 )
 
-# --- results where the caller wants them ------------------------------------------------------------------------
+# --- results in the caller's buffers ----------------------------------------------------------------------------
 
-# Arrays of TensorFlow cannot be changed.
+# TensorFlow's arrays are immutable.
 IN_PLACE = [name for name in FRAMEWORKS if name != "tensorflow"]
 
 
 @each(chosen=METHODS, cut=["layer", "small buckets", "model"], size=[1, 2, 3], framework=IN_PLACE)
 def test_results_are_written_where_they_belong(chosen, cut, size, framework):
-    """Into the buffers of the gradients themselves, which is where PyTorch's optimizer reads them; the same bits."""
+    """Results are written into the gradients' own buffers, where PyTorch's optimizer reads them, with the same bits."""
     plain, placed = (simulate(chosen, framework, size=size, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
     for number in range(2):
         expected = step(plain, number)
@@ -144,7 +144,7 @@ def test_buffers_that_overlap_are_not_written_to():
     assert names(a=store, b=store[10:20], c=store[30:40], d=torch.zeros(3)) == {"d"}
     assert names(a=store, b=store) == set()
     assert names(a=store[:20], b=store[10:40], c=store[35:60], d=store[60:]) == {"d"}
-    # Views with gaps may overlap anything.
+    # Views with gaps may overlap any other buffer.
     assert names(a=store[::2], b=torch.zeros(3)) == set()
     assert names(a=store[:10], b=torch.zeros(0), c=store[10:]) == {"a", "b", "c"}
 
@@ -152,7 +152,7 @@ def test_buffers_that_overlap_are_not_written_to():
 @pytest.mark.skipif("torch" not in FRAMEWORKS, reason="PyTorch is not installed")
 @each(chosen=METHODS, cut=["layer", "small buckets", "model"])
 def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
-    """As with gradients that are views into buckets: what was compressed where it lies is overwritten there."""
+    """If gradients are views into one storage, they are compressed in place and overwritten with the results."""
     import torch
 
     plain, placed = (simulate(chosen, "torch", size=2, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
@@ -161,7 +161,7 @@ def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
         given = gradients(placed, number)
         stores = []
         for engine, mine in zip(placed.engines, given, strict=True):
-            # Units hold tensors in the order of the backward pass.
+            # Units contain tensors in the order of the backward pass.
             order = list(mine)
             kinds = {mine[name].dtype for name in order}
             flat = {kind: torch.cat([mine[n].reshape(-1) for n in order if mine[n].dtype == kind]) for kind in kinds}

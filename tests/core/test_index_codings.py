@@ -1,4 +1,4 @@
-"""Codings of indices: what they take, and that they come back."""
+"""Codings of indices: their sizes, and that decoding restores the indices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_indices_come_back(coding, framework):
 
 @pytest.mark.parametrize("coding", indices.CODINGS[1:])
 def test_indices_come_back_in_a_graph(coding):
-    """What TensorFlow's optimizer of graphs makes of lengths that depend on the branch."""
+    """TensorFlow's graph optimizer must handle lengths that depend on the branch."""
     tf = pytest.importorskip("tensorflow")
     ops = get_ops("tensorflow")
     for n, k in ((4, 1), (64, 6), (1000, 10)):
@@ -78,7 +78,7 @@ def test_sizes_are_those_of_the_formulas():
 
 @every_framework
 def test_layout_with_coded_indices(framework):
-    """Coded fields of static and of run-time length, between others; several ranks, empty ones among them."""
+    """Coded fields of static and of run-time length lie between others; several ranks, some of them empty."""
     ops = get_ops(framework)
     specs = [TensorSpec("a", (1000,)), TensorSpec("b", (77,)), TensorSpec("c", (5,))]
     fields = [

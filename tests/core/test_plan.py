@@ -1,4 +1,4 @@
-"""Which tensor gets which parts and which bucket, and that the report says so."""
+"""The plan assigns a method and a bucket to every tensor, and the report shows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOPK = {"compressor": "topk", "compress_ratio": 0.01}
 
 
 def used(specs, **config):
-    """The compressor of every tensor by name."""
+    """Return the compressor of every tensor by name."""
     plan = make_plan(specs, make_config({**TOPK, **config}))
     return {part.spec.name: compressors.name_of(part.compressor) for part in plan.parts}
 
@@ -108,12 +108,12 @@ def test_a_tensor_that_does_not_suit_the_method_stays_dense_with_the_reason():
 
 
 def names(plan):
-    """The tensors in every bucket."""
+    """Return the names of the tensors in every bucket."""
     return [[piece.tensor for unit in bucket.parts for piece in unit.pieces] for bucket in plan.buckets]
 
 
 def test_buckets_follow_the_backward_pass():
-    """Gradients are finished from the last layer to the first."""
+    """The backward pass computes gradients from the last layer to the first."""
     specs = [TensorSpec(f"w{i}", (32, 32)) for i in range(5)]
     # 4,096 bytes each.
     assert names(make_plan(specs, make_config({**TOPK, "bucket_bytes": 8192}))) == [["w4", "w3"], ["w2", "w1"], ["w0"]]
@@ -126,7 +126,7 @@ def test_dense_tensors_and_other_communicators_have_buckets_of_their_own():
     specs = [TensorSpec(n, (32, 32)) for n in ("a", "b", "c")] + [TensorSpec(f"{n}.bias", (32,)) for n in ("a", "b")]
     config = make_config({**TOPK, "rules": [rule("fp16", match="b")]})
     plan = make_plan(specs, config)
-    # In the order in which the last of each is ready.
+    # Buckets are sorted by the time at which their last gradient is ready.
     assert names(plan) == [["b.bias", "a.bias"], ["b"], ["c", "a"]]
     assert len({bucket.name for bucket in plan.buckets}) == 3
 
@@ -137,7 +137,7 @@ def test_devices_have_buckets_of_their_own():
 
 
 def test_a_plan_is_the_same_however_often_it_is_made():
-    """All ranks make it for themselves."""
+    """Each rank makes its own plan, and all plans must be equal."""
     specs = [TensorSpec(f"w{i}", (32, 32 + i)) for i in range(20)]
     assert names(make_plan(specs, make_config(TOPK))) == names(make_plan(list(specs), make_config(TOPK)))
 
@@ -169,7 +169,7 @@ def test_small_dense_vectors_beside_compressed_tensors_ride_along_in_one_collect
         plan = make_plan(specs, config, delegate=lambda part: part.dense)
         assert {part.spec.name for part in plan.delegated} == left, granularity
         assert sorted(map(sorted, names(plan))) == [["double", "long", "scale", "w.bias"], ["w"]], granularity
-    # Where nothing is compressed all is the caller's, and the same as without grace.
+    # If nothing is compressed, all tensors are delegated, as without grace.
     plan = make_plan(specs, make_config(compressor="none"), delegate=lambda part: part.dense)
     assert not plan.buckets
     assert {part.spec.name for part in plan.delegated} == {spec.name for spec in specs}
@@ -211,7 +211,7 @@ def test_the_report_names_every_tensor_its_bytes_and_why_it_is_dense():
     assert "by data" in lines["loud"]
     assert lines["scalar"].split()[1] == "scalar"
     total = sum(bucket.nbytes for bucket in plan.buckets)
-    # The scalar rides with the bias.
+    # The scalar shares a bucket with the bias.
     assert not plan.delegated
     assert f"5 tensors as {len(plan.units)} units in {len(plan.buckets)} buckets, and 0 left to" in report
     assert f"own allreduce: 120,404 bytes dense, {total:,} on the wire" in report
@@ -244,7 +244,7 @@ def test_every_default_rule_has_a_reason():
 
 
 def test_harm_is_told_before_the_tensors_are_known(caplog):
-    """As far as it follows from the method: a Keras optimizer learns of its variables only later."""
+    """Warnings that depend only on the method come early, because a Keras optimizer gets its variables later."""
     config = make_config(
         {
             "compressor": "qsgd",

@@ -1,4 +1,4 @@
-"""What ranks settle before they compress: a sum, a maximum, or the choice of a rotating leader."""
+"""Proposals, on which ranks agree before they compress: a sum, a maximum, or the choice of a rotating leader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECS = [TensorSpec("a", (30,)), TensorSpec("b", (5, 8))]
 
 @dataclass(frozen=True)
 class LeaderTopK(Sparsifier):
-    """Every rank sends the coordinates that are the largest of one rank, which takes turns."""
+    """All ranks send the coordinates of one rank's largest elements. The ranks take turns."""
 
     summable = True
 
@@ -43,7 +43,7 @@ class LeaderTopK(Sparsifier):
 
 @dataclass(frozen=True)
 class SharedScale(Compressor):
-    """Integers of a scale that is the largest magnitude of all ranks, so that they can be added."""
+    """Integers that share a scale, the largest magnitude of all ranks, so that they can be added."""
 
     summable = True
 
@@ -65,7 +65,7 @@ class SharedScale(Compressor):
 
 @dataclass(frozen=True)
 class Forgetful(LeaderTopK):
-    """Announces a longer proposal than it makes."""
+    """A compressor that announces a longer proposal than it makes."""
 
     def agreement(self, spec):
         return (Field("indices", "int32", K + 1),)

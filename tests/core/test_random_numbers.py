@@ -1,4 +1,4 @@
-"""Random numbers are a pure function of (key, counter): the published ones, on every framework."""
+"""Random numbers are a pure function of (key, counter) and equal the published values, on every framework."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_philox_gives_the_published_numbers(framework, counter, key, result):
 
 
 def test_every_philox_answer_differs_from_the_others():
-    """Blocks are independent: no two of many counters share a word at a place more often than chance allows."""
+    """Blocks are independent: different counters share a word no more often than by chance."""
     drawn = host(get_ops("numpy"), words(get_ops("numpy"), 40_000, Key(1, 0)))
-    # 40,000 of 2^32 words: 0.19 pairs expected; 10 or more have a chance below 1e-12.
+    # 40,000 of 2^32 words: 0.19 equal pairs are expected, and 10 or more have a probability below 1e-12.
     assert len(set(drawn.tolist())) > 40_000 - 10
 
 
 def test_words_follow_the_documented_counter():
-    """counter = (block, step, stream, rank), key = (low, high) of the seed."""
+    """The counter is (block, step, stream, rank), the key is (low, high) of the seed."""
     ops, key = get_ops("numpy"), Key(0x0123456789ABCDEF, 7, 3)
     drawn = words(ops, 10, key, stream=5).tolist()
     for block in range(3):
@@ -74,11 +74,11 @@ def test_uniform_numbers_are_uniform():
     assert u.dtype == np.float32
     assert 0 <= u.min() < 1e-5
     assert 1 - 1e-5 < u.max() < 1
-    # Multiples of 2^-24, so that float32 holds each exactly.
+    # Multiples of 2^-24, which float32 represents exactly.
     assert np.array_equal(u.astype(np.float64) * 2**24 % 1, np.zeros(len(u)))
     counts = np.bincount((u * 256).astype(int), minlength=256)
     chi = np.sum((counts - 1e6 / 256) ** 2) / (1e6 / 256)
-    # Chi-square of 255 degrees of freedom: 5 standard deviations.
+    # Chi-square with 255 degrees of freedom, 5 standard deviations.
     assert abs(chi - 255) < 5 * np.sqrt(2 * 255)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 5e-3
 
@@ -109,7 +109,7 @@ def test_a_sample_of_all_is_a_permutation(n):
 
 
 def test_derived_seeds_are_the_same_on_every_machine():
-    """blake2b of "seed/name", little end first: numbers that must never change, or old runs cannot be repeated."""
+    """The seed is blake2b of "seed/name", little-endian. It must never change, or old runs cannot be repeated."""
     assert Key.derive(0, "layer.weight") == 0x637A9E69BDE150B9
     names = ["a", "b", "a.weight", "weight"]
     assert len({Key.derive(seed, name) for seed in (0, 1) for name in names}) == 8

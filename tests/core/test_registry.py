@@ -1,4 +1,4 @@
-"""Names: complete, never taken twice, open to parts from outside."""
+"""The registry is complete, has no duplicate names, and accepts methods from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.core.test_contract_mutants import run
 
 @dataclass(frozen=True)
 class MaxScale(Compressor):
-    """A method as an outsider would write it: int8 levels of the largest magnitude on any rank, summed on the way."""
+    """A method from outside grace: int8 levels relative to the largest magnitude of all ranks, summed by allreduce."""
 
     levels: int = 31
     extremes: tuple[float, ...] = (-1.0, 1.0)
@@ -56,7 +56,7 @@ class MaxScale(Compressor):
 
 @pytest.fixture
 def outside(monkeypatch):
-    """An entry point of another distribution, seen by registries that have loaded nothing yet."""
+    """Provide an entry point of another distribution, and registries that have loaded nothing yet."""
 
     class Entry:
         name = "maxscale"
@@ -78,7 +78,7 @@ def outside(monkeypatch):
     ("registry", "package"), [(compressors, grace.core.compressors), (memories, grace.core.memories)]
 )
 def test_every_module_registers_something(registry, package):
-    """A forgotten decorator leaves a method that nobody can name."""
+    """Without the decorator, a method has no name."""
     modules = {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}
     assert {registry.get(name).__module__ for name in registry} == modules
 
@@ -147,7 +147,7 @@ def registered(monkeypatch):
 
 @pytest.mark.usefixtures("registered")
 def test_an_outside_compressor_runs_like_any_other():
-    """Forty lines, a proposal, a sum of integers, error feedback: two steps on three ranks."""
+    """An outside method with a proposal, a sum of integers and error feedback runs two steps on three ranks."""
     config = {"compressor": "maxscale", "levels": 15, "default_rules": False}
     shapes = {"w": (20, 30), "v": (11,)}
     sim = grace.Simulation(3, shapes, config, framework="torch")
@@ -162,7 +162,7 @@ def test_an_outside_compressor_runs_like_any_other():
         for name in shapes:
             assert all(torch.equal(mine[name], merged[0][name]) for mine in merged)
             assert np.array_equal(merged[0][name].numpy(), expected[0][name])
-            # One level is max|x| / 15; with two steps of feedback no element is off by more than two levels.
+            # One level is max|x| / 15. With two steps of error feedback, no element is off by more than two levels.
             mean = np.mean([mine[name] for mine in given], axis=0)
             largest = max(np.abs(mine[name]).max() for mine in given)
             assert np.abs(expected[0][name] - mean).max() < 2 * (largest + 1) / 15

@@ -1,4 +1,4 @@
-"""Stages of a run: the ladder of a warm-up, and what is carried over when the method or its options change."""
+"""Stages of a run: the ladder of a warm-up, and residuals when the method or its options change."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ CHANGES = [
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_no_residual_is_lost(change, framework):
-    """What came in is what went out and what is still held, whatever the methods are."""
+    """Given gradients equal applied gradients plus residuals, for all pairs of methods."""
     schedule = [{"step": 4, **change}, {"step": 7, "compressor": "topk", "compress_ratio": 0.01}]
     config = {"compressor": "topk", "compress_ratio": 0.01, "schedule": schedule, "default_rules": False}
     sim = grace.Simulation(2, {"w": SHAPE}, config, framework=framework)
@@ -151,7 +151,7 @@ def test_a_checkpoint_continues_in_its_stage():
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_checkpoint_that_is_refused_changes_nothing(step):
-    """Whether the step it claims is of the same stage or another."""
+    """The checkpoint's step may belong to the same stage or to another one."""
     config = {"compressor": "topk", "compress_ratio": 0.5, "schedule": [{"step": 3, "compressor": "powersgd"}]}
     sim, other = (grace.Simulation(2, {"w": SHAPE}, c) for c in (config, {"compressor": "onebit"}))
     sim.step(gradients(0))
@@ -194,7 +194,7 @@ def test_a_schedule_is_not_changed_by_hand():
 
 
 def test_tensors_that_a_later_method_cannot_take_still_get_their_residual():
-    """PowerSGD leaves vectors dense; what topk held of one must not be forgotten."""
+    """PowerSGD does not compress vectors. The residual that topk kept of a vector must not be lost."""
     config = {"compressor": "topk", "compress_ratio": 0.01, "schedule": [{"step": 1, "compressor": "powersgd"}]}
     sim = grace.Simulation(1, [TensorSpec("w", (70000,))], config)
     x = np.random.default_rng(0).standard_normal(70000).astype(np.float32)

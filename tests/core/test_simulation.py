@@ -1,4 +1,4 @@
-"""The simulated collectives are those of a real run: the order of ranks, roots, and what would hang."""
+"""The simulated collectives behave like real ones: order of ranks, roots, and an error where real ranks would hang."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_broadcast_brings_the_buffer_of_the_root(transports, root):
 
 
 def test_collectives_are_matched_by_name():
-    """Ranks may start them in any order, as gradients become ready."""
+    """Ranks may start collectives in any order, as gradients become ready."""
     sim = grace.Simulation(2, {"w": (2,)}, {"compressor": "none"})
     a, b = (engine.transport for engine in sim.engines)
     x, y = np.float32([1]), np.float32([10])
@@ -86,7 +86,7 @@ def test_specs_may_be_given_whole():
 
 @dataclass(frozen=True)
 class HalfAndWide(FP16):
-    """Numbers of 16 bits, and their largest in full."""
+    """A compressor that sends 16-bit numbers and their largest magnitude in full precision."""
 
     def wire(self, spec):
         return (*super().wire(spec), Field("largest", spec.work_dtype, 1))

@@ -1,4 +1,4 @@
-"""The moments of a step: every phase of every bucket, in order, in `stats()` and in the Chrome trace."""
+"""The times of a step: every phase of every bucket, in order, in `stats()` and in the Chrome trace."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support import registered
 from tests.support.steps import each, gradients, simulate, step
 from tests.support.trace_checks import check_phases, check_trace, phases_in, steps_in
 
-# One method per way through the engine: gathered, summed, settled first, of run-time length.
+# One method per path through the engine: gathered, summed, with a proposal, of run-time length.
 METHODS = ["topk", "randomk", "powersgd", "sketchedsgd", "threshold", "none"]
-# So small that there are several buckets.
+# Small sizes, so that there are several buckets.
 OPTIONS = {"bucket_bytes": 4096, "split_bytes": 4096}
 
 
@@ -28,7 +28,7 @@ def chosen(name):
 
 
 def check(engine):
-    """The buckets of the last step of one rank."""
+    """Check and return the buckets of the last step of one rank."""
     stats = engine.stats()
     buckets = stats["buckets"]
     check_phases(stats)
@@ -46,7 +46,7 @@ def read(path):
     return json.loads(path.read_text())
 
 
-# The traces below have TensorFlow's.
+# The traces below include TensorFlow's.
 @each(chosen={name: chosen(name) for name in METHODS}, framework=[f for f in FRAMEWORKS if f != "tensorflow"])
 def test_moments_of_every_bucket_are_in_order(chosen, framework):
     sim = simulate(chosen, framework, size=2, **OPTIONS)
@@ -59,12 +59,12 @@ def test_moments_of_every_bucket_are_in_order(chosen, framework):
         for engine in sim.engines:
             buckets = check(engine)
             assert len(buckets) > 1
-            # No rank of a simulation begins before the step, nor ends after it.
+            # No simulated rank begins before the step or ends after it.
             assert max(bucket["merge"][1] for bucket in buckets.values()) <= took + 1e-5
 
 
 def test_moments_are_those_of_what_happens():
-    """A rank that gets its gradients late, and waits for others, says so."""
+    """The times of a rank show that it got its gradients late, or waited for others."""
     sim = simulate(chosen("topk"), size=2, **OPTIONS)
     (first, *rest) = sim.plan.exchanged
     for engine, mine in zip(sim.engines, gradients(sim, 0), strict=True):
@@ -86,7 +86,7 @@ def test_moments_are_those_of_what_happens():
     for engine in sim.engines:
         buckets = check(engine)
         assert max(bucket["ready"][1] for bucket in buckets.values()) >= 0.02
-    # The other rank found the payloads there when it sent its own.
+    # The payloads had already arrived when the other rank sent its own.
     buckets = check(sim.engines[0])
     assert all(bucket["wait"][1] - bucket["wait"][0] >= 0.03 for bucket in buckets.values())
 
@@ -139,7 +139,7 @@ def test_the_trace_is_whole_after_every_step(tmp_path, framework):
             check(engine)
             check_trace(read(tmp_path / f"trace.rank{rank}.json"), engine.stats(), rank, number)
             latest = [e for e in phases_in(read(tmp_path / f"trace.rank{rank}.json")) if e["args"]["step"] == number]
-            # Epoch time, so that several ranks can be laid side by side.
+            # Times count from the epoch, so that traces of several ranks can be combined.
             assert all(before - 0.1 <= e["ts"] / 1e6 <= after + 0.1 for e in latest)
 
 
@@ -155,7 +155,7 @@ def test_exchanges_of_a_process_share_a_file(tmp_path):
     step(sims[1], 2)
     events = read(path)
     steps = [e["args"]["step"] for e in phases_in(events) if e["name"] == "ready"]
-    # Of both exchanges, which number buckets alike here, and not the step without a timeline.
+    # The trace contains both exchanges, whose bucket numbers are equal here, but not the step without a timeline.
     assert {number: steps.count(number) for number in steps} == {
         0: len(sims[0].plan.buckets) * 2,
         2: len(sims[1].plan.buckets),
@@ -205,7 +205,7 @@ def test_the_environment_names_a_file(tmp_path, monkeypatch):
     sim.engines[0].times.start_as_told(0, 1)
     step(sim, 0)
     check_trace(read(tmp_path / "told.json"), sim.engines[0].stats(), 0, 0)
-    # What was started by hand goes on.
+    # A timeline that was started by a call goes on.
     sim.engines[0].times.start(tmp_path / "by hand.json", 0, 1)
     sim.engines[0].times.start_as_told(0, 1)
     step(sim, 1)

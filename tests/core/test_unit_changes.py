@@ -1,4 +1,4 @@
-"""Units that change in mid-run, and units of a checkpoint: no residual is lost, and none goes astray."""
+"""Units that change during a run, and units of a checkpoint: residuals are kept and stay with their tensors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.support.steps import (
     step,
 )
 
-# --- changes in mid-run: no residual is lost --------------------------------------------------------------------
+# --- changes during a run ---------------------------------------------------------------------------------------
 
 
 def residuals(sim):
-    """By tensor the sum over ranks of what memories hold of it, in units of the gradient, element by element."""
+    """Return the sum over ranks of each tensor's residual, per element, in units of the gradient."""
     total = {part.spec.name: np.zeros(part.spec.numel) for part in sim.plan.exchanged}
     ops = sim.engines[0]._ops("cpu")
     for engine in sim.engines:
@@ -47,7 +47,7 @@ def residuals(sim):
 
 
 def change(sim, **options):
-    """Go on with another configuration, as `change` does with other parts."""
+    """Continue with another configuration, as `change` does with other methods."""
     sim.config = make_config({**sim.config.to_dict(), **options})
     sim._changes += 1
     plan = next_plan(sim._specs, sim.config, sim.plan, prefix=f"grace.change{sim._changes}")
@@ -69,7 +69,7 @@ def test_residuals_are_carried_from_any_cut_to_any_other(before, after, framewor
     change(sim, **LAYOUTS[after])
     assert {name: x.tobytes() for name, x in residuals(sim).items()} == {n: x.tobytes() for n, x in held.items()}
     assert set(sim.engines[0].state_dict()["tensors"]) == {unit.spec.name for unit in sim.plan.units}
-    # What was held is sent.
+    # The residuals are sent.
     change(sim, compressor="none", memory="none")
     merged = on_host(sim, sim.step([{n: x * 0 for n, x in mine.items()} for mine in gradients(sim, 3)]))[0]
     for spec in specs:
@@ -91,7 +91,7 @@ def test_residuals_are_carried_from_any_cut_to_any_other(before, after, framewor
     ids=lambda to: to["compressor"],
 )
 def test_a_schedule_loses_nothing_where_methods_are_cut_differently(to, cut):
-    """What came in is what went out and what is still held; PowerSGD takes tensors one by one, and no vectors."""
+    """Given gradients equal applied gradients plus residuals. PowerSGD compresses single tensors, and no vectors."""
     specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64")]
     schedule = [{"step": 2, **to}, {"step": 4, "compressor": "topk", "compress_ratio": 0.05}]
     sim = Simulation(2, specs, {**TOPK, **CUTS[cut], "schedule": schedule})
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_other_cuts_is_refused_by_name(before, after):
     held, here = ({unit.spec.name for unit in sim.plan.units} for sim in (saved, other))
     names, fresh = held ^ here, states(other)
     if not names:
-        # Different options, and yet the same units.
+        # The options differ, but the units are the same.
         load(saved, other)
         assert_same(states(other), states(saved))
         return
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_other_cuts_is_refused_by_name(before, after):
 
 
 def test_a_checkpoint_of_other_tensors_between_the_same_ends_is_refused():
-    """Residuals would be added to the gradients of other parameters."""
+    """Otherwise residuals would be added to the gradients of other parameters."""
     shapes = {"a": (40,), "b": (10,), "c": (20,), "d": (40,)}
     for other in (
         {"a": (40,), "b": (20,), "c": (10,), "d": (40,)},

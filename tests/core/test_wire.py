@@ -1,4 +1,4 @@
-"""Where fields lie in a buffer: aligned, without gaps, of the announced size, and read back from all ranks."""
+"""Fields in a buffer are aligned, without gaps, of the announced size, and can be read back from all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def payload(ops, fields, lengths, seed):
 
 
 def lengths_of(rank, tensor):
-    """Run-time lengths that differ between ranks and tensors; rank 1 selects nothing."""
+    """Return run-time lengths that differ between ranks and tensors. Rank 1 selects nothing."""
     return {"kept": 3 * rank * (rank - 1), "n": 5 * tensor + rank, "m": 2 - rank}
 
 
@@ -72,14 +72,14 @@ def test_a_rank_that_selects_nothing_sends_a_header_only():
     ops = get_ops("numpy")
     layout = GatherLayout(SPECS[:1], RAGGED[:1], [True])
     buffers = [layout.encode(ops, [payload(ops, RAGGED[0], {"kept": n}, 0)], [False], 0) for n in (0, 1, 100)]
-    # One count, the stamp and one flag, padded; then 8 bytes per entry.
+    # One count, the stamp and one flag, padded. Then 8 bytes per entry.
     assert [b.size for b in buffers] == [16, 32, 16 * -(-(16 + 800) // 16)]
     assert layout.nbytes == 16
     assert layout.counts == [(0, "kept")]
 
 
 def test_format_of_a_fixed_buffer():
-    """Widest first, with the stamp, then flags, then zeros: the bytes themselves, as they were promised."""
+    """The exact bytes: the widest fields first, with the stamp, then flags, then zeros."""
     ops = get_ops("numpy")
     fields = ((Field("codes", "uint8", 3), Field("scale", "float32", 1)),)
     layout = GatherLayout(SPECS[:1], fields, [True])
@@ -89,7 +89,7 @@ def test_format_of_a_fixed_buffer():
 
 
 def test_format_of_a_ragged_buffer():
-    """Counts and stamp after the wide fields, flags, padding to 8, the run-time fields, padding to 16."""
+    """The order is: wide fields, counts and stamp, flags, padding to 8, run-time fields, padding to 16."""
     ops = get_ops("numpy")
     layout = GatherLayout(SPECS[:1], RAGGED[:1], [True])
     sent = {"values": np.array([1.0], np.float32), "indices": np.array([7], np.int32)}
@@ -120,7 +120,7 @@ def test_every_field_is_aligned_to_its_width(fields):
 
 @pytest.mark.parametrize("ranks", [2, 3, 64])
 def test_ranks_at_different_steps_are_noticed(ranks):
-    """One rank that is ahead by one step, whichever it is, and none that is not."""
+    """Any one rank that is ahead by one step is noticed, and equal steps are not."""
     ops, fields = get_ops("numpy"), [(Field("x", "float32", 1),)]
     gather, total = GatherLayout(SPECS[:1], fields, [True]), SumLayout(SPECS[:1], fields, [True])
     sent = [{"x": np.ones(1, np.float32)}]
@@ -146,7 +146,7 @@ def test_sums_travel_in_one_buffer_per_dtype(framework):
     layout = SumLayout(SPECS, fields, (True, True, False))
     sent = [payload(ops, f, {"width": 5}, i) for i, f in enumerate(fields)]
     buffers, lengths = layout.encode(ops, sent, [True, False, True], 5, 2)
-    # A run-time length, two flags, and two numbers that tell the step.
+    # A run-time length, two flags, and two numbers for the step.
     assert {dtype: ops.length(b) for dtype, b in buffers.items()} == {"float32": 3 + 5 + 1 + 2 + 2, "float16": 2}
     assert layout.nbytes == 8 * 4 + 2 * 2
     doubled = {dtype: b + b for dtype, b in buffers.items()}
@@ -199,7 +199,7 @@ def test_fields_that_share_a_run_time_length_must_agree():
 @every_framework
 @pytest.mark.parametrize("count", [-1, 3, 2**29, 2**30, 2**31 - 1])
 def test_a_count_that_the_buffer_cannot_hold_is_refused(framework, count):
-    """Also where so many bytes are no int32, in which TensorFlow counts."""
+    """It is refused even if the number of bytes exceeds int32, in which TensorFlow counts."""
     ops = get_ops(framework)
     layout = GatherLayout(SPECS[:1], RAGGED[:1], [True])
     data = host(ops, layout.encode(ops, [payload(ops, RAGGED[0], {"kept": 2}, 0)], [False], 0)).copy()

@@ -1,1 +1,1 @@
-"""What the tests share: methods under test, simulated steps, and the start of real processes."""
+"""Shared code of the tests: methods under test, simulated steps, and the start of real processes."""

@@ -1,7 +1,7 @@
-"""What every composite must give, worked out with plain NumPy and not over the array operations.
+"""Expected results of every composite, computed with plain NumPy, without the array operations.
 
 A case makes calls for arrays of n elements: the name of the composite, its arguments and options, and the results.
-Elements are multiples of 2^-10, so that sums in float64 are exact and have no order.
+Elements are multiples of 2^-10, so that sums in float64 are exact in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RANKS = 3
 
 
 class Call(NamedTuple):
-    """One call of a composite; `options` may hold arrays as well."""
+    """One call of a composite. `options` may contain arrays."""
 
     name: str
     args: tuple[Any, ...]
@@ -40,7 +40,7 @@ def case(function: Case) -> Case:
 
 
 def numbers(n: int, dtype: str, seed: int = 0) -> np.ndarray:
-    """Numbers of different sizes, some of them equal, some zero."""
+    """Return numbers of different sizes, some of them equal, some zero."""
     rng = np.random.default_rng(1000 * seed + n)
     x = np.round(rng.standard_normal(n) * 2.0 ** rng.integers(-6, 4, n) * 1024) / 1024
     return x.astype(dtype)
@@ -68,7 +68,7 @@ def sums(
     onto: np.ndarray,
     **options: Any,
 ) -> Iterator[Call]:
-    """Calls for the first rank and for all of them, with and without `onto`; args gives those of so many ranks."""
+    """Return calls for one rank and for all ranks, with and without `onto`. `args` makes arguments for n ranks."""
     for count in (1, len(values)):
         total = values[0].copy()
         for value in values[1:count]:
@@ -207,7 +207,7 @@ def bucket_norms(n, dtype):
 
 
 def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int) -> np.ndarray:
-    """Signed levels by stochastic rounding, bucket by bucket."""
+    """Return signed levels by stochastic rounding, bucket by bucket."""
     u, codes = uniform(len(x)).astype(x.dtype), np.zeros(len(x), np.int64)
     for i, scale in enumerate(scales):
         part = slice(i * width, min(len(x), (i + 1) * width))
@@ -253,7 +253,7 @@ _BIAS, _TOP, _MANTISSA = {"float32": 127, "float64": 1023}, {"float32": 254, "fl
 
 
 def natural_codes(x: np.ndarray, clipped: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes without signs, their signs, the base."""
+    """Return codes without signs, the signs, and the base."""
     dtype, u = x.dtype.name, uniform(len(x)).astype(np.float64)
     fraction, exponent = np.frexp(abs(x).astype(np.float64))
     field = np.where(x == 0, 0, exponent - 1 + _BIAS[dtype])
@@ -308,7 +308,7 @@ def table(n, dtype):
 
 
 def runs(digits: list[int]) -> list[int]:
-    """Five digits per byte, and 2 to 14 bytes of zeros as one."""
+    """Return five digits per byte, with 2 to 14 zero bytes as one byte."""
     digits = digits + [1] * (-len(digits) % 5)
     values = [int("".join(map(str, digits[i : i + 5])), 3) for i in range(0, len(digits), 5)]
     coded = []

@@ -1,4 +1,4 @@
-"""A step tensor by tensor, written out with the parts alone: what the engine must give, whatever it does to be fast."""
+"""A reference step, tensor by tensor, that uses only the methods. The engine must give the same results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from grace.testing.harness import settle
 
 @dataclass
 class Reference:
-    """`size` ranks on finite gradients; `parts` are the tensors with what serves them. `step` counts up."""
+    """The reference for `size` ranks and finite gradients.
+
+    `parts` are the tensors with their methods. `number` counts the steps.
+    """
 
     ops: Any
     parts: list[Part]
@@ -37,7 +40,7 @@ class Reference:
         ]
 
     def step(self, gradients, lr=0.1):
-        """Per rank and tensor the merged gradient, from one gradient per rank and tensor."""
+        """Return the merged gradient per rank and tensor, from one gradient per rank and tensor."""
         merged: list[dict[str, Any]] = [{} for _ in range(self.size)]
         tallies: dict[Any, list[Any]] = {}
         for part in self.parts:
@@ -54,7 +57,7 @@ class Reference:
         return merged
 
     def _exchange(self, part, gradients, lr):
-        """Per rank the site, and the payloads as they arrive there: one of each rank, or their sum."""
+        """Return for each rank the site and the received payloads: one of each rank, or their sum."""
         ops, spec, compressor = self.ops, part.spec, part.compressor
         xs, sites = [], []
         for rank, gradient in enumerate(gradients):
@@ -81,11 +84,11 @@ class Reference:
             states = self.states[rank][spec.name]
             states["memory"] = part.memory.update(xs[rank], payloads[rank], compressor, states["memory"], sites[rank])
         if part.communicator.sums:
-            # 16-bit floats are averaged on the way, since their sum may overflow.
+            # 16-bit floats are averaged by the allreduce, because their sum may overflow.
             op = "mean" if part.half_sum and self.size > 1 else "sum"
             travelling = [{name: reduced(ops, [sent[name] for sent in travelling], op) for name in travelling[0]}]
         home = [{f.name: payload[f.name] for f in part.fields if not f.wire} for payload in payloads]
-        # Every rank has its own, because what is merged may be one of them and is changed in place.
+        # Every rank gets its own copy, because the merged gradient may be a payload and is changed in place.
         return sites, [
             [{**{name: ops.copy(v) for name, v in sent.items()}, **mine} for sent in travelling] for mine in home
         ]
@@ -112,5 +115,5 @@ class Reference:
 
 
 def reference(specs, config, ops, size):
-    """The reference of every tensor by itself, in the order of the engine."""
+    """Return the reference in which every tensor is a unit, in the order of the engine."""
     return Reference(ops, list(make_plan(specs, config).exchanged), size, config.seed)

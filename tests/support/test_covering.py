@@ -1,4 +1,4 @@
-"""The covering arrays: every pair that can occur does, in few rows, the same ones each time."""
+"""Covering arrays contain every possible pair, have few rows, and are the same each time."""
 
 from __future__ import annotations
 

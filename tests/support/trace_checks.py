@@ -1,4 +1,4 @@
-"""What the phases of a step and the events of a trace must be, whoever made them."""
+"""Checks of the phases of a step and of the events of a trace, for all adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grace.core.timeline import PHASES
 
 
 def check_phases(stats: dict[str, Any]) -> None:
-    """Every bucket has its phases in order, one after another, since the first gradient of the step."""
+    """Assert that every bucket has its phases in order, one after the other, since the first gradient of the step."""
     buckets = stats["buckets"].values()
     assert min(bucket["ready"][0] for bucket in buckets) == 0.0
     for bucket in buckets:
@@ -26,7 +26,7 @@ def check_phases(stats: dict[str, Any]) -> None:
 
 
 def check_trace(events: list[dict[str, Any]], stats: dict[str, Any], rank: int, number: int) -> None:
-    """The trace of a rank shows the step of that number, and `stats` are those of it."""
+    """Assert that the trace of a rank shows the step with this number, and that `stats` agree with it."""
     buckets = stats["buckets"]
     metadata = [event for event in events if event["ph"] == "M"]
     names = {event["tid"]: event["args"]["name"] for event in metadata if event["name"] == "thread_name"}
@@ -51,10 +51,10 @@ def phases_in(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def steps_in(events: list[dict[str, Any]]) -> set[int]:
-    """The numbers of the steps that a trace shows."""
+    """Return the numbers of the steps in a trace."""
     return {event["args"]["step"] for event in phases_in(events)}
 
 
 def nests(spans: list[tuple[int, int]]) -> bool:
-    """Whether no two overlap in part, which viewers do not show."""
+    """Return whether no two spans overlap partially, which viewers cannot show."""
     return not any(a < c < b < d or c < a < d < b for (a, b), (c, d) in itertools.combinations(spans, 2))
