@@ -119,7 +119,7 @@ def _bytes(names: tuple[str, ...]) -> str:
             varies = True
         else:
             fixed.append(total / EXAMPLE.numel)
-    low, high = f"{min(fixed):.3g}", f"{max(fixed):.3g}"
+    low, high = f"{round(min(fixed), 3):g}", f"{round(max(fixed), 3):g}"
     span = low if low == high else f"{low} to {high}"
     return f"{span}; some depend on the data" if varies else span
 
