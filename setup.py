@@ -1,34 +1,19 @@
-"""Packaging of grace. Tool settings are in pyproject.toml."""
+"""The compiled parts of the package. Everything else about it is in pyproject.toml."""
 
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 HERE = Path(__file__).parent
-
-
-def read(name: str) -> str:
-    path = HERE / name
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def version() -> str:
-    """``__version__`` of grace/__init__.py, read as text: importing the package would need its dependencies."""
-    found = re.search(r'^__version__ = "([^"]+)"$', read("grace/__init__.py"), re.MULTILINE)
-    if found is None:
-        raise RuntimeError('grace/__init__.py must hold a line of the form: __version__ = "1.2.3"')
-    return found.group(1)
-
-
 TENSORFLOW_OPS = "grace._tensorflow_ops"
 UNBUILT = "the kernels were not built, and the reference bodies will be used"
 
@@ -38,12 +23,13 @@ def tensorflow_options() -> dict[str, str]:
     # In a process of its own: the import is slow and talkative, and what it loads is not wanted here.
     code = (
         "import json, tensorflow as tf; f = tf.sysconfig;"
-        "print(json.dumps([f.get_include(), f.get_compile_flags(), f.get_link_flags()]))"
+        "print(json.dumps([tf.__version__, f.get_include(), f.get_compile_flags(), f.get_link_flags()]))"
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
-    include, flags, link = json.loads(found.stdout.splitlines()[-1])
+    version, include, flags, link = json.loads(found.stdout.splitlines()[-1])
     standard = next((flag.rpartition("+")[2] for flag in flags if "std=c++" in flag), "17")
     return {
+        "GRACE_TENSORFLOW_VERSION": version,
         "GRACE_TENSORFLOW_INCLUDE": include,
         "GRACE_TENSORFLOW_DEFINES": ";".join(flag for flag in flags if flag.startswith("-D")),
         "GRACE_TENSORFLOW_LINK": ";".join(link),
@@ -51,24 +37,49 @@ def tensorflow_options() -> dict[str, str]:
     }
 
 
+def tool(name: str) -> str | None:
+    """The path of a build tool: on the PATH, else beside this Python, where pip installs it."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+    return shutil.which(name, path=path)
+
+
+def build_folder(cmake: str, ninja: str | None) -> Path:
+    """The folder that CMake builds in, kept between builds so that only what changed is compiled.
+
+    CMake remembers the paths of its tools. An isolated build has its tools in a temporary folder, so a folder that was
+    made with other tools is deleted.
+    """
+    folder = HERE / "build" / f"kernels-{sys.implementation.cache_tag}"
+    packages = [importlib.util.find_spec(name) for name in ("nanobind", "numpy")]
+    tools = json.dumps([sys.executable, cmake, ninja, *[spec.origin if spec else None for spec in packages]])
+    record = folder / "grace-tools.json"
+    if not record.exists() or record.read_text(encoding="utf-8") != tools:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        record.write_text(tools, encoding="utf-8")
+    return folder
+
+
 class BuildKernels(build_ext):
     """Builds the extensions with kernels/CMakeLists.txt; all of them are optional, as the package works without."""
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        # Kept between builds, so that only what changed is compiled.
-        folder = HERE / "build" / f"kernels-{sys.implementation.cache_tag}"
         options = {"GRACE_PYTHON": sys.executable, "GRACE_SUFFIX": "".join(target.suffixes)}
-        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         name = ext.name.rpartition(".")[2]
+        cmake, ninja = tool("cmake"), tool("ninja")
+        if cmake is None:
+            raise CompileError(f"{UNBUILT}: cmake is missing; pip install cmake")
+        folder = build_folder(cmake, ninja)
+        generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
         try:
             if ext.name == TENSORFLOW_OPS:
                 options.update(tensorflow_options())
 
             def build(cuda: str) -> None:
                 define = [f"-D{option}={value}" for option, value in {**options, "GRACE_CUDA": cuda}.items()]
-                subprocess.run(["cmake", "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
-                subprocess.run(["cmake", "--build", folder, "--target", name, "--parallel"], check=True)
+                subprocess.run([cmake, "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
+                subprocess.run([cmake, "--build", folder, "--target", name, "--parallel"], check=True)
 
             cuda = os.environ.get("GRACE_CUDA", "ON")
             try:
@@ -82,7 +93,7 @@ class BuildKernels(build_ext):
             # The command itself is long, and says less than what it has printed.
             raise CompileError(f"{UNBUILT}; the output above says why (pip shows it with -v)") from error
         except OSError as error:
-            raise CompileError(f"{UNBUILT}: {error}; is there a C++ compiler, and CMake?") from error
+            raise CompileError(f"{UNBUILT}: {error}; is there a C++ compiler?") from error
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(folder / "modules" / target.name, target)
 
@@ -95,46 +106,4 @@ def extensions() -> list[Extension]:
     return [Extension(name, sources=[], optional=True) for name in names]
 
 
-setup(
-    name="grace",
-    version=version(),
-    description="Gradient compression for distributed training with Horovod",
-    long_description=read("README.md"),
-    long_description_content_type="text/markdown",
-    author="The grace authors",
-    license="Apache-2.0",
-    packages=find_packages(include=["grace", "grace.*"]),
-    package_data={"grace": ["py.typed"]},
-    ext_modules=extensions(),
-    cmdclass={"build_ext": BuildKernels},
-    python_requires=">=3.10",
-    install_requires=["ml_dtypes>=0.4", "numpy>=1.26", 'tomli>=2.0; python_version < "3.11"'],
-    extras_require={
-        "torch": ["torch>=2.0", "horovod>=0.28.1"],
-        "tensorflow": ["tensorflow>=2.16", "keras>=3", "horovod>=0.28.1"],
-        "mpi": ["mpi4py>=4"],
-        "bench": ["matplotlib", "tqdm"],
-        "test": [
-            "hypothesis",
-            "matplotlib",
-            "mypy",
-            "pytest>=9",
-            "pytest-xdist>=3.8",
-            "ruff",
-            "scikit-learn",
-            "tensorboard",
-            "tqdm",
-        ],
-    },
-    entry_points={"console_scripts": ["grace = grace.cli:main"]},
-    classifiers=[
-        "Development Status :: 3 - Alpha",
-        "Intended Audience :: Developers",
-        "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3.10",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    ],
-    zip_safe=False,
-)
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})

@@ -16,7 +16,7 @@ from grace.core.registry import communicators, compressors, memories
 from grace.core.simulate import Simulation
 from grace.core.spec import Field, Payload, Proposal, Site, TensorSpec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 register_compressor = compressors.register
 register_memory = memories.register
