@@ -15,6 +15,9 @@ namespace tf = tensorflow;
 
 namespace {
 
+// TensorFlow's C++ interface changes with every version. grace reads this from the file before it loads the library.
+__attribute__((used)) const char built_for[] = "grace: built for TensorFlow " GRACE_TENSORFLOW_VERSION;
+
 // What eager mode makes an exception of the core from; in a graph the text is all that is seen.
 const char* name_of(grace::Error::Kind kind) {
     switch (kind) {

@@ -115,21 +115,17 @@ def test_doctor_says_which_kernels_are_in_use(monkeypatch):
     built = SimpleNamespace(isa=lambda: "avx2", cuda=False)
     monkeypatch.delenv("GRACE_NATIVE", raising=False)
     monkeypatch.setattr(native, "module_file", lambda: None)
-    for module, library, loads, torch, tensorflow in [
-        (built, "ops.so", True, "avx2, CPU only", "avx2, CPU only"),
-        (
-            built,
-            "ops.so",
-            False,
-            "avx2, CPU only",
-            "built for another version and cannot be loaded: the reference implementation is",
-        ),
-        (built, None, False, "avx2, CPU only", "not built: the reference implementation is used (pip install "),
-        (None, "ops.so", True, "not built: the reference implementation is used (pip install ", "CPU only"),
+    other = "built for TensorFlow 2.19.0, but 2.21.0 is installed"
+    reference = "the reference implementation is used. To build the kernels, run "
+    for module, library, fault, torch, tensorflow in [
+        (built, "ops.so", None, "avx2, CPU only", "avx2, CPU only"),
+        (built, "ops.so", other, "avx2, CPU only", f"{other}: {reference}"),
+        (built, None, None, "avx2, CPU only", f"not built: {reference}"),
+        (None, "ops.so", None, f"not built: {reference}", "CPU only"),
     ]:
         monkeypatch.setattr(native, "module", module)
         monkeypatch.setattr(native, "tensorflow_library", lambda library=library: library)
-        stand_in = SimpleNamespace(loads=lambda loads=loads: loads)
+        stand_in = SimpleNamespace(fault=lambda fault=fault: fault)
         monkeypatch.setitem(sys.modules, "grace.core.ops.native_tensorflow", stand_in)
         assert native.described("torch").startswith(torch)
         assert native.described("tensorflow").startswith(tensorflow)

@@ -71,6 +71,9 @@ FLOATS = ("float32", "float64")
 MOST_THIN = 16
 
 
+REBUILD = "To build the kernels, run in the source folder of grace: pip install --no-build-isolation --no-deps ."
+
+
 @cache
 def tensorflow_library() -> str | None:
     """Return the path of the library of TensorFlow's operation; None if it was not built."""
@@ -84,7 +87,7 @@ def serves(framework: str, device: str) -> bool:
         # The operation exists for the CPU only: TensorFlow would copy a gradient elsewhere back and forth.
         if not device.startswith("cpu") or tensorflow_library() is None:
             return False
-        return bool(importlib.import_module("grace.core.ops.native_tensorflow").loads())
+        return importlib.import_module("grace.core.ops.native_tensorflow").fault() is None
     if module is None:
         return False
     kind, _, index = device.partition(":")
@@ -99,9 +102,14 @@ def described(framework: str) -> str:
     """
     check_environment()
     if not serves(framework, "cpu"):
-        built = tensorflow_library() if framework == "tensorflow" else module_file()
-        fault = "not built" if built is None else "built for another version and cannot be loaded"
-        return f"{fault}: the reference implementation is used (pip install --no-build-isolation . builds the kernels)"
+        tensorflow = framework == "tensorflow"
+        if (tensorflow_library() if tensorflow else module_file()) is None:
+            fault = "not built"
+        elif tensorflow:
+            fault = importlib.import_module("grace.core.ops.native_tensorflow").fault()
+        else:
+            fault = "built for another version and cannot be loaded"
+        return f"{fault}: the reference implementation is used. {REBUILD}"
     what = [str(module.isa())] if module is not None else []
     if framework == "tensorflow" or not module.cuda:
         what.append("CPU only")

@@ -6,14 +6,16 @@ The operation exists for the CPU only. It is opaque to TensorFlow, so the graph 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from grace.core.errors import PayloadError
-from grace.core.ops.native import tensorflow_library
+from grace.core.ops.native import REBUILD, tensorflow_library
 from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.tensorflow_ops import TensorflowOps
 from grace.core.spec import Array
@@ -24,21 +26,39 @@ logger = logging.getLogger("grace")
 _ERRORS = {"PayloadError": PayloadError, "TypeError": TypeError, "ValueError": ValueError}
 
 
+# What tensorflow_ops.cpp records in the library.
+_RECORD = re.compile(rb"grace: built for TensorFlow ([0-9A-Za-z.+-]+)\0")
+
+
 @cache
 def operation() -> Any:
-    """Return the function that makes a GraceKernel. Raises NotFoundError if it was built for another TensorFlow."""
+    """Return the function that makes a GraceKernel. Raises an OpError if TensorFlow cannot load the library."""
     return tf.load_op_library(tensorflow_library()).grace_kernel
 
 
+def built_for(library: str) -> str | None:
+    """Return the version of TensorFlow that a library was built for; None if the file does not record one."""
+    found = _RECORD.search(Path(library).read_bytes())
+    return None if found is None else found[1].decode()
+
+
 @cache
-def loads() -> bool:
-    """Return whether this TensorFlow can load the library."""
-    try:
-        operation()
-    except tf.errors.NotFoundError as error:
-        logger.warning("the kernels were built for another TensorFlow, and are not used; install grace anew. %s", error)
-        return False
-    return True
+def fault() -> str | None:
+    """Return why the installed TensorFlow cannot use the library, and log a warning; None if it can."""
+    library = str(tensorflow_library())
+    built, detail = built_for(library), ""
+    # A library for another version may load and still misread TensorFlow's objects, so loading it is not tried.
+    if built in (None, tf.__version__):
+        try:
+            operation()
+        except tf.errors.OpError as error:
+            detail = f" TensorFlow says: {error.message}"
+        else:
+            return None
+    reason = f"built for TensorFlow {built or 'of an unknown version'}"
+    reason += " and cannot be loaded" if detail else f", but {tf.__version__} is installed"
+    logger.warning("the kernels for TensorFlow are not used: they were %s. %s%s", reason, REBUILD, detail)
+    return reason
 
 
 class NativeTensorflowOps(NativeCodings, TensorflowOps):
