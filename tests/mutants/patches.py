@@ -375,7 +375,7 @@ PATCHES = [
         ("tests/core/test_index_codings.py",),
     ),
     Patch(
-        "wire-small-delta-counted",
+        "wire-coded-bytes-predicted",
         WIRE,
         'if isinstance(field.length, str) or field.coding != "int32":',
         "if isinstance(field.length, str):",
@@ -710,7 +710,7 @@ PATCHES = [
         ("tests/papers/test_half.py",),
     ),
     Patch(
-        "fp16-carries-nothing",
+        "fp16-claims-unbiased",
         "grace/core/compressors/fp16.py",
         "    carries_nonfinite = True\n",
         "    carries_nonfinite = True\n    unbiased = True\n",
@@ -918,7 +918,7 @@ PATCHES = [
         ("tests/papers/test_terngrad.py -k 127",),
     ),
     Patch(
-        "3lc-run-too-long",
+        "3lc-runs-end-early",
         "grace/core/ops/ternary.py",
         "LONGEST_RUN = 14",
         "LONGEST_RUN = 13",
@@ -1007,7 +1007,7 @@ PATCHES = [
         (f"{PLACEMENT} -k 'end_to_end'",),
     ),
     Patch(
-        "torch-half-sums-in-16-bits",
+        "helpers-half-sum-rounded",
         HELPERS,
         'total = self.add_(total, self.cast(x[row * n : (row + 1) * n], "float32") * by)',
         'total = self.add_(total, self.cast(self.cast(x[row * n : (row + 1) * n], "float32") * by, self.dtype(x)))',
@@ -1144,7 +1144,7 @@ PATCHES = [
         ("tests/adapters/torch/test_optimizer.py -k 'process_sets and mpirun'",),
     ),
     Patch(
-        "torch-half-sum-by-global-rank",
+        "torch-half-sum-by-parity",
         "grace/torch/transport.py",
         "rank = process_set.rank()\n",
         "rank = hvd.rank() % 2\n",
@@ -1223,7 +1223,7 @@ PATCHES = [
         ("tests/adapters/tensorflow/test_exchange.py -k 'predivision'",),
     ),
     Patch(
-        "tensorflow-row-bytes",
+        "tensorflow-foreign-memories-kept",
         "grace/tensorflow/slots.py",
         "if self.of_this_rank:\n",
         "if False:\n",

@@ -31,8 +31,10 @@ from tests.mutants.patches import PATCHES, Patch
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = (["-n", "auto", "-m", "not distributed"], ["-m", "distributed"])
 HALF_LIMIT_S = 3600
+# A covering array need not hold every case that a patch names: then its other tests decide.
+NOTHING_RUN = "no test has run"
 # As pytest documents its exit statuses; a negative one is a signal.
-PASSED, FAILED, INTERRUPTED = 0, 1, 2
+PASSED, FAILED, INTERRUPTED, NO_TESTS = 0, 1, 2, 5
 
 
 class Outcome(NamedTuple):
@@ -114,12 +116,12 @@ def failures(output: str) -> list[str]:
 
 
 def judge(root: Path, arguments: Sequence[str], limit: float) -> Outcome:
-    """Run tests against a patched checkout. Raise ScoreError if the arguments name no test, or pytest refuses them."""
+    """Run tests against a patched checkout. Raise ScoreError if pytest refuses the arguments."""
     status, output = pytest(root, arguments, limit)
     if status is None:
         return Outcome(True, f"hung for {limit:.0f} s")
-    if status == PASSED:
-        return Outcome(False, "")
+    if status in (PASSED, NO_TESTS):
+        return Outcome(False, "" if status == PASSED else NOTHING_RUN)
     if status in (FAILED, INTERRUPTED):
         return Outcome(True, next(iter(failures(output)), f"pytest exited with {status}"))
     if status < 0 or status > 128:
@@ -138,16 +140,23 @@ def score(root: Path, patch: Patch, *, targeted: bool, more: Sequence[str], limi
         fault = build_kernels(root) if of_kernels else ""
         if fault:
             raise ScoreError(f"patch {patch.id} does not compile:\n{fault}")
-        for number, arguments in enumerate([*map(shlex.split, patch.tests), *([] if targeted else HALVES)]):
-            whole = number >= len(patch.tests)
-            outcome = judge(root, [*arguments, *more], HALF_LIMIT_S if whole else limit)
-            if outcome.caught:
+        outcomes = []
+        for arguments in map(shlex.split, patch.tests):
+            outcomes.append(judge(root, [*arguments, *more], limit))
+            if outcomes[-1].caught:
                 break
-        by = outcome.by if outcome.caught else "survived its tests" if targeted else "survived every test"
+        if all(outcome.by == NOTHING_RUN for outcome in outcomes):
+            raise ScoreError(f"patch {patch.id} names no test of this suite: {'; '.join(patch.tests)}")
+        for half in [] if targeted or outcomes[-1].caught else HALVES:
+            outcomes.append(judge(root, [*half, *more], HALF_LIMIT_S))
+            if outcomes[-1].caught:
+                break
+        caught, by = outcomes[-1]
     finally:
         # With a new time of change, so that kernels are built again.
         path.write_bytes(original)
-    return Result(patch.id, outcome.caught, by, round(time.monotonic() - began, 1))
+    survived = "survived its tests" if targeted else "survived every test"
+    return Result(patch.id, caught, by if caught else survived, round(time.monotonic() - began, 1))
 
 
 def unsound(root: Path, results: Iterable[Result], more: Sequence[str]) -> list[str]:
