@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import queue
 import re
@@ -29,6 +30,10 @@ from typing import NamedTuple
 from tests.mutants.patches import PATCHES, Patch
 
 ROOT = Path(__file__).resolve().parents[2]
+# Every test run is a fork of one process, which has imported the frameworks: that is most of the time of a few tests.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["pytest"])
+FRAMEWORKS = ["numpy", "torch", "tensorflow"]
 HALVES = (["-n", "auto", "-m", "not distributed"], ["-m", "distributed"])
 HALF_LIMIT_S = 3600
 # A covering array need not hold every case that a patch names: then its other tests decide.
@@ -90,24 +95,38 @@ def build_kernels(root: Path) -> str:
     return (done.stdout + done.stderr)[-2000:] if done.returncode else ""
 
 
-def pytest(root: Path, arguments: Sequence[str], limit: float, stop: bool = True) -> tuple[int | None, str]:
-    """Run pytest in a checkout; return its exit status, None if it took longer than the limit, and its output."""
-    words = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *(["-x"] if stop else [])]
+def run_pytest(root: Path, arguments: Sequence[str], output: str) -> None:
+    """Run pytest in a checkout, in a process of its own that has no module of the project yet."""
+    os.setsid()
+    descriptor = os.open(output, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(root)
+    os.environ["PYTHONPATH"] = str(root)
     # Bytecode is told from its source by time and size, which a patch need not change.
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [*words, *arguments], cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            status: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
+    os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
+    sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("grace", "tests")]:
+        del sys.modules[name]
+    import pytest
+
+    status = pytest.main(["-q", "-rfE", "-p", "no:cacheprovider", *arguments])
+    sys.stdout.flush()
+    os._exit(int(status))
+
+
+def run(root: Path, arguments: Sequence[str], limit: float) -> tuple[int | None, str]:
+    """Run pytest in a checkout; return its exit status, None if it took longer than the limit, and its output."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = PROCESSES.Process(target=run_pytest, args=(root, arguments, output.name))
+        process.start()
+        process.join(limit)
+        if process.exitcode is None:
+            assert process.pid is not None
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = None
-        output.seek(0)
-        return status, output.read()
+            process.join()
+            return None, output.read()
+        return process.exitcode, output.read()
 
 
 def failures(output: str) -> list[str]:
@@ -117,7 +136,7 @@ def failures(output: str) -> list[str]:
 
 def judge(root: Path, arguments: Sequence[str], limit: float) -> Outcome:
     """Run tests against a patched checkout. Raise ScoreError if pytest refuses the arguments."""
-    status, output = pytest(root, arguments, limit)
+    status, output = run(root, ["-x", *arguments], limit)
     if status is None:
         return Outcome(True, f"hung for {limit:.0f} s")
     if status in (PASSED, NO_TESTS):
@@ -164,7 +183,7 @@ def unsound(root: Path, results: Iterable[Result], more: Sequence[str]) -> list[
     tests = sorted({result.by for result in results if "::" in result.by})
     if not tests:
         return []
-    status, output = pytest(root, [*more, *tests], HALF_LIMIT_S, stop=False)
+    status, output = run(root, [*more, *tests], HALF_LIMIT_S)
     if status == PASSED:
         return []
     return failures(output) or [f"pytest ended with {status}:\n{output[-2000:]}"]
@@ -172,7 +191,7 @@ def unsound(root: Path, results: Iterable[Result], more: Sequence[str]) -> list[
 
 def classes(root: Path) -> tuple[int, int]:
     """Return how many tests reject the mutant classes of this package as they should, and how many there are."""
-    status, output = pytest(root, ["tests/core/test_contract_mutants.py", "-k", "rejects"], HALF_LIMIT_S, stop=False)
+    status, output = run(root, ["tests/core/test_contract_mutants.py", "-k", "rejects"], HALF_LIMIT_S)
     if status not in (PASSED, FAILED):
         raise ScoreError(f"tests/core/test_contract_mutants.py ended with {status}:\n{output[-2000:]}")
     passed, failed = (sum(map(int, re.findall(rf"(\d+) {word}", output))) for word in ("passed", "failed"))
@@ -225,6 +244,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="add every result to those that the file holds")
     parser.add_argument("--resume", action="store_true", help="leave out the patches that the file of --json holds")
     options = parser.parse_args()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    PROCESSES.set_forkserver_preload(["pytest", *FRAMEWORKS])
     patches, more = chosen(options.only), ["--all"] if options.all else []
     known = {result.id: result for result in read_json(options.json)} if options.resume else {}
     results = [known[patch.id] for patch in patches if patch.id in known]
