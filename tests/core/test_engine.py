@@ -278,6 +278,26 @@ def test_gradients_are_only_read(chosen, framework):
         assert_same(kept, on_host(sim, merged))
 
 
+@pytest.mark.parametrize("compressor", ["powersgd", "sketchedsgd", {"name": "terngrad", "shared_scale": True}])
+def test_gradients_may_be_overwritten_once_they_were_taken(compressor):
+    """The ranks settle something first, so these methods compress later."""
+    sims = [
+        grace.Simulation(2, {"a": (64, 48)}, {"compressor": compressor, "memory": "none", "granularity": "layer"})
+        for _ in range(2)
+    ]
+    results = []
+    for sim, overwrites in zip(sims, (False, True), strict=True):
+        for rank, engine in enumerate(sim.engines):
+            given = np.random.default_rng(rank).standard_normal((64, 48), np.float32)
+            engine.ready("a", given)
+            if overwrites:
+                given[:] = 7.0
+        for engine in sim.engines:
+            engine.advance()
+        results.append([engine.finish() for engine in sim.engines])
+    assert_same(*results)
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,8 @@ def test_gradients_that_lie_end_to_end_are_not_copied():
     assert (laid.data_ptr(), laid.numel()) == (store[2:].data_ptr(), 18)
     first, second = torch.arange(5.0), torch.arange(5.0)
     assert ops.lay_out([first, second]).data_ptr() not in (first.data_ptr(), second.data_ptr())
+    # The second begins where the first ends, but in a storage of its own.
+    assert ops.lay_out([store[2:5], torch.arange(100.0, 110.0)[5:8]]).tolist() == [2, 3, 4, 105, 106, 107]
     strided = store[::2]
     assert ops.lay_out([strided[:3], strided[3:6]]).tolist() == [0, 2, 4, 6, 8, 10]
     assert ops.lay_out([store[0:4], strided[2:5]]).tolist() == [0, 1, 2, 3, 4, 6, 8]

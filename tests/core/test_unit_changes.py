@@ -77,6 +77,18 @@ def test_residuals_are_carried_from_any_cut_to_any_other(before, after, framewor
     assert not any(x.any() for x in residuals(sim).values())
 
 
+@pytest.mark.parametrize(("before", "after"), [("layer", "model"), ("model", "layer")])
+def test_residuals_are_carried_to_a_memory_of_other_units(before, after):
+    """The memory efsignsgd keeps its residual in units of the weights; with lr 0.5 that is exact in binary."""
+    sim = Simulation(2, MIXED, {**TOPK, "granularity": before})
+    for number in range(2):
+        step(sim, number)
+    held = residuals(sim)
+    for memory, granularity in (({"name": "efsignsgd", "lr": 0.5}, after), ("residual", before)):
+        change(sim, memory=memory, granularity=granularity)
+        assert {name: x.tobytes() for name, x in residuals(sim).items()} == {n: x.tobytes() for n, x in held.items()}
+
+
 @each_cut
 @pytest.mark.parametrize(
     "to",

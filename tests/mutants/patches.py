@@ -233,7 +233,7 @@ PATCHES = [
         "if part.memory.stateless and part.agreement:",
         "if False:",
         "a gradient that is needed after the ranks settled something is not copied, and its owner may overwrite it",
-        (f"{STEPS} -k 'powersgd or terngrad'",),
+        (f"{STEPS} -k overwritten",),
     ),
     Patch(
         "entry-own-fields-not-kept",
@@ -291,7 +291,7 @@ PATCHES = [
         'rows.append(_rescaled(held, old, unit, ops) if key == "residual" else held)',
         "rows.append(held)",
         "where units are cut anew, a residual keeps the units of the old memory",
-        (UNIT_CHANGES,),
+        (f"{UNIT_CHANGES} -k other_units",),
     ),
     Patch(
         "state-of-other-method-carried",
