@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,18 +29,31 @@ def text_of(node: ast.AST) -> str:
     return ""
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted((ROOT / "grace").rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        if not name.startswith(("grace/bench/", "grace/testing/")):
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def expressions() -> list[tuple[str, ast.expr]]:
+    """Return every expression of the package, but for benchmarks and contract tests, with its module."""
+    names = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "grace").rglob("*.py"))]
+    trees = {
+        name: ast.parse((ROOT / name).read_text(encoding="utf-8"))
+        for name in names
+        if not name.startswith(("grace/bench/", "grace/testing/"))
+    }
+    return [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.expr)]
 
 
+@cache
 def errors() -> list[tuple[str, str]]:
     """Return the module and the text of every error."""
-    calls = [(name, n) for name, tree in sources() for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args]
+    calls = [(name, node) for name, node in expressions() if isinstance(node, ast.Call) and node.args]
     raised = [(name, n) for name, n in calls if isinstance(n.func, ast.Name) and n.func.id.endswith("Error")]
     return [(name, text) for name, n in raised if (text := text_of(n.args[0])) and text not in MADE]
+
+
+@cache
+def texts() -> frozenset[str]:
+    """Return the texts of the package, and the sources of the kernels."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "kernels").rglob("*.cpp")]
+    return frozenset(text for _, node in expressions() if (text := text_of(node))) | frozenset(sources)
 
 
 def quoted(page: str) -> list[str]:
@@ -50,14 +63,14 @@ def quoted(page: str) -> list[str]:
 
 
 def says(text: str, words: str) -> bool:
+    if "..." not in words:
+        return words in text
     return re.search(".*".join(map(re.escape, words.split("..."))), text) is not None
 
 
 def unsaid(page: str) -> list[str]:
     """Return the words on the page that are in no error or warning."""
-    texts = {text_of(node) for _, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.expr)}
-    texts |= {path.read_text(encoding="utf-8") for path in (ROOT / "kernels").rglob("*.cpp")}
-    return [words for words in quoted(page) if not any(says(text, words) for text in texts)]
+    return [words for words in quoted(page) if not any(says(text, words) for text in texts())]
 
 
 def missing(page: str) -> list[str]:
