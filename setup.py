@@ -19,8 +19,8 @@ UNBUILT = "the kernels were not built, and the reference bodies will be used"
 
 
 def tensorflow_options() -> dict[str, str]:
-    """How the TensorFlow that is installed here wants operations to be compiled and linked, for CMake."""
-    # In a process of its own: the import is slow and talkative, and what it loads is not wanted here.
+    """Return CMake options with the installed TensorFlow's flags for compiling and linking operations."""
+    # Import TensorFlow in another process, because the import is slow and logs a lot.
     code = (
         "import json, tensorflow as tf; f = tf.sysconfig;"
         "print(json.dumps([tf.__version__, f.get_include(), f.get_compile_flags(), f.get_link_flags()]))"
@@ -38,13 +38,13 @@ def tensorflow_options() -> dict[str, str]:
 
 
 def tool(name: str) -> str | None:
-    """The path of a build tool: on the PATH, else beside this Python, where pip installs it."""
+    """Return the path of a build tool: on the PATH, or in the folder of this Python, where pip installs it."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     return shutil.which(name, path=path)
 
 
 def build_folder(cmake: str, ninja: str | None) -> Path:
-    """The folder that CMake builds in, kept between builds so that only what changed is compiled.
+    """Return CMake's build folder. It is kept between builds, so that only changed files are compiled.
 
     CMake remembers the paths of its tools. An isolated build has its tools in a temporary folder, so a folder that was
     made with other tools is deleted.
@@ -61,7 +61,7 @@ def build_folder(cmake: str, ninja: str | None) -> Path:
 
 
 class BuildKernels(build_ext):
-    """Builds the extensions with kernels/CMakeLists.txt; all of them are optional, as the package works without."""
+    """Build command for the extensions, with kernels/CMakeLists.txt. All of them are optional."""
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -90,7 +90,7 @@ class BuildKernels(build_ext):
                 self.warn("the kernels were not built; trying again without those for GPUs")
                 build("OFF")
         except subprocess.CalledProcessError as error:
-            # The command itself is long, and says less than what it has printed.
+            # Do not show the command itself: it is long, and its output explains more.
             raise CompileError(f"{UNBUILT}; the output above says why (pip shows it with -v)") from error
         except OSError as error:
             raise CompileError(f"{UNBUILT}: {error}; is there a C++ compiler?") from error
@@ -99,7 +99,10 @@ class BuildKernels(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """The module of kernels, and TensorFlow's operations where that is installed; none with GRACE_BUILD_KERNELS=0."""
+    """Return the module of kernels, and the TensorFlow operation if TensorFlow is installed.
+
+    GRACE_BUILD_KERNELS=0 gives none.
+    """
     if os.environ.get("GRACE_BUILD_KERNELS") == "0":
         return []
     names = ["grace._native", *([TENSORFLOW_OPS] if importlib.util.find_spec("tensorflow") else [])]

@@ -1,4 +1,4 @@
-// The operation GraceKernel of TensorFlow: every kernel through one operation, in graphs as in eager mode.
+// The TensorFlow operation GraceKernel, which runs every kernel, in graphs and in eager mode.
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -18,7 +18,7 @@ namespace {
 // TensorFlow's C++ interface changes with every version. grace reads this from the file before it loads the library.
 __attribute__((used)) const char built_for[] = "grace: built for TensorFlow " GRACE_TENSORFLOW_VERSION;
 
-// What eager mode makes an exception of the core from; in a graph the text is all that is seen.
+// Error texts. In eager mode, grace makes its own exceptions from them. In a graph, only the text is visible.
 const char* name_of(grace::Error::Kind kind) {
     switch (kind) {
         case grace::Error::Kind::type: return "TypeError: ";
@@ -44,7 +44,7 @@ grace::DType dtype_of(tf::DataType dtype) {
     }
 }
 
-// A block of the kernels' pool, because fresh pages of TensorFlow's allocator cost more than a codec.
+// A block of the kernels' pool. New pages from TensorFlow's allocator would take longer than a codec.
 class Block : public tf::TensorBuffer {
   public:
     explicit Block(size_t bytes) : TensorBuffer(grace::acquire(bytes)), bytes_(bytes) {}
@@ -112,7 +112,7 @@ class GraceKernel : public tf::OpKernel {
     }
 
     void Compute(tf::OpKernelContext* context) override {
-        // TensorFlow's threads count denormals as zeros; the kernels' bytes are the same in every framework.
+        // TensorFlow's threads flush denormals to zero. The kernels must keep them, to give equal bytes everywhere.
         const tf::port::ScopedDontFlushDenormal kept;
         try {
             compute(context);
@@ -150,7 +150,7 @@ class GraceKernel : public tf::OpKernel {
         give(context, call.outputs);
     }
 
-    // Array 0 if nothing else holds it, such as a variable or the caller; else a copy.
+    // Array 0 if nothing else (a variable, the caller) holds it, otherwise a copy.
     static tf::Tensor changeable(tf::OpKernelContext* context) {
         const tf::Tensor& x = context->input(0);
         const std::unique_ptr<tf::Tensor> same = context->forward_input(
@@ -191,9 +191,9 @@ REGISTER_OP("GraceKernel")
     .Attr("kernel: string")
     .Attr("Tin: list(type) >= 0")
     .Attr("Tout: list(type) >= 1")
-    // Of the results, -1 where only the kernel knows it; empty: of none.
+    // The lengths of the results, -1 if only the kernel knows it. Empty if no length is known.
     .Attr("lengths: list(int) = []")
-    // Whether array 0 is changed, and is the first result.
+    // True if array 0 is changed in place and is the first result.
     .Attr("consumes: bool = false")
     .SetShapeFn([](tf::shape_inference::InferenceContext* c) {
         std::vector<int64_t> lengths;

