@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS.parent)]
+
+# TensorFlow reports the processor's instructions when it is imported; -q shall show warnings of the site alone.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import grace  # noqa: E402 - found by the path above
 
@@ -20,6 +25,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx_copybutton",
     "sphinx_design",
+    "docstrings",
     "mathml",
     "measurements",
     "methods",
@@ -28,6 +34,10 @@ exclude_patterns = ["_*"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist", "substitution"]
 myst_heading_anchors = 4
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
 copybutton_exclude = ".linenos, .gp, .go"
 
 html_theme = "pydata_sphinx_theme"
