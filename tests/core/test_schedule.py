@@ -67,7 +67,7 @@ def test_stages_change_options_or_parts():
     [
         ([{"compress_ratio": 0.1}], "'step'"),
         ([{"step": 0, "compress_ratio": 0.1}], "above 0"),
-        ([{"step": 5}, {"step": 5}], "rise"),
+        ([{"step": 5}, {"step": 5}], "in ascending order"),
         ([{"step": 5, "compress_rate": 0.1}], "compress_ratio"),
         ([{"step": 5, "compressor": "topq"}], "topk"),
         ({"step": 5}, "list of tables"),
