@@ -23,8 +23,7 @@ int64_t width_at(const Call& call, int i) {
     return std::min(width, kMost);
 }
 
-// Checks the number of scales. An empty array may have any number, because a scale for the whole array exists even
-// then.
+// The required number of scales, -1 for any: an empty array may have a scale for the whole array, or none.
 int64_t buckets_of(int64_t n, int64_t width) { return n == 0 ? -1 : divide_up(n, width); }
 
 // codes(begin, end, low, high) writes the low bytes of a piece's codes and, above 8 bits, the high bytes.

@@ -145,7 +145,7 @@ template <class T> class Sample {
     static bool pays(int64_t n, int64_t k) { return n >= 8 * draws_for(n) && k < n / 4; }
     static int64_t draws_for(int64_t n) { return std::min<int64_t>(1 << 16, std::max<int64_t>(2048, n / 512)); }
 
-    // A magnitude that k elements or slightly more reach, among the elements for which `counts` is true.
+    // The estimated magnitude that k elements or slightly more reach, among the elements for which `counts` is true.
     template <class Counts> T bound(int64_t k, double slack, Counts counts) const {
         int64_t eligible = 0;
         for (int64_t i = 0; i < draws_; ++i) {
