@@ -1,4 +1,4 @@
-"""Scenarios about callbacks: what one rank does, and what it reports."""
+"""Scenarios about callbacks, run by each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net
 
 
 class Look(keras.callbacks.Callback):
-    """Note what there is when training begins and after its first batch."""
+    """A callback that records the state when training begins and after its first batch."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         exchange = self.model.optimizer.grace
@@ -27,13 +27,13 @@ class Look(keras.callbacks.Callback):
 
 
 def broadcast() -> dict[str, Any]:
-    """Ranks that start apart, in a fresh model and in one that has been trained apart."""
+    """Broadcast between ranks with different weights, in a new model and in a trained one."""
     fresh = net(seed=hvd.rank())
     fresh.compile(wrap(TOPK), "mse")
     own = digest(fresh.weights)
     first = Look()
     fit(fresh, 2, callbacks=[BroadcastGlobalVariablesCallback(0), first])
-    # Ranks drift apart in what is broadcast, and differ in what is not.
+    # Make the ranks differ in variables that are broadcast, and in others that are not.
     for variable in (*fresh.weights, *(v for v in fresh.optimizer.variables if "momentum" in v.path)):
         variable.assign(variable + hvd.rank())
     apart, before = digest(fresh.weights), states(fresh.optimizer.grace)
@@ -54,7 +54,7 @@ def broadcast() -> dict[str, Any]:
 
 
 def metrics() -> dict[str, Any]:
-    """Metrics of an epoch, of this rank and as the callbacks after MetricAverageCallback see them."""
+    """Record the metrics of an epoch: those of this rank, and those that callbacks after MetricAverageCallback see."""
     model, own = net(), {}
     model.compile(wrap(NONE), "mse", metrics=["mae"])
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: own.update(logs))
@@ -74,7 +74,7 @@ def metrics() -> dict[str, Any]:
 
 
 def learning_rates() -> dict[str, Any]:
-    """Callbacks that change the learning rate, each after metrics are averaged; and averaged weights swapped in."""
+    """Use callbacks that change the learning rate after metrics are averaged, and averaged weights."""
     model = net()
     model.compile(wrap(TOPK, sgd(use_ema=True, ema_momentum=0.5)), "mse")
     rates: list[float] = []
@@ -85,7 +85,7 @@ def learning_rates() -> dict[str, Any]:
         callbacks=[
             MetricAverageCallback(),
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.05 if epoch == 0 else rate),
-            # Nothing is enough of an improvement, so that the rate is halved after every epoch but the first.
+            # No improvement is large enough, so the rate is halved after every epoch except the first.
             keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=100.0),
             keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: rates.append(float(_rate(model)))),
             keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
@@ -105,10 +105,10 @@ def _rate(model: keras.Model) -> Any:
 
 
 def statistics() -> dict[str, Any]:
-    """StatisticsCallback in History and in the files of TensorBoard, without norms and with them."""
+    """Record the statistics in History and in TensorBoard's files, without and with norms."""
     results: dict[str, Any] = {}
     for norms in (False, True):
-        # Beside others, all of a bias may be worth sending.
+        # In a unit with other tensors, all elements of a bias may be sent. So use one unit per layer.
         model, optimizer = net(), wrap({**TOPK, "granularity": "layer"})
         early = error_of(optimizer.grace.stats), error_of(optimizer.grace.report)
         optimizer.grace.track_norms = norms
@@ -134,7 +134,7 @@ def statistics() -> dict[str, Any]:
 
 
 def _tags(folder: str) -> list[str]:
-    """The tags of grace in the event files of a folder."""
+    """Return grace's tags in the event files of a folder."""
     tags = set()
     for file in os.listdir(folder):
         for record in tf.data.TFRecordDataset(os.path.join(folder, file)).as_numpy_iterator():
@@ -144,7 +144,7 @@ def _tags(folder: str) -> list[str]:
 
 
 def apart() -> dict[str, Any]:
-    """Even and odd ranks train apart: optimizer, callbacks and a loaded model that must be told its process set."""
+    """Train even and odd ranks separately: optimizer, callbacks, and a loaded model that needs its process set."""
     mine = PROCESS_SETS[hvd.rank() % 2]
     model = net(seed=hvd.rank())
     model.compile(wrap(TOPK, process_set=mine), "mse", run_eagerly=True)
@@ -157,6 +157,6 @@ def apart() -> dict[str, Any]:
     loaded.optimizer.grace.process_set = mine
     for m in (model, loaded):
         fit(m, 2, start=2)
-    # Who is ready first must not shut Horovod down for the others.
+    # The first rank to finish must not shut Horovod down for the others.
     hvd.allreduce(tf.zeros([]), name="apart")
     return {"loss": history, "unset": unset, "weights": [digest(model.weights), digest(loaded.weights)]}

@@ -1,4 +1,4 @@
-"""Scenarios about dynamic loss scaling: what one rank does, and what it reports."""
+"""Scenarios about dynamic loss scaling, run by each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALE = 2.0**10
 
 @contextmanager
 def mixed_float16() -> Iterator[None]:
-    """Layers made inside compute in float16."""
+    """Set the policy mixed_float16 for layers that are made inside the context."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         yield
@@ -33,12 +33,12 @@ def scaled(optimizer: Any, **options: Any) -> keras.optimizers.Optimizer:
 
 
 def states(exchange: Any) -> list[str]:
-    """Hashes of what this rank remembers of every tensor."""
+    """Return hashes of this rank's memories of every tensor."""
     return [state_of(exchange, part.spec.name) for part in exchange.plan.exchanged]
 
 
 def watched(model: keras.Model, optimizer: Any, step: Callable[[int], Any], steps: int) -> dict[str, Any]:
-    """Take steps; what has moved in each of them, the scale, and the weights."""
+    """Run steps. Return the changes of each step, the scale, and the weights."""
     inner = optimizer.inner_optimizer
     optimizer.build(model.trainable_variables)
 
@@ -57,7 +57,7 @@ def watched(model: keras.Model, optimizer: Any, step: Callable[[int], Any], step
 
 
 def overflow_in_fit() -> dict[str, Any]:
-    """Mixed precision as model.compile sets it up; the last rank's second batch does not fit into float16."""
+    """Train with mixed precision by model.compile. The last rank's second batch overflows float16."""
     results = {}
     for label, config in METHODS.items():
         for eager in (False, True) if label == "topk" else (False,):
@@ -77,7 +77,7 @@ def overflow_in_fit() -> dict[str, Any]:
 
 
 def _overflow(optimizer: Any, graph: bool, steps: int) -> dict[str, Any]:
-    """Steps by hand, of which the second has one infinite tensor on the last rank."""
+    """Run steps without fit. The second step has one infinite tensor on the last rank."""
     model = net()
     apply = applying(optimizer, model, graph=graph)
 
@@ -91,7 +91,7 @@ def _overflow(optimizer: Any, graph: bool, steps: int) -> dict[str, Any]:
 
 
 def overflow_by_hand() -> dict[str, Any]:
-    """A wrapped LossScaleOptimizer, and passes that accumulate: 0, 2, 3 and 4 count, as 1 overflows."""
+    """Use a wrapped LossScaleOptimizer, and accumulate passes: 0, 2, 3 and 4 count, because 1 overflows."""
     results = {}
     for label, config in METHODS.items():
         for graph in (False, True) if label == "topk" else (True,):
@@ -103,7 +103,7 @@ def overflow_by_hand() -> dict[str, Any]:
 
 
 def scale_of_the_day() -> dict[str, Any]:
-    """The same steps without scaling, with a fixed scale and with one that grows every second step."""
+    """Run the same steps without scaling, with a fixed scale, and with a scale that grows every second step."""
     results = {}
     for label, config in METHODS.items():
         weights = {}

@@ -1,4 +1,4 @@
-"""Scenarios about what is refused: what one rank asks for, and what it is told."""
+"""Scenarios about refusals, run by each rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ UNKNOWN = ("compression", "groups", "num_groups", "use_locking", "device_dense",
 
 
 def made() -> list[tf.Tensor]:
-    """The gradients of a first step."""
+    """Return the gradients of a first step."""
     return gradients(net(), *map(tf.constant, samples(1, hvd.rank())))
 
 
 def refused_arguments() -> dict[str, str]:
-    """Arguments and optimizers that cannot be honoured; on every rank alike."""
+    """Pass arguments and optimizers that are not supported, equal on all ranks."""
 
     def attempt(**arguments: Any) -> str:
         return error_of(lambda: wrap(arguments.pop("config", TOPK), **arguments))
@@ -65,7 +65,7 @@ def refused_arguments() -> dict[str, str]:
 
 
 class Around(keras.optimizers.SGD):
-    """An optimizer that applies gradients by itself."""
+    """An optimizer that applies gradients itself."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         for gradient, variable in zip(grads, trainable_variables, strict=True):
@@ -73,7 +73,7 @@ class Around(keras.optimizers.SGD):
 
 
 def refused_steps() -> dict[str, str]:
-    """Steps that cannot be taken; on every rank alike."""
+    """Try steps that must fail, equal on all ranks."""
     model = net()
     variables = model.trainable_variables
 
@@ -84,7 +84,7 @@ def refused_steps() -> dict[str, str]:
         optimizer.build(layer.trainable_variables)
 
     def late() -> None:
-        """A variable gets its first gradient after the first step."""
+        """Give a variable its first gradient after the first step."""
         optimizer = wrap(TOPK)
         optimizer.apply([*made()[:3], None], variables)
         optimizer.apply(made(), variables)
@@ -99,7 +99,7 @@ def refused_steps() -> dict[str, str]:
 
 
 def compiled_by_xla() -> dict[str, str]:
-    """jit_compile=True in model.compile and tf.function, and on the last rank only; then without it."""
+    """Use jit_compile=True in model.compile and tf.function, also on the last rank only, and then without it."""
     results = {}
     last = hvd.rank() == hvd.size() - 1
     model = net()
@@ -114,7 +114,7 @@ def compiled_by_xla() -> dict[str, str]:
 
 
 def different_ranks() -> dict[str, str]:
-    """The last rank differs from the others: in what it asks for, in its variables and in its gradients."""
+    """Make the last rank differ from the others: in its arguments, its variables and its gradients."""
     last = hvd.rank() == hvd.size() - 1
 
     def one_step(model: keras.Model, given: list[Any], **arguments: Any) -> Callable[[], Any]:
@@ -150,7 +150,7 @@ def different_ranks() -> dict[str, str]:
 
 
 def dispatch() -> dict[str, Any]:
-    """grace.DistributedOptimizer for optimizers of Keras, and for what it cannot take."""
+    """Call grace.DistributedOptimizer with Keras optimizers and with unsupported objects."""
     wrapped = {
         "keras": grace.DistributedOptimizer(sgd(), TOPK),
         "own": grace.DistributedOptimizer(Own(2.0), config=TOPK),

@@ -1,4 +1,4 @@
-"""Scenarios about saved models: what one rank does, and what it reports."""
+"""Scenarios about saved models, run by each rank."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.support.launch import ROOT
 METHODS = {
     "topk": TOPK,
     "powersgd": POWERSGD,
-    # Both which rule fits and which random numbers are drawn depend on the names of variables.
+    # Rules and random numbers depend on the names of variables.
     "by name": {"compressor": "none", "rules": [{"match": "net/hidden/kernel", "compressor": "qsgd"}]},
 }
 
 
 @keras.saving.register_keras_serializable("tests")
 class Own(keras.optimizers.SGD):
-    """An optimizer of the user's."""
+    """An optimizer that the user has defined."""
 
     def __init__(self, factor: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
@@ -44,18 +44,18 @@ class Own(keras.optimizers.SGD):
 
 
 class Unregistered(Own):
-    """Another, which Keras learns from `custom_objects`."""
+    """An optimizer that Keras knows only from `custom_objects`."""
 
 
 def _compiled(optimizer: Any, **options: Any) -> keras.Model:
     model = net()
-    # Tracing Keras' own step costs more than everything else here.
+    # Run eagerly, because tracing Keras' own step takes longer than everything else here.
     model.compile(optimizer, "mse", **{"run_eagerly": True, **options})
     return model
 
 
 def saved_models() -> dict[str, Any]:
-    """Three steps, a file per rank, and two more in the loaded model, against the same without a file."""
+    """Run three steps, save a file per rank, run two more in the loaded model, and compare with five steps at once."""
     cases = {label: wrap(config) for label, config in METHODS.items()}
     cases |= {
         "adam": wrap(TOPK, keras.optimizers.Adam(0.01)),
@@ -66,10 +66,10 @@ def saved_models() -> dict[str, Any]:
     }
     results = {}
     for label, optimizer in cases.items():
-        # Keras scales the loss of a loaded model only where the policy is set that it was made under.
+        # Keras scales the loss of a loaded model only if the policy of its creation is set.
         with mixed_float16() if label == "mixed precision" else nullcontext(), tempfile.TemporaryDirectory() as folder:
             model = _compiled(optimizer, run_eagerly=label != "topk")
-            # In the middle of an accumulation, where there is one.
+            # Save in the middle of an accumulation, if there is one.
             fit(model, 4)
             model.save(f"{folder}/model.keras")
             loaded = keras.models.load_model(f"{folder}/model.keras", custom_objects={"Unregistered": Unregistered})
@@ -86,7 +86,7 @@ def saved_models() -> dict[str, Any]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """tf.train.Checkpoint, read before the optimizer has variables and afterwards: 3 steps and 2 more, against 5."""
+    """Restore a tf.train.Checkpoint before and after the optimizer has variables: 3 and 2 steps, compared with 5."""
     results = {}
     for label, make in {"before": lambda: wrap(TOPK, scaled(sgd())), "afterwards": lambda: wrap(TOPK)}.items():
         whole, first, second = net(), net(), net(seed=1)
@@ -106,7 +106,7 @@ def checkpoints() -> dict[str, Any]:
 
 
 def one_file() -> dict[str, Any]:
-    """A file of rank 0, which every rank loads: its residuals are those of one rank only."""
+    """Load a file of rank 0 on every rank. Its residuals belong to rank 0 only."""
     model = _compiled(wrap(TOPK))
     fit(model, 3)
     before = states(model.optimizer.grace)
@@ -132,7 +132,7 @@ def one_file() -> dict[str, Any]:
 
 
 def round_trip() -> dict[str, Any]:
-    """get_config and from_config, also through JSON and Keras' own functions."""
+    """Use get_config and from_config, also through JSON and Keras' own functions."""
     rules = [{"match": "*bias", "compressor": "fp16"}]
     optimizer = wrap({**TOPK, "rules": rules}, Own(3.0), op=hvd.Sum, sparse_as_dense=True)
     copies = {
@@ -199,7 +199,7 @@ def _process(code: str, *arguments: str, **environment: str) -> dict[str, Any]:
 
 
 def fresh_process() -> dict[str, Any]:
-    """A model that another process loads, uses without Horovod and then trains; other set-ups that need a process."""
+    """Load a model in another process, use it without Horovod, then train it. Also try set-ups that need a process."""
     model = _compiled(wrap(TOPK))
     fit(model, 3)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Scenarios about gradients that come as rows: what one rank does, and what it reports."""
+"""Scenarios about gradients that come as rows, run by each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULE = {"compressor": "topk", "compress_ratio": 0.1}
 
 
 def words_net() -> keras.Model:
-    """An embedding of 1,280 elements and a small matrix."""
+    """Return a model with an embedding of 1,280 elements and a small matrix."""
     rng = np.random.default_rng(0)
     embedding, out = keras.layers.Embedding(ROWS, WIDTH, name="words"), keras.layers.Dense(2, name="out")
     model = keras.Sequential([keras.Input((WORDS,), dtype="int32"), embedding, keras.layers.Flatten(), out], name="net")
@@ -35,7 +35,7 @@ def sentences(steps: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(optimizer: keras.optimizers.Optimizer, alone: bool = False) -> keras.Model:
-    """A model after 4 steps, on the words of this rank or of all."""
+    """Train a model for 4 steps, on the words of this rank or of all ranks."""
     model, ranks = words_net(), range(hvd.size()) if alone else [hvd.rank()]
     columns = zip(*(sentences(4, rank) for rank in ranks), strict=True)
     x, y = (np.stack([a.reshape(4, BATCH, -1) for a in c], axis=1).reshape(-1, c[0].shape[1]) for c in columns)
@@ -45,7 +45,7 @@ def trained(optimizer: keras.optimizers.Optimizer, alone: bool = False) -> keras
 
 
 def embeddings() -> dict[str, Any]:
-    """An embedding as rows, as a dense gradient, accumulated, clipped, scaled and compressed, against one process."""
+    """Train an embedding as rows, dense, accumulated, clipped, scaled and compressed. Compare with one process."""
     results = {}
     for label, config, make, arguments in [
         ("rows", {"compressor": "none"}, sgd, {}),
@@ -62,7 +62,7 @@ def embeddings() -> dict[str, Any]:
         results[label] = {
             "weights": digest(model.weights),
             "distance": distance(model, trained(make(), alone=True)),
-            # Names are "grace.<process set>.<exchange>.<what>".
+            # Names are "grace.<process set>.<exchange>.<collective>".
             "sent": {name.split(".", 3)[3]: nbytes for name, nbytes in sent().items()},
             "reported": optimizer.grace.stats()["wire_bytes"],
         }
@@ -70,7 +70,7 @@ def embeddings() -> dict[str, Any]:
 
 
 def rows_of_a_table() -> dict[str, Any]:
-    """A plain variable, of which every rank looks up other rows and another number of them, under the tape."""
+    """Look up different rows of a variable on every rank, and different numbers of them, under the tape."""
     results = {}
     for label, config, arguments in [
         ("average", NONE, {}),
@@ -86,7 +86,7 @@ def rows_of_a_table() -> dict[str, Any]:
 
         step = tf.function(step, input_signature=[tf.TensorSpec([None], tf.int32)])
         with spy() as sent:
-            # Rows 0 to the rank, and in the second step one more.
+            # Rows 0 to the rank, and one more in the second step.
             for count in (hvd.rank() + 1, hvd.rank() + 2):
                 step(tf.range(count))
         results[label] = {
@@ -98,7 +98,7 @@ def rows_of_a_table() -> dict[str, Any]:
 
 
 def without_rows() -> dict[str, Any]:
-    """The last rank has no gradient of the embedding, and in the second of three steps nobody has."""
+    """Train without a gradient of the embedding: on the last rank, and in the second of three steps on all ranks."""
     model, optimizer = words_net(), wrap({"compressor": "none"})
     weights, moved = [], []
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Scenarios about gradient tapes: what one rank does, and what it reports."""
+"""Scenarios about gradient tapes, run by each rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss_of(model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 def train(
     model: keras.Model, config: Any, steps: int, *, graph: bool = False, optimizer: Any = None, start: int = 0
 ) -> None:
-    """A loop of the user's own, with a new tape in every step."""
+    """Train by a custom loop, with a new tape in every step."""
     optimizer = optimizer or sgd()
     optimizer.build(model.trainable_variables)
 
@@ -50,7 +50,7 @@ def train(
 
 
 def tapes() -> dict[str, Any]:
-    """Training by a tape, eagerly and in a graph, by a configuration and an Exchange, against the optimizer."""
+    """Train by a tape, eagerly and in a graph, with a configuration and an Exchange. Compare with the optimizer."""
     results = {}
     for label, config in {"none": NONE, "topk": TOPK, "powersgd": POWERSGD}.items():
         model, optimizer = net(), wrap(config)
@@ -65,7 +65,7 @@ def tapes() -> dict[str, Any]:
 
 
 def tape_checkpoint() -> dict[str, Any]:
-    """An Exchange in a tf.train.Checkpoint: 3 steps, a file, and 2 more, against 5 in one go."""
+    """Save an Exchange in a tf.train.Checkpoint: 3 steps, a file and 2 more steps, compared with 5 at once."""
     whole, first, second = net(), net(), net(seed=1)
     train(whole, TOPK, 5)
     optimizer, exchange = sgd(), Exchange(TOPK)
@@ -76,13 +76,13 @@ def tape_checkpoint() -> dict[str, Any]:
         optimizer.build(second.trainable_variables)
         status = tf.train.Checkpoint(model=second, optimizer=optimizer, grace=exchange).restore(path)
         train(second, exchange, 2, optimizer=optimizer, start=3)
-        # Everything in the file has found its place by now, also what was made after it was read.
+        # All values in the file are restored by now, also those of variables that were made later.
         status.assert_consumed()
     return {"weights": [digest(model.weights) for model in (whole, second)], "step": exchange.stats()["step"]}
 
 
 def local_sources() -> dict[str, Any]:
-    """A variable that is not exchanged, scaled as Horovod does and not."""
+    """Use a variable that is not exchanged, with and without Horovod's scaling."""
     results = {}
     for scaled in (True, False):
         model = net()
@@ -102,7 +102,7 @@ def local_sources() -> dict[str, Any]:
 
 
 def shapes_of_sources() -> dict[str, Any]:
-    """A persistent tape, a single source and several; a gradient that one rank has, and one that none has."""
+    """Use a persistent tape, one and several sources, a gradient of one rank only, and a gradient of no rank."""
     a, b, c = (tf.Variable([1.0, 2.0], name=name) for name in "abc")
     with DistributedGradientTape(tf.GradientTape(persistent=True), NONE) as tape:
         first = tf.reduce_sum(a * 2.0) * (hvd.rank() + 1.0)
@@ -117,7 +117,7 @@ def shapes_of_sources() -> dict[str, Any]:
 
 
 def two_models() -> dict[str, Any]:
-    """Two models that train in turn, each with its own residuals; what is remembered when they have gone."""
+    """Train two models in turn, each with its own residuals. Check that nothing remains when they are deleted."""
     gc.collect()
     before = len(tape_module._exchanges)
     apart, together = ([net(name="one"), net(seed=1, name="two")] for _ in range(2))

@@ -1,4 +1,4 @@
-"""A scenario about the times of a step, with TensorFlow: what one rank does, and what it reports."""
+"""A scenario about the times of a step in TensorFlow, run by each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.adapters.tensorflow.usage_model import POWERSGD, TOPK, error_of, fit,
 
 
 def timeline() -> dict[str, Any]:
-    """GRACE_TIMELINE, a timeline by hand, and a path that rank 1 cannot write; by `fit`, three steps to a call."""
+    """Write timelines by GRACE_TIMELINE and by a call, three steps of `fit` each. Try a path that cannot be written."""
     with tempfile.TemporaryDirectory() as folder:
         model = net()
         with mock.patch.dict(os.environ, GRACE_TIMELINE=f"{folder}/told.json"):

@@ -1,4 +1,4 @@
-"""Scenarios about the features of Keras: what one rank does with a wrapped optimizer, and what it reports."""
+"""Scenarios about Keras' features with a wrapped optimizer, run by each rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMPILED = {
 
 
 def ways_to_train() -> dict[str, Any]:
-    """The same six steps in every way that Keras knows, with the same method: exact weights."""
+    """Run the same six steps in every way that Keras supports, with the same method: exact weights."""
     results: dict[str, Any] = {}
     for label, config in {"none": NONE, "topk": TOPK, "powersgd": POWERSGD}.items():
         ways = COMPILED if label == "topk" else {"graph": {}}
@@ -58,7 +58,7 @@ def _scheduled() -> keras.optimizers.Optimizer:
 
 
 def _several() -> keras.optimizers.Optimizer:
-    """One optimizer for the first layer and one for the rest."""
+    """Return a MultiOptimizer with one optimizer for the first layer and one for the rest."""
     parts = keras.optimizers.OptimizerMap(sgd(clipnorm=0.1), {"net/hidden/.*": keras.optimizers.Adam(0.01)})
     return keras.optimizers.MultiOptimizer(parts)
 
@@ -80,7 +80,7 @@ OPTIMIZERS = {
 
 
 def options_of_optimizers() -> dict[str, Any]:
-    """Every option with `none` against one process on the joined batches, and some with topk."""
+    """Use every option with `none`, compared with one process on the joined batches, and some with topk."""
     results = {}
     for label, make in OPTIMIZERS.items():
         model, away, moved = against_one_process(make)
@@ -93,7 +93,7 @@ def options_of_optimizers() -> dict[str, Any]:
 
 
 def all_optimizers() -> dict[str, Any]:
-    """One step of every built-in optimizer, against one process on the joined batch."""
+    """Run one step of every built-in optimizer, and compare with one process on the joined batch."""
     results = {}
     without_rate = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer, keras.optimizers.Optimizer)
     for label in dir(keras.optimizers):
@@ -105,7 +105,7 @@ def all_optimizers() -> dict[str, Any]:
 
 
 def passes_per_step() -> dict[str, Any]:
-    """Four passes in two steps: how often is sent, and how the passes are put together."""
+    """Run four passes in two steps: the number of exchanges, and the combination of passes."""
     models, results = {}, {}
     for label, optimizer in {
         "sum": wrap(NONE, backward_passes_per_step=2),
@@ -118,7 +118,7 @@ def passes_per_step() -> dict[str, Any]:
         stats = optimizer.grace.stats()
         results[label] = {"weights": digest(model.weights), "step": stats["step"], "bytes": stats["wire_bytes"]}
     for label, factor in {"sum": 2.0, "mean": 1.0}.items():
-        # One process: what belongs to a step, of all passes and ranks, in one batch.
+        # One process gets the data of all passes and ranks of a step in one batch.
         reference, expected = net(), sgd()
         expected.build(reference.trainable_variables)
         batches, size = everybody(4), 2 * BATCH * hvd.size()

@@ -1,6 +1,6 @@
-"""One rank of a run in which the last rank is killed in mid-step: `killed.py CONFIG`, with a configuration as JSON.
+"""One rank of a run in which the last rank is killed during a step: `killed_rank.py CONFIG`, with JSON as CONFIG.
 
-Prints "lost" once the last rank is going to be killed, and ends as a training script does that knows nothing of it.
+It prints "lost" before the last rank is killed, and otherwise behaves like any training script.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     optimizer = wrap(model, json.loads(sys.argv[1]))
     for step, (x, y) in enumerate(batches(20, hvd.rank())):
         if step == LAST_STEP and hvd.rank() == hvd.size() - 1:
-            # The gradients of the layers behind it are on their way by then, that of this one never will be.
+            # The gradients of later layers are being exchanged by then. The gradient of this layer is never sent.
             model.conv.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
         if step == LAST_STEP:
             print("lost", flush=True)

@@ -1,4 +1,4 @@
-"""A rank that is killed in mid-step ends the others with an error, in bounded time: nobody waits for it for ever."""
+"""A rank that is killed during a step ends the others with an error, in bounded time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.launch import ROOT, command
 
 pytestmark = pytest.mark.distributed
 
-# Horovod's patience with a rank that is not there, and what starting and ending take on a machine with other work.
+# Horovod's timeout for a missing rank, and the time for start and end on a busy machine.
 TIMEOUT_S, SLACK_S = 10, 90
 CONFIGS = {
     "layer": {"compressor": "topk", "compress_ratio": 0.1, "granularity": "layer", "bucket_bytes": 0},
@@ -40,7 +40,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def rendezvous(size: int) -> Iterator[str]:
-    """The port of Horovod's meeting place for ranks that no launcher looks after."""
+    """Start Horovod's rendezvous server for ranks without a launcher, and yield its port."""
     server = subprocess.Popen(
         [sys.executable, "-m", "grace.bench.step.rendezvous", f"127.0.0.1:{size}"],
         cwd=ROOT,
@@ -60,7 +60,7 @@ def rendezvous(size: int) -> Iterator[str]:
 
 @pytest.mark.parametrize(("granularity", "size"), [("bucket", 2), ("layer", 2), ("model", 4)])
 def test_the_others_end_by_themselves(granularity, size):
-    """No launcher is there to end them: each has to notice."""
+    """There is no launcher to end the ranks, so each must notice the loss."""
     with ExitStack() as stack:
         port = stack.enter_context(rendezvous(size))
         ranks, said = [], []
@@ -79,7 +79,7 @@ def test_the_others_end_by_themselves(granularity, size):
                 )
             )
             stack.callback(ranks[-1].kill)
-        # One that waits for ever would hang here.
+        # A rank that waits forever would hang here.
         codes = [ranks[-1].wait(timeout=120)]
         started = time.monotonic()
         codes = [process.wait(timeout=TIMEOUT_S + SLACK_S) for process in ranks[:-1]] + codes
