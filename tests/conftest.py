@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from tests.support import ranks
+
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run full products of test cases in place of covering arrays")
@@ -16,6 +18,17 @@ def pytest_configure(config):
     # Set it before any test module is imported. covering.py reads it, here and in processes that tests start.
     if config.getoption("--all"):
         os.environ["GRACE_TEST_ALL"] = "1"
+
+
+def pytest_collection_modifyitems(items):
+    items[:] = ranks.grouped(items)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def last_pool_stopped():
+    """Ranks that serve several tests end with the last of them."""
+    yield
+    ranks.stop()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,3 +67,10 @@ def check(ranks: Sequence[dict[str, Any]]) -> None:
             infinite = label.startswith("float16") and label.endswith("sum")
             assert result["special"][:3] == ["inf", "nan", "nan"], label
             assert (result["special"][3] == "inf") == infinite, label
+
+
+def check_sets(ranks: Sequence[dict[str, Any]]) -> None:
+    """Check what ranks report by the list of ranks that took part, of every list with rank 0, which has infinities."""
+    assert "[0, 2, 3]" in ranks[0] or len(ranks) < 4
+    for members in ranks[0]:
+        check([ranks[rank][members] for rank in json.loads(members)])

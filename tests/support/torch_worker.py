@@ -1,43 +1,46 @@
-"""One rank of a multi-process test: `torch_worker.py OUT NAME...` runs the named scenarios and writes OUT/rank-R.json.
-
-The result of a scenario is what it returns, or {"error": ..., "trace": ...}. Assertions about results belong to the
-tests; a scenario only reports what happened on its rank.
-"""
+"""One rank that runs the scenarios of PyTorch."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-import traceback
-from pathlib import Path
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 
 from tests.adapters.torch import exchange_scenarios, schedule_scenarios, timeline_scenarios, usage_scenarios
 from tests.adapters.torch.model import PROCESS_SETS
+from tests.support import rank
 
-MODULES = (exchange_scenarios, schedule_scenarios, timeline_scenarios, usage_scenarios)
+# A quarter of the time of Horovod's own cycle.
+POLL_S = 0.00025
+
+
+def sleep_while_waiting() -> None:
+    """Let a rank sleep while it waits for Horovod, which otherwise calls sched_yield() all the time.
+
+    Four ranks that do so on two cores keep Horovod's threads from working: a step takes five times as long.
+    """
+    library = mpi_ops.mpi_lib
+    wait_and_clear = library.horovod_torch_wait_and_clear
+
+    def wait(handle: int) -> None:
+        while not library.horovod_torch_poll(handle):
+            time.sleep(POLL_S)
+        wait_and_clear(handle)
+
+    library.horovod_torch_wait_and_clear = wait
 
 
 def main() -> None:
-    out, names = Path(sys.argv[1]), sys.argv[2:]
-    world = int(os.environ.get("GRACE_TEST_RANKS", "1"))
     torch.set_num_threads(1)
-    # Horovod wants process sets when it starts: even and odd ranks.
-    PROCESS_SETS[:] = [hvd.ProcessSet(list(range(i, world, 2))) for i in range(2)] if world > 2 else []
+    world = rank.ranks()
+    # Horovod wants process sets when it starts: even ranks, odd ranks, and a number of ranks that is no power of two.
+    members = [[0, 2], [1, 3], [0, 2, 3]] if world == 4 else []
+    PROCESS_SETS[:] = map(hvd.ProcessSet, members)
     hvd.init(process_sets=PROCESS_SETS)
-    results = {}
-    for name in names:
-        started = time.monotonic()
-        try:
-            results[name] = next(getattr(module, name) for module in MODULES if hasattr(module, name))()
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
-        (out / f"rank-{hvd.rank()}.json").write_text(json.dumps(results))
+    sleep_while_waiting()
+    rank.serve(hvd.rank(), (exchange_scenarios, schedule_scenarios, timeline_scenarios, usage_scenarios))
     hvd.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""One rank of a test of grace.core.mpi: `mpi_worker.py OUT NAME...` runs the named scenarios, as worker.py does."""
+"""One rank that runs the scenarios of grace.core.mpi, which are below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ from grace.core.registry import communicators
 from grace.core.spec import HALF_DTYPES, ITEMSIZE
 from grace.testing.harness import same
 from tests.support import half_precision, registered, steps
+from tests.support.rank import serve
 
 WORLD = mpi.MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
@@ -43,57 +43,68 @@ def digest(merged: dict[str, np.ndarray]) -> str:
     return hashlib.sha256(b"".join(merged[name].tobytes() for name in sorted(merged))).hexdigest()
 
 
-def configurations() -> dict[str, grace.Config]:
-    """Every compressor as it comes, and by broadcast where that is possible; on two ranks their variants as well."""
-    listed = registered.all_compressors() if SIZE == 2 else registered.default_compressors()
-    chosen = {registered.name(c): registered.default_parts(c) for c in listed}
-    for compressor in registered.default_compressors():
-        if compressor.fixed_size and compressor.default_communicator != "broadcast":
-            default = registered.default_parts(compressor)
-            chosen[f"{registered.name(compressor)}/broadcast"] = grace.Parts(
-                compressor, default.memory, communicators.make("broadcast")
-            )
-    configs = {label: steps.config(p) for label, p in chosen.items()}
-    for compressor in registered.default_compressors():
-        for cut in ("small buckets", "model"):
-            configs[f"{registered.name(compressor)}/{cut}"] = steps.config(
-                registered.default_parts(compressor), **steps.CUTS[cut]
-            )
-    return configs
+COMPRESSORS = {registered.name(compressor): compressor for compressor in registered.all_compressors()}
+STEPS = 3
 
 
-def exchange_and_simulation() -> dict[str, Any]:
-    """Some steps of every method, on all kinds of tensors, by MPI and simulated."""
-    results = {}
-    for label, config in configurations().items():
+def _config(row: dict[str, Any]) -> grace.Config:
+    parts = registered.default_parts(COMPRESSORS[row["compressor"]])
+    if row["communicator"] != "default":
+        parts = grace.Parts(parts.compressor, parts.memory, communicators.make(row["communicator"]))
+    return steps.config(parts, **steps.CUTS.get(row["cut"], {}))
+
+
+def _gradients(step: int, rank: int) -> dict[str, np.ndarray]:
+    return {s.name: steps.gradient(s, step, rank) for s in steps.MIXED}
+
+
+def exchanges(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Some steps of every method, on all kinds of tensors, by MPI and simulated.
+
+    Every rank gets the same results, so that each simulates only some of the exchanges, of all ranks.
+    """
+    results: dict[str, Any] = {}
+    for number, row in enumerate(rows):
+        label, config = f"{row['compressor']}/{row['communicator']}/{row['cut']}", _config(row)
         plan = make_plan(steps.MIXED, config)
         refused = outcome(lambda p=plan: [part.compressor.check_ranks(SIZE) for part in p.parts])
         if refused:
             results[label] = {"refused": refused, "exchange": outcome(lambda c=config: mpi.MPIExchange(steps.MIXED, c))}
             continue
         exchange = mpi.MPIExchange(steps.MIXED, config)
-        simulation = grace.Simulation(SIZE, steps.MIXED, config)
         sent = spy(exchange.transport)
-        equal, worst, digests, lengths = True, {"wide": 0.0, "half": 0.0, "half sum": 0.0}, [], []
-        for step in range(3):
-            gradients = [{s.name: steps.gradient(s, step, rank) for s in steps.MIXED} for rank in range(SIZE)]
+        merged, lengths = [], []
+        for step in range(STEPS):
             sent.clear()
-            merged = exchange(gradients[RANK])
-            expected = simulation.step(gradients)[RANK]
-            digests.append(digest(merged))
-            lengths.append([sum(sent), exchange.stats()["wire_bytes"], simulation.engines[RANK].stats()["wire_bytes"]])
-            for part in exchange.plan.parts:
-                name, theirs = part.spec.name, expected[part.spec.name]
-                equal = equal and same(merged[name], theirs)
-                size = float(np.abs(theirs.astype(np.float64)).max(initial=1e-30))
-                difference = np.abs(merged[name].astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0)
-                width = "half" if part.spec.dtype in HALF_DTYPES else "wide"
-                width = "half sum" if part.half_sum else width
-                worst[width] = max(worst[width], float(difference) / size)
-        summed = any(p.communicator.sums or p.agreement for p in exchange.plan.parts)
-        results[label] = {"equal": equal, "worst": worst, "digests": digests, "bytes": lengths, "summed": summed}
+            merged.append(exchange(_gradients(step, RANK)))
+            lengths.append([sum(sent), exchange.stats()["wire_bytes"]])
+        results[label] = {
+            "digests": [digest(m) for m in merged],
+            "bytes": lengths,
+            "summed": any(p.communicator.sums or p.agreement for p in exchange.plan.parts),
+        }
+        if number % SIZE == RANK:
+            results[label] |= _simulated(config, exchange.plan.parts, merged)
         exchange.close()
     return results
+
+
+def _simulated(config: grace.Config, parts: Any, merged: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    """How the simulated steps differ from what this rank has received."""
+    simulation = grace.Simulation(SIZE, steps.MIXED, config)
+    equal, worst, lengths = True, {"wide": 0.0, "half": 0.0, "half sum": 0.0}, []
+    for step, mine in enumerate(merged):
+        expected = simulation.step([_gradients(step, rank) for rank in range(SIZE)])[RANK]
+        lengths.append([simulation.engines[RANK].stats()["wire_bytes"]] * 2)
+        for part in parts:
+            name, theirs = part.spec.name, expected[part.spec.name]
+            equal = equal and same(mine[name], theirs)
+            size = float(np.abs(theirs.astype(np.float64)).max(initial=1e-30))
+            difference = np.abs(mine[name].astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0)
+            width = "half" if part.spec.dtype in HALF_DTYPES else "wide"
+            width = "half sum" if part.half_sum else width
+            worst[width] = max(worst[width], float(difference) / size)
+    return {"equal": equal, "worst": worst, "simulated bytes": lengths}
 
 
 def spy(transport: mpi.MPITransport) -> list[int]:
@@ -355,18 +366,5 @@ def timeline() -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    out, names = Path(sys.argv[1]), sys.argv[2:]
-    results = {}
-    for name in names:
-        started = time.monotonic()
-        try:
-            results[name] = globals()[name]()
-        except Exception as error:
-            results[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
-        (out / f"rank-{RANK}.json").write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    serve(RANK, [sys.modules[__name__]])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import tempfile
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,14 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 import grace.tensorflow
-from grace.core.registry import compressors
 from grace.core.simulate import Simulation
 from tests.adapters.tensorflow.model import (
     BATCH,
-    EVERYTHING,
-    LAYERS,
     PROCESS_SETS,
-    UNITS,
     compiled,
     data,
     digest,
@@ -32,41 +29,44 @@ from tests.adapters.tensorflow.model import (
     spy,
     state_of,
     through_tape,
-    valid_configs,
     wrap,
 )
+from tests.support.cases import EVERYTHING, config_of, label_of
 
-# What trains the larger model in every_method: a gathered, a summed and a two-step method, and one of unknown lengths.
-LARGE = ("none/allreduce", "topk/broadcast", "powersgd/allreduce", "threshold/allgather")
-SHAPES = {"matrix": (24, 20), "kernel": (3, 3, 2, 8), "scalar": ()}
-
-
-def every_method() -> dict[str, Any]:
-    """Steps of fit with every method and communicator: exact weights, bytes reported and bytes really sent."""
-    return {label: _trained(config, label in LARGE) for label, config in valid_configs()}
-
-
-def every_compressor() -> dict[str, Any]:
-    """The same with every method's own communicator, and once with the one that nothing has by default."""
-    configs = dict(valid_configs(every_communicator=False))
-    configs["topk/broadcast"] = {**configs["topk/allgather"], "communicator": "broadcast"}
-    return {label: _trained(config, large=False) for label, config in configs.items()}
+# Every tensor takes time to trace: one that has rows and columns only to those who look for them, and one that has not.
+SHAPES = {"kernel": (3, 3, 4, 12), "scalar": ()}
+# Beside them, where tensors are fused and cut.
+LONG = {"long": (30, 200)}
+# What trains the larger model: a gathered, a summed and a two-step method, and one of unknown lengths.
+LARGE = ("none", "topk", "powersgd", "threshold")
+ROWS = list[dict[str, Any]]
 
 
-def _trained(config: dict[str, Any], large: bool) -> dict[str, Any]:
-    model = compiled(config, make_model() if large else make_small())
-    before = digest(model.trainable_variables)
-    with spy() as sent:
-        loss = fit(model, 3)
-    exchange = model.optimizer.grace
+def trained(rows: ROWS) -> dict[str, Any]:
+    """Train by fit: exact weights, bytes reported and bytes really sent."""
+    results = {}
+    for row in rows:
+        model = compiled(config_of(row), make_model() if row["method"] in LARGE else make_small())
+        before = digest(model.trainable_variables)
+        with spy() as sent:
+            loss = fit(model, 3)
+        exchange = model.optimizer.grace
+        results[label_of(row)] = {
+            "weights": digest(model.trainable_variables),
+            "moved": digest(model.trainable_variables) != before,
+            "finite": bool(np.isfinite(loss)),
+            **_bytes(exchange, sent()),
+        }
+    return results
+
+
+def _bytes(exchange: grace.tensorflow.Exchange, sent: dict[str, int]) -> dict[str, Any]:
+    plan = exchange.plan
     return {
-        "weights": digest(model.trainable_variables),
-        "moved": digest(model.trainable_variables) != before,
-        "finite": bool(np.isfinite(loss)),
         "reported": exchange.stats()["wire_bytes"],
-        "sent": sum(sent().values()),
-        "fixed": all(part.compressor.fixed_size for part in exchange.plan.parts),
-        "predicted": sum(b.nbytes for b in exchange.plan.buckets) + sum(p.spec.nbytes for p in exchange.plan.delegated),
+        "sent": sum(sent.values()),
+        "fixed": all(part.compressor.fixed_size for part in plan.parts),
+        "predicted": sum(b.nbytes for b in plan.buckets) + sum(p.spec.nbytes for p in plan.delegated),
     }
 
 
@@ -135,81 +135,88 @@ def none_and_horovod() -> dict[str, Any]:
     return results
 
 
+# NaN and infinity on the last rank, after two steps that fill the states, and then a good step.
+GIVEN = (0.0, 0.0, np.nan, np.inf, 0.0)
+# A checkpoint of before that many steps is loaded at the end, and the steps from there on are taken again.
+SAVED = 1
+
+
+def given(rows: ROWS) -> dict[str, Any]:
+    """Exchange given gradients, some of them not finite, and again from a checkpoint; simulate the same exchanges.
+
+    A row does so in a graph, eagerly, or in both by turns. Every rank gets the same results, so that each simulates
+    only some of the exchanges, of all ranks.
+    """
+    results, merged = {}, {}
+    for row in rows:
+        shapes = _shapes(row)
+        variables = [tf.Variable(tf.zeros(shape), name=label) for label, shape in shapes.items()]
+        exchange = grace.tensorflow.Exchange(config_of(row))
+        graph = tf.function(lambda *g, e=exchange, v=variables: through_tape(e, v, g), autograph=False)
+        checkpoint = tf.train.Checkpoint(grace=exchange)
+        steps, found = [], []
+        with spy() as sent, tempfile.TemporaryDirectory() as folder:
+            for step in (*range(len(GIVEN)), *range(SAVED, len(GIVEN))):
+                if len(found) == SAVED:
+                    path = checkpoint.save(f"{folder}/begun")
+                elif len(found) == len(GIVEN):
+                    checkpoint.restore(path).assert_consumed()
+                before = _state(exchange)
+                mine = list(map(tf.constant, _gradients(step, hvd.rank(), shapes).values()))
+                in_graph = row["mode"] == "graph" or (row["mode"] == "by turns" and step % 2 == 0)
+                got = graph(*mine) if in_graph else through_tape(exchange, variables, mine)
+                found.append(dict(zip(shapes, map(np.asarray, got), strict=True)))
+                finite = {name: bool(np.isfinite(x).all()) for name, x in found[-1].items()}
+                bad = finite.pop("kernel")
+                kept = _state(exchange) == before
+                steps.append({"finite": bad, "others finite": all(finite.values()), "state kept": kept})
+        first, again = found[: len(GIVEN)], found[SAVED - len(GIVEN) :]
+        merged[label_of(row)] = first
+        results[label_of(row)] = {
+            "merged": digest(np.nan_to_num(x, nan=1.0, posinf=2.0, neginf=3.0) for s in found for x in s.values()),
+            "moved": all(bool(np.abs(s["kernel"]).max() > 0) for s in (first[0], first[-1])),
+            "steps": steps[: len(GIVEN)],
+            "resumed": max(_distance(a, b) for a, b in zip(first[SAVED:], again, strict=True)),
+            "guarded": any(p.spec.name == "kernel" and p.guarded for p in exchange.plan.parts),
+            **_bytes(exchange, sent()),
+        }
+    for row in rows[hvd.rank() :: hvd.size()]:
+        shapes = _shapes(row)
+        reference, worst = Simulation(hvd.size(), shapes, config_of(row)), 0.0
+        for step, found in enumerate(merged[label_of(row)]):
+            with np.errstate(all="ignore"):
+                expected = reference.step([_gradients(step, rank, shapes) for rank in range(hvd.size())])[hvd.rank()]
+            worst = max(worst, _distance(found, expected))
+        results[label_of(row)]["worst"] = worst
+    return results
+
+
+def _shapes(row: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return SHAPES if row["granularity"] == "layer" else {**SHAPES, **LONG}
+
+
+def _distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """The largest difference between the elements of two results; infinite if others are finite."""
+    worst = 0.0
+    for name, x in a.items():
+        if not np.array_equal(np.isfinite(x), np.isfinite(b[name])):
+            return math.inf
+        if np.isfinite(x).all():
+            worst = max(worst, float(np.abs(x - b[name]).max()))
+    return worst
+
+
 def _gradients(step: int, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     rng = np.random.default_rng([step, rank])
-    return {label: rng.normal(size=shape).astype(np.float32) for label, shape in shapes.items()}
-
-
-def simulation() -> dict[str, Any]:
-    """The exchange of real processes against the simulated one, on the same gradients, eagerly and in a graph by turns.
-
-    Then with NaN, and with infinity, in one tensor on the last rank only.
-    """
-    return _simulated(compressors, LAYERS)
-
-
-def simulation_some() -> dict[str, Any]:
-    """The same for methods that are gathered, summed, summed in 16 bits, and exchanged in two steps."""
-    return _simulated(("qsgd", "randomk", "fp16", "bf16", "powersgd"), LAYERS)
-
-
-def simulation_units() -> dict[str, Any]:
-    """The same of tensors that are fused and cut, and as one model, with every kind of communicator."""
-    shapes, results = {**SHAPES, "long": (30, 200)}, {}
-    # Graphs take time: of every way through the engine one.
-    methods = {"bucket": ("fp16", "topk", "threshold", "efsignsgd"), "model": ("fp16", "topk", "powersgd")}
-    for label, options in UNITS.items():
-        found = _simulated(methods[label], options, shapes)
-        results.update({f"{label}/{name}": result for name, result in found.items()})
-    broadcast = {**UNITS["bucket"], "communicator": "broadcast"}
-    results["bucket/topk by broadcast"] = _simulated(["topk"], broadcast, shapes)["topk"]
-    return results
-
-
-def _simulated(
-    names: Iterable[str], options: dict[str, Any], shapes: dict[str, tuple[int, ...]] = SHAPES
-) -> dict[str, Any]:
-    results = {}
-    rank, size = hvd.rank(), hvd.size()
-    for number, name in enumerate(names):
-        config = {"compressor": name, **options}
-        variables = [tf.Variable(tf.zeros(shape), name=label) for label, shape in shapes.items()]
-        exchange = grace.tensorflow.Exchange(config)
-        graph = tf.function(lambda *g, e=exchange, v=variables: through_tape(e, v, g), autograph=False)
-        reference = Simulation(size, shapes, config)
-        worst, bad_steps = 0.0, {}
-        for step, bad in enumerate([0.0, 0.0, 0.0, np.nan, np.inf, 0.0]):
-            everyone = [_gradients(step, r, shapes) for r in range(size)]
-            everyone[-1]["matrix"][3, 5] += bad
-            before = _state(exchange)
-            mine = map(tf.constant, everyone[rank].values())
-            merged = graph(*mine) if (step + number) % 2 else through_tape(exchange, variables, list(mine))
-            with np.errstate(all="ignore"):
-                expected = reference.step(everyone)[rank]
-            found = dict(zip(shapes, map(np.asarray, merged), strict=True))
-            if bad != 0.0:
-                bad_steps[str(bad)] = {
-                    "as simulated": all(
-                        np.array_equal(np.isfinite(m), np.isfinite(expected[n])) for n, m in found.items()
-                    ),
-                    "bad tensor finite": bool(np.isfinite(found.pop("matrix")).all()),
-                    "others finite": bool(all(np.isfinite(m).all() for m in found.values())),
-                    "state kept": _state(exchange) == before,
-                }
-            found = {label: m for label, m in found.items() if np.isfinite(m).all()}
-            worst = max(worst, *(float(np.abs(m - expected[label]).max()) for label, m in found.items()), 0.0)
-        results[name] = {
-            "worst": worst,
-            "bad": bad_steps,
-            "moved": bool(np.abs(found["matrix"]).max() > 0),
-            "guarded": any(p.spec.name == "matrix" and p.guarded for p in exchange.plan.parts),
-        }
-    return results
+    made = {label: np.asarray(rng.normal(size=shape), np.float32) for label, shape in shapes.items()}
+    if rank == hvd.size() - 1:
+        made["kernel"][1, 2, 3, 5] += GIVEN[step]
+    return made
 
 
 def _state(exchange: grace.tensorflow.Exchange) -> str:
-    """State of the tensor "matrix", if the exchange has one for it yet."""
-    return state_of(exchange, "matrix") if exchange.built and "matrix" in exchange.plan.places else ""
+    """State of the tensor "kernel", if the exchange has one for it yet."""
+    return state_of(exchange, "kernel") if exchange.built and "kernel" in exchange.plan.places else ""
 
 
 def constant_gradients() -> dict[str, Any]:
@@ -361,17 +368,17 @@ def shapes() -> dict[str, Any]:
     }
 
 
-def dtypes() -> dict[str, Any]:
+def dtypes(methods: list[str]) -> dict[str, Any]:
     """Half, bfloat16 and double variables and an empty one in one exchange; policies of Keras; frozen layers."""
     results = {}
-    for name in compressors:
+    for name in methods:
         variables = [tf.Variable(tf.zeros((40, 32), d), name=d) for d in ("float16", "bfloat16", "float64")]
         variables.append(tf.Variable(tf.zeros((0, 3)), name="empty"))
         exchange = grace.tensorflow.Exchange({"compressor": name, **EVERYTHING})
+        graph = tf.function(lambda *g, e=exchange, v=variables: through_tape(e, v, g), autograph=False)
         for step in range(2):
             rng = np.random.default_rng([step, hvd.rank()])
-            mine = [tf.cast(rng.normal(size=v.shape), v.dtype) for v in variables]
-            merged = through_tape(exchange, variables, mine)
+            merged = graph(*(tf.cast(rng.normal(size=v.shape), v.dtype) for v in variables))
         results[name] = {
             "merged": digest(merged),
             "moved": all(bool(tf.reduce_any(m != 0)) for m in merged[:-1]),

@@ -30,10 +30,5 @@ def half_sums() -> dict[str, Any]:
 
         return half_precision.reductions(reduce, process_set.ranks, hvd.rank())
 
-    results = {"all": reductions(hvd.global_process_set)}
-    for process_set in PROCESS_SETS:
-        if process_set.included() and len(process_set.ranks) > 1:
-            results["set"] = reductions(process_set)
-    # A rank that is done would end Horovod for the others.
-    hvd.allreduce(tf.zeros([]), name="halves.done")
-    return results
+    sets = [hvd.global_process_set, *(process_set for process_set in PROCESS_SETS if process_set.included())]
+    return {str(process_set.ranks): reductions(process_set) for process_set in sets}

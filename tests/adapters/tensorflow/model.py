@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,19 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 import grace.tensorflow
-from grace.core.config import make_config
-from grace.core.errors import IncompatibleError
-from grace.core.registry import communicators, compressors
 
 PROCESS_SETS: list[Any] = []
 
-# Fits tensors of every shape in the model, so that nothing is dense unless a method cannot take it.
-EVERYTHING = {"default_rules": False}
-LAYERS = {**EVERYTHING, "granularity": "layer"}
-UNITS = {
-    "bucket": {**EVERYTHING, "granularity": "bucket", "bucket_bytes": 20_000, "split_bytes": 16_384},
-    "model": {**EVERYTHING, "granularity": "model"},
-}
 BATCH = 8
 
 
@@ -114,21 +103,6 @@ def digest(tensors: Any) -> str:
 def joined(variables: Any) -> np.ndarray:
     """All elements of several variables in one float64 vector."""
     return np.concatenate([np.asarray(tf.cast(tf.convert_to_tensor(v), tf.float64)).reshape(-1) for v in variables])
-
-
-def valid_configs(every_communicator: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every registered compressor with every communicator that can carry it, or only with its own."""
-    for name, communicator in itertools.product(compressors, communicators):
-        config = {"compressor": name, "communicator": communicator, **EVERYTHING}
-        if name in ("topk", "randomk", "dgc"):
-            config["compress_ratio"] = 0.05
-        try:
-            make_config(config)
-        except IncompatibleError:
-            continue
-        default = make_config({"compressor": name}).parts.communicator
-        if every_communicator or type(default) is communicators.get(communicator):
-            yield f"{name}/{communicator}", config
 
 
 def through_tape(

@@ -12,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from grace.tensorflow import BroadcastGlobalVariablesCallback, DistributedGradientTape, DistributedOptimizer, Exchange
-from tests.adapters.tensorflow.model import EVERYTHING, digest, sgd, state_of, wrap
+from tests.adapters.tensorflow.model import digest, sgd, state_of, wrap
 from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples
+from tests.support.cases import EVERYTHING
 
 
 def two_steps_in_one_graph() -> dict[str, list[float]]:

@@ -11,8 +11,9 @@ import keras
 import tensorflow as tf
 
 from grace.tensorflow import DistributedGradientTape, Exchange, ScheduleCallback
-from tests.adapters.tensorflow.model import EVERYTHING, digest, wrap
+from tests.adapters.tensorflow.model import digest, wrap
 from tests.adapters.tensorflow.usage_model import by_hand, distance, error_of, fit, net
+from tests.support.cases import EVERYTHING
 
 # From which step on what counts, over all kinds of state: residual, momentum, both and none, and a warm start.
 STAGES = {

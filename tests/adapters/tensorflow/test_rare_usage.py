@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adapters.tensorflow.usage_results import TWO, same, scenario, two_and_four
+from tests.support.launch import TENSORFLOW, Launch
+from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
+
+TWO, FOUR = Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(TENSORFLOW, "mpirun", 4)
+two_and_four = on(TWO, FOUR)
 
 
 @two_and_four
 def test_two_steps_in_one_graph_do_not_mix(launch):
     ranks = scenario("two_steps_in_one_graph", launch)
     assert same(ranks)
-    mean = (1 + launch[1]) / 2
+    mean = (1 + launch.ranks) / 2
     for method in ("none", "fp16", "bf16"):
         # bfloat16 has 8 bits for a number.
         assert ranks[0][method] == pytest.approx([mean, 100 * mean], rel=2**-8), method
     assert ranks[0]["signsgd"] == [1.0, 1.0]
 
 
-def test_an_exchange_knows_its_variables():
-    ranks = scenario("lists_of_variables")
+@on(TWO)
+def test_an_exchange_knows_its_variables(launch):
+    ranks = scenario("lists_of_variables", launch)
     assert same(ranks)
     # Half of 8 elements travels in each of 4 steps: 4, 8, 8 and 8 with its own residual, in any order.
     assert ranks[0]["sums"] == [28.0, 2800.0]
     assert "built for the variables a, b, but received gradients of a, other" in ranks[0]["other"]
 
 
-def test_models_that_their_first_batch_builds_are_broadcast_after_it():
-    ranks = scenario("lazy_model")
+@on(TWO)
+def test_models_that_their_first_batch_builds_are_broadcast_after_it(launch):
+    ranks = scenario("lazy_model", launch)
     assert same(ranks)
     assert not ranks[0]["built"], "build the model later, or the test shows nothing"
 
 
-def test_half_precision_weights_are_broadcast():
-    assert same(scenario("half_precision_weights"))
+@on(TWO)
+def test_half_precision_weights_are_broadcast(launch):
+    assert same(scenario("half_precision_weights", launch))
 
 
 @two_and_four
@@ -49,18 +56,20 @@ def test_a_frozen_layer_keeps_its_weights_and_its_residual(launch):
 def test_gradients_may_change_their_form_after_the_first_step(launch):
     ranks = scenario("changing_kinds", launch)
     assert same(ranks)
-    mean = (1 + launch[1]) / 2
+    mean = (1 + launch.ranks) / 2
     assert ranks[0] == {"dense first": mean, "rows first": mean}
 
 
-def test_ranks_at_different_iterations_are_told():
-    for result in scenario("different_iterations"):
+@on(TWO)
+def test_ranks_at_different_iterations_are_told(launch):
+    for result in scenario("different_iterations", launch):
         assert result.startswith("MismatchError"), result
         assert "iterations is 1 and 0" in result
 
 
-def test_odds_and_ends():
-    for result in scenario("odds_and_ends", TWO):
+@on(TWO)
+def test_odds_and_ends(launch):
+    for result in scenario("odds_and_ends", launch):
         assert "gradient_accumulation_steps of its optimizers" in result["multi"]
         assert "already built" in result["built twice"]
         assert "'process_set'" in result["process set"]

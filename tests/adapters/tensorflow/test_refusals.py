@@ -7,14 +7,18 @@ import sys
 
 import pytest
 
-from tests.adapters.tensorflow.usage_results import same, scenario, two_and_four
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, TENSORFLOW, Launch
+from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
+TWO, FOUR = Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(TENSORFLOW, "mpirun", 4)
+two_and_four = on(TWO, FOUR)
 
-def test_arguments_that_cannot_be_honoured_are_refused_by_name():
-    ranks = scenario("refused_arguments")
+
+@on(TWO)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
+    ranks = scenario("refused_arguments", launch)
     assert same(ranks)
     result = ranks[0]
     for name in ("compression", "groups", "num_groups", "use_locking", "device_dense", "device_sparse"):
@@ -42,8 +46,9 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name():
         assert words in result[name], name
 
 
-def test_steps_that_cannot_be_taken_are_refused():
-    ranks = scenario("refused_steps")
+@on(TWO)
+def test_steps_that_cannot_be_taken_are_refused(launch):
+    ranks = scenario("refused_steps", launch)
     assert same(ranks)
     for name, words in {
         "fewer gradients": "expected one gradient per variable, received 2 gradients for 4 variables",
@@ -87,8 +92,9 @@ def test_ranks_that_differ_are_told_on_all_of_them(launch):
         assert rank["densified"] == rank["afterwards"] == ""
 
 
-def test_one_function_wraps_optimizers_of_keras():
-    ranks = scenario("dispatch")
+@on(TWO)
+def test_one_function_wraps_optimizers_of_keras(launch):
+    ranks = scenario("dispatch", launch)
     assert same(ranks)
     result = ranks[0]
     for name, kind in {"keras": "DistributedSGD", "own": "DistributedOwn", "scaled": "LossScaleOptimizer"}.items():

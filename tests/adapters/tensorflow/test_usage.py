@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.tensorflow.usage_results import ALONE, FOUR, same, scenario, two_and_four
+from tests.support.launch import TENSORFLOW, Launch
+from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
+
+TWO, FOUR = Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(TENSORFLOW, "mpirun", 4)
+two_and_four = on(TWO, FOUR)
 
 # What two orders of summation may make of the weights after a few steps.
 ROUNDING = 1e-6
 
 
-def test_every_way_to_train_gives_the_same_bits():
-    ranks = scenario("ways_to_train")
+@on(TWO)
+def test_every_way_to_train_gives_the_same_bits(launch):
+    ranks = scenario("ways_to_train", launch)
     assert same(ranks)
     for label, ways in ranks[0].items():
         assert len(set(ways.values())) == 1, (label, ways)
@@ -23,8 +28,9 @@ def test_every_way_to_train_gives_the_same_bits():
     assert len({ways["graph"] for ways in ranks[0].values()}) == 3
 
 
-def test_options_of_optimizers_see_the_merged_gradient():
-    ranks = scenario("options_of_optimizers")
+@on(TWO)
+def test_options_of_optimizers_see_the_merged_gradient(launch):
+    ranks = scenario("options_of_optimizers", launch)
     assert same(ranks)
     for label, result in ranks[0].items():
         assert result["distance"] < ROUNDING, label
@@ -33,8 +39,9 @@ def test_options_of_optimizers_see_the_merged_gradient():
         assert ranks[0][label]["moved"] < ranks[0]["momentum"]["moved"] / 5, label
 
 
-def test_every_built_in_optimizer_exchanges():
-    ranks = scenario("all_optimizers")
+@on(TWO)
+def test_every_built_in_optimizer_exchanges(launch):
+    ranks = scenario("all_optimizers", launch)
     assert same(ranks)
     assert len(ranks[0]) >= 13
     for label, result in ranks[0].items():
@@ -88,8 +95,9 @@ def test_one_bad_tensor_rolls_back_all_of_them(launch):
         assert result["finite"], label
 
 
-def test_memories_do_not_depend_on_the_scale():
-    ranks = scenario("scale_of_the_day")
+@on(TWO)
+def test_memories_do_not_depend_on_the_scale(launch):
+    ranks = scenario("scale_of_the_day", launch)
     for rank in ranks:
         for label, kinds in rank.items():
             assert [kinds[kind][2] for kind in ("without", "fixed", "growing")] == [1.0, 2.0**10, 2.0**12], label
@@ -97,8 +105,9 @@ def test_memories_do_not_depend_on_the_scale():
     assert same([[kinds["fixed"][0] for kinds in rank.values()] for rank in ranks])
 
 
-def test_saved_models_go_on_exactly():
-    ranks = scenario("saved_models")
+@on(TWO)
+def test_saved_models_go_on_exactly(launch):
+    ranks = scenario("saved_models", launch)
     assert same(ranks)
     for label, result in ranks[0].items():
         assert result["state"], label
@@ -109,8 +118,9 @@ def test_saved_models_go_on_exactly():
     assert ranks[0]["mixed precision"]["types"][0] == "LossScaleOptimizer"
 
 
-def test_checkpoints_of_tensorflow_go_on_exactly():
-    ranks = scenario("checkpoints")
+@on(TWO)
+def test_checkpoints_of_tensorflow_go_on_exactly(launch):
+    ranks = scenario("checkpoints", launch)
     assert same(ranks)
     for label, (whole, resumed) in ranks[0].items():
         assert whole == resumed, label
@@ -129,16 +139,18 @@ def test_one_file_for_all_ranks_starts_foreign_memories_from_zero(launch):
         assert rank["step"] == 5
 
 
-def test_configurations_survive_a_round_trip():
-    ranks = scenario("round_trip")
+@on(TWO)
+def test_configurations_survive_a_round_trip(launch):
+    ranks = scenario("round_trip", launch)
     assert same(ranks)
     for label in ("from_config", "serialize", "again"):
         assert ranks[0][label] == [True, 3.0, True], label
     assert ranks[0]["passes"] == [2, 2]
 
 
-def test_a_fresh_process_loads_without_horovod_and_goes_on():
-    (result,) = scenario("fresh_process", ALONE)
+@on(Launch(TENSORFLOW, "python", 1))
+def test_a_fresh_process_loads_without_horovod_and_goes_on(launch):
+    (result,) = scenario("fresh_process", launch)
     fresh = result["result"]
     for key, value in result["expected"].items():
         assert fresh[key] == value, key
@@ -180,8 +192,9 @@ def test_metrics_are_averaged_over_ranks(launch):
     assert ranks[0]["own"]["loss"] != ranks[1]["own"]["loss"]
 
 
-def test_callbacks_that_decide_do_so_alike():
-    ranks = scenario("learning_rates")
+@on(TWO)
+def test_callbacks_that_decide_do_so_alike(launch):
+    ranks = scenario("learning_rates", launch)
     assert same(ranks)
     assert ranks[0]["rates"] == pytest.approx([0.05, 0.05, 0.025, 0.0125])
     count, averages = ranks[0]["averages"]
@@ -189,9 +202,10 @@ def test_callbacks_that_decide_do_so_alike():
     assert ranks[0]["weights"] == averages
 
 
-def test_statistics_reach_history_and_tensorboard():
+@on(TWO)
+def test_statistics_reach_history_and_tensorboard(launch):
     keys = ["grace_dense_bytes", "grace_ratio", "grace_relative_error", "grace_residual_norm", "grace_wire_bytes"]
-    for rank in scenario("statistics"):
+    for rank in scenario("statistics", launch):
         for label, expected in {
             "with norms": keys,
             "without": [k for k in keys if k.endswith(("bytes", "ratio"))],
@@ -211,8 +225,9 @@ def test_statistics_reach_history_and_tensorboard():
         assert rank["refused"].startswith("ConfigError: StatisticsCallback")
 
 
-def test_process_sets_train_apart():
-    ranks = scenario("apart", FOUR)
+@on(FOUR)
+def test_process_sets_train_apart(launch):
+    ranks = scenario("apart", launch)
     for number, rank in enumerate(ranks):
         other = ranks[(number + 2) % 4]
         assert rank == other
@@ -222,8 +237,9 @@ def test_process_sets_train_apart():
     assert ranks[0]["loss"] != ranks[1]["loss"]
 
 
-def test_embeddings_travel_as_rows_or_compressed():
-    ranks = scenario("embeddings")
+@on(TWO)
+def test_embeddings_travel_as_rows_or_compressed(launch):
+    ranks = scenario("embeddings", launch)
     assert same(ranks)
     result = ranks[0]
     # 12 words of 40 float32 and an int32 index each; the small matrix and the biases beside them.
@@ -242,7 +258,7 @@ def test_embeddings_travel_as_rows_or_compressed():
 
 @two_and_four
 def test_rows_of_any_number_are_gathered(launch):
-    ranks, size = scenario("rows_of_a_table", launch), launch[1]
+    ranks, size = scenario("rows_of_a_table", launch), launch.ranks
     for label in ("average", "sum", "compressed"):
         assert same([rank[label]["table"] for rank in ranks]), label
     # Row i is looked up by the ranks from i on, and in the second step also by the one before.
@@ -263,8 +279,9 @@ def test_a_rank_without_rows_takes_part(launch):
     assert ranks[0]["moved"] == [True, True, True]
 
 
-def test_tapes_give_the_same_bits_as_optimizers():
-    ranks = scenario("tapes")
+@on(TWO)
+def test_tapes_give_the_same_bits_as_optimizers(launch):
+    ranks = scenario("tapes", launch)
     assert same(ranks)
     assert len(ranks[0]["topk"]) == 5
     for label, ways in ranks[0].items():
@@ -283,7 +300,7 @@ def test_an_exchange_in_a_checkpoint_goes_on_exactly(launch):
 @two_and_four
 def test_local_sources_stay_local(launch):
     ranks = scenario("local_sources", launch)
-    for label, factor in {"scaled": 1 / launch[1], "as it is": 1.0}.items():
+    for label, factor in {"scaled": 1 / launch.ranks, "as it is": 1.0}.items():
         assert same([rank[label]["others"] for rank in ranks]), label
         for rank in ranks:
             assert rank[label]["factor"] == pytest.approx(factor)
@@ -293,7 +310,7 @@ def test_local_sources_stay_local(launch):
 
 @two_and_four
 def test_a_tape_is_asked_in_several_ways(launch):
-    ranks, size = scenario("shapes_of_sources", launch), launch[1]
+    ranks, size = scenario("shapes_of_sources", launch), launch.ranks
     mean = 2.0 * sum(rank + 1 for rank in range(size)) / size
     for rank in ranks:
         assert rank["single"] == rank["used"] == [mean, mean]
@@ -301,8 +318,9 @@ def test_a_tape_is_asked_in_several_ways(launch):
         assert rank["nowhere"]
 
 
-def test_two_models_have_their_own_memories_and_take_them_along():
-    ranks = scenario("two_models")
+@on(TWO)
+def test_two_models_have_their_own_memories_and_take_them_along(launch):
+    ranks = scenario("two_models", launch)
     assert same(ranks)
     one, two, first, second = ranks[0]["weights"]
     assert [one, two] == [first, second]

@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.adapters.tensorflow.model import EVERYTHING, wrap
+from tests.adapters.tensorflow.model import wrap
+from tests.support.cases import EVERYTHING
 
 BATCH = 4
 NONE = {"compressor": "none", **EVERYTHING}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import io
 import math
-import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from grace.core.registry import compressors
 from grace.core.simulate import Simulation
 from grace.core.spec import TensorSpec
 from grace.torch.transport import HorovodTransport
 from tests.adapters.torch.model import (
-    EVERYTHING,
-    LAYERS,
     PROCESS_SETS,
-    UNITS,
     batches,
     digest,
     exchange,
@@ -30,25 +28,44 @@ from tests.adapters.torch.model import (
     sgd,
     spy,
     train,
-    valid_configs,
     wrap,
 )
 from tests.support import half_precision
-from tests.support.launch import FULL, methods
+from tests.support.cases import EVERYTHING, config_of, label_of
+
+# Past every phase of every method (see cases.py), with two steps after the checkpoint, which falls within a phase.
+STEPS, SAVED = 7, 5
+ROWS = list[dict[str, Any]]
 
 
-def every_method() -> dict[str, Any]:
-    """20 steps with every method and communicator: exact weights, bytes reported and bytes really sent."""
+def trained(rows: ROWS) -> dict[str, Any]:
+    """Train with each method, and go on from a checkpoint through a file: weights, bytes reported and bytes sent."""
     results = {}
-    for label, config in valid_configs():
+    for row in rows:
+        config, arguments = config_of(row), {"gradient_as_bucket_view": row["view"]}
         model = make_net()
-        optimizer = wrap(model, config)
-        loss = train(model, optimizer, 19)
+        optimizer = wrap(model, config, **arguments)
+        train(model, optimizer, SAVED)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        train(model, optimizer, STEPS - SAVED - 1, start=SAVED)
         with spy(optimizer) as sent:
-            train(model, optimizer, 1, start=19)
+            loss = train(model, optimizer, 1, start=STEPS - 1)
         stats = optimizer.grace.stats()
-        results[label] = {
-            "weights": digest(model.parameters()),
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        second = make_net(seed=1)
+        second.load_state_dict(saved["model"])
+        resumed = wrap(second, config, **arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            resumed.load_state_dict(saved["optimizer"])
+        train(second, resumed, STEPS - SAVED, start=SAVED)
+        ends = [torch.cat([p.detach().reshape(-1) for p in net.parameters()]) for net in (model, second)]
+        results[label_of(row)] = {
+            "weights": [digest([end]) for end in ends],
+            "equal": bool((ends[0] == ends[1]).all()),
+            "distance": float((ends[0] - ends[1]).abs().max()),
             "finite": bool(np.isfinite(loss)),
             "reported": stats["wire_bytes"] - sum(p.spec.nbytes for p in optimizer.grace.plan.delegated),
             "sent": sum(nbytes for _, nbytes in sent),
@@ -75,7 +92,8 @@ def none_and_horovod() -> dict[str, Any]:
             else:
                 optimizer = wrap(model, {"compressor": "none"}, **arguments)
             passes = arguments.get("backward_passes_per_step", 1)
-            for i, (x, y) in enumerate(batches(20, hvd.rank())):
+            # Momentum counts from the second step on, which is the fourth pass where two make a step.
+            for i, (x, y) in enumerate(batches(4, hvd.rank())):
                 F.cross_entropy(model(x), y).backward()
                 if (i + 1) % passes == 0:
                     optimizer.step()
@@ -86,34 +104,6 @@ def none_and_horovod() -> dict[str, Any]:
             "distance": float((weights[0] - weights[1]).abs().max()),
             "moved": float((weights[0] - torch.cat([p.detach().reshape(-1) for p in make_net().parameters()])).norm()),
         }
-    return results
-
-
-def simulation() -> dict[str, Any]:
-    """The exchange of real processes against the simulated one, on the same gradients."""
-    results = {}
-    rank, size = hvd.rank(), hvd.size()
-    shapes = {name: tuple(p.shape) for name, p in make_net().named_parameters()}
-
-    def gradient(step: int, of_rank: int, name: str) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(step * 1000 + of_rank * 100 + len(name))
-        return torch.randn(shapes[name], generator=generator)
-
-    for name in methods():
-        config = {"compressor": name, **EVERYTHING}
-        model = make_net()
-        optimizer = wrap(model, config)
-        specs = [TensorSpec(n, s) for n, s in shapes.items()]
-        reference = Simulation(size, specs, config, framework="torch")
-        worst = 0.0
-        for step in range(4):
-            for n, p in model.named_parameters():
-                p.grad = gradient(step, rank, n)
-            exchange(optimizer)
-            merged = reference.step([{n: gradient(step, r, n) for n in shapes} for r in range(size)])
-            for n, p in model.named_parameters():
-                worst = max(worst, float((p.grad - merged[rank][n]).abs().max()))
-        results[name] = worst
     return results
 
 
@@ -134,82 +124,77 @@ def half_sums() -> dict[str, Any]:
 
         return half_precision.reductions(reduce, process_set.ranks, hvd.rank())
 
-    results = {"all": reductions(hvd.global_process_set)}
-    for process_set in PROCESS_SETS:
-        if process_set.included() and len(process_set.ranks) > 1:
-            results["set"] = reductions(process_set)
-    # A rank that is done would end Horovod for the others.
-    hvd.barrier()
-    return results
+    sets = [hvd.global_process_set, *(process_set for process_set in PROCESS_SETS if process_set.included())]
+    return {str(process_set.ranks): reductions(process_set) for process_set in sets}
 
 
-# Every way through the engine: gathered, summed, of run-time length, settled first, with states, by shape.
-_ALL_OF_THEM = [f"{launcher}-{ranks}" for launcher, ranks in FULL]
-_EVERY_WAY = ("none", "fp16", "topk", "randomk", "threshold", "signsgd", "terngrad", "powersgd")
+# NaN and infinity on the last rank, after two steps that fill the states, each followed by a good step.
+GIVEN = (0.0, 0.0, math.nan, 0.0, math.inf, 0.0)
 
 
-def units() -> dict[str, Any]:
-    """Every granularity and communicator: training, and given gradients against the simulation, one of them not finite.
+def given(rows: ROWS) -> dict[str, Any]:
+    """Exchange given gradients, some of them not finite, and simulate the same exchanges.
 
-    The gradients are views into one flat storage in every second step, so that they lie end to end.
+    The gradients are views into one flat storage in every second step, so that they lie end to end. Every rank gets the
+    same results, so that each simulates only some of the exchanges, of all ranks.
     """
     results = {}
     rank, size = hvd.rank(), hvd.size()
     shapes = {name: tuple(p.shape) for name, p in make_net().named_parameters()}
     specs = [TensorSpec(n, s) for n, s in shapes.items()]
-    for (granularity, options), (label, config) in itertools.product(UNITS.items(), valid_configs()):
-        name = config["compressor"]
-        if name not in (_EVERY_WAY if os.environ["GRACE_TEST_LAUNCH"] in _ALL_OF_THEM else ("topk", "fp16")):
-            continue
-        config = {**config, **options}
+    merged: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for row in rows:
         model = make_net()
-        optimizer = wrap(model, config, gradient_as_bucket_view=granularity != "layer")
-        train(model, optimizer, 3)
-        trained = digest(model.parameters())
-        model = make_net()
-        optimizer, reference = wrap(model, config), Simulation(size, specs, config, framework="torch")
-        engine, worst, finite, alike = optimizer.grace.engine, 0.0, [], True
+        optimizer = wrap(model, config_of(row), gradient_as_bucket_view=row["view"])
+        engine, plan, steps, found = optimizer.grace.engine, optimizer.grace.plan, [], []
         with spy(optimizer) as sent:
-            for step in range(4):
-                everyone = [_given(shapes, step, r, bad=step == 2 and r == size - 1) for r in range(size)]
-                flat_storage = torch.cat([everyone[rank][n].reshape(-1) for n in reversed(shapes)])
+            for step in range(len(GIVEN)):
+                mine = _gradients(shapes, step, rank)
+                flat_storage = torch.cat([mine[n].reshape(-1) for n in reversed(shapes)])
                 views = flat_storage.split([math.prod(shapes[n]) for n in reversed(shapes)])
-                mine = dict(zip(reversed(shapes), views, strict=True)) if step % 2 else everyone[rank]
+                mine = dict(zip(reversed(shapes), views, strict=True)) if step % 2 else mine
                 for n, p in model.named_parameters():
                     p.grad = mine[n].reshape(shapes[n])
-                # Before the exchange, which writes its results into the gradients.
-                merged = reference.step(everyone)[rank]
+                before = copy.deepcopy(engine.state_dict()["tensors"].get("left.weight"))
                 sent.clear()
                 exchange(optimizer)
-                for n, p in model.named_parameters():
-                    alike &= bool(torch.equal(torch.isfinite(p.grad), torch.isfinite(merged[n])))
-                    difference = (p.grad - merged[n]).nan_to_num(0.0, 0.0, 0.0).abs()
-                    worst = max(worst, float(difference.max()))
-                finite.append(bool(torch.isfinite(model.left.weight.grad).all()))
-        states = engine.state_dict()["tensors"].values()
-        stats = optimizer.grace.stats()
-        results[f"{granularity}/{label}"] = {
-            "trained": trained,
-            "weights": digest(p.grad for p in model.parameters()),
-            "worst": worst,
-            "as simulated": alike,
-            "finite": finite,
-            "states finite": all(
-                bool(torch.isfinite(value).all()) for unit in states for value in unit["memory"].values()
-            ),
-            "reported": stats["wire_bytes"] - sum(p.spec.nbytes for p in optimizer.grace.plan.delegated),
+                found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+                finite = {n: bool(torch.isfinite(x).all()) for n, x in found[-1].items()}
+                left = finite.pop("left.weight")
+                kept = flat(before) == flat(engine.state_dict()["tensors"].get("left.weight"))
+                steps.append({"finite": left, "others finite": all(finite.values()), "state kept": kept})
+        merged[label_of(row)] = found
+        compressed = [
+            sum(compressors.name_of(part.compressor) == row["method"] for part in parts)
+            for parts in (plan.units, plan.exchanged)
+        ]
+        units = engine.state_dict()["tensors"].values()
+        results[label_of(row)] = {
+            "merged": digest(x.nan_to_num(1.0, 2.0, 3.0) for step in found for x in step.values()),
+            "steps": steps,
+            "guarded": any(p.spec.name == "left.weight" and p.guarded for p in plan.parts),
+            "states finite": all(bool(torch.isfinite(v).all()) for unit in units for v in unit["memory"].values()),
+            "reported": optimizer.grace.stats()["wire_bytes"] - sum(p.spec.nbytes for p in plan.delegated),
             "sent": sum(nbytes for _, nbytes in sent),
-            "units": len(optimizer.grace.plan.units),
+            "units": compressed,
         }
+    for row in rows[rank::size]:
+        reference, worst, alike = Simulation(size, specs, config_of(row), framework="torch"), 0.0, True
+        for step, found in enumerate(merged[label_of(row)]):
+            expected = reference.step([_gradients(shapes, step, r) for r in range(size)])[rank]
+            for n, x in found.items():
+                alike &= bool(torch.equal(torch.isfinite(x), torch.isfinite(expected[n])))
+                worst = max(worst, float((x - expected[n]).nan_to_num(0.0, 0.0, 0.0).abs().max()))
+        results[label_of(row)] |= {"worst": worst, "as simulated": alike}
     return results
 
 
-def _given(shapes: dict[str, Any], step: int, rank: int, bad: bool) -> dict[str, torch.Tensor]:
+def _gradients(shapes: dict[str, Any], step: int, rank: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    if bad:
-        given["left.weight"][3, 5] = float("nan")
-    return given
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if rank == hvd.size() - 1:
+        made["left.weight"][3, 5] += GIVEN[step]
+    return made
 
 
 def hook_order() -> dict[str, Any]:
@@ -220,7 +205,8 @@ def hook_order() -> dict[str, Any]:
         for opposite in (False, True):
             model = make_net()
             optimizer = wrap(model, {"compressor": name, "bucket_bytes": 0, **EVERYTHING})
-            for x, y in batches(5, hvd.rank()):
+            # Residuals count from the second step on.
+            for x, y in batches(3, hvd.rank()):
                 optimizer.zero_grad()
                 branches = [model.left, model.right]
                 h = model.features(x).detach()
@@ -243,44 +229,13 @@ def unused_parameters() -> dict[str, Any]:
         model = make_net()
         optimizer = wrap(model, {"compressor": name, **EVERYTHING})
         before = digest(model.right.parameters())
-        for i, (x, y) in enumerate(batches(6, hvd.rank())):
+        for i, (x, y) in enumerate(batches(4, hvd.rank())):
             optimizer.zero_grad()
             F.cross_entropy(model(x, right=i % 2 == 0 and hvd.rank() % 2 == 0), y).backward()
             optimizer.step()
         results[name] = {
             "weights": digest(model.parameters()),
             "right moved": digest(model.right.parameters()) != before,
-        }
-    return results
-
-
-def not_finite() -> dict[str, Any]:
-    """NaN, then infinity, in one tensor on the last rank only; then a good step."""
-    results = {}
-    for name, bad in itertools.product(methods(), (float("nan"), float("inf"))):
-        model = make_net()
-        optimizer = wrap(model, {"compressor": name, **LAYERS})
-        train(model, optimizer, 3)
-        engine = optimizer.grace.engine
-        guarded = any(p.spec.name == "left.weight" and p.guarded for p in optimizer.grace.plan.parts)
-        before = copy.deepcopy(engine.state_dict()["tensors"].get("left.weight"))
-        for n, p in model.named_parameters():
-            p.grad = torch.full_like(p, 0.01)
-            if n == "left.weight" and hvd.rank() == hvd.size() - 1:
-                p.grad[3, 5] = bad
-        exchange(optimizer)
-        after = engine.state_dict()["tensors"].get("left.weight")
-        gradients = {n: bool(torch.isfinite(p.grad).all()) for n, p in model.named_parameters()}
-        optimizer.zero_grad()
-        for p in model.parameters():
-            p.grad = torch.full_like(p, 0.01)
-        exchange(optimizer)
-        results[f"{name}/{bad}"] = {
-            "guarded": guarded,
-            "bad tensor finite": gradients.pop("left.weight"),
-            "others finite": all(gradients.values()),
-            "state kept": guarded is False or flat(before) == flat(after),
-            "next finite": all(bool(torch.isfinite(p.grad).all()) for p in model.parameters()),
         }
     return results
 
@@ -359,33 +314,38 @@ def reductions() -> dict[str, Any]:
     }
 
 
-def dtypes_and_layouts() -> dict[str, Any]:
-    """Half, bfloat16 and double parameters, channels-last and frozen ones, sparse gradients."""
+def dtypes(rows: ROWS) -> dict[str, Any]:
+    """Half, bfloat16 and double parameters."""
     results = {}
-    for name, dtype in itertools.product(methods(), (torch.float16, torch.bfloat16, torch.float64)):
+    for row in rows:
+        dtype = getattr(torch, row["dtype"])
         model = torch.nn.Linear(64, 40, bias=False).to(dtype)
         with torch.no_grad():
             model.weight.fill_(0.5)
-        optimizer = wrap(model, {"compressor": name})
-        for step in range(3):
+        optimizer = wrap(model, {"compressor": row["method"]})
+        # The second step meets the states of the first.
+        for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + hvd.rank())
             model.weight.grad = torch.randn(40, 64, generator=generator).to(dtype)
             optimizer.step()
-        key = f"{name}/{str(dtype).removeprefix('torch.')}"
-        results[key] = {
+        results[label_of(row)] = {
             "weights": digest(model.parameters()),
             "moved": bool((model.weight != 0.5).any()),
             "finite": bool(torch.isfinite(model.weight).all()),
-            "dtype": str(model.weight.grad.dtype) == str(dtype),
+            "dtype": model.weight.grad.dtype == dtype,
         }
+    return results
+
+
+def layouts() -> dict[str, Any]:
+    """Channels-last and frozen parameters."""
     model = make_net().to(memory_format=torch.channels_last)
     model.left.weight.requires_grad_(False)
     frozen = digest([model.left.weight])
     optimizer = wrap(model, {"compressor": "topk", **EVERYTHING})
     train(model, optimizer, 3)
-    results["channels last"] = {"weights": digest(model.parameters())}
-    results["frozen"] = {
+    return {
+        "weights": digest(model.parameters()),
         "kept": digest([model.left.weight]) == frozen,
         "planned": any(p.spec.name == "left.weight" for p in optimizer.grace.plan.parts),
     }
-    return results

@@ -13,23 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import grace.torch
-from grace.core.config import make_config
-from grace.core.errors import IncompatibleError
-from grace.core.registry import communicators
-from tests.support.launch import methods
 
 PROCESS_SETS: list[Any] = []
-
-
-# Fits tensors of every shape in Net, so that nothing is dense unless a method cannot take it.
-EVERYTHING = {"default_rules": False}
-LAYERS = {**EVERYTHING, "granularity": "layer"}
-# Of Net the large matrices are cut, and what is left of them is fused with smaller tensors.
-UNITS = {
-    "layer": LAYERS,
-    "bucket": {**EVERYTHING, "granularity": "bucket", "bucket_bytes": 20_000, "split_bytes": 16_384},
-    "model": {**EVERYTHING, "granularity": "model"},
-}
 
 
 class Net(torch.nn.Module):
@@ -100,19 +85,6 @@ def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int =
         loss.backward()
         optimizer.step()
     return float(loss.detach())
-
-
-def valid_configs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every registered compressor with every communicator that can carry it."""
-    for name, communicator in itertools.product(methods(), communicators):
-        config = {"compressor": name, "communicator": communicator, **EVERYTHING}
-        if name in ("topk", "randomk", "dgc"):
-            config["compress_ratio"] = 0.05
-        try:
-            make_config(config)
-        except IncompatibleError:
-            continue
-        yield f"{name}/{communicator}", config
 
 
 @contextmanager

@@ -2,92 +2,123 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import pytest
 
-from tests.support import half_precision
-from tests.support.launch import SUMMED, methods, run
+from grace.core.registry import compressors
+from tests.support import cases, half_precision
+from tests.support.covering import rows
+from tests.support.launch import SUMMED, TORCH, Launch
+from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
-ALONE = ("python", 1)
-LAUNCHES = [ALONE, ("horovodrun-gloo", 2), ("mpirun", 2), ("horovodrun-gloo", 4), ("mpirun", 4)]
-SEVERAL = [launch for launch in LAUNCHES if launch[1] > 1]
-SCENARIOS = [
-    "every_method",
-    "none_and_horovod",
-    "simulation",
-    "units",
-    "hook_order",
-    "unused_parameters",
-    "not_finite",
-    "resume",
-    "foreign_checkpoint",
-    "gradient_buffers",
-    "closures",
-    "synchronized_twice",
-    "contract_of_horovod",
-    "mixed_precision",
-    "accumulation",
-    "reductions",
-    "dtypes_and_layouts",
-    "sparse_gradients",
-    "overlap",
-    "two_optimizers",
-    "refusals",
-    "statistics",
-    "different_configurations",
-]
+# What is trained: every method and communicator with every way to cut the model, in every launch.
+EXCHANGES = rows(
+    {
+        **cases.method_factors(),
+        "granularity": list(cases.GRANULARITIES),
+        "view": [False, True],
+        **cases.launch_factors(),
+    },
+    cases.possible,
+)
+DTYPES = rows(
+    {
+        "method": cases.method_factors()["method"],
+        "dtype": ["float16", "bfloat16", "float64"],
+        **cases.launch_factors(),
+    },
+    cases.possible,
+)
+ALONE = Launch(TORCH, "python", 1)
+# Methods that do not look at shapes.
+FLAT = {name for name in compressors if compressors.make(name).flat}
+
+each_launch = on(*cases.launches(TORCH, EXCHANGES))
+several_ranks = on(*cases.launches(TORCH, EXCHANGES)[1:])
+four_ranks = on(*(launch for launch in cases.launches(TORCH, EXCHANGES) if launch.ranks == 4))
 
 
-@functools.cache
-def _results(launcher: str, ranks: int) -> list[dict[str, Any]]:
-    # One launch runs all scenarios, because starting four ranks costs more than most of them.
-    several = ["partly_loaded"] if ranks > 1 else []
-    return run(launcher, ranks, SCENARIOS + several + (["process_sets"] if ranks == 4 else []))
-
-
-def scenario(name: str, launch: tuple[str, int]) -> list[Any]:
-    """What every rank reported of a scenario; fails if one of them raised."""
-    results = [rank[name] for rank in _results(*launch)]
-    for rank, result in enumerate(results):
-        assert "trace" not in result, f"rank {rank}: {result['trace']}"
-    return results
-
-
-def same(values: list[Any]) -> bool:
-    """Whether all ranks report the same."""
-    return all(value == values[0] for value in values)
-
-
-each_launch = pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: f"{launch[0]}-{launch[1]}")
-several_ranks = pytest.mark.parametrize("launch", SEVERAL, ids=lambda launch: f"{launch[0]}-{launch[1]}")
+def exchanges(name, launch):
+    """Return the rows of a launch by label, and what all ranks report of each."""
+    chosen = cases.rows_of(launch, EXCHANGES)
+    return {cases.label_of(row): row for row in chosen}, scenario(name, launch, chosen)
 
 
 @each_launch
 def test_weights_are_identical_on_all_ranks_with_every_method_and_communicator(launch):
-    ranks = scenario("every_method", launch)
-    assert {label.split("/")[0] for label in ranks[0]} == set(methods(launch))
-    for label in ranks[0]:
+    listed, ranks = exchanges("trained", launch)
+    for label in listed:
         assert same([rank[label]["weights"] for rank in ranks]), label
         assert ranks[0][label]["finite"], label
 
 
 @each_launch
 def test_reported_bytes_are_the_bytes_handed_to_collectives(launch):
-    for rank in scenario("every_method", launch):
-        for label, result in rank.items():
-            assert result["reported"] == result["sent"], label
-            if result["fixed"]:
-                assert result["predicted"] == result["sent"], label
+    for name in ("trained", "given"):
+        for rank in exchanges(name, launch)[1]:
+            for label, result in rank.items():
+                assert result["reported"] == result["sent"], label
+                if result.get("fixed"):
+                    assert result["predicted"] == result["sent"], label
 
 
-def test_horovodrun_over_mpi_works():
-    ranks = run("horovodrun-mpi", 2, ["unused_parameters", "none_and_horovod"])
-    assert same([rank["unused_parameters"] for rank in ranks])
-    assert all(rank["none_and_horovod"]["plain"]["equal"] for rank in ranks)
+@each_launch
+def test_resumed_run_is_bit_identical(launch):
+    listed, ranks = exchanges("trained", launch)
+    for label, row in listed.items():
+        result = ranks[0][label]
+        # With more than two ranks a sum depends on where Horovod put it in a fused buffer, which differs from run to
+        # run also without grace.
+        summed = row["method"] in SUMMED and launch.ranks > 2
+        assert result["equal"] or (summed and result["distance"] < 1e-4), (label, result["distance"])
+
+
+@each_launch
+def test_real_exchange_equals_the_simulated_one(launch):
+    listed, ranks = exchanges("given", launch)
+    for label, row in listed.items():
+        assert same([rank[label]["merged"] for rank in ranks]), label
+        name, by_tensor = row["method"], row["granularity"] == "layer"
+        # Gathered payloads and 16-bit floats are added in the order of the ranks; sums of more than two others depend
+        # on the algorithm. A decomposition may depend on where its operand lies in memory, seen with four processes.
+        inexact = name == "atomo" or name in (SUMMED - {"fp16", "bf16"} if by_tensor else SUMMED)
+        most = (2e-2 if name == "fp16" else 1e-4) * (inexact and launch.ranks > 2)
+        # One of the ranks has simulated it.
+        (simulated,) = [rank[label] for rank in ranks if "worst" in rank[label]]
+        assert simulated["as simulated"], label
+        assert simulated["worst"] <= most, label
+
+
+@each_launch
+def test_nan_and_inf_reach_all_ranks_and_no_residual(launch):
+    listed, ranks = exchanges("given", launch)
+    for label, row in listed.items():
+        for rank in ranks:
+            result = rank[label]
+            assert [step["finite"] for step in result["steps"]] == [True, True, False, True, False, True], label
+            assert result["states finite"], label
+            if row["granularity"] == "layer":
+                assert all(step["others finite"] for step in result["steps"]), label
+                assert not result["guarded"] or all(result["steps"][i]["state kept"] for i in (2, 4)), label
+
+
+@each_launch
+def test_granularity_decides_what_is_one_unit(launch):
+    listed, ranks = exchanges("given", launch)
+    for label, row in listed.items():
+        units, tensors = ranks[0][label]["units"]
+        assert same([rank[label]["units"] for rank in ranks]), label
+        if row["granularity"] == "layer" and row["method"] != "none":
+            assert units == tensors, label
+        elif row["granularity"] == "model" and row["method"] in FLAT:
+            assert units == 1, label
+
+
+@on(Launch(TORCH, "horovodrun-mpi", 2))
+def test_horovodrun_over_mpi_works(launch):
+    assert same(scenario("unused_parameters", launch))
+    assert all(rank["plain"]["equal"] for rank in scenario("none_and_horovod", launch))
 
 
 @each_launch
@@ -96,49 +127,12 @@ def test_none_equals_plain_horovod(launch):
         for label, result in rank.items():
             assert result["moved"] > 0.01, label
             # On more ranks Horovod may fuse other tensors together, which changes the order of summation.
-            assert result["equal"] or (launch[1] > 2 and result["distance"] < 1e-5), label
+            assert result["equal"] or (launch.ranks > 2 and result["distance"] < 1e-5), label
 
 
-@each_launch
-def test_real_exchange_equals_the_simulated_one(launch):
-    for rank in scenario("simulation", launch):
-        for label, worst in rank.items():
-            # Gathered payloads and 16-bit floats are added in the order of the ranks; sums of more than two others
-            # depend on the algorithm. A decomposition may depend on where its operand lies in memory, seen with four
-            # processes.
-            inexact = (label in SUMMED - {"fp16", "bf16"} or label == "atomo") and launch[1] > 2
-            assert worst <= 1e-4 * inexact, label
-
-
-@pytest.mark.parametrize("launch", [("mpirun", 2), ("horovodrun-gloo", 3), ("horovodrun-gloo", 4)])
+@on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4))
 def test_halves_are_added_in_float32_and_rounded_once(launch):
-    ranks = [rank["half_sums"] for rank in run(*launch, ["half_sums"])]
-    half_precision.check([rank["all"] for rank in ranks])
-    if launch[1] > 2:
-        # Ranks 0 and 2, whose numbers within their process set are others.
-        half_precision.check([rank["set"] for rank in ranks[::2]])
-
-
-@each_launch
-def test_every_granularity_and_communicator_keeps_the_promises(launch):
-    ranks = scenario("units", launch)
-    assert {label.split("/")[0] for label in ranks[0]} == {"layer", "bucket", "model"}
-    assert {label.split("/")[2] for label in ranks[0]} == {"allreduce", "allgather", "broadcast"}
-    for label, result in ranks[0].items():
-        granularity, name, _ = label.split("/")
-        for key in ("trained", "weights", "units"):
-            assert same([rank[label][key] for rank in ranks]), (label, key)
-        if name != "none" and name != "powersgd":
-            layers = ranks[0][label.replace(granularity, "layer", 1)]["units"]
-            assert {"layer": result["units"] == layers, "bucket": True, "model": result["units"] == 1}[granularity]
-        for rank in ranks:
-            mine = rank[label]
-            assert mine["finite"] == [True, True, False, True], label
-            assert mine["as simulated"], label
-            assert mine["states finite"], label
-            assert mine["reported"] == mine["sent"], label
-            inexact = name in SUMMED and launch[1] > 2
-            assert mine["worst"] <= (2e-2 if name == "fp16" else 1e-4) * inexact, label
+    half_precision.check_sets(scenario("half_sums", launch))
 
 
 @each_launch
@@ -146,7 +140,7 @@ def test_nothing_depends_on_the_order_of_the_hooks(launch):
     ranks = scenario("hook_order", launch)
     for label, (same_order, opposite_order) in ranks[0].items():
         assert same([rank[label] for rank in ranks])
-        if launch[1] <= 2:
+        if launch.ranks <= 2:
             assert same_order == opposite_order, label
 
 
@@ -155,28 +149,6 @@ def test_unused_parameters_do_not_hang_and_still_synchronise(launch):
     ranks = scenario("unused_parameters", launch)
     assert same(ranks)
     assert all(result["right moved"] for result in ranks[0].values())
-
-
-@each_launch
-def test_nan_and_inf_reach_all_ranks_and_no_residual(launch):
-    for rank in scenario("not_finite", launch):
-        assert {label.split("/")[0] for label in rank} == set(methods(launch))
-        for label, result in rank.items():
-            assert not result["bad tensor finite"], label
-            assert result["others finite"], label
-            assert result["state kept"], label
-            assert result["next finite"], label
-
-
-@each_launch
-def test_resumed_run_is_bit_identical(launch):
-    ranks = scenario("resume", launch)
-    assert same(ranks)
-    for label, result in ranks[0].items():
-        # With more than two ranks a sum depends on where Horovod put it in a fused buffer, which differs from run to
-        # run also without grace.
-        summed = label in SUMMED and launch[1] > 2
-        assert result["equal"] or (summed and result["distance"] < 1e-4), (label, result["distance"])
 
 
 @several_ranks
@@ -262,16 +234,22 @@ def test_sum_and_predivision(launch):
         assert result["predivide"] <= 1e-6
 
 
-@each_launch
-def test_dtypes_layouts_and_frozen_parameters(launch):
-    ranks = scenario("dtypes_and_layouts", launch)
+@on(*cases.launches(TORCH, DTYPES))
+def test_dtypes(launch):
+    ranks = scenario("dtypes", launch, cases.rows_of(launch, DTYPES))
     for label, result in ranks[0].items():
-        if "weights" in result:
-            assert same([rank[label]["weights"] for rank in ranks]), label
-        assert result.get("moved", True), label
-        assert result.get("finite", True), label
-        assert result.get("dtype", True), label
-    assert ranks[0]["frozen"] == {"kept": True, "planned": False}
+        assert same([rank[label]["weights"] for rank in ranks]), label
+        assert result["moved"], label
+        assert result["finite"], label
+        assert result["dtype"], label
+
+
+@each_launch
+def test_layouts_and_frozen_parameters(launch):
+    ranks = scenario("layouts", launch)
+    assert same(ranks)
+    assert ranks[0]["kept"]
+    assert not ranks[0]["planned"]
 
 
 @each_launch
@@ -297,8 +275,9 @@ def test_two_optimizers_do_not_mix(launch):
     assert first != second
 
 
-def test_arguments_that_cannot_be_honoured_are_refused_by_name():
-    (result,) = scenario("refusals", ALONE)
+@on(ALONE)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
+    (result,) = scenario("refusals", launch)
     assert "'compression'" in result["compression"]
     assert "'groups'" in result["groups"]
     assert "'groups'" in result["num_groups"]
@@ -316,7 +295,7 @@ def test_refusals_do_not_hang_other_ranks(launch):
     assert all(all(rank.values()) for rank in scenario("refusals", launch))
 
 
-@pytest.mark.parametrize("launch", [s for s in SEVERAL if s[1] == 4], ids=lambda launch: launch[0])
+@four_ranks
 def test_process_sets_train_apart(launch):
     ranks = scenario("process_sets", launch)
     assert same([rank.pop("together") for rank in ranks])

@@ -11,7 +11,8 @@ from unittest import mock
 
 import horovod.torch as hvd
 
-from tests.adapters.torch.model import EVERYTHING, make_net, train, wrap
+from tests.adapters.torch.model import make_net, train, wrap
+from tests.support.cases import EVERYTHING
 
 
 def timeline() -> dict[str, Any]:

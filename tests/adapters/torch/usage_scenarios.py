@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import time
 import warnings
 from collections.abc import Callable
@@ -15,8 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.adapters.torch.model import (
-    EVERYTHING,
-    LAYERS,
     PROCESS_SETS,
     Net,
     batches,
@@ -28,37 +25,7 @@ from tests.adapters.torch.model import (
     train,
     wrap,
 )
-from tests.support.launch import methods
-
-
-def resume() -> dict[str, Any]:
-    """10 steps in one go, and 5 steps, a checkpoint through a file, and 5 more in a fresh optimizer."""
-    results = {}
-    for name in methods():
-        config = {"compressor": name, **EVERYTHING}
-        whole = make_net()
-        train(whole, wrap(whole, config), 10)
-        first = make_net()
-        optimizer = wrap(first, config)
-        train(first, optimizer, 5)
-        file = io.BytesIO()
-        torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-        second = make_net(seed=1)
-        second.load_state_dict(saved["model"])
-        optimizer = wrap(second, config)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer.load_state_dict(saved["optimizer"])
-        train(second, optimizer, 5, start=5)
-        ends = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in (whole, second)]
-        results[name] = {
-            "weights": digest([ends[1]]),
-            "equal": bool((ends[0] == ends[1]).all()),
-            "distance": float((ends[0] - ends[1]).abs().max()),
-        }
-    return results
+from tests.support.cases import EVERYTHING, LAYERS
 
 
 def foreign_checkpoint() -> dict[str, Any]:

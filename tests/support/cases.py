@@ -1,0 +1,80 @@
+"""The factors of real exchanges, of which covering arrays are made: methods, how they travel, and how ranks start."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from grace.core.config import make_config
+from grace.core.errors import IncompatibleError
+from grace.core.registry import communicators, compressors
+from tests.support.launch import Launch
+
+# Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it.
+EVERYTHING = {"default_rules": False}
+LAYERS = {**EVERYTHING, "granularity": "layer"}
+# Of the models the large matrices are cut, and what is left of them is fused with smaller tensors.
+UNITS = {
+    "bucket": {**EVERYTHING, "granularity": "bucket", "bucket_bytes": 20_000, "split_bytes": 16_384},
+    "model": {**EVERYTHING, "granularity": "model"},
+}
+GRANULARITIES = {"default": EVERYTHING, "layer": LAYERS, **UNITS}
+
+# Methods with phases go through all of them within four steps, which would take hundreds with their defaults.
+_QUICK: dict[str, dict[str, Any]] = {
+    **{name: {"compress_ratio": 0.05} for name in ("topk", "randomk", "dgc")},
+    "gradiveq": {"training_steps": 2, "compressed_steps": 2},
+    "hardthreshold": {"tune_steps": 2},
+}
+
+# One process needs no launcher.
+_LAUNCHES = (("python", 1), ("horovodrun-gloo", 2), ("horovodrun-gloo", 4), ("mpirun", 2), ("mpirun", 4))
+
+
+def launch_factors(alone: bool = True) -> dict[str, list[Any]]:
+    """Return the factors "launcher" and "ranks", with one process alone or without."""
+    launches = _LAUNCHES if alone else _LAUNCHES[1:]
+    return {"launcher": list(dict.fromkeys(name for name, _ in launches)), "ranks": sorted({n for _, n in launches})}
+
+
+def method_factors() -> dict[str, list[Any]]:
+    """Return the factors "method" and "communicator"."""
+    return {"method": list(compressors), "communicator": list(communicators)}
+
+
+def possible(row: dict[str, Any]) -> bool:
+    """Return whether there is such a launch, and the method can travel like that."""
+    if "launcher" in row and (row["launcher"], row["ranks"]) not in _LAUNCHES:
+        return False
+    return "communicator" not in row or _compatible(row["method"], row["communicator"])
+
+
+@functools.cache
+def _compatible(method: str, communicator: str) -> bool:
+    try:
+        make_config({"compressor": method, "communicator": communicator})
+    except IncompatibleError:
+        return False
+    return True
+
+
+def config_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a row."""
+    name = row["method"]
+    travels = {"communicator": row["communicator"]} if "communicator" in row else {}
+    return {"compressor": name, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
+
+
+def label_of(row: dict[str, Any]) -> str:
+    """Return what names a row among those of its launch."""
+    return "/".join(str(value) for factor, value in row.items() if factor not in ("launcher", "ranks"))
+
+
+def launches(worker: str, rows: list[dict[str, Any]]) -> list[Launch]:
+    """Return the launches of a covering array, each once."""
+    return [Launch(worker, *pair) for pair in _LAUNCHES if any((r["launcher"], r["ranks"]) == pair for r in rows)]
+
+
+def rows_of(launch: Launch, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a launch."""
+    return [row for row in rows if (row["launcher"], row["ranks"]) == (launch.launcher, launch.ranks)]

@@ -1,0 +1,201 @@
+"""A pool of ranks: started once by a launcher, kept for many tests, and asked for one scenario after another.
+
+Starting ranks and importing a framework on each of them costs more than most scenarios. One pool runs at a time,
+because Horovod's and Open MPI's threads take processor time even when nothing is exchanged; `grouped` orders the tests
+by their parameter `launch`, so that every pool starts once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import ROOT, Launch, command, environment
+
+# Long waits, for a machine with other work: a pool that works is never near them.
+START_S, SCENARIO_S, END_S = 240, 240, 60
+# How long a rank may go on when another one has raised an error; it may wait for that one in a collective for ever.
+AFTER_ERROR_S = 30
+
+
+def on(*launches: Launch) -> Any:
+    """Parametrize a test by the launches whose ranks it asks."""
+    return pytest.mark.parametrize("launch", launches, ids=str)
+
+
+def grouped(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Order tests by launch, each at the place of its first test; those without one keep their order before them."""
+    by_launch: dict[Launch | None, list[pytest.Item]] = {None: []}
+    for item in items:
+        launch = item.callspec.params.get("launch") if hasattr(item, "callspec") else None
+        by_launch.setdefault(launch if isinstance(launch, Launch) else None, []).append(item)
+    return [item for group in by_launch.values() for item in group]
+
+
+@functools.cache
+def _ask(launch: Launch, name: str, arguments: str) -> str:
+    # As text, so that no test can change what the next one gets.
+    return json.dumps(_running(launch).ask(name, json.loads(arguments)))
+
+
+def scenario(name: str, launch: Launch, *arguments: Any) -> list[Any]:
+    """Return what every rank reports of a scenario, which runs once; fail if a rank raised, died or hung."""
+    results = json.loads(_ask(launch, name, json.dumps(arguments)))
+    for rank, result in enumerate(results):
+        assert not (isinstance(result, dict) and "trace" in result), f"rank {rank}: {result['trace']}"
+    return results
+
+
+def same(values: list[Any]) -> bool:
+    """Whether all ranks report the same."""
+    return all(value == values[0] for value in values)
+
+
+class Pool:
+    """The ranks of one launch, each connected by a socket."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.broken = False
+        self._folder = tempfile.TemporaryDirectory()
+        self._output = Path(self._folder.name) / "output"
+        path = f"{self._folder.name}/socket"
+        self._words = [*command(launch.launcher, launch.ranks), sys.executable, "-m", launch.worker]
+        with socket.socket(socket.AF_UNIX) as server, self._output.open("wb") as output:
+            server.bind(path)
+            server.listen(launch.ranks)
+            self._process = subprocess.Popen(
+                [*self._words, path, str(launch.ranks)],
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._connections: list[socket.socket] = []
+            self._pids: dict[int, int] = {}
+            try:
+                server.settimeout(1.0)
+                deadline = time.monotonic() + START_S
+                while len(self._connections) < launch.ranks:
+                    try:
+                        self._connections.append(server.accept()[0])
+                    except TimeoutError:
+                        self._check(deadline, "did not start")
+                hellos = self._receive(deadline, "did not start")
+            except BaseException:
+                self.kill()
+                raise
+        order = sorted(range(launch.ranks), key=lambda i: hellos[i]["rank"])
+        self._connections = [self._connections[i] for i in order]
+        self._pids = {hello["rank"]: hello["pid"] for hello in hellos}
+
+    def ask(self, name: str, arguments: list[Any]) -> list[Any]:
+        """Return what each rank reports of a scenario. After an error the pool is of no more use."""
+        for connection in self._connections:
+            connection.sendall(json.dumps([name, arguments]).encode() + b"\n")
+        try:
+            results = self._receive(time.monotonic() + SCENARIO_S, f"did not finish {name}")
+        except BaseException:
+            self.kill()
+            raise
+        # Some ranks may have started collectives that others never will.
+        self.broken = any(_failed(result) for result in results)
+        return results
+
+    def _receive(self, deadline: float, failure: str) -> list[Any]:
+        """One message of every rank."""
+        received: list[Any] = [None] * len(self._connections)
+        texts = [b""] * len(self._connections)
+        with selectors.DefaultSelector() as selector:
+            for i, connection in enumerate(self._connections):
+                selector.register(connection, selectors.EVENT_READ, i)
+            while selector.get_map():
+                for key, _ in selector.select(1.0):
+                    part = key.fileobj.recv(1 << 20)  # type: ignore[union-attr]
+                    texts[key.data] += part
+                    if not part or part.endswith(b"\n"):
+                        selector.unregister(key.fileobj)
+                        assert part, self._failed(f"{failure}: a rank died")
+                        received[key.data] = json.loads(texts[key.data])
+                        if _failed(received[key.data]):
+                            deadline = min(deadline, time.monotonic() + AFTER_ERROR_S)
+                errors = "\n".join(f"a rank raised: {r['trace']}" for r in received if _failed(r))
+                self._check(deadline, f"{failure}{errors and ': '}{errors}")
+        return received
+
+    def _check(self, deadline: float, failure: str) -> None:
+        assert self._process.poll() is None, self._failed(f"{failure}: it exited with {self._process.returncode}")
+        assert time.monotonic() < deadline, self._failed(f"{failure} in time")
+
+    def _failed(self, failure: str) -> str:
+        text = self._output.read_bytes().decode(errors="replace")
+        return f"{' '.join(self._words)} {failure}\n{text[-8000:]}"
+
+    def stop(self) -> None:
+        """Let the ranks end by themselves; fail if one does not end well."""
+        if self.broken or self._process.returncode is not None:
+            self.kill()
+            return
+        for connection in self._connections:
+            connection.close()
+        try:
+            self._process.wait(END_S)
+            assert self._process.returncode == 0, self._failed(f"exited with {self._process.returncode} at its end")
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self._failed(f"did not end within {END_S} s")) from None
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End what still runs, and forget it."""
+        self.broken = True
+        for connection in self._connections:
+            connection.close()
+        if self._process.poll() is None:
+            # The launcher first, which would report the death of its ranks; then those it left over.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            for pid in self._pids.values():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def _failed(result: Any) -> bool:
+    return isinstance(result, dict) and "trace" in result
+
+
+_pool: Pool | None = None
+
+
+def _running(launch: Launch) -> Pool:
+    """The pool of a launch, started if it does not run; the one before it is stopped."""
+    global _pool
+    if _pool is None or _pool.launch != launch or _pool.broken:
+        stop()
+        _pool = Pool(launch)
+    return _pool
+
+
+def stop() -> None:
+    """Stop the pool that runs, if one does."""
+    global _pool
+    pool, _pool = _pool, None
+    if pool is not None:
+        pool.stop()
