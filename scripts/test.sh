@@ -1,18 +1,30 @@
 #!/usr/bin/env bash
 # Set everything up, then run lint, type checks, the docs build and all tests. Stop at the first failure, with its exit
-# status. Arguments are passed to pytest: bash scripts/test.sh -k topk
+# status. At the end, print how long each group took. Arguments are passed to pytest: bash scripts/test.sh -k topk
+# With --all, the tests run full products of methods, launchers and so on in place of covering arrays.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$root"
-bash scripts/setup.sh
+times="$(mktemp)"
+trap 'rm -f "$times"' EXIT
+
+# Run a command as one group of the table of times, which has a line per group: seconds, a tab and the name.
+timed() {
+    local name="$1" from="$SECONDS" status=0; shift
+    "$@" || status=$?
+    printf '%d\t%s\n' "$((SECONDS - from))" "$name" >>"$times"
+    return "$status"
+}
+
+timed "set-up" bash scripts/setup.sh
 export PATH="$root/.venv/bin:$PATH" VIRTUAL_ENV="$root/.venv"
 unset PYTHONHOME PYTHONPATH
 
 step() {
-    printf '\ntest: %s: ' "$1"; shift
-    printf '%s\n' "$*"
-    "$@"
+    local name="$1"; shift
+    printf '\ntest: %s: %s\n' "$name" "$*"
+    timed "$name" "$@"
 }
 
 step "lint" ruff check .
@@ -22,17 +34,24 @@ step "docs" bash scripts/docs.sh -q
 
 found=0
 tests() {
-    local status=0
+    local name="$1" status=0; shift
     # -rs shows the reasons of skipped tests, such as a compiler without sanitizers.
-    step "tests" python -m pytest -q -rs --durations=5 "${@}" || status=$?
+    step "$name" python -m pytest -q -rs --durations=5 "${@}" || status=$?
     # 5 means that the arguments select no test of this half. This is an error only if it holds for both halves.
     if [ "$status" -eq 0 ]; then found=1; elif [ "$status" -ne 5 ]; then exit "$status"; fi
 }
 # Tests that start processes run one at a time. All other tests run in parallel on all cores.
-tests -n auto -m "not distributed" "$@"
-tests -m distributed "$@"
+tests "tests, one process" -n auto -m "not distributed" "$@"
+GRACE_TEST_TIMES="$times" tests "tests, several processes" -m distributed "$@"
 if [ "$found" -eq 0 ]; then
     echo "test: the arguments select no test: $*" >&2
     exit 5
 fi
+# The lines of folders, which begin with a space, are parts of the group after them.
+awk -F '\t' '{ seconds[NR] = $1; name[NR] = $2; if ($2 !~ /^ /) total += $1 }
+    END {
+        printf "\n"
+        for (i = 1; i <= NR; i++) printf "%6d s  %3d %%  %s\n", seconds[i], 100 * seconds[i] / (total ? total : 1), name[i]
+        printf "%6d s         all\n", total
+    }' "$times"
 printf '\ntest: all passed\n'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
 
 import pytest
 
@@ -22,6 +23,22 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     items[:] = ranks.grouped(items)
+
+
+# The table of times that scripts/test.sh prints. Tests that start pytest add nothing to it.
+_times = os.environ.pop("GRACE_TEST_TIMES", None)
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report):
+    _seconds[report.nodeid.rpartition("/")[0]] += report.duration
+
+
+def pytest_sessionfinish():
+    """Add the seconds of each folder to the table."""
+    if _times is not None:
+        with open(_times, "a", encoding="utf-8") as table:
+            table.writelines(f"{seconds:.0f}\t  {folder}\n" for folder, seconds in sorted(_seconds.items()))
 
 
 @pytest.fixture(autouse=True, scope="session")

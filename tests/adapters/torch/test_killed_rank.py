@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -58,9 +59,8 @@ def rendezvous(size: int) -> Iterator[str]:
         server.communicate()
 
 
-@pytest.mark.parametrize(("granularity", "size"), [("bucket", 2), ("layer", 2), ("model", 4)])
-def test_the_others_end_by_themselves(granularity, size):
-    """There is no launcher to end the ranks, so each must notice the loss."""
+def lose_one(granularity, size):
+    """Start ranks without a launcher, of which the last is killed. Return exit codes, outputs and seconds to the end."""
     with ExitStack() as stack:
         port = stack.enter_context(rendezvous(size))
         ranks, said = [], []
@@ -88,17 +88,12 @@ def test_the_others_end_by_themselves(granularity, size):
         for file in said:
             file.seek(0)
             outputs.append(file.read())
-        assert codes[-1] == -signal.SIGKILL, outputs[-1]
-        for code, output in zip(codes[:-1], outputs[:-1], strict=True):
-            assert "lost" in output, output
-            assert code != 0, output
-            assert "trained to the end" not in output
-            assert "Error" in output, "a training script says why it ends"
-        assert seconds < TIMEOUT_S + SLACK_S
+        return codes, outputs, seconds
 
 
-def test_horovodrun_ends_with_an_error():
-    done = subprocess.run(
+def launch_and_lose_one():
+    """Let horovodrun start the ranks."""
+    return subprocess.run(
         [*command("horovodrun-gloo", 2), *words("bucket")],
         cwd=ROOT,
         env=environment(),
@@ -107,5 +102,33 @@ def test_horovodrun_ends_with_an_error():
         timeout=120 + TIMEOUT_S + SLACK_S,
         check=False,
     )
+
+
+CASES = [("bucket", 2), ("layer", 2), ("model", 4)]
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """Start all runs at once, as they mostly wait, and yield their futures by case."""
+    with ThreadPoolExecutor() as pool:
+        runs = {case: pool.submit(lose_one, *case) for case in CASES}
+        yield {**runs, "horovodrun": pool.submit(launch_and_lose_one)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_the_others_end_by_themselves(losses, case):
+    """There is no launcher to end the ranks, so each must notice the loss."""
+    codes, outputs, seconds = losses[case].result()
+    assert codes[-1] == -signal.SIGKILL, outputs[-1]
+    for code, output in zip(codes[:-1], outputs[:-1], strict=True):
+        assert "lost" in output, output
+        assert code != 0, output
+        assert "trained to the end" not in output
+        assert "Error" in output, "a training script says why it ends"
+    assert seconds < TIMEOUT_S + SLACK_S
+
+
+def test_horovodrun_ends_with_an_error(losses):
+    done = losses["horovodrun"].result()
     assert done.returncode != 0, done.stdout + done.stderr
     assert "trained to the end" not in done.stdout
