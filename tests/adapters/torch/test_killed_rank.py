@@ -60,7 +60,7 @@ def rendezvous(size: int) -> Iterator[str]:
 
 
 def lose_one(granularity, size):
-    """Start ranks without a launcher, of which the last is killed. Return exit codes, outputs and seconds to the end."""
+    """Start ranks without a launcher, of which the last is killed. Return codes, outputs and seconds to the end."""
     with ExitStack() as stack:
         port = stack.enter_context(rendezvous(size))
         ranks, said = [], []
