@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grace.core.config import Parts
-from grace.core.registry import communicators, compressors
+from grace.core.registry import communicators, compressors, memories
 from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, same
 from tests.support import registered
@@ -69,6 +69,19 @@ def test_a_gradient_that_overflows_in_the_payload_enters_no_state(chosen):
     for old, new in zip(before, states(sim), strict=True):
         assert all(np.isfinite(x).all() for x in new.values())
         assert finite or all(same(old[key], new[key]) for key in old)
+
+
+@pytest.mark.parametrize("communicator", ["allreduce", "allgather"])
+def test_a_gradient_that_only_bfloat16_makes_infinite_enters_no_state(communicator):
+    """The largest float32 is beyond the largest bfloat16."""
+    parts = Parts(compressors.make("bf16"), memories.make("residual"), communicators.make(communicator))
+    sim = simulate(parts, specs=[TensorSpec("matrix", (24, 40))])
+    step(sim, 0)
+    before = states(sim)
+    largest = np.finfo(np.float32).max
+    merged = step(sim, 1, change=lambda name, rank, x: np.full_like(x, largest) if rank == 1 else x)
+    assert all(np.isnan(mine["matrix"]).all() for mine in merged)
+    assert_same(before, states(sim))
 
 
 @pytest.mark.parametrize("memory", registered.params(registered.all_memories()))
