@@ -184,6 +184,14 @@ def test_every_composite_has_a_case():
     assert tested | elsewhere == made
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float64_becomes_float16_by_way_of_float32(backend):
+    """A little above the middle of two float16: float32 rounds it to the middle, and a tie goes to the even number."""
+    ops = ops_of(backend)
+    x = array(ops, [1 + 2**-11 + 2**-40], "float64")
+    assert host(ops, ops.cast(x, "float16")).tolist() == [1.0]
+
+
 def test_an_expanded_scalar_has_bytes():
     """The gradient of a sum over one element is a view with stride 0, which counts as contiguous."""
     import torch

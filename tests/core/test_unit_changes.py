@@ -77,6 +77,16 @@ def test_residuals_are_carried_from_any_cut_to_any_other(before, after, framewor
     assert not any(x.any() for x in residuals(sim).values())
 
 
+def test_another_method_does_not_begin_with_a_state_that_happens_to_fit():
+    """Both keep a factor of the same shape, but not of the same meaning."""
+    sim, fresh = (Simulation(2, {"a": (64, 48)}, {"compressor": name}) for name in ("powersgd", "gradzip"))
+    step(sim, 0)
+    sim.change(compressor="gradzip")
+    for engine, other in zip(sim.engines, fresh.engines, strict=True):
+        made, expected = (e.state_dict()["tensors"]["a"]["compressor"] for e in (engine, other))
+        assert np.array_equal(made["q"], expected["q"])
+
+
 @pytest.mark.parametrize(("before", "after"), [("layer", "model"), ("model", "layer")])
 def test_residuals_are_carried_to_a_memory_of_other_units(before, after):
     """The memory efsignsgd keeps its residual in units of the weights; with lr 0.5 that is exact in binary."""
