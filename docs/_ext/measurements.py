@@ -44,7 +44,7 @@ def value_of(data: dict[str, Any], row: dict[str, Any], key: str) -> Any:
 
 
 def number(value: float, form: str) -> str:
-    """Return a number by a format, or with so many significant digits, and two decimals at most, if that is a number."""
+    """Return a number by a format; a number as format means significant digits, with two decimals at most."""
     if not form.isdigit():
         return f"{value:{form}}"
     decimals = int(form) - len(str(int(abs(value))))
