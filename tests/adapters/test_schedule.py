@@ -1,4 +1,4 @@
-"""Methods and options that change in mid-run, in real processes."""
+"""Methods and options that change during a run, in real processes."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def test_states_are_carried_over_where_the_first_step_of_a_stage_is_dropped_or_l
         assert result == {"dropped": pytest.approx(0.25), "left out": pytest.approx(0.25), "rows": ""}
 
 
-each_schedule = on(TWO, Launch(TORCH, "mpirun", 4), TWO_TENSORFLOW)
+each_schedule = on(TWO, Launch(TORCH, "mpirun", 4), TWO_TENSORFLOW, Launch(TENSORFLOW, "mpirun", 4))
 
 
 def ask(name, launch):
-    """What every rank reports of a scenario that both frameworks have."""
+    """Return the reports of every rank about a scenario that both frameworks have."""
     return scenario(f"tf_{name}" if launch.worker == TENSORFLOW else name, launch)
 
 
 @each_schedule
 def test_however_it_is_scheduled_the_run_is_the_same(launch):
     ranks = ask("schedules", launch)
-    # By the configuration, by hand, by a scheduler or callback, and continued from a file, on every rank.
+    # By the configuration, by `change`, by a scheduler or callback, and continued from a file, on every rank.
     assert len({digest for result in ranks for digest in result["weights"].values()}) == 1, ranks
     sent = ranks[0]["sent"]
     assert len(sent) == 10
-    # Stages of fixed size send the same in every step; the uncompressed one sends most, and every change shows.
+    # Stages of fixed size send the same bytes in every step. The uncompressed stage sends most, and every change shows.
     assert sent[0] == sent[1] < sent[8] == sent[9] < sent[6] == sent[7]
     assert sent[4] == sent[5] not in (sent[0], sent[6], sent[8])
     assert ranks[0].get("traces", 1) == 1, "all stages are in one graph"
@@ -85,7 +85,7 @@ def test_residuals_follow_the_learning_rate(launch):
 def test_weights_meet_after_local_steps(launch):
     ranks = ask("local_steps", launch)
     for name in ("none", "qsparse"):
-        # After the third and the sixth step the weights have met; in between every rank has its own.
+        # After the third and the sixth step, the weights are equal. In between, every rank has its own.
         assert [len({result[name]["apart"][step] for result in ranks}) for step in range(7)] == [
             1 if step in (2, 5) else launch.ranks for step in range(7)
         ]

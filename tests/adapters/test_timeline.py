@@ -1,4 +1,4 @@
-"""Times of a step and their trace, with every adapter, in two real processes."""
+"""The times of a step and their trace, with every adapter, in two real processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.support.trace_checks import check_phases, check_trace, phases_in, ste
 
 pytestmark = pytest.mark.distributed
 
-# By how much a graph on a busy machine may look at the clock too late; clocks that differ would by far more.
+# The delay with which a graph on a busy machine may read the clock. Wrong clocks would differ by far more.
 SLACK_US = 50_000
-# How many steps each part of the scenario takes.
+# The number of steps in each part of the scenario.
 STEPS = {TORCH: 1, TENSORFLOW: 3, MPI: 1}
 
 
@@ -26,7 +26,7 @@ def test_every_rank_traces_its_steps_and_a_bad_path_is_told_to_all(launch):
         assert steps_in(result["told"]) == set(range(steps))
         assert steps_in(result["by hand"]) == set(range(steps, 2 * steps))
         assert any(event["name"] == "settle" for event in phases_in(result["told"]))
-    # One clock: a rank cannot have the others' payloads before they were handed over.
+    # The ranks share one clock: a rank cannot receive payloads before the others have sent them.
     bucket = next(iter(results[0]["stats"]["buckets"]))
     begun = [_begun(result["told"], bucket, steps - 1) for result in results]
     assert max(rank["send"] for rank in begun) <= min(rank["merge"] for rank in begun) + SLACK_US
@@ -41,6 +41,6 @@ def test_every_rank_traces_its_steps_and_a_bad_path_is_told_to_all(launch):
 
 
 def _begun(events, bucket, step):
-    """When the phases of a bucket began, in microseconds."""
+    """Return the start times of a bucket's phases in microseconds."""
     rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     return {e["name"]: e["ts"] for e in phases_in(events) if e["tid"] == rows[bucket] and e["args"]["step"] == step}

@@ -1,4 +1,4 @@
-"""Every registered part, as it comes and in extra configurations, under the contract of its kind."""
+"""Every registered compressor and memory fulfils its contract, with default and with extra configurations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grace.testing import CompressorContract, MemoryContract, OpsContract, Trace
 from grace.testing.harness import FRAMEWORKS
 from tests.support import covering, registered
 
-# Payloads that need not be the same bytes in every framework, and why: for all gradients, and for those of float64.
+# Methods whose payloads may differ between frameworks, with the reason: for all gradients, and for float64 only.
 REORDERED = {
     "atomo": "the signs of singular vectors are those of each framework; test_atomo.py compares mode entry",
     **dict.fromkeys(
         ("gradiveq", "gradzip", "powersgd"), "a matrix product is summed in the order of each framework's BLAS"
     ),
 }
-# Gradients of which a method sends a part that is not unique: with equal singular values, the vectors are any basis.
+# Gradients for which a payload is not unique: with equal singular values, the singular vectors are any basis.
 TIED = {"atomo": ("huge and tiny",)}
 REORDERED_FLOAT64 = dict.fromkeys(
     ("adaptive", "chain", "efsignsgd", "onebit", "qsgd", "qsparse", "terngrad", "wangni"),
@@ -34,31 +34,31 @@ def reordered(compressor, dtype):
 
 
 def of_ops(contract):
-    """The promises that run on the operations of a framework."""
+    """Return the promises that use array operations of a framework."""
     names = [name for name in dir(contract) if name.startswith("test_")]
     return [name for name in names if "ops" in inspect.signature(getattr(contract, name)).parameters]
 
 
-# On NumPy every promise meets every configuration. The other frameworks, and graphs, run the same code of a method, and
-# are held to NumPy's bytes by a promise of its own and by the tests of the engine: pairs are enough there.
+# On NumPy, every promise is tested with every configuration. Other frameworks and graphs run the same code of a method,
+# and one promise and the tests of the engine compare their bytes with NumPy's. So pairs are enough there.
 WAYS = [*FRAMEWORKS[1:], *(["graph"] if "tensorflow" in FRAMEWORKS else [])]
 PARTS = registered.by_name(registered.all_compressors() if covering.ALL else registered.default_compressors())
 EXTRAS = registered.by_name(registered.extra_compressors())
 ELSEWHERE = covering.rows(
     {"promise": of_ops(CompressorContract), "name": list(PARTS), "way": WAYS},
-    # In graphs the extra configurations have a test of their own, on fewer tensors.
+    # In graphs, a separate test covers the extra configurations, on fewer tensors.
     lambda row: row["way"] != "graph" or row["name"] not in EXTRAS,
 )
 
 
 def elsewhere(promise, way):
-    """The methods for which a promise is tested in this way."""
+    """Return the methods for which a promise is tested in this way."""
     return [PARTS[row["name"]] for row in ELSEWHERE if (row["promise"], row["way"]) == (promise, way)]
 
 
 @cache
 def in_graphs(part):
-    """The same object for all promises: a graph is traced once."""
+    """Return the same object for all promises, so that a graph is traced once."""
     return traced(part)
 
 
@@ -80,7 +80,7 @@ class TestCompressors(CompressorContract):
         return reordered(compressor, dtype)
 
     def rounding(self, compressor):
-        # Vectors of close singular values are less sure than the values.
+        # The singular vectors of close singular values are less exact than the values.
         return 256 if isinstance(compressor, compressors.get("atomo")) else super().rounding(compressor)
 
     def tied(self, compressor, case):
@@ -93,7 +93,7 @@ SERVED_ELSEWHERE = covering.rows({"memory": list(MEMORIES), "compressor": list(c
 
 
 def memories_elsewhere(promise, way):
-    """The memories for which a promise is tested in this way."""
+    """Return the memories for which a promise is tested in this way."""
     return [MEMORIES[row["name"]] for row in MEMORIES_ELSEWHERE if (row["promise"], row["way"]) == (promise, way)]
 
 
@@ -165,7 +165,7 @@ class TestTracedMemories(Traced, TestMemories):
 
 
 class TestTracedOps(OpsContract):
-    # What comes out of a graph is never the object that went in.
+    # The output of a graph is never the same object as its input.
     test_cast_to_its_own_dtype_is_no_copy = None
 
     @pytest.fixture

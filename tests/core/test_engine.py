@@ -1,4 +1,4 @@
-"""What a whole step promises, for every valid combination of parts, through the real engine over simulated ranks."""
+"""Promises of a whole step, for every valid combination of methods, with the real engine over simulated ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.support.steps import (
 
 
 def quick(row):
-    """Keep to the usual memory in eager TensorFlow, whose steps take ten times as long as others."""
+    """Return whether a row is quick: eager TensorFlow, which is ten times slower, uses only the default memory."""
     usual = METHODS[row["compressor"]].compressor.default_memory
     return row["framework"] != "tensorflow" or row["memory"] == usual
 
@@ -66,7 +66,7 @@ def test_frameworks_agree(chosen, framework):
         for spec in SPECS:
             one, two = x[spec.name].astype(np.float64), y[spec.name].astype(np.float64)
             exact = reordered(chosen.compressor, spec.dtype) is None
-            # Where sums run in another order, the difference is fed back over the steps.
+            # If sums have another order, error feedback carries the difference over the steps.
             bound = 0.0 if exact else 1e3 * EPS[spec.dtype] * np.abs(one).max(initial=0.0)
             assert np.abs(one - two).max(initial=0.0) <= bound, spec
 
@@ -114,12 +114,12 @@ AVERAGED = {name: parts for name, parts in DEFAULTS.items() if parts.compressor.
 
 @each(in_turn("memory", FEEDBACK), chosen=AVERAGED, memory=FEEDBACK)
 def test_error_feedback_loses_nothing(chosen, memory):
-    """What was applied and what is left add up to what was given, on the mean over ranks.
+    """Applied gradients plus residuals equal the given gradients, in the mean over ranks.
 
-    Not so for a vote, which is scale-free, and is left out by its declaration.
+    Votes are scale-free and do not have this property. Their declaration excludes them.
     """
     compressor = chosen.compressor
-    # The memory efsignsgd keeps its residual in units of the weights; with lr 0.5 that is exact in binary.
+    # The memory efsignsgd keeps its residual in units of the weights. With lr 0.5, this is exact in binary.
     feedback = memories.make({"name": memory, "lr": 0.5} if memory == "efsignsgd" else memory)
     lr = getattr(feedback, "lr", 1.0)
     chosen = Parts(compressor, feedback, communicators.make(compressor.default_communicator))
@@ -140,7 +140,7 @@ def test_error_feedback_loses_nothing(chosen, memory):
         residual = np.reshape(residual, spec.shape if key in left[0] else ())
         error = np.abs(applied[spec.name] + residual - given[spec.name])
         scale = np.abs(applied[spec.name]).max(initial=0.0) + np.abs(given[spec.name]).max(initial=0.0)
-        # Each of 4 steps rounds the payload, the sum over ranks and the gradient handed back.
+        # Each of 4 steps rounds the payload, the sum over ranks and the returned gradient.
         assert error.max(initial=0.0) <= 4 * wire_eps(chosen, spec) * (scale + 1e-30), spec
 
 
@@ -150,7 +150,7 @@ def test_error_feedback_loses_nothing(chosen, memory):
     framework=FRAMEWORKS,
 )
 def test_a_sparsifier_moves_values_without_rounding(chosen, framework):
-    """Seen with one rank, whose gradient is its own payload: old residual + gradient == applied + new residual."""
+    """With one rank, old residual + gradient == applied gradient + new residual, exactly."""
     compressor = chosen.compressor
     chosen = Parts(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
     specs = [s for s in SPECS if s.dtype in ("float32", "float64") and compressor.unfit(s) is None]
@@ -251,11 +251,11 @@ def test_the_state_of_the_last_step_is_never_changed(chosen):
 
 @each_combination_for("consumption")
 def test_nothing_is_used_after_it_was_consumed(chosen, monkeypatch):
-    # The poisoned operations are reference bodies, whose float64 sums have an order of their own.
+    # PoisonOps uses the reference implementation, whose float64 sums have another order than the kernels.
     monkeypatch.setenv("GRACE_NATIVE", "0")
     plain = simulate(chosen)
     expected = [step(plain, number) for number in range(3)], states(plain)
-    # Only now: the simulation asks for its operations at every call.
+    # Patch it only now, because the simulation gets its operations at every call.
     monkeypatch.setattr("grace.core.simulate.get_ops", lambda framework, device: PoisonOps())
     poisoned = simulate(chosen)
     assert type(poisoned.engines[0]._ops("cpu")) is PoisonOps
@@ -266,7 +266,7 @@ def test_nothing_is_used_after_it_was_consumed(chosen, monkeypatch):
 
 @each(extras_on("numpy"), chosen=DEFAULTS, framework=[f for f in FRAMEWORKS if f != "tensorflow"])
 def test_gradients_are_only_read(chosen, framework):
-    """They are the framework's, and its backward pass may still need them."""
+    """The gradients belong to the framework, and its backward pass may still need them."""
     sim = simulate(chosen, framework)
     for number in range(2):
         given = gradients(sim, number)
@@ -348,7 +348,7 @@ def test_stats_tell_compressed_from_dense():
 
 @every_framework
 def test_ranks_that_select_nothing_take_part(framework):
-    """Only rank 1 has anything above the threshold, then nobody."""
+    """In the first step only rank 1 has an element above the threshold, in the second step no rank has one."""
     chosen = registered.default_parts(compressors.make({"name": "threshold", "threshold": 100.0}))
     sim = simulate(chosen, framework, specs=SPECS[:2])
 

@@ -1,4 +1,4 @@
-"""What is compressed as one: layers as before, buckets and whole models as one flat tensor, long tensors as slices."""
+"""Granularity: layers, buckets or the whole model are compressed as one unit, and long tensors are split."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OTHERS = [framework for framework in FRAMEWORKS if framework != "numpy"]
 
 
 def flat_gradients(sim, given):
-    """Per rank the flat gradient of every unit: its pieces end to end, in the dtype of its tensors."""
+    """Return the flat gradient of every unit for each rank: its pieces concatenated, in the dtype of its tensors."""
     ops, plan = sim.engines[0]._ops("cpu"), sim.plan
     return [
         {
@@ -57,7 +57,7 @@ def flat_gradients(sim, given):
 
 
 def assert_units(sim, merged, expected):
-    """Every tensor is what the units that hold it came to."""
+    """Assert that every tensor equals the results of the units that contain it."""
     got, wanted = on_host(sim, merged), on_host(sim, expected)
     for mine, theirs in zip(got, wanted, strict=True):
         for name, places in sim.plan.places.items():
@@ -65,7 +65,7 @@ def assert_units(sim, merged, expected):
             assert same(mine[name].reshape(-1), np.concatenate(slices)), name
 
 
-# --- what the cuts are ------------------------------------------------------------------------------------------
+# --- splits and fusions -----------------------------------------------------------------------------------------
 
 
 def pieces(plan):
@@ -94,7 +94,7 @@ def test_what_is_served_alike_is_one_unit_of_a_bucket():
     layers = make_plan(specs, make_config(**options, granularity="layer"))
     assert pieces(layers) == [[(name, 0, 1600)] for name in "edcba"]
     assert all(unit.spec.shape == (40, 40) for unit in layers.units)
-    # 6,400 bytes of float32 each: a bucket of two.
+    # 6,400 bytes of float32 each, so a bucket contains two.
     plan = make_plan(specs[:4], make_config(compressor="topk", bucket_bytes=12_800))
     assert pieces(plan) == [[("d", 0, 1600), ("c", 0, 1600)], [("b", 0, 1600), ("a", 0, 1600)]]
 
@@ -111,7 +111,7 @@ def test_long_tensors_are_cut_into_about_equal_slices():
     assert starts(**{**small, "split_bytes": 10 * 4 * GRAIN}) == [0]
     for granularity in ("layer", "model"):
         assert starts(**small, granularity=granularity) == [0]
-    # No smaller than a grain, however small the slices should be.
+    # Slices are never smaller than GRAIN, even if split_bytes is.
     assert starts(bucket_bytes=0, split_bytes=1) == list(range(0, 40960, GRAIN))
 
 
@@ -133,7 +133,7 @@ def test_tensors_of_which_a_slice_is_unfit_are_not_cut(monkeypatch):
 
 
 def test_tensors_of_different_learning_rates_are_not_compressed_as_one():
-    """A memory that corrects for the learning rate knows one; optimizers may have several."""
+    """A memory that corrects for the learning rate has one rate per unit, but optimizers may have several rates."""
     specs = {"a": (40, 40), "b": (40, 40)}
     options = {"compressor": "topk", "compress_ratio": 0.05}
     assert len(grace.Simulation(1, specs, options).plan.units) == 1
@@ -151,7 +151,7 @@ def test_tensors_of_different_learning_rates_are_not_compressed_as_one():
         assert all(same(results[0][name], other[name]) for name in specs)
 
 
-# --- layers: nothing has changed --------------------------------------------------------------------------------
+# --- layers -----------------------------------------------------------------------------------------------------
 
 
 @each(in_turn("size", [2, 3, 4]), chosen=DEFAULTS, size=[2, 3, 4])
@@ -179,7 +179,7 @@ def test_layers_are_the_same_in_every_framework(chosen, framework):
 
 
 def units_by_hand(sim, ops, size=RANKS):
-    """The reference in which every unit is a tensor."""
+    """Return the reference step in which every unit is one tensor."""
     return Reference(ops, sim.plan.units, size, sim.config.seed)
 
 
@@ -280,7 +280,7 @@ def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
     framework=FRAMEWORKS,
 )
 def test_a_sparsifier_moves_values_without_rounding(chosen, cut, framework):
-    """Seen with one rank: old residual + gradient == applied + new residual."""
+    """With one rank, old residual + gradient == applied gradient + new residual, exactly."""
     compressor = chosen.compressor
     chosen = Parts(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
     specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64") and compressor.unfit(spec) is None]

@@ -1,4 +1,4 @@
-"""`import grace` brings in no framework, and the core never does: seen in a fresh interpreter."""
+"""`import grace` imports no framework, and neither does the core. The tests use a new interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grace
 import grace.core
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "mpi4py", "jax")
-# The files of the core that are a framework's.
+# The files of the core that may import a framework.
 FRAMEWORK_FILES = {
     "grace.core.mpi",
     "grace.core.ops.native_tensorflow",
@@ -68,7 +68,7 @@ def test_the_core_was_found():
 
 
 def test_importing_leaves_the_process_alone():
-    """No warning filters, no threads, no exit handlers, no random state."""
+    """The import changes no warning filters, threads, exit handlers or random state."""
     code = """
 import atexit, random, threading, warnings
 import numpy as np

@@ -1,4 +1,4 @@
-"""NaN, infinity and overflow: every rank is told, no state remembers, the next step is a normal one."""
+"""NaN, infinity and overflow reach every rank, enter no state, and do not affect the next step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
 
 @each_combination_for("overflow")
 def test_a_gradient_that_overflows_in_the_payload_enters_no_state(chosen):
-    """1e30 is finite in float32 and infinite in float16; what a residual would make of it is NaN."""
+    """1e30 is finite in float32 and infinite in float16. A residual of it would be NaN."""
     specs = [TensorSpec("matrix", (24, 40))]
     sim = simulate(chosen, specs=specs)
     step(sim, 0)
@@ -86,7 +86,7 @@ def test_a_gradient_that_only_bfloat16_makes_infinite_enters_no_state(communicat
 
 @pytest.mark.parametrize("memory", registered.params(registered.all_memories()))
 def test_an_infinite_gradient_enters_no_memory(memory):
-    """Memories compute before the guard looks: clipping divides by an infinite norm."""
+    """Memories compute before the check: clipping divides by an infinite norm."""
     compressor = compressors.make({"name": "topk", "compress_ratio": 0.1})
     sim = simulate(Parts(compressor, memory, communicators.make("allgather")), specs=SPECS[:2])
     step(sim, 0)

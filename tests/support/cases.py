@@ -1,4 +1,4 @@
-"""The factors of real exchanges, of which covering arrays are made: methods, how they travel, and how ranks start."""
+"""The factors of the covering arrays for real exchanges: methods, communicators, unit sizes and launchers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.support.launch import Launch
 # Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it.
 EVERYTHING = {"default_rules": False}
 LAYERS = {**EVERYTHING, "granularity": "layer"}
-# Of the models the large matrices are cut, and what is left of them is fused with smaller tensors.
+# The large matrices of the models are split, and their remainders are fused with smaller tensors.
 UNITS = {
     "bucket": {**EVERYTHING, "granularity": "bucket", "bucket_bytes": 20_000, "split_bytes": 16_384},
     "model": {**EVERYTHING, "granularity": "model"},
 }
 GRANULARITIES = {"default": EVERYTHING, "layer": LAYERS, **UNITS}
 
-# Methods with phases go through all of them within four steps, which would take hundreds with their defaults.
+# With these options, methods with phases pass through all of them in four steps instead of hundreds.
 _QUICK: dict[str, dict[str, Any]] = {
     **{name: {"compress_ratio": 0.05} for name in ("topk", "randomk", "dgc")},
     "gradiveq": {"training_steps": 2, "compressed_steps": 2},
@@ -43,7 +43,7 @@ def method_factors() -> dict[str, list[Any]]:
 
 
 def possible(row: dict[str, Any]) -> bool:
-    """Return whether there is such a launch, and the method can travel like that."""
+    """Return whether the launch exists and the method works with the communicator."""
     if "launcher" in row and (row["launcher"], row["ranks"]) not in _LAUNCHES:
         return False
     return "communicator" not in row or _compatible(row["method"], row["communicator"])
@@ -66,7 +66,7 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def label_of(row: dict[str, Any]) -> str:
-    """Return what names a row among those of its launch."""
+    """Return the name of a row among those of its launch."""
     return "/".join(str(value) for factor, value in row.items() if factor not in ("launcher", "ranks"))
 
 

@@ -1,4 +1,4 @@
-"""Sums of 16-bit floats in real processes: what every rank hands in, and whether what comes out is what must."""
+"""Sums of 16-bit floats in real processes: inputs of every rank, and checks of the results."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-# Fewer elements than ranks, and numbers of them that no number of ranks divides.
+# Fewer elements than ranks, and numbers of elements that are not multiples of the number of ranks.
 SIZES = (1, 2, 3, 5, 1000, 4099)
 
-# Starts the reduction of an array, with "sum" or "mean" and a name; the result waits for it.
+# A function that starts the reduction of an array, with "sum" or "mean" and a name, and returns a function that waits.
 Reduce = Callable[[np.ndarray, str, str], Callable[[], np.ndarray]]
 
 
 def given(dtype: np.dtype[Any], n: int, rank: int) -> np.ndarray:
-    """Numbers of many sizes; where there is room, infinities, NaN, and sums that only float16 cannot hold."""
+    """Return numbers of many sizes. Longer arrays contain infinities, NaN, and sums that overflow float16 only."""
     rng = np.random.default_rng([n, rank])
     x = rng.standard_normal(n) * 2.0 ** rng.integers(-24, 8, n)
     if n >= 1000:
@@ -31,7 +31,7 @@ def given(dtype: np.dtype[Any], n: int, rank: int) -> np.ndarray:
 
 
 def reductions(reduce: Reduce, ranks: Sequence[int], rank: int) -> dict[str, Any]:
-    """Per case whether a reduction over these ranks is the one of float32, rounded once; and a digest of its bytes."""
+    """Return for each case whether a reduction equals that of float32, rounded once, and a digest of its bytes."""
     results: dict[str, Any] = {}
     for dtype in DTYPES:
         for n in SIZES:
@@ -51,14 +51,14 @@ def reductions(reduce: Reduce, ranks: Sequence[int], rank: int) -> dict[str, Any
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal bits, but for those of NaN."""
+    """Return whether the bits are equal, except those of NaN."""
     nan = np.isnan(a.astype(np.float32))
     same = a.view(np.uint16) == b.view(np.uint16)
     return bool((nan == np.isnan(b.astype(np.float32))).all() and (same | nan).all())
 
 
 def check(ranks: Sequence[dict[str, Any]]) -> None:
-    """Fail unless all is as it must be on all ranks, and all have the same bits."""
+    """Fail unless all results are correct on all ranks, and all ranks have the same bits."""
     assert len(ranks[0]) == len(DTYPES) * len(SIZES) * 2
     for label, result in ranks[0].items():
         assert all(rank[label] == result for rank in ranks), label
@@ -70,7 +70,7 @@ def check(ranks: Sequence[dict[str, Any]]) -> None:
 
 
 def check_sets(ranks: Sequence[dict[str, Any]]) -> None:
-    """Check what ranks report by the list of ranks that took part, of every list with rank 0, which has infinities."""
+    """Check the reports for every list of participating ranks that contains rank 0, which has infinities."""
     assert "[0, 2, 3]" in ranks[0] or len(ranks) < 4
     for members in ranks[0]:
         check([ranks[rank][members] for rank in json.loads(members)])

@@ -1,4 +1,4 @@
-"""The ways to start several ranks, and what is started."""
+"""Launchers and the programs that they start on several ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TENSORFLOW = "tests.support.tensorflow_worker"
 MPI = "tests.adapters.mpi.worker"
 NAMES = {TORCH: "torch", TENSORFLOW: "tensorflow", MPI: "mpi"}
 
-# mpirun refuses to run as root, and more ranks than cores, unless told otherwise; the tests need both.
+# By default, mpirun refuses to run as root, and to start more ranks than cores. The tests need both.
 _MPI_FLAGS = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 
-# Methods whose payloads are added on the way.
+# Methods whose payloads are summed by an allreduce.
 SUMMED = frozenset(name for name in compressors if compressors.make(name).summable)
 
 
@@ -35,13 +35,13 @@ class Launch(NamedTuple):
 
 
 def command(launcher: str, ranks: int) -> list[str]:
-    """Return the words that start `ranks` processes; for "python" there are none."""
+    """Return the command line that starts `ranks` processes. For "python" it is empty."""
     words = {
         "python": [],
         "horovodrun-gloo": ["horovodrun", "-np", str(ranks), "--gloo"],
         "horovodrun-mpi": [
             *["horovodrun", "-np", str(ranks), "--mpi", f"--mpi-args={' '.join(_MPI_FLAGS)}"],
-            # What horovodrun passes by itself is not understood by Open MPI 5.
+            # Open MPI 5 does not understand horovodrun's own binding flags.
             "--binding-args=--bind-to none --map-by slot",
         ],
         "mpirun": ["mpirun", *_MPI_FLAGS, "--bind-to", "none", "-np", str(ranks)],
@@ -51,6 +51,6 @@ def command(launcher: str, ranks: int) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of ranks: this one, one thread each, and no configuration from outside."""
+    """Return the environment of ranks: that of this process, with one thread and without any configuration of grace."""
     kept = {name: value for name, value in os.environ.items() if name != "GRACE_CONFIG"}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", **more}

@@ -1,8 +1,8 @@
-"""One rank of a pool: it runs the scenarios that the test process names, until the test process hangs up.
+"""One rank of a pool. It runs scenarios for the test process until that closes the connection.
 
 `python -m WORKER SOCKET RANKS` starts one. Messages are lines of JSON: the rank sends its number and its process id,
-and for every `[name, arguments]` what the scenario of that name returned, or {"error": ..., "trace": ...}. Assertions
-about results belong to the tests; a scenario only reports what happened on its rank.
+and for every `[name, arguments]` the result of the scenario with this name, or {"error": ..., "trace": ...}. A scenario
+only reports what happened on its rank. The tests make the assertions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 
 def ranks() -> int:
-    """Return the number of ranks of this launch, which is known before the launcher is asked."""
+    """Return the number of ranks of this launch, which is known before the launcher reports it."""
     return int(sys.argv[2])
 
 
 def serve(rank: int, modules: Iterable[ModuleType], after: Callable[[], Any] = lambda: None) -> None:
-    """Run scenarios, which are functions of `modules`, and call `after` when one is over."""
+    """Run scenarios, which are functions of `modules`, and call `after` at the end of each."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[1])
         with connection.makefile("rw") as stream:

@@ -1,6 +1,6 @@
-"""A pool of ranks: started once by a launcher, kept for many tests, and asked for one scenario after another.
+"""A pool of ranks that a launcher starts once. It runs one scenario after another, for many tests.
 
-Starting ranks and importing a framework on each of them costs more than most scenarios. One pool runs at a time,
+Starting ranks and importing a framework on each of them takes longer than most scenarios. One pool runs at a time,
 because Horovod's and Open MPI's threads take processor time even when nothing is exchanged; `grouped` orders the tests
 by their parameter `launch`, so that every pool starts once.
 """
@@ -24,19 +24,19 @@ import pytest
 
 from tests.support.launch import ROOT, Launch, command, environment
 
-# Long waits, for a machine with other work: a pool that works is never near them.
+# Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them.
 START_S, SCENARIO_S, END_S = 240, 240, 60
-# How long a rank may go on when another one has raised an error; it may wait for that one in a collective for ever.
+# The seconds that a rank gets after another one has raised an error, because it may wait for that rank forever.
 AFTER_ERROR_S = 30
 
 
 def on(*launches: Launch) -> Any:
-    """Parametrize a test by the launches whose ranks it asks."""
+    """Parametrize a test by the launches whose ranks it uses."""
     return pytest.mark.parametrize("launch", launches, ids=str)
 
 
 def grouped(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Order tests by launch, each at the place of its first test; those without one keep their order before them."""
+    """Sort tests by launch, in the order of the launches' first tests. Tests without a launch come first, in order."""
     by_launch: dict[Launch | None, list[pytest.Item]] = {None: []}
     for item in items:
         launch = item.callspec.params.get("launch") if hasattr(item, "callspec") else None
@@ -46,12 +46,12 @@ def grouped(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @functools.cache
 def _ask(launch: Launch, name: str, arguments: str) -> str:
-    # As text, so that no test can change what the next one gets.
+    # Keep the results as text, so that no test can change the results of the next one.
     return json.dumps(_running(launch).ask(name, json.loads(arguments)))
 
 
 def scenario(name: str, launch: Launch, *arguments: Any) -> list[Any]:
-    """Return what every rank reports of a scenario, which runs once; fail if a rank raised, died or hung."""
+    """Run a scenario once and return the reports of all ranks. Fail if a rank raised an error, died or hung."""
     results = json.loads(_ask(launch, name, json.dumps(arguments)))
     for rank, result in enumerate(results):
         assert not (isinstance(result, dict) and "trace" in result), f"rank {rank}: {result['trace']}"
@@ -59,7 +59,7 @@ def scenario(name: str, launch: Launch, *arguments: Any) -> list[Any]:
 
 
 def same(values: list[Any]) -> bool:
-    """Whether all ranks report the same."""
+    """Return whether all ranks report the same."""
     return all(value == values[0] for value in values)
 
 
@@ -104,7 +104,7 @@ class Pool:
         self._pids = {hello["rank"]: hello["pid"] for hello in hellos}
 
     def ask(self, name: str, arguments: list[Any]) -> list[Any]:
-        """Return what each rank reports of a scenario. After an error the pool is of no more use."""
+        """Run a scenario and return the report of each rank. After an error the pool cannot be used again."""
         for connection in self._connections:
             connection.sendall(json.dumps([name, arguments]).encode() + b"\n")
         try:
@@ -112,12 +112,12 @@ class Pool:
         except BaseException:
             self.kill()
             raise
-        # Some ranks may have started collectives that others never will.
+        # Some ranks may have started collectives that other ranks will never start.
         self.broken = any(_failed(result) for result in results)
         return results
 
     def _receive(self, deadline: float, failure: str) -> list[Any]:
-        """One message of every rank."""
+        """Receive one message from every rank."""
         received: list[Any] = [None] * len(self._connections)
         texts = [b""] * len(self._connections)
         with selectors.DefaultSelector() as selector:
@@ -146,7 +146,7 @@ class Pool:
         return f"{' '.join(self._words)} {failure}\n{text[-8000:]}"
 
     def stop(self) -> None:
-        """Let the ranks end by themselves; fail if one does not end well."""
+        """Wait until the ranks have ended. Fail if one does not end with status 0."""
         if self.broken or self._process.returncode is not None:
             self.kill()
             return
@@ -161,12 +161,12 @@ class Pool:
             self.kill()
 
     def kill(self) -> None:
-        """End what still runs, and forget it."""
+        """Kill all processes that still run."""
         self.broken = True
         for connection in self._connections:
             connection.close()
         if self._process.poll() is None:
-            # The launcher first, which would report the death of its ranks; then those it left over.
+            # Kill the launcher first, because it would report the death of its ranks. Then kill remaining ranks.
             os.killpg(self._process.pid, signal.SIGKILL)
             for pid in self._pids.values():
                 try:
@@ -185,7 +185,7 @@ _pool: Pool | None = None
 
 
 def _running(launch: Launch) -> Pool:
-    """The pool of a launch, started if it does not run; the one before it is stopped."""
+    """Return the pool of a launch. Start it if it does not run, and stop the previous pool."""
     global _pool
     if _pool is None or _pool.launch != launch or _pool.broken:
         stop()
@@ -194,7 +194,7 @@ def _running(launch: Launch) -> Pool:
 
 
 def stop() -> None:
-    """Stop the pool that runs, if one does."""
+    """Stop the running pool, if there is one."""
     global _pool
     pool, _pool = _pool, None
     if pool is not None:

@@ -1,6 +1,6 @@
-"""What is under test: every registered part as it comes, and configurations that reach other code of the same part.
+"""Methods under test: every registered one with its defaults, and extra configurations that reach other code.
 
-The lists come from the registry, so a new part is tested as soon as it is registered.
+The lists come from the registry, so a new method is tested as soon as it is registered.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from grace.testing.harness import FRAMEWORKS
 
 every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 
-# The frameworks as they come, and with reference bodies where they come with kernels of the same module.
+# The frameworks, and those with kernels also with the reference implementation.
 BACKENDS = (*FRAMEWORKS, *(f"{name}-reference" for name in ("numpy", "torch") if name in FRAMEWORKS))
 
 
 def ops_of(backend: str) -> ArrayOps:
-    """The array operations of one of BACKENDS."""
+    """Return the array operations of one of BACKENDS."""
     framework, _, reference = backend.partition("-")
     return get_ops(framework, native=False if reference else None)
 
@@ -94,27 +94,27 @@ EXTRA_MEMORIES = [
 
 
 def default_compressors() -> list[Compressor]:
-    """One compressor per registered name."""
+    """Return one compressor per registered name."""
     return [compressors.make(name) for name in compressors]
 
 
 def extra_compressors() -> list[Compressor]:
-    """The extra configurations."""
+    """Return the extra configurations."""
     return [compressors.make(extra) for extra in EXTRA_COMPRESSORS]
 
 
 def all_compressors() -> list[Compressor]:
-    """The default of every registered name, and the extra configurations."""
+    """Return the default of every registered name, and the extra configurations."""
     return default_compressors() + extra_compressors()
 
 
 def all_memories() -> list[Memory]:
-    """The default of every registered name, and the extra configurations."""
+    """Return the default of every registered name, and the extra configurations."""
     return [memories.make(name) for name in memories] + [memories.make(extra) for extra in EXTRA_MEMORIES]
 
 
 def default_parts(compressor: Compressor) -> Parts:
-    """The parts a user gets who names only the compressor."""
+    """Return a compressor with its default memory and communicator."""
     return Parts(
         compressor,
         memories.make(compressor.default_memory),
@@ -123,7 +123,7 @@ def default_parts(compressor: Compressor) -> Parts:
 
 
 def valid_parts() -> list[Parts]:
-    """Every compressor x memory x communicator, all as they come, that can work together."""
+    """Return every valid combination of compressor, memory and communicator, all with their defaults."""
     parts = []
     for compressor in default_compressors():
         for memory in memories:
@@ -136,7 +136,7 @@ def valid_parts() -> list[Parts]:
 
 
 def name(part: Compressor | Memory | Parts) -> str:
-    """A short name for test reports: what differs from the default."""
+    """Return a short name for test reports: the options that differ from the defaults."""
     if isinstance(part, Parts):
         kinds = ((compressors, part.compressor), (memories, part.memory), (communicators, part.communicator))
         return "-".join(registry.name_of(p) for registry, p in kinds)
@@ -149,10 +149,10 @@ def name(part: Compressor | Memory | Parts) -> str:
 
 
 def by_name(parts: list, kind: str | None = None) -> dict:
-    """The parts by their short names, or by that of one of their kinds."""
+    """Return the parts by their short names, or by the name of one kind."""
     return {name(getattr(part, kind) if kind else part): part for part in parts}
 
 
 def params(parts: list) -> list:
-    """pytest parameters with short names."""
+    """Return pytest parameters with short names."""
     return [pytest.param(part, id=name(part)) for part in parts]

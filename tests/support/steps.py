@@ -1,4 +1,4 @@
-"""Simulated steps: fixed gradients of awkward tensors in, everything that can be observed out."""
+"""Simulated steps on fixed gradients of unusual tensors, with everything that tests can observe."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SPECS = [
     TensorSpec("brain", (9, 16), "bfloat16"),
     TensorSpec("double", (16, 9), "float64"),
 ]
-# Long enough to be cut.
+# Long enough to be split.
 LONG = TensorSpec("long", (3, 5000))
 MIXED = [*SPECS[:2], LONG, *SPECS[2:]]
-# All fused, fused and cut, and all as one.
+# All fused, fused and split, and all as one unit.
 CUTS = {
     "bucket": {"granularity": "bucket"},
     "small buckets": {"granularity": "bucket", "bucket_bytes": 6000, "split_bytes": 20_000},
@@ -80,13 +80,13 @@ def combination(row):
     return tuple(row[kind] for kind in PARTS)
 
 
-# They share one covering array: each meets every compressor, every memory and every communicator.
+# These promises share one covering array. Each is tested with every compressor, memory and communicator.
 _PROMISES = ["buckets", "bytes", "consumption", "overflow", "state"]
 _ROWS = covering.rows({**PARTS, "promise": _PROMISES}, lambda row: combination(row) in COMBINATIONS)
 
 
 def each_combination_for(promise):
-    """Parametrize a test by its share of the combinations; by all of them under `--all`."""
+    """Parametrize a test by its share of the combinations, or by all of them under `--all`."""
     chosen = [COMBINATIONS[combination(row)] for row in _ROWS if row["promise"] == promise]
     assert chosen, f"expected one of {_PROMISES}, received {promise!r}"
     return pytest.mark.parametrize("chosen", registered.params(chosen))
@@ -109,7 +109,7 @@ def in_turn(factor, values):
 
 
 def config(chosen: Parts, granularity="layer", **options) -> Config:
-    """Every tensor by itself, so that each of the awkward ones meets the method; other cuts: test_granularity.py."""
+    """Return a configuration in which every tensor is a unit. test_granularity.py tests other granularities."""
     return Config(chosen, default_rules=False, seed=5, granularity=granularity, **options)
 
 
@@ -122,7 +122,7 @@ def gradient(spec: TensorSpec, step: int, rank: int) -> np.ndarray:
 
 
 def gradients(sim, step, change=lambda name, rank, x: x):
-    """Per rank the gradients of a step, as arrays of the framework; `change` may alter the NumPy ones."""
+    """Return the gradients of a step for each rank, as arrays of the framework. `change` may alter the NumPy arrays."""
     result = []
     for rank, engine in enumerate(sim.engines):
         mine = {}
@@ -144,7 +144,7 @@ def step(sim, number, **changes):
 
 
 def states(sim):
-    """Copies of all states: per rank and tensor, per part and field."""
+    """Return copies of all states: by rank and tensor, part and field."""
     ops = sim.engines[0]._ops("cpu")
     return [
         {
@@ -165,7 +165,7 @@ def assert_same(a, b):
 
 
 def wire_eps(chosen: Parts, spec: TensorSpec) -> float:
-    """How coarsely the payload, the gradient handed back and the sums in between are rounded."""
+    """Return the largest relative rounding error of payload, returned gradient and sums."""
     compressor = chosen.compressor if chosen.compressor.unfit(spec) is None else compressors.make("none")
     fields = compressor.wire(spec)
     return 16 * max([EPS.get(f.dtype, 0.0) for f in fields if f.wire] + [EPS[spec.dtype], EPS[spec.work_dtype]])

@@ -1,4 +1,4 @@
-"""One rank that runs the scenarios of TensorFlow."""
+"""One rank that runs the TensorFlow scenarios."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     world = rank.ranks()
-    # Horovod wants process sets when it starts: even ranks, odd ranks, and a number of ranks that is no power of two.
+    # Horovod needs the process sets at its start: even ranks, odd ranks, and a number that is not a power of two.
     members = [[0, 2], [1, 3], [0, 2, 3]] if world == 4 else []
     PROCESS_SETS[:] = map(hvd.ProcessSet, members)
     hvd.init(process_sets=PROCESS_SETS)

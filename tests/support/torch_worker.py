@@ -1,4 +1,4 @@
-"""One rank that runs the scenarios of PyTorch."""
+"""One rank that runs the PyTorch scenarios."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sleep_while_waiting() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     world = rank.ranks()
-    # Horovod wants process sets when it starts: even ranks, odd ranks, and a number of ranks that is no power of two.
+    # Horovod needs the process sets at its start: even ranks, odd ranks, and a number that is not a power of two.
     members = [[0, 2], [1, 3], [0, 2, 3]] if world == 4 else []
     PROCESS_SETS[:] = map(hvd.ProcessSet, members)
     hvd.init(process_sets=PROCESS_SETS)

@@ -1,4 +1,4 @@
-"""grace.core.mpi in real processes, on 2 and 4 ranks."""
+"""Tests of `grace.core.mpi` in real processes, on 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 each_size = on(Launch(MPI, "mpirun", 2), Launch(MPI, "mpirun", 4))
 
-# Methods as they come, with every communicator and cut; of their variants, which share the rest, one row each.
+# Methods with their defaults, with every communicator and unit size. Their variants share the rest: one row each.
 VARIANTS = [registered.name(compressor) for compressor in registered.extra_compressors()]
 
 
@@ -47,7 +47,7 @@ EXCHANGES = rows(
 
 
 def exchanged(launch):
-    """Return what every rank reports of the rows of a launch, by label."""
+    """Return the reports of every rank about the rows of a launch, by label."""
     chosen = [row for row in EXCHANGES if row["ranks"] == launch.ranks]
     results = scenario("exchanges", launch, chosen)
     assert all(len(rank) == len(chosen) for rank in results)
@@ -67,10 +67,10 @@ def test_every_method_exchanges_what_the_simulation_does(launch):
         if launch.ranks == 2 or not result["summed"]:
             assert simulated["equal"], label
         else:
-            # Sums of more than two depend on the algorithm, and the last bits of a 16-bit gradient on them.
+            # Sums of more than two ranks depend on the algorithm, and so do the last bits of a 16-bit gradient.
             assert simulated["worst"]["wide"] <= 1e-4, label
             assert simulated["worst"]["half"] <= 2e-2, label
-            # These are added in the order of the ranks.
+            # These are summed in the order of the ranks.
             assert simulated["worst"]["half sum"] == 0, label
 
 
@@ -106,7 +106,7 @@ def test_sums_and_maxima(launch):
         assert result["max"], label
         assert result["dtypes"] == [True, True], label
         assert all(rank[label]["digest"] == result["digest"] for rank in results), label
-    # 1 and ranks - 1 times half a unit in its last place; a tie goes to the even neighbour.
+    # 1 plus (ranks - 1) times half a unit in the last place. A tie rounds to the even neighbour.
     units = {2: 0, 4: 2}[launch.ranks]
     for rank in results:
         assert rank["float16 rounds once"] == [1 + units * 2.0**-10] * 3
@@ -136,7 +136,7 @@ def test_collectives_may_be_waited_for_in_any_order(launch):
 def test_ranks_that_start_different_collectives_are_all_told(launch):
     for number, rank in enumerate(scenario("differing_calls", launch)):
         for label, errors in rank.items():
-            # At the latest when it waits, and again when it goes on.
+            # The error comes at the latest when the rank waits, and again at the next call.
             assert len(errors) >= 2, (label, errors)
             assert all(error.startswith("MismatchError") for error in errors), (label, errors)
             other = 0 if number == launch.ranks - 1 else launch.ranks - 1
@@ -199,7 +199,7 @@ def test_exchanges_of_other_communicators_do_not_mix(launch):
 
 
 def test_ranks_that_part_do_not_hang_at_their_end():
-    """The error ends the process, with requests of MPI still open."""
+    """The error ends the process while MPI requests are still open."""
     code = """
 import numpy as np
 from grace.core.mpi import MPITransport

@@ -1,4 +1,4 @@
-"""One rank that runs the scenarios of grace.core.mpi, which are below."""
+"""One rank that runs the scenarios of grace.core.mpi, and these scenarios."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for
 
 
 def outcome(call: Any) -> str:
-    """The error that a call ends with; empty if none."""
+    """Return the error of a call as text, empty if there is none."""
     try:
         call()
     except Exception as error:
@@ -90,7 +90,7 @@ def exchanges(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _simulated(config: grace.Config, parts: Any, merged: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-    """How the simulated steps differ from what this rank has received."""
+    """Return the differences between the simulated steps and the results of this rank."""
     simulation = grace.Simulation(SIZE, steps.MIXED, config)
     equal, worst, lengths = True, {"wide": 0.0, "half": 0.0, "half sum": 0.0}, []
     for step, mine in enumerate(merged):
@@ -108,14 +108,14 @@ def _simulated(config: grace.Config, parts: Any, merged: list[dict[str, np.ndarr
 
 
 def spy(transport: mpi.MPITransport) -> list[int]:
-    """The bytes of every array handed to a collective from now on."""
+    """Record the bytes of every array passed to a collective from now on."""
     sent: list[int] = []
 
     def watch(kind: str) -> None:
         real = getattr(transport, kind)
 
         def call(x: np.ndarray, **options: Any) -> Any:
-            # Of the broadcasts only one carries the rank's own data.
+            # Only one of the broadcasts sends the rank's own data.
             sent.append(x.nbytes if options.get("root", RANK) == RANK else 0)
             return real(x, **options)
 
@@ -127,7 +127,7 @@ def spy(transport: mpi.MPITransport) -> list[int]:
 
 
 def reductions() -> dict[str, Any]:
-    """Sums and maxima of every dtype and of awkward lengths, against float64."""
+    """Compare sums and maxima of every dtype and of unusual lengths with float64."""
     transport, results = mpi.MPITransport(), {}
     for name, dtype in DTYPES.items():
         for n in (0, 1, 5, 1000):
@@ -145,7 +145,7 @@ def reductions() -> dict[str, Any]:
                 "dtypes": [str(total.wait().dtype) == str(dtype), str(largest.wait().dtype) == str(dtype)],
                 "digest": hashlib.sha256(total.wait().tobytes()).hexdigest(),
             }
-    # What rounding after every addition would lose: 1 + 2^-11 is 1 in float16, and the same with 2^-8 in bfloat16.
+    # Rounding after every addition would lose these: 1 + 2^-11 is 1 in float16, and 1 + 2^-8 is 1 in bfloat16.
     for name, small in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
         x = np.full(3, 1.0 if RANK == 0 else small, DTYPES[name])
         results[f"{name} rounds once"] = transport.allreduce(x, op="sum", name="r").wait().astype(float).tolist()
@@ -155,7 +155,7 @@ def reductions() -> dict[str, Any]:
 
 
 def half_sums() -> dict[str, Any]:
-    """Sums and means of 16-bit floats."""
+    """Compute sums and means of 16-bit floats."""
     transport = mpi.MPITransport()
     return half_precision.reductions(
         lambda x, op, name: transport.allreduce(x, op=op, name=name).wait, list(range(SIZE)), RANK
@@ -163,7 +163,7 @@ def half_sums() -> dict[str, Any]:
 
 
 def lengths() -> dict[str, Any]:
-    """Buffers of lengths that only their ranks know, empty ones among them."""
+    """Gather buffers whose lengths only their ranks know, some of them empty."""
     transport, results = mpi.MPITransport(), {}
     for name, dtype in DTYPES.items():
         for label, length in {"rank": RANK, "reversed": SIZE - 1 - RANK, "none": 0, "one": 7 * (RANK == 1)}.items():
@@ -176,7 +176,7 @@ def lengths() -> dict[str, Any]:
             }[label]
             expected = [rank for rank, n in enumerate(everyone) for _ in range(n)]
             results[f"{name}/{label}"] = got.astype(int).tolist() == expected and got.dtype == dtype
-    # Every second element: not contiguous.
+    # Every second element, so the array is not contiguous.
     strided = np.arange(10, dtype=np.float32)[::2] + RANK
     got = transport.allgather(np.repeat(strided, 2)[::2], name="strided").wait()
     results["strided"] = got.tolist() == [float(2 * i + rank) for rank in range(SIZE) for i in range(5)]
@@ -184,7 +184,7 @@ def lengths() -> dict[str, Any]:
         for n in (0, 3):
             got = transport.broadcast(np.full(n, RANK, np.int32), root=root, name="b").wait()
             results[f"broadcast/{root}/{n}"] = got.tolist() == [root] * n
-    # A threshold that only rank 0's gradient reaches, and in the second step nobody's.
+    # Only rank 0's gradient reaches this threshold, and no gradient in the second step.
     config = {"compressor": "threshold", "threshold": 1.0, "memory": "none", "default_rules": False}
     exchange = mpi.MPIExchange({"w": (50,)}, config, average=False)
     for step, large in enumerate((True, False, True)):
@@ -196,7 +196,7 @@ def lengths() -> dict[str, Any]:
 
 
 def waiting_orders() -> dict[str, Any]:
-    """Many collectives under way, for which the ranks wait in different orders."""
+    """Start many collectives. The ranks wait for them in different orders."""
     transport = mpi.MPITransport()
     handles = {}
     for i in range(12):
@@ -214,7 +214,7 @@ def waiting_orders() -> dict[str, Any]:
 
 
 def differing_calls() -> dict[str, Any]:
-    """Ranks that start different collectives: all hear of it, and again when they go on."""
+    """Start different collectives on the ranks. All ranks get an error, and again at the next call."""
     last = RANK == SIZE - 1
     x = np.zeros(4, np.float32)
     calls = {
@@ -233,7 +233,7 @@ def differing_calls() -> dict[str, Any]:
         errors = [outcome(lambda c=call, t=transport, h=handles: h.extend(c(t)))]
         errors += [outcome(handle.wait) for handle in handles]
         if label == "one more":
-            # The others go on with something else.
+            # The other ranks continue with another collective.
             errors += [outcome(lambda t=transport: t.allreduce(x, op="sum", name="d").wait())] if not last else []
         errors.append(outcome(lambda t=transport: t.allgather(x, name="afterwards")))
         results[label] = [error for error in errors if error]
@@ -241,7 +241,7 @@ def differing_calls() -> dict[str, Any]:
 
 
 def stalled() -> dict[str, Any]:
-    """One rank comes late: those that wait say so, and then go on."""
+    """Delay one rank. The waiting ranks log a warning and then continue."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -265,7 +265,7 @@ def stalled() -> dict[str, Any]:
 
 
 def different_configurations() -> dict[str, Any]:
-    """What one rank has that the others have not; per case the error of this rank."""
+    """Give one rank another configuration. Return the error of this rank for each case."""
     last = RANK == SIZE - 1
     shapes, topk = {"w": (40, 40), "v": (30,)}, {"compressor": "topk", "compress_ratio": 0.1}
     makes = {
@@ -282,7 +282,7 @@ def different_configurations() -> dict[str, Any]:
 
 
 def wrong_gradients() -> dict[str, Any]:
-    """Refusals on one rank only, before anything is sent; the next call works on all."""
+    """Pass wrong gradients on one rank. They are refused before anything is sent, and the next call works."""
     exchange = mpi.MPIExchange({"w": (40, 40), "v": (30,)}, {"compressor": "topk", "default_rules": False})
     good = {"v": np.full(30, float(RANK), np.float32), "w": np.ones((40, 40), np.float32)}
     bad = {"missing": {"w": good["w"]}, "shape": {**good, "v": np.ones(31, np.float32)}, "unknown": {**good, "x": None}}
@@ -299,7 +299,7 @@ def wrong_gradients() -> dict[str, Any]:
 
 
 def scheduled() -> dict[str, Any]:
-    """The method of every step of a schedule."""
+    """Return the method of every step of a schedule."""
     config = {"compressor": "none", "default_rules": False, "schedule": [{"step": 2, "compressor": "topk"}]}
     exchange = mpi.MPIExchange({"w": (40, 50)}, config)
     methods = []
@@ -311,7 +311,7 @@ def scheduled() -> dict[str, Any]:
 
 
 def resume() -> dict[str, Any]:
-    """Six steps at once, and three, saved and continued by another exchange."""
+    """Run six steps, and three steps that are saved and continued by another exchange."""
     spec, results = {"w": (30, 20)}, {}
     config = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False}
 
@@ -336,7 +336,7 @@ def resume() -> dict[str, Any]:
 
 
 def communicators_apart() -> dict[str, Any]:
-    """Two exchanges in opposite orders on even and odd ranks, each within ranks of its own."""
+    """Run two exchanges within separate communicators, in opposite orders on even and odd ranks."""
     half = WORLD.Split(RANK % 2, RANK)
     mine = mpi.MPIExchange({"w": (20,)}, {"compressor": "none"}, comm=half)
     both = mpi.MPIExchange({"w": (20,)}, {"compressor": "none"})
@@ -346,7 +346,7 @@ def communicators_apart() -> dict[str, Any]:
 
 
 def timeline() -> dict[str, Any]:
-    """GRACE_TIMELINE, a timeline by hand, and a path that rank 1 cannot write."""
+    """Write timelines by GRACE_TIMELINE and by a call, and try a path that rank 1 cannot write."""
     config = {"compressor": "powersgd", "default_rules": False}
     gradients = {"w": np.ones((20, 10), np.float32)}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Scenarios about checkpoints of TensorFlow: what one rank does, and what it reports."""
+"""Scenarios about TensorFlow's checkpoints, run by each rank."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.support.cases import EVERYTHING
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder of this rank alone."""
+    """Return a folder of this rank."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
 def _deferred(saved: keras.Model, config: dict[str, Any], folder: Path) -> keras.Model:
-    """Restored before the optimizer has a variable to restore."""
+    """Restore a checkpoint before the optimizer has variables."""
     path = tf.train.Checkpoint(model=saved, optimizer=saved.optimizer).save(str(folder / "deferred"))
     model = compiled(config, make_small(seed=1))
     tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path)
@@ -48,7 +48,7 @@ def _deferred(saved: keras.Model, config: dict[str, Any], folder: Path) -> keras
 
 
 def _built(saved: keras.Model, config: dict[str, Any], folder: Path) -> keras.Model:
-    """Restored into an optimizer that has made other steps before."""
+    """Restore a checkpoint into an optimizer that has run other steps before."""
     path = tf.train.Checkpoint(model=saved, optimizer=saved.optimizer).save(str(folder / "built"))
     model = compiled(config, make_small(seed=1))
     fit(model, 2)
@@ -57,12 +57,12 @@ def _built(saved: keras.Model, config: dict[str, Any], folder: Path) -> keras.Mo
 
 
 def _loaded(saved: keras.Model, config: dict[str, Any], folder: Path) -> keras.Model:
-    """Saved and loaded by Keras, which makes the optimizer from what it saved of it."""
+    """Save and load a model by Keras, which makes the optimizer from its saved configuration."""
     saved.save(folder / "model.keras")
     return keras.saving.load_model(folder / "model.keras")
 
 
-# Methods with a residual, with factors that are equal on all ranks, and with momentum and the number of the step.
+# Methods with a residual, with factors that are equal on all ranks, and with momentum and a step number.
 WAYS = {
     "topk": {"deferred": _deferred, "loaded": _loaded},
     "powersgd": {"built": _built, "loaded": _loaded},
@@ -84,7 +84,7 @@ def resume() -> dict[str, Any]:
             resumed = {way: load(model, config, folder) for way, load in WAYS[name].items()}
             fit(model, 3, start=3)
             whole = joined(model.trainable_variables)
-            # The first step reads what was restored before there were variables for it.
+            # The first step reads values that were restored before their variables existed.
             for way, other in resumed.items():
                 fit(other, 3, start=3)
                 results[f"{name}/{way}"] = _compared(whole, joined(other.trainable_variables))
@@ -101,7 +101,7 @@ def _compared(whole: np.ndarray, resumed: np.ndarray) -> dict[str, Any]:
 
 
 def resume_tape() -> dict[str, Any]:
-    """The same with a tape, whose exchange is a part of the checkpoint."""
+    """Do the same with a tape, whose exchange is part of the checkpoint."""
     results = {}
     for name in ("topk", "powersgd"):
         models, steps, parts = [], [], []
@@ -137,7 +137,7 @@ def _step(model: keras.Model, optimizer: Any, exchange: grace.tensorflow.Exchang
 
 @contextmanager
 def _stderr() -> Iterator[list[str]]:
-    """What the process writes to its error output meanwhile, also from C++; nothing of it is lost."""
+    """Capture all that the process writes to stderr meanwhile, also from C++, and pass it on."""
     written: list[str] = []
     sys.stderr.flush()
     original = os.dup(2)
@@ -155,7 +155,7 @@ def _stderr() -> Iterator[list[str]]:
 
 
 def _apply(optimizer: Any, model: keras.Model, step: int) -> None:
-    """One eager step with gradients made up for this rank."""
+    """Run one eager step with generated gradients of this rank."""
     rng = np.random.default_rng([step, hvd.rank()])
     optimizer.apply([tf.cast(rng.normal(size=v.shape), v.dtype) for v in model.trainable_variables])
 
@@ -165,7 +165,7 @@ def _foreign(written: list[str]) -> list[str]:
 
 
 def foreign_checkpoint() -> dict[str, Any]:
-    """Every rank restores the checkpoint of rank 0, as scripts do that save on one rank only, and takes two steps."""
+    """Restore the checkpoint of rank 0 on every rank, as in scripts that save on one rank only, and run two steps."""
     config = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
 
     def fresh(past: range) -> tuple[keras.Model, Any]:
@@ -175,7 +175,7 @@ def foreign_checkpoint() -> dict[str, Any]:
             _apply(optimizer, model, step)
         return model, optimizer
 
-    # topk depends on the gradients alone, not on the number of the step.
+    # topk depends only on the gradients, not on the step number.
     _, with_past = fresh(range(4))
     _, without_past = fresh(range(2, 4))
     model, mine = fresh(range(2))
@@ -186,7 +186,7 @@ def foreign_checkpoint() -> dict[str, Any]:
         fit(whole, 1)
         whole.save(folder / "foreign.keras")
         loaded = keras.saving.load_model(hvd.broadcast_object(folder / "foreign.keras", root_rank=0))
-        # No rank removes its folder before all have read.
+        # No rank removes its folder before all ranks have read it.
         hvd.allgather_object(None)
     with _stderr() as restored:
         for step in (2, 3):
@@ -205,7 +205,7 @@ def foreign_checkpoint() -> dict[str, Any]:
 
 
 def partly_loaded() -> dict[str, Any]:
-    """Only rank 0 restores a checkpoint, of an earlier step, and the ranks go on; several buckets are under way."""
+    """Restore a checkpoint of an earlier step on rank 0 only, and continue with several buckets."""
     results = {}
     for name in ("topk", "powersgd", "rules"):
         rules = {"compressor": "topk", "rules": [{"match": "*bias", "compressor": "none"}]}

@@ -1,4 +1,4 @@
-"""Scenarios about what is exchanged by TensorFlow: what one rank does, and what it reports."""
+"""Scenarios about TensorFlow's exchange, run by each rank."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tests.adapters.tensorflow.model import (
 )
 from tests.support.cases import EVERYTHING, config_of, label_of
 
-# Every tensor takes time to trace: one that has rows and columns only to those who look for them, and one that has not.
+# Every tensor takes time to trace. So use one that is a matrix only to methods that reshape it, and one scalar.
 SHAPES = {"kernel": (3, 3, 4, 12), "scalar": ()}
-# Beside them, where tensors are fused and cut.
+# Added if tensors are fused and split.
 LONG = {"long": (30, 200)}
-# What trains the larger model: a gathered, a summed and a two-step method, and one of unknown lengths.
+# The methods that train the larger model: gathered, summed, with a proposal, and of run-time length.
 LARGE = ("none", "topk", "powersgd", "threshold")
 ROWS = list[dict[str, Any]]
 
 
 def trained(rows: ROWS) -> dict[str, Any]:
-    """Train by fit: exact weights, bytes reported and bytes really sent."""
+    """Train by fit: exact weights, reported bytes and bytes really sent."""
     results = {}
     for row in rows:
         model = compiled(config_of(row), make_model() if row["method"] in LARGE else make_small())
@@ -71,10 +71,10 @@ def _bytes(exchange: grace.tensorflow.Exchange, sent: dict[str, int]) -> dict[st
 
 
 def none_and_one_process() -> dict[str, Any]:
-    """Training with compressor none, in three ways, against plain Keras on the joined batches of all ranks."""
+    """Train with compressor none in three ways, and with plain Keras on the joined batches of all ranks."""
     steps, size = 6, hvd.size()
     everyone = [data(steps, rank) for rank in range(size)]
-    # Step by step, the batches of all ranks one after another.
+    # For each step, the batches of all ranks, concatenated.
     whole = [np.concatenate([np.split(d[i], steps) for d in everyone], axis=1) for i in (0, 1)]
     x, y = (w.reshape(steps * size * BATCH, *w.shape[2:]) for w in whole)
     alone = make_model()
@@ -112,7 +112,7 @@ def none_and_one_process() -> dict[str, Any]:
 
 
 def none_and_horovod() -> dict[str, Any]:
-    """The gradients of Horovod's own tape and of grace's with compressor none."""
+    """Compute gradients with Horovod's own tape and with grace's tape and compressor none."""
     model, results = make_model(), {}
     x, y = data(1, hvd.rank())
     for label, arguments in {
@@ -125,7 +125,7 @@ def none_and_horovod() -> dict[str, Any]:
             with tf.GradientTape() as tape:
                 loss = loss_function()(y, model(x))
             config = {} if make is hvd.DistributedGradientTape else {"compressor": "none"}
-            # Horovod's tape does not know the variables of Keras, but those of TensorFlow inside them.
+            # Horovod's tape needs the TensorFlow variables inside Keras' variables.
             variables = [v.value for v in model.trainable_variables]
             gradients.append(joined(make(tape, **config, **arguments).gradient(loss, variables)))
         results[label] = {
@@ -137,7 +137,7 @@ def none_and_horovod() -> dict[str, Any]:
 
 # NaN and infinity on the last rank, after two steps that fill the states, and then a good step.
 GIVEN = (0.0, 0.0, np.nan, np.inf, 0.0)
-# A checkpoint of before that many steps is loaded at the end, and the steps from there on are taken again.
+# A checkpoint after this many steps is loaded at the end, and the steps after it run again.
 SAVED = 1
 
 
@@ -196,7 +196,7 @@ def _shapes(row: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    """The largest difference between the elements of two results; infinite if others are finite."""
+    """Return the largest difference between the elements of two results, infinite if different ones are finite."""
     worst = 0.0
     for name, x in a.items():
         if not np.array_equal(np.isfinite(x), np.isfinite(b[name])):
@@ -215,12 +215,12 @@ def _gradients(step: int, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict
 
 
 def _state(exchange: grace.tensorflow.Exchange) -> str:
-    """State of the tensor "kernel", if the exchange has one for it yet."""
+    """Return the state of the tensor "kernel", if it exists."""
     return state_of(exchange, "kernel") if exchange.built and "kernel" in exchange.plan.places else ""
 
 
 def constant_gradients() -> dict[str, Any]:
-    """Gradients that a graph knows beforehand: none on odd ranks, ones on even ranks, of two tensors of one shape."""
+    """Exchange constant gradients in a graph: None on odd ranks, ones on even ranks, for two tensors of one shape."""
     results = {}
     shape = (6, 5)
     for name in ("none", "topk", "bf16"):
@@ -244,7 +244,7 @@ def constant_gradients() -> dict[str, Any]:
 
 
 def reductions() -> dict[str, Any]:
-    """op=Sum against op=Average of the same gradients, and a predivision that must change nothing."""
+    """Compare op=Sum with op=Average on the same gradients, and use a predivision that must change nothing."""
     results = {}
     mine = [tf.constant(g) for g in _gradients(0, hvd.rank(), SHAPES).values()]
     for name in ("none", "qsgd"):
@@ -266,7 +266,7 @@ def reductions() -> dict[str, Any]:
 
 
 def process_sets() -> dict[str, Any]:
-    """Even and odd ranks train apart, then together."""
+    """Train even and odd ranks separately, then together."""
     mine = PROCESS_SETS[hvd.rank() % 2]
     results = {}
     for label, config in {
@@ -281,7 +281,7 @@ def process_sets() -> dict[str, Any]:
         results[label] = digest(model.trainable_variables)
     if hvd.rank() % 2:
         compiled({"compressor": "topk"}, make_small(), process_set=mine)
-    # Odd ranks have wrapped one more optimizer than even ones, which must not matter here.
+    # Odd ranks have wrapped one more optimizer than even ranks. This must not matter here.
     model = compiled({"compressor": "topk", **EVERYTHING}, make_small())
     fit(model, 2)
     results["together"] = digest(model.trainable_variables)
@@ -289,7 +289,7 @@ def process_sets() -> dict[str, Any]:
 
 
 def two_optimizers() -> dict[str, Any]:
-    """Two wrapped optimizers and a tape in one traced step, as in a GAN."""
+    """Use two wrapped optimizers and a tape in one traced step, as in a GAN."""
     models = [make_small(seed) for seed in range(3)]
     optimizers = [wrap({"compressor": "topk", **EVERYTHING}), wrap({"compressor": "qsgd", **EVERYTHING}), sgd()]
 
@@ -310,7 +310,7 @@ def two_optimizers() -> dict[str, Any]:
 
 
 def different_numbers_of_models() -> dict[str, Any]:
-    """The last rank has built a model more than the others, so that Keras numbers its layers differently."""
+    """Build one more model on the last rank, so that Keras numbers its layers differently."""
 
     def attempt(**names: str) -> str:
         keras.utils.clear_session()
@@ -329,7 +329,7 @@ def different_numbers_of_models() -> dict[str, Any]:
 
 
 def hazard() -> dict[str, Any]:
-    """The same training with Horovod's own Keras optimizer and with grace's, uncompressed."""
+    """Train with Horovod's own Keras optimizer and with grace's, both uncompressed."""
     results = {}
     for label, optimizer in {
         "horovod": horovod.tensorflow.keras.DistributedOptimizer(sgd()),
@@ -343,7 +343,7 @@ def hazard() -> dict[str, Any]:
 
 
 def shapes() -> dict[str, Any]:
-    """Batches of different sizes: in one fit, and in an order that differs between ranks."""
+    """Train with batches of different sizes, in one fit, and in an order that differs between ranks."""
     model = compiled({"compressor": "topk", **EVERYTHING})
     x, y = data(4, hvd.rank())
     model.fit(x[:-3], y[:-3], batch_size=BATCH, shuffle=False, verbose=0)
@@ -369,7 +369,7 @@ def shapes() -> dict[str, Any]:
 
 
 def dtypes(methods: list[str]) -> dict[str, Any]:
-    """Half, bfloat16 and double variables and an empty one in one exchange; policies of Keras; frozen layers."""
+    """Exchange half, bfloat16, double and empty variables together; use Keras' policies and frozen layers."""
     results = {}
     for name in methods:
         variables = [tf.Variable(tf.zeros((40, 32), d), name=d) for d in ("float16", "bfloat16", "float64")]

@@ -1,4 +1,4 @@
-"""Sums of 16-bit floats by TensorFlow: what one rank does, and what it reports."""
+"""A scenario about sums of 16-bit floats in TensorFlow, run by each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import half_precision
 
 
 def half_sums() -> dict[str, Any]:
-    """Sums and means over all ranks, and over those of a process set, each in a graph of its own."""
+    """Compute sums and means over all ranks, and over those of a process set, each in its own graph."""
 
     def reductions(process_set: Any) -> dict[str, Any]:
         transport = HorovodTransport(process_set, f"halves.{process_set.process_set_id}")

@@ -1,4 +1,4 @@
-"""The model, the data and the helpers of TensorFlow's scenarios."""
+"""Model, data and helpers of TensorFlow's scenarios."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 8
 
 @keras.saving.register_keras_serializable("tests")
 class Scale(keras.layers.Layer):
-    """Multiply by one trainable scalar."""
+    """A layer that multiplies by one trainable scalar."""
 
     def build(self, shape: Any) -> None:
         self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
@@ -31,7 +31,7 @@ class Scale(keras.layers.Layer):
 
 
 def make_model(seed: int = 0) -> keras.Model:
-    """A convolution, two matrices, a vector and a scalar; the same weights and names on every rank."""
+    """Return a model with a convolution, two matrices, a vector and a scalar, equal on all ranks."""
     rng = np.random.default_rng(seed)
     model = keras.Sequential(
         [
@@ -51,7 +51,7 @@ def make_model(seed: int = 0) -> keras.Model:
 
 
 def make_small(seed: int = 0) -> keras.Model:
-    """A matrix and a vector, where tracing a larger model many times would only take time."""
+    """Return a model with a matrix and a vector, which is fast to trace."""
     layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, name="only")]
     model = keras.Sequential(layers, name="small")
     kernel = model.trainable_variables[0]
@@ -60,7 +60,7 @@ def make_small(seed: int = 0) -> keras.Model:
 
 
 def data(steps: int, rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Batches that differ between ranks and are the same in every scenario, one after another."""
+    """Return batches, concatenated. They differ between ranks and are equal in every scenario."""
     rng = np.random.default_rng([seed, rank])
     x = rng.normal(size=(steps * BATCH, 8, 8, 1)).astype(np.float32)
     return x, rng.integers(0, 10, steps * BATCH)
@@ -79,21 +79,21 @@ def wrap(config: dict[str, Any], optimizer: Any = None, **arguments: Any) -> Any
 
 
 def compiled(config: dict[str, Any], model: keras.Model | None = None, **arguments: Any) -> keras.Model:
-    """A model ready for fit, with a wrapped optimizer."""
+    """Return a compiled model with a wrapped optimizer."""
     model = model or make_model()
     model.compile(wrap(config, **arguments), loss_function(), jit_compile=False)
     return model
 
 
 def fit(model: keras.Model, steps: int, *, start: int = 0, seed: int = 0, rank: int | None = None) -> float:
-    """Train on the batches `start` to `start + steps` of this rank by model.fit, unshuffled; the mean loss."""
+    """Train by model.fit on this rank's batches `start` to `start + steps`, unshuffled. Return the mean loss."""
     x, y = data(start + steps, hvd.rank() if rank is None else rank, seed)
     first = start * BATCH
     return model.fit(x[first:], y[first:], batch_size=BATCH, shuffle=False, verbose=0).history["loss"][0]
 
 
 def digest(tensors: Any) -> str:
-    """Hash of the exact bits of several tensors or variables."""
+    """Return a hash of the exact bits of several tensors or variables."""
     sha = hashlib.sha256()
     for t in tensors:
         sha.update(np.asarray(tf.cast(tf.convert_to_tensor(t), tf.float64)).tobytes())
@@ -101,21 +101,21 @@ def digest(tensors: Any) -> str:
 
 
 def joined(variables: Any) -> np.ndarray:
-    """All elements of several variables in one float64 vector."""
+    """Return all elements of several variables in one float64 vector."""
     return np.concatenate([np.asarray(tf.cast(tf.convert_to_tensor(v), tf.float64)).reshape(-1) for v in variables])
 
 
 def through_tape(
     exchange: grace.tensorflow.Exchange, variables: Sequence[tf.Variable], gradients: Sequence[Any]
 ) -> list[Any]:
-    """What a distributed tape gives for losses that have exactly these gradients; None for variables not used."""
+    """Pass given gradients through a distributed tape and return its result. None means that a variable is unused."""
     with tf.GradientTape() as tape:
         losses = [tf.reduce_sum(v * g) for v, g in zip(variables, gradients, strict=True) if g is not None]
     return grace.tensorflow.DistributedGradientTape(tape, exchange).gradient(losses, list(variables))
 
 
 def state_of(exchange: grace.tensorflow.Exchange, tensor: str) -> str:
-    """Hash of what memories hold of a tensor's elements on this rank, and of its compressors' states."""
+    """Return a hash of this rank's memories of a tensor, and of its compressors' states."""
     held = []
     for unit, start, piece in exchange.plan.places[tensor]:
         states = exchange._stages.slots.read(unit.spec.name)
@@ -126,11 +126,12 @@ def state_of(exchange: grace.tensorflow.Exchange, tensor: str) -> str:
 
 @contextmanager
 def spy() -> Iterator[Callable[[], dict[str, int]]]:
-    """Count, in what is traced meanwhile, the bytes that this rank hands to each of Horovod's collectives.
+    """Count the bytes that this rank passes to each Horovod collective, in graphs that are traced meanwhile.
 
-    Gives a function: the bytes of the last step, by the name of the collective. A graph knows some only when it runs.
+    Yields a function that returns the bytes of the last step by the name of the collective. Some bytes are known only
+    when the graph runs.
     """
-    # Made beforehand, because a graph can make no variables.
+    # Variables must be made before tracing.
     free = [tf.Variable(0, trainable=False) for _ in range(64)]
     counters: dict[str, tf.Variable] = {}
     originals = {kind: getattr(hvd, kind) for kind in ("allreduce", "allgather", "broadcast", "alltoall")}

@@ -1,4 +1,4 @@
-"""Scenarios about what users do now and then: two steps in one graph, other variables, lazy models, frozen layers."""
+"""Scenarios about rare usage, run by each rank: two steps in one graph, other variables, lazy models, frozen layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.cases import EVERYTHING
 
 
 def two_steps_in_one_graph() -> dict[str, list[float]]:
-    """The second step of rank 0 could start before its first one, and the other way round on rank 1."""
+    """Run two steps in one graph. Their order could differ between ranks 0 and 1."""
 
     def late(value: float, waits: bool) -> tf.Tensor:
         def ready() -> np.ndarray:
@@ -44,7 +44,7 @@ def two_steps_in_one_graph() -> dict[str, list[float]]:
 
 
 def lists_of_variables() -> dict[str, Any]:
-    """One Exchange with its variables in another order, and with other variables."""
+    """Use one Exchange with its variables in another order, and with other variables."""
     a, b, other = (tf.Variable(tf.zeros(8), name=name) for name in ("a", "b", "other"))
     exchange = Exchange({"compressor": "topk", "compress_ratio": 0.5, "granularity": "layer", **EVERYTHING})
 
@@ -61,7 +61,7 @@ def lists_of_variables() -> dict[str, Any]:
 
 
 def lazy_model() -> dict[str, Any]:
-    """A Sequential without Input is built by its first batch, after on_train_begin."""
+    """Train a Sequential without Input, which its first batch builds, after on_train_begin."""
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(4)])
     model.compile(wrap(TOPK), "mse")
@@ -71,7 +71,7 @@ def lazy_model() -> dict[str, Any]:
 
 
 def half_precision_weights() -> str:
-    """Weights of a policy that Horovod has no broadcast for."""
+    """Broadcast weights of a dtype for which Horovod has no broadcast."""
     keras.utils.set_random_seed(hvd.rank())
     layers = [keras.Input((8,)), keras.layers.Dense(16, dtype="bfloat16"), keras.layers.Dense(4, dtype="bfloat16")]
     model = keras.Sequential(layers)
@@ -81,7 +81,7 @@ def half_precision_weights() -> str:
 
 
 def frozen_layer() -> dict[str, Any]:
-    """The same optimizer goes on with fewer variables."""
+    """Continue with the same optimizer and fewer variables."""
     model, optimizer = net(), wrap(TOPK)
     model.compile(optimizer, "mse")
     fit(model, 2)
@@ -95,7 +95,7 @@ def frozen_layer() -> dict[str, Any]:
 
 
 def changing_kinds() -> dict[str, float]:
-    """Gradients that come in another form than in the first step, and on some ranks only."""
+    """Pass gradients in another form than in the first step, and on some ranks only."""
     results = {}
     for name in ("dense first", "rows first"):
         table = tf.Variable(tf.zeros((4, 2)), name="table")
@@ -111,7 +111,7 @@ def changing_kinds() -> dict[str, float]:
 
 
 def different_iterations() -> str:
-    """One rank has loaded an optimizer, the others start anew."""
+    """Load an optimizer on one rank, while the others start from zero."""
     model, optimizer = net(), wrap(TOPK)
     optimizer.build(model.trainable_variables)
     optimizer._iterations.assign(hvd.rank())
@@ -123,7 +123,7 @@ def different_iterations() -> str:
 
 
 class Unregistered(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule that Keras can save, and make again only when it is told of it."""
+    """A learning-rate schedule that Keras can save, and can load only with `custom_objects`."""
 
     def __call__(self, step: Any) -> float:
         return 0.1
@@ -133,7 +133,7 @@ class Unregistered(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def odds_and_ends() -> dict[str, Any]:
-    """What is refused, saved and let go."""
+    """Check various refusals, a saved optimizer, and that a tape is released."""
     multi = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
     exchange, variable = Exchange(TOPK), tf.Variable(tf.zeros((8, 8)), name="v")
     exchange.build([variable])

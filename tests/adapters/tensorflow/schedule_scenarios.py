@@ -1,4 +1,4 @@
-"""Scenarios about schedules in TensorFlow: what one rank does, and what it reports."""
+"""Scenarios about schedules in TensorFlow, run by each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.adapters.tensorflow.model import digest, wrap
 from tests.adapters.tensorflow.usage_model import by_hand, distance, error_of, fit, net
 from tests.support.cases import EVERYTHING
 
-# From which step on what counts, over all kinds of state: residual, momentum, both and none, and a warm start.
+# The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
 STAGES = {
     0: {"compressor": "topk", "compress_ratio": 0.1},
     2: {"compressor": "dgc", "compress_ratio": 0.2, "momentum": 0.5},
@@ -29,7 +29,7 @@ STEPS = 10
 
 
 class Sent(keras.callbacks.Callback):
-    """Note the bytes of every step."""
+    """A callback that records the bytes of every step."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.bytes: list[int] = []
@@ -39,7 +39,7 @@ class Sent(keras.callbacks.Callback):
 
 
 def tf_schedules() -> dict[str, Any]:
-    """One run by the configuration in one graph, by hand, and by the callback; and one continued from a file."""
+    """Change the method by the configuration in one graph, by `change`, and by the callback; continue from a file."""
     by_config, sent = net(), Sent()
     by_config.compile(wrap(SCHEDULED), "mse")
     fit(by_config, STEPS, callbacks=[sent])
@@ -71,8 +71,9 @@ def tf_schedules() -> dict[str, Any]:
 
 
 def tf_first_steps() -> dict[str, Any]:
-    """By how much a residual shrinks where its unit does, if the first step of the stage rolls states back; and a
-    change before the first step, for a variable whose gradient comes as rows.
+    """Roll back the first step of a stage whose units differ, and change the method before the first step.
+
+    The second case has a variable whose gradient comes as rows.
     """
     schedule = [{"step": 2, "compressor": "efsignsgd", "lr": 0.25}]
     config = {**FIRST, "granularity": "layer", "schedule": schedule}
@@ -107,7 +108,7 @@ def exchange_norm(exchange: Exchange, stage: int) -> float:
 
 
 def tf_changes_that_differ() -> dict[str, Any]:
-    """Ranks that want different things, a graph of before a change, and a change where a schedule would undo it."""
+    """Try changes that differ between ranks, a graph from before a change, and a change despite a schedule."""
     model, optimizer = net(), wrap(FIRST)
     apply = tf.function(lambda g: optimizer.apply(g, model.trainable_variables))
     by_hand(model, apply, 1)
@@ -125,7 +126,7 @@ def tf_changes_that_differ() -> dict[str, Any]:
 
 
 def tf_learning_rates() -> dict[str, Any]:
-    """Constant gradients under rates that change: how far the weights and what is held are from what was meant."""
+    """Apply constant gradients under changing learning rates. Return the errors of weights and residuals."""
     rates = [0.1, 0.1, 0.4, 0.05, 0.01]
     variable = tf.Variable(tf.zeros([40, 30]), name="w")
     slopes = [tf.random.stateless_normal([40, 30], [rank, 1]) for rank in range(hvd.size())]
@@ -150,7 +151,7 @@ def tf_learning_rates() -> dict[str, Any]:
 
 
 def tf_local_steps() -> dict[str, Any]:
-    """Weights that meet every third step: the mean of ranks that train alone, and the same on all ranks with topk."""
+    """Exchange weights every third step: with none, the mean over ranks; with topk, equal weights on all ranks."""
     results: dict[str, Any] = {}
     for name, config in {
         "none": {"compressor": "none"},
@@ -182,7 +183,7 @@ def tf_local_steps() -> dict[str, Any]:
 
 
 def tf_changed_and_saved() -> dict[str, Any]:
-    """A model that is saved after two changes, which made and dropped variables, and continued from the file."""
+    """Save a model after two changes, which made and dropped variables, and continue from the file."""
     model = net()
     model.compile(wrap(FIRST, keras.optimizers.Adam(0.01)), "mse")
     changes = {1: STAGES[4], 2: STAGES[2]}

@@ -1,10 +1,9 @@
-"""The numerics of the TensorFlow adapter in real processes: every way to launch it, on 1, 2 and 4 ranks."""
+"""The numerics of the TensorFlow adapter in real processes: with every launcher, on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from grace.core.registry import compressors
 from tests.support import cases, half_precision
 from tests.support.covering import rows
 from tests.support.launch import SUMMED, TENSORFLOW, Launch
@@ -16,18 +15,17 @@ ALONE, GLOO_2, MPI_2, GLOO_4, MPI_4 = (
     Launch(TENSORFLOW, *launch)
     for launch in (("python", 1), ("horovodrun-gloo", 2), ("mpirun", 2), ("horovodrun-gloo", 4), ("mpirun", 4))
 )
-# Every way through the engine: gathered, summed, of run-time length, settled first, with states, by shape.
+# One method per path through the engine: gathered, summed, of run-time length, with a proposal, with states, by shape.
 WAYS = ("none", "fp16", "topk", "randomk", "threshold", "terngrad", "efsignsgd", "powersgd")
 
 
 def _exchanges(row):
-    """Whether a row is worth its graph: the engine, which cuts and sends for all methods alike, is that of PyTorch."""
-    usual = (row["granularity"], row["mode"], row["launcher"], row["ranks"]) == ("layer", "graph", "horovodrun-gloo", 2)
-    usual = usual and row["communicator"] == compressors.make(row["method"]).default_communicator
+    """Return whether a row needs a graph here. PyTorch's tests already cover how the engine splits tensors."""
+    usual = row["granularity"] == "layer" and row["mode"] == "graph"
     return cases.possible(row) and (row["method"] in WAYS or usual)
 
 
-# Keras sees no more of a method than its way; one process exchanges nothing.
+# For Keras, only the path of a method through the engine matters. One process exchanges nothing.
 TRAINED = [
     {"method": method, "launcher": launch.launcher, "ranks": launch.ranks}
     for method in WAYS
@@ -60,7 +58,7 @@ def test_weights_are_identical_on_all_ranks_with_every_method(launch):
 def test_reported_bytes_are_the_bytes_handed_to_collectives_by_fit(launch):
     for rank in scenario("trained", launch, cases.rows_of(launch, TRAINED)):
         for label, result in rank.items():
-            # One rank has nobody to send to; it reports what it would send.
+            # A single rank sends nothing. It reports the bytes that it would send.
             assert result["sent"] == (result["reported"] if launch.ranks > 1 else 0), label
             if result["fixed"]:
                 assert result["predicted"] == result["reported"], label
@@ -73,7 +71,7 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(launch):
         for label, row in listed.items():
             result = rank[label]
             if row["method"] in ("fp16", "bf16") and row["communicator"] == "allreduce" and launch.ranks > 2:
-                # Counted as one buffer, as every sum; it travels as slices and their sums.
+                # It is counted as one buffer, like every sum, but is sent as slices and their sums.
                 assert result["reported"] < result["sent"] < 2 * result["reported"], label
             else:
                 assert result["sent"] == result["reported"], label
@@ -111,7 +109,7 @@ def test_nan_and_inf_reach_all_ranks_and_no_residual(launch):
                 assert step["state kept"] or not result["guarded"], label
 
 
-@on(ALONE, GLOO_2, MPI_4)
+@on(ALONE, GLOO_2, MPI_2, GLOO_4, MPI_4)
 def test_none_equals_one_process_on_the_joined_batch(launch):
     for rank in scenario("none_and_one_process", launch):
         for label, result in rank.items():
@@ -119,16 +117,16 @@ def test_none_equals_one_process_on_the_joined_batch(launch):
             assert result["distance"] < 1e-6, label
 
 
-@on(GLOO_2, MPI_4)
+@on(GLOO_2, MPI_2, MPI_4)
 def test_none_equals_the_tape_of_horovod(launch):
     for rank in scenario("none_and_horovod", launch):
         for label, result in rank.items():
             assert result["size"] > 0.01, label
-            # On more ranks Horovod may fuse other tensors together, which changes the order of summation.
+            # On more ranks, Horovod may fuse other tensors, which changes the order of summation.
             assert result["distance"] <= (1e-6 if launch.ranks > 2 else 0.0), label
 
 
-@on(GLOO_2, MPI_4)
+@on(GLOO_2, MPI_2, MPI_4)
 def test_gradients_that_a_graph_knows_beforehand_are_exchanged_all_the_same(launch):
     ranks = scenario("constant_gradients", launch)
     assert same(ranks)
@@ -147,12 +145,12 @@ def test_sum_and_predivision(launch):
     for rank in scenario("reductions", launch):
         for label, result in rank.items():
             assert result["size"] > 0.1, label
-            # A sum of more than two may come in another order.
+            # A sum of more than two ranks may have another order.
             assert result["sum"] <= (1e-5 if launch.ranks > 2 else 1e-6), label
             assert result["predivide"] <= 1e-6, label
 
 
-@on(GLOO_4)
+@on(GLOO_4, MPI_4)
 def test_process_sets_train_apart(launch):
     ranks = scenario("process_sets", launch)
     assert same([rank.pop("together") for rank in ranks])
@@ -179,7 +177,7 @@ def test_models_built_on_some_ranks_only_matter_to_nobody_or_are_named_by_an_err
     assert "dense/kernel" in ranks[0]["numbered"]
 
 
-@on(GLOO_2)
+@on(GLOO_2, MPI_2, MPI_4)
 def test_the_keras_optimizer_of_horovod_diverges_and_that_of_grace_does_not(launch):
     ranks = scenario("hazard", launch)
     assert same([rank["grace"] for rank in ranks])
@@ -227,7 +225,7 @@ def test_checkpoint_of_another_rank_loads_with_a_message(launch):
     assert all(rank["step"] == 4 for rank in ranks)
 
 
-@on(GLOO_2)
+@on(GLOO_2, MPI_4)
 def test_checkpoint_that_only_some_ranks_load_is_noticed_by_all(launch):
     for rank in scenario("partly_loaded", launch):
         for label, error in rank.items():
@@ -254,13 +252,15 @@ def test_fresh_models_go_on_from_checkpoints_of_every_kind(launch):
         assert result["equal"], label
 
 
-@on(GLOO_2)
+@on(GLOO_2, MPI_4)
 def test_a_tape_goes_on_from_a_checkpoint(launch):
     ranks = scenario("resume_tape", launch)
     assert same(ranks)
     for label, result in ranks[0].items():
         assert result["moved"] > 0.001, label
-        assert result["equal"], label
+        # With more than two ranks a sum depends on where Horovod put it in a fused buffer.
+        summed = label in SUMMED and launch.ranks > 2
+        assert result["equal"] or (summed and result["distance"] < 1e-4), (label, result["distance"])
 
 
 @on(MPI_2, GLOO_4)

@@ -1,4 +1,4 @@
-"""Graphs of TensorFlow: one serves all steps, and a whole step of several ranks computes in one what NumPy computes."""
+"""TensorFlow graphs: one graph serves all steps, and a whole step in a graph gives NumPy's results."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFl
 
 @pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
 def test_one_graph_serves_all_steps_and_lengths(compressor):
-    """A step that were fixed in the graph would draw the same numbers for ever, a length would break with the data."""
+    """A step number fixed in the graph would repeat the random numbers, and a fixed length would fail on other data."""
     spec, ops, part = TensorSpec("t", (24, 40)), get_ops("tensorflow"), traced(compressor)
     methods = [part.agree, part.compress, part.decompress]
     graphs = 0
     for number in range(3):
-        # Of different shares of large values.
+        # Gradients with different shares of large values.
         x = draw(spec, number) * np.float32(10.0 ** -(2 * number))
         plain, ex = (exchange(c, ops, spec, [x], step=number) for c in (compressor, part))
         one, two = payload_on_host(ops, plain.payloads[0]), payload_on_host(ops, ex.payloads[0])
@@ -53,7 +53,7 @@ def test_one_graph_serves_all_steps_and_lengths(compressor):
 
 @dataclass(frozen=True)
 class BranchesOnAValue(TopK):
-    """Decides in Python what only the graph knows."""
+    """Branches in Python on a value that only the graph knows."""
 
     def compress(self, x, at):
         return super().compress(x if x[0] > 0 else -x, at)
@@ -61,7 +61,7 @@ class BranchesOnAValue(TopK):
 
 @dataclass(frozen=True)
 class BranchesOnALength(Threshold):
-    """Takes a length that depends on the data for a number."""
+    """Uses a length that depends on the data as a Python number."""
 
     def compress(self, x, at):
         payload = super().compress(x, at)
@@ -72,7 +72,7 @@ class BranchesOnALength(Threshold):
 
 @dataclass(frozen=True)
 class CountsTheSteps(RandomK):
-    """Takes the number of the step for one of Python."""
+    """Uses the step number as a Python number."""
 
     def compress(self, x, at):
         return super().compress(x, at) if int(at.key.step) % 2 else super().compress(-x, at)
@@ -80,7 +80,7 @@ class CountsTheSteps(RandomK):
 
 @dataclass(frozen=True)
 class DividesByANumber(EFSignSGD):
-    """Lets the graph's optimizer put a rounded reciprocal in place of the division."""
+    """Lets the graph optimizer replace the division by a rounded reciprocal."""
 
     def compress(self, x, at):
         scale = at.ops.sum(at.ops.abs(x)) / max(1, at.spec.numel)
@@ -107,7 +107,7 @@ def test_bytes_that_differ_in_a_graph_are_noticed():
 
 
 class Graph:
-    """A simulation whose steps are one graph, with states, numbers of steps, notes and moments in variables."""
+    """A simulation whose steps are one graph, with states, step number, statistics and times in variables."""
 
     def __init__(self, chosen, size, track_times=False, **options):
         import tensorflow as tf
@@ -145,7 +145,7 @@ def poison(name, rank, x):
 
 
 def assert_close(chosen, expected, got):
-    """The same bits where payloads are the same bytes in all frameworks; else what rounding makes of some steps."""
+    """Assert equal bits if payloads are equal in all frameworks, otherwise equality up to rounding."""
     for mine, theirs in zip(expected, got, strict=True):
         assert mine.keys() == theirs.keys()
         for key in mine:
@@ -162,7 +162,7 @@ def assert_close(chosen, expected, got):
 
 @pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
 def test_steps_in_a_graph_are_those_of_numpy(compressor):
-    """Of two ranks, the third step with a NaN on one of them."""
+    """Two ranks run some steps. The third step has a NaN on one rank."""
     chosen = registered.default_parts(compressor)
     reference, graph = simulate(chosen, size=2), Graph(chosen, 2)
     for number in range(4):
@@ -187,7 +187,7 @@ def test_ranks_at_different_steps_are_told_by_the_graph():
 
 
 def test_the_device_of_a_variable_decides_on_the_kernels():
-    """TensorFlow's kernels are for the CPU; on a GPU the gradients stay where they are."""
+    """TensorFlow's kernels run on the CPU only. On a GPU, the gradients stay on their device."""
     import keras
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""What users of the TensorFlow adapter do now and then, in real processes."""
+"""Rare usage of the TensorFlow adapter, in real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_two_steps_in_one_graph_do_not_mix(launch):
     assert same(ranks)
     mean = (1 + launch.ranks) / 2
     for method in ("none", "fp16", "bf16"):
-        # bfloat16 has 8 bits for a number.
+        # bfloat16 has 8 bits of precision.
         assert ranks[0][method] == pytest.approx([mean, 100 * mean], rel=2**-8), method
     assert ranks[0]["signsgd"] == [1.0, 1.0]
 
@@ -28,7 +28,7 @@ def test_two_steps_in_one_graph_do_not_mix(launch):
 def test_an_exchange_knows_its_variables(launch):
     ranks = scenario("lists_of_variables", launch)
     assert same(ranks)
-    # Half of 8 elements travels in each of 4 steps: 4, 8, 8 and 8 with its own residual, in any order.
+    # Half of 8 elements is sent in each of 4 steps: the sums are 4, 8, 8 and 8 with the exchange's own residual.
     assert ranks[0]["sums"] == [28.0, 2800.0]
     assert "built for the variables a, b, but received gradients of a, other" in ranks[0]["other"]
 
@@ -45,7 +45,7 @@ def test_half_precision_weights_are_broadcast(launch):
     assert same(scenario("half_precision_weights", launch))
 
 
-@on(TWO)
+@two_and_four
 def test_a_frozen_layer_keeps_its_weights_and_its_residual(launch):
     ranks = scenario("frozen_layer", launch)
     assert len({rank["weights"] for rank in ranks}) == 1

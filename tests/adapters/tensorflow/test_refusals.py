@@ -1,4 +1,4 @@
-"""What the TensorFlow adapter refuses, and how ranks that differ are told, in real processes."""
+"""Refusals of the TensorFlow adapter, and errors for ranks that differ, in real processes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_one_function_wraps_optimizers_of_keras(launch):
 
 
 def test_one_function_wraps_optimizers_of_pytorch():
-    # In a process of its own: Horovod cannot serve two frameworks in one.
+    # In another process, because Horovod cannot serve two frameworks in one.
     code = """
 import horovod.torch as hvd, torch, grace
 hvd.init()

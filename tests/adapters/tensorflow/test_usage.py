@@ -1,4 +1,4 @@
-"""How the TensorFlow adapter is used, in real processes: Keras' features, mixed precision, files, callbacks, tapes."""
+"""Usage of the TensorFlow adapter in real processes: Keras' features, mixed precision, files, callbacks, tapes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from tests.support.ranks import on, same, scenario
 pytestmark = pytest.mark.distributed
 
 TWO, FOUR = Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(TENSORFLOW, "mpirun", 4)
-# For what another number of ranks could change.
 two_and_four = on(TWO, FOUR)
 
-# What two orders of summation may make of the weights after a few steps.
+# The largest difference of weights after a few steps with another order of summation.
 ROUNDING = 1e-6
 
 
@@ -50,12 +49,12 @@ def test_every_built_in_optimizer_exchanges(launch):
         assert result["moved"] > 1e-5, label
 
 
-@on(TWO)
+@two_and_four
 def test_accumulated_gradients_travel_once(launch):
     ranks = scenario("passes_per_step", launch)
     assert same(ranks)
     result = ranks[0]
-    # Four passes make two steps, each of which sends what one pass would.
+    # Four passes are two steps. Each sends as much as one pass would.
     assert all(values["step"] == 2 for values in result.values())
     assert [result[label]["bytes"] for label in ("sum", "mean", "of Keras", "sum of topk")] == [848, 848, 848, 432]
     assert result["mean"]["weights"] == result["of Keras"]["weights"]
@@ -68,7 +67,7 @@ def moved(history: list[dict[str, Any]]) -> list[list[str]]:
     return [step["moved"] for step in history]
 
 
-@on(TWO)
+@two_and_four
 def test_overflow_on_one_rank_skips_the_step_on_all(launch):
     ranks = scenario("overflow_in_fit", launch)
     assert same(ranks)
@@ -88,7 +87,7 @@ def test_one_bad_tensor_rolls_back_all_of_them(launch):
         everything = ["weights", "momenta", *(["states"] if not label.startswith("none") else [])]
         expected = [everything, [], everything]
         if "accumulating" in label:
-            # The second pass does not count; the third is the second of the first step, and the fifth of the second.
+            # The second pass does not count. The third pass completes the first step, the fifth pass the second step.
             expected = [[], [], everything, [], everything]
         assert moved(result["history"]) == expected, label
         scales = [step["scale"] for step in result["history"]]
@@ -127,7 +126,7 @@ def test_checkpoints_of_tensorflow_go_on_exactly(launch):
         assert whole == resumed, label
 
 
-@on(TWO)
+@two_and_four
 def test_one_file_for_all_ranks_starts_foreign_memories_from_zero(launch):
     ranks = scenario("one_file", launch)
     assert same([rank["weights"] for rank in ranks])
@@ -226,7 +225,7 @@ def test_statistics_reach_history_and_tensorboard(launch):
         assert rank["refused"].startswith("ConfigError: StatisticsCallback")
 
 
-@on(Launch(TENSORFLOW, "horovodrun-gloo", 4))
+@on(FOUR)
 def test_process_sets_train_apart(launch):
     ranks = scenario("apart", launch)
     for number, rank in enumerate(ranks):
@@ -272,7 +271,7 @@ def test_rows_of_any_number_are_gathered(launch):
         assert rank["compressed"]["sent"] == 128 * 8 + 16
 
 
-@on(TWO)
+@two_and_four
 def test_a_rank_without_rows_takes_part(launch):
     ranks = scenario("without_rows", launch)
     assert same([rank["weights"] for rank in ranks])
@@ -289,7 +288,7 @@ def test_tapes_give_the_same_bits_as_optimizers(launch):
         assert len(set(ways.values())) == 1, (label, ways)
 
 
-@on(TWO)
+@two_and_four
 def test_an_exchange_in_a_checkpoint_goes_on_exactly(launch):
     ranks = scenario("tape_checkpoint", launch)
     assert same(ranks)

@@ -1,4 +1,4 @@
-"""The small model, its data and one-process references of the scenarios about usage."""
+"""Small model, data and one-process references of the scenarios about usage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POWERSGD = {"compressor": "powersgd", **EVERYTHING}
 
 
 def net(seed: int = 0, name: str = "net") -> keras.Model:
-    """Two dense layers with the same weights on every rank of the same seed; a fraction of a second to trace."""
+    """Return two dense layers, which are fast to trace. Ranks with the same seed have the same weights."""
     rng = np.random.default_rng(seed)
     layers = [keras.layers.Dense(16, activation="relu", name="hidden"), keras.layers.Dense(4, name="out")]
     model = keras.Sequential([keras.Input((8,)), *layers], name=name)
@@ -30,13 +30,13 @@ def net(seed: int = 0, name: str = "net") -> keras.Model:
 
 
 def samples(steps: int, rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Batches of a rank, one after another; more steps begin with the same ones."""
+    """Return the batches of a rank, concatenated. More steps begin with the same batches."""
     values = np.random.default_rng([seed, rank]).normal(size=(steps * BATCH, 12)).astype(np.float32)
     return values[:, :8], values[:, 8:]
 
 
 def everybody(steps: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """What all ranks together see: in every step the batches of all of them."""
+    """Return the data of all ranks: for every step the batches of all ranks."""
     columns = zip(*(samples(steps, rank, seed) for rank in range(hvd.size())), strict=True)
     return tuple(
         np.stack([a.reshape(steps, BATCH, -1) for a in column], axis=1).reshape(-1, column[0].shape[1])
@@ -45,7 +45,7 @@ def everybody(steps: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fit(model: keras.Model, steps: int, *, alone: bool = False, start: int = 0, **options: Any) -> Any:
-    """Train by model.fit: on this rank's batches, or `alone` on those of all ranks; the History."""
+    """Train by model.fit on this rank's batches, or `alone` on those of all ranks. Return the History."""
     x, y = everybody(start + steps) if alone else samples(start + steps, hvd.rank())
     size = BATCH * (hvd.size() if alone else 1)
     options = {"shuffle": False, "verbose": 0, **options}
@@ -59,7 +59,7 @@ def gradients(model: keras.Model, x: Any, y: Any) -> list[tf.Tensor]:
 
 
 def applying(optimizer: Any, model: keras.Model, *, pairs: bool = False, graph: bool = False) -> Callable[[Any], None]:
-    """What takes the gradients of a model and lets an optimizer apply them."""
+    """Return a function that takes a model's gradients and applies them by an optimizer."""
 
     def apply(made: Any) -> None:
         if pairs:
@@ -73,7 +73,7 @@ def applying(optimizer: Any, model: keras.Model, *, pairs: bool = False, graph: 
 def by_hand(
     model: keras.Model, apply: Callable[[Sequence[Any]], Any], steps: int, *, start: int = 0, alone: bool = False
 ) -> None:
-    """Train with own gradients, which `apply` takes, on the data of `fit`."""
+    """Train on the data of `fit`, with gradients passed to `apply`."""
     x, y = everybody(start + steps) if alone else samples(start + steps, hvd.rank())
     size = BATCH * (hvd.size() if alone else 1)
     for i in range(start * size, (start + steps) * size, size):
@@ -83,9 +83,9 @@ def by_hand(
 def against_one_process(
     make: Callable[[], keras.optimizers.Optimizer], steps: int = 4, **arguments: Any
 ) -> tuple[keras.Model, float, float]:
-    """A model trained with `none` on all ranks; how far it is from one process on the joined data, and how far it went.
+    """Train a model with `none` on all ranks. Return its distance to training in one process, and its own change.
 
-    `make` gives a fresh optimizer, the same each time.
+    `make` returns a new optimizer with the same arguments each time.
     """
     models = []
     for alone in (False, True):
@@ -98,13 +98,13 @@ def against_one_process(
 
 
 def distance(model: keras.Model, other: keras.Model) -> float:
-    """The largest difference between two models' weights."""
+    """Return the largest difference between two models' weights."""
     pairs = zip(model.get_weights(), other.get_weights(), strict=True)
     return float(max(np.abs(a - b).max() for a, b in pairs))
 
 
 def error_of(attempt: Callable[[], Any]) -> str:
-    """What an attempt raises, with its type; empty if it does not."""
+    """Return the type and text of the error that an attempt raises, empty if none."""
     try:
         attempt()
     except Exception as error:

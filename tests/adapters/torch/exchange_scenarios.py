@@ -1,4 +1,4 @@
-"""Scenarios about what is exchanged: what one rank does, and what it reports."""
+"""Scenarios about the exchange of PyTorch, run by each rank."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.adapters.torch.model import (
 from tests.support import half_precision
 from tests.support.cases import EVERYTHING, config_of, label_of
 
-# Past every phase of every method (see cases.py), with two steps after the checkpoint, which falls within a phase.
+# More steps than the phases of every method (see cases.py), two of them after the checkpoint, which is within a phase.
 STEPS, SAVED = 7, 5
 ROWS = list[dict[str, Any]]
 
 
 def trained(rows: ROWS) -> dict[str, Any]:
-    """Train with each method, and go on from a checkpoint through a file: weights, bytes reported and bytes sent."""
+    """Train with each method, and continue from a checkpoint file: weights, reported bytes and sent bytes."""
     results = {}
     for row in rows:
         config, arguments = config_of(row), {"gradient_as_bucket_view": row["view"]}
@@ -76,7 +76,7 @@ def trained(rows: ROWS) -> dict[str, Any]:
 
 
 def none_and_horovod() -> dict[str, Any]:
-    """The same training with plain Horovod and with compressor none, also with accumulation and predivision."""
+    """Train with plain Horovod and with compressor none, also with accumulation and predivision."""
     results = {}
     for label, arguments in {
         "plain": {},
@@ -92,7 +92,7 @@ def none_and_horovod() -> dict[str, Any]:
             else:
                 optimizer = wrap(model, {"compressor": "none"}, **arguments)
             passes = arguments.get("backward_passes_per_step", 1)
-            # Momentum counts from the second step on, which is the fourth pass where two make a step.
+            # Momentum has an effect from the second step on, which is the fourth pass if two passes make a step.
             for i, (x, y) in enumerate(batches(4, hvd.rank())):
                 F.cross_entropy(model(x), y).backward()
                 if (i + 1) % passes == 0:
@@ -108,7 +108,7 @@ def none_and_horovod() -> dict[str, Any]:
 
 
 def half_sums() -> dict[str, Any]:
-    """Sums and means of 16-bit floats over all ranks, and over those of a process set."""
+    """Compute sums and means of 16-bit floats over all ranks, and over those of a process set."""
 
     def reductions(process_set: Any) -> dict[str, Any]:
         transport = HorovodTransport(process_set)
@@ -117,7 +117,7 @@ def half_sums() -> dict[str, Any]:
             dtype = torch.float16 if x.dtype == np.float16 else torch.bfloat16
             mine = torch.from_numpy(x.view(np.int16)).view(dtype)
             if op == "mean":
-                # Where no 32-bit integers can begin.
+                # At an odd offset, at which no 32-bit integer can begin.
                 mine = torch.cat([mine[:1], mine])[1:]
             handle = transport.allreduce(mine, op=op, name=f"halves.{process_set.process_set_id}.{name}")
             return lambda: handle.wait().view(torch.int16).numpy().view(x.dtype)
@@ -198,14 +198,14 @@ def _gradients(shapes: dict[str, Any], step: int, rank: int) -> dict[str, torch.
 
 
 def hook_order() -> dict[str, Any]:
-    """Gradients that become ready in one order on all ranks, and in opposite orders on odd and even ranks."""
+    """Make gradients ready in one order on all ranks, and in opposite orders on odd and even ranks."""
     results = {}
     for name in ("topk", "powersgd", "signsgd", "randomk"):
         weights = []
         for opposite in (False, True):
             model = make_net()
             optimizer = wrap(model, {"compressor": name, "bucket_bytes": 0, **EVERYTHING})
-            # Residuals count from the second step on.
+            # Residuals have an effect from the second step on.
             for x, y in batches(3, hvd.rank()):
                 optimizer.zero_grad()
                 branches = [model.left, model.right]
@@ -223,7 +223,7 @@ def hook_order() -> dict[str, Any]:
 
 
 def unused_parameters() -> dict[str, Any]:
-    """One branch takes no part on odd ranks, and on no rank in every second step."""
+    """Leave one branch out on odd ranks, and on all ranks in every second step."""
     results = {}
     for name in ("none", "topk", "qsgd", "powersgd", "randomk"):
         model = make_net()
@@ -241,7 +241,7 @@ def unused_parameters() -> dict[str, Any]:
 
 
 def gradient_buffers() -> dict[str, Any]:
-    """Gradients whose memory belongs to somebody else, before, during and after the exchange."""
+    """Exchange gradients whose memory other code uses before, during and after the exchange."""
     config = {"compressor": "topk", "compress_ratio": 0.1, "bucket_bytes": 0, **EVERYTHING}
     w = torch.nn.Parameter(torch.ones(20, 12))
     position = torch.nn.Parameter(torch.ones(20))
@@ -266,14 +266,14 @@ def gradient_buffers() -> dict[str, Any]:
         position.grad, w.grad = buffer.view_as(position), torch.zeros_like(w)
         exchange(optimizer)
         sent += position.grad
-        # What the optimizer or the user does with the merged gradient must not reach the residual either.
+        # Changes of the merged gradient by the optimizer or the user must not reach the residual.
         position.grad.mul_(100.0)
     residual = optimizer.grace.engine.state_dict()["tensors"]["position"]["memory"]["residual"]
     return {"norms": seen, "lost": float((sent + residual - sum(given)).abs().max()), "size": float(residual.norm())}
 
 
 def accumulation() -> dict[str, Any]:
-    """backward_passes_per_step=2 against one backward pass of the summed losses."""
+    """Compare backward_passes_per_step=2 with one backward pass of the summed losses."""
     weights = []
     for passes in (2, 1):
         model = make_net().double()
@@ -294,7 +294,7 @@ def accumulation() -> dict[str, Any]:
 
 
 def reductions() -> dict[str, Any]:
-    """op=Sum against op=Average of the same gradients, and a predivision that must change nothing."""
+    """Compare op=Sum with op=Average on the same gradients, and use a predivision that must change nothing."""
     gradients = {}
     for label, arguments in {
         "average": {},
@@ -323,7 +323,7 @@ def dtypes(rows: ROWS) -> dict[str, Any]:
         with torch.no_grad():
             model.weight.fill_(0.5)
         optimizer = wrap(model, {"compressor": row["method"]})
-        # The second step meets the states of the first.
+        # The second step uses the states of the first.
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + hvd.rank())
             model.weight.grad = torch.randn(40, 64, generator=generator).to(dtype)
@@ -338,7 +338,7 @@ def dtypes(rows: ROWS) -> dict[str, Any]:
 
 
 def layouts() -> dict[str, Any]:
-    """Channels-last and frozen parameters."""
+    """Train channels-last and frozen parameters."""
     model = make_net().to(memory_format=torch.channels_last)
     model.left.weight.requires_grad_(False)
     frozen = digest([model.left.weight])

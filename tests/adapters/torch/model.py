@@ -1,4 +1,4 @@
-"""The model, the data and the helpers of the scenarios."""
+"""Model, data and helpers of PyTorch's scenarios."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROCESS_SETS: list[Any] = []
 
 
 class Net(torch.nn.Module):
-    """A convolution, two matrices, vectors, a scalar and two branches, of which `forward` can leave one out."""
+    """A network with a convolution, two matrices, vectors, a scalar and two branches. `forward` can skip one branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ def make_net(seed: int = 0) -> Net:
 
 
 def batches(steps: int, rank: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Data that differ between ranks and are the same in every scenario."""
+    """Return data that differ between ranks and are equal in every scenario."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     for _ in range(steps):
         yield torch.randn(8, 1, 8, 8, generator=generator), torch.randint(0, 10, (8,), generator=generator)
 
 
 def digest(tensors: Any) -> str:
-    """Hash of the exact bits of several tensors."""
+    """Return a hash of the exact bits of several tensors."""
     sha = hashlib.sha256()
     for t in tensors:
         sha.update(t.detach().to(torch.float64).contiguous().numpy().tobytes())
@@ -70,14 +70,14 @@ def wrap(model: torch.nn.Module, config: dict[str, Any], **arguments: Any) -> An
 
 
 def exchange(optimizer: Any) -> None:
-    """Exchange the gradients that are in place and close the step, so that the next one can be put in by hand."""
+    """Exchange the current gradients and end the step, so that the next gradients can be set."""
     optimizer.synchronize()
     with optimizer.skip_synchronize():
         optimizer.step()
 
 
 def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int = 0) -> float:
-    """Train on the batches `start` to `start + steps`; the last loss."""
+    """Train on the batches `start` to `start + steps`. Return the last loss."""
     loss = torch.zeros(())
     for x, y in itertools.islice(batches(start + steps, hvd.rank(), seed), start, None):
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int =
 
 @contextmanager
 def spy(optimizer: Any) -> Iterator[list[tuple[str, int]]]:
-    """Record the name and bytes of what this rank hands to each collective of the exchange."""
+    """Record the name and bytes of each collective that this rank starts."""
     transport, sent = optimizer.grace.engine.transport, []
     originals = {kind: getattr(transport, kind) for kind in ("allreduce", "allgather", "broadcast")}
 
@@ -111,7 +111,7 @@ def spy(optimizer: Any) -> Iterator[list[tuple[str, int]]]:
 
 
 def flat(states: dict[str, Any] | None) -> str:
-    """Hash of all arrays of a tensor's states."""
+    """Return a hash of all arrays of a tensor's states."""
     if states is None:
         return ""
     return digest(states[kind][key] for kind in ("memory", "compressor") for key in sorted(states[kind]))

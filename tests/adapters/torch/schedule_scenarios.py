@@ -1,4 +1,4 @@
-"""Scenarios about schedules in PyTorch: what one rank does, and what it reports."""
+"""Scenarios about schedules in PyTorch, run by each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grace.torch import CompressionScheduler
 from tests.adapters.torch.model import digest, make_net, train, wrap
 from tests.support.cases import EVERYTHING
 
-# From which step on what counts, over all kinds of state: residual, momentum, both and none, and a warm start.
+# The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
 STAGES = {
     0: {"compressor": "topk", "compress_ratio": 0.1},
     2: {"compressor": "dgc", "compress_ratio": 0.2, "momentum": 0.5},
@@ -36,7 +36,7 @@ def weights(net: Any) -> str:
 
 
 def schedules() -> dict[str, Any]:
-    """One run by the configuration, by hand, and by a scheduler; and one that is continued from a file."""
+    """Change the method by the configuration, by `change`, and by a scheduler; continue one run from a file."""
     by_config = make_net()
     optimizer = wrap(by_config, scheduled())
     sent = []
@@ -70,7 +70,7 @@ def schedules() -> dict[str, Any]:
 
 
 def dense_first() -> dict[str, Any]:
-    """Steps in which Horovod does everything, and a method from then on."""
+    """Start with steps in which Horovod reduces everything, then switch to a method."""
     net = make_net()
     optimizer = wrap(net, {"compressor": "none", **EVERYTHING, "schedule": [{"step": 2, **STAGES[0]}]})
     steps, sent = [], []
@@ -82,7 +82,7 @@ def dense_first() -> dict[str, Any]:
 
 
 def resumed_scheduler() -> dict[str, Any]:
-    """The options of a scheduler that gives only what changes, and of one that went on from its state."""
+    """Compare the options of a scheduler that returns only changes with one that was restored from its state."""
     changes = {1: {"compress_ratio": 0.5}, 3: {"beta": 0.5}}
     first, second = (
         CompressionScheduler(wrap(make_net(), {**STAGES[0], **EVERYTHING}), lambda step: changes.get(step))
@@ -100,7 +100,7 @@ def resumed_scheduler() -> dict[str, Any]:
 
 
 def changes_that_differ() -> dict[str, Any]:
-    """Ranks that want different things, and one that wants something wrong; afterwards training goes on."""
+    """Try changes that differ between ranks, and a wrong change on one rank; then continue training."""
     net = make_net()
     optimizer = wrap(net, {**STAGES[0], **EVERYTHING})
     train(net, optimizer, 1)
@@ -116,7 +116,7 @@ def changes_that_differ() -> dict[str, Any]:
 
 
 def learning_rates() -> dict[str, Any]:
-    """Constant gradients under rates that change: how far the weights and what is held are from what was meant."""
+    """Apply constant gradients under changing learning rates. Return the errors of weights and residuals."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(40, 30))
     slopes = [torch.randn(40, 30, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
@@ -136,7 +136,7 @@ def learning_rates() -> dict[str, Any]:
 
 
 def local_steps() -> dict[str, Any]:
-    """Weights that meet every third step: the mean of ranks that train alone, and the same on all ranks with topk."""
+    """Exchange weights every third step: with none, the mean over ranks; with topk, equal weights on all ranks."""
     results: dict[str, Any] = {}
     for name, config in {
         "none": {"compressor": "none"},
@@ -179,7 +179,7 @@ def local_steps() -> dict[str, Any]:
 
 
 def local_refusals() -> dict[str, Any]:
-    """What does not go with local steps."""
+    """Try arguments that cannot be combined with local steps."""
     net = make_net()
     wrong = [
         {"local_steps": 0},
@@ -198,7 +198,7 @@ def local_refusals() -> dict[str, Any]:
 
 
 def loaded_in_another_stage() -> dict[str, Any]:
-    """Only rank 0 loads a checkpoint, which is of a later stage."""
+    """Load a checkpoint of a later stage on rank 0 only."""
     first = make_net()
     optimizer = wrap(first, scheduled())
     train(first, optimizer, 3)

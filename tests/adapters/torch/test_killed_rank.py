@@ -60,7 +60,7 @@ def rendezvous(size: int) -> Iterator[str]:
 
 
 def lose_one(granularity, size):
-    """Start ranks without a launcher, of which the last is killed. Return codes, outputs and seconds to the end."""
+    """Start ranks without a launcher and kill the last one. Return exit statuses, outputs and seconds to the end."""
     with ExitStack() as stack:
         port = stack.enter_context(rendezvous(size))
         ranks, said = [], []
@@ -109,7 +109,7 @@ CASES = [("bucket", 2), ("layer", 2), ("model", 4)]
 
 @pytest.fixture(scope="module")
 def losses():
-    """Start all runs at once, as they mostly wait, and yield their futures by case."""
+    """Start all runs at once, because they mostly wait, and yield their futures by case."""
     with ThreadPoolExecutor() as pool:
         runs = {case: pool.submit(lose_one, *case) for case in CASES}
         yield {**runs, "horovodrun": pool.submit(launch_and_lose_one)}

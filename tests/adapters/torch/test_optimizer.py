@@ -1,4 +1,4 @@
-"""The PyTorch adapter in real processes: every way to launch it, on 1, 2 and 4 ranks."""
+"""The PyTorch adapter in real processes: with every launcher, on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
-# What is trained: every method and communicator with every way to cut the model, in every launch.
+# The trained cases: every method and communicator with every granularity of the model, in every launch.
 EXCHANGES = rows(
     {
         **cases.method_factors(),
@@ -31,7 +31,7 @@ DTYPES = rows(
     cases.possible,
 )
 ALONE = Launch(TORCH, "python", 1)
-# Methods that do not look at shapes.
+# Methods that do not depend on shapes.
 FLAT = {name for name in compressors if compressors.make(name).flat}
 
 each_launch = on(*cases.launches(TORCH, EXCHANGES))
@@ -40,7 +40,7 @@ four_ranks = on(*(launch for launch in cases.launches(TORCH, EXCHANGES) if launc
 
 
 def exchanges(name, launch):
-    """Return the rows of a launch by label, and what all ranks report of each."""
+    """Return the rows of a launch by label, and the reports of all ranks about each row."""
     chosen = cases.rows_of(launch, EXCHANGES)
     return {cases.label_of(row): row for row in chosen}, scenario(name, launch, chosen)
 
@@ -68,8 +68,8 @@ def test_resumed_run_is_bit_identical(launch):
     listed, ranks = exchanges("trained", launch)
     for label, row in listed.items():
         result = ranks[0][label]
-        # With more than two ranks a sum depends on where Horovod put it in a fused buffer, which differs from run to
-        # run also without grace.
+        # With more than two ranks, a sum depends on its position in Horovod's fused buffer. This differs between runs,
+        # even without grace.
         summed = row["method"] in SUMMED and launch.ranks > 2
         assert result["equal"] or (summed and result["distance"] < 1e-4), (label, result["distance"])
 
@@ -126,7 +126,7 @@ def test_none_equals_plain_horovod(launch):
     for rank in scenario("none_and_horovod", launch):
         for label, result in rank.items():
             assert result["moved"] > 0.01, label
-            # On more ranks Horovod may fuse other tensors together, which changes the order of summation.
+            # On more ranks, Horovod may fuse other tensors, which changes the order of summation.
             assert result["equal"] or (launch.ranks > 2 and result["distance"] < 1e-5), label
 
 
@@ -230,7 +230,7 @@ def test_sum_and_predivision(launch):
     for result in scenario("reductions", launch):
         assert result["size"] > 0
         assert result["sum"] <= 1e-6
-        # Dense tensors go through Horovod, whose scaling by powers of two is exact.
+        # Horovod reduces dense tensors, and its scaling by powers of two is exact.
         assert result["predivide"] <= 1e-6
 
 

@@ -1,4 +1,4 @@
-"""A scenario about the times of a step, with PyTorch: what one rank does, and what it reports."""
+"""A scenario about the times of a step in PyTorch, run by each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.cases import EVERYTHING
 
 
 def timeline() -> dict[str, Any]:
-    """GRACE_TIMELINE, a timeline by hand, and a path that rank 1 cannot write."""
+    """Write timelines by GRACE_TIMELINE and by a call, and try a path that rank 1 cannot write."""
     config = {"compressor": "powersgd", "bucket_bytes": 4096, **EVERYTHING}
     model = make_net()
     with tempfile.TemporaryDirectory() as folder:

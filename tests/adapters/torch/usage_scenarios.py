@@ -1,4 +1,4 @@
-"""Scenarios about how the optimizer is used: what one rank does, and what it reports."""
+"""Scenarios about the usage of PyTorch's optimizer, run by each rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.cases import EVERYTHING, LAYERS
 
 
 def foreign_checkpoint() -> dict[str, Any]:
-    """Every rank loads the checkpoint of rank 0, as scripts do that save on one rank only."""
+    """Load the checkpoint of rank 0 on every rank, as in scripts that save on one rank only."""
     model = make_net()
     optimizer = wrap(model, {"compressor": "topk", **LAYERS})
     train(model, optimizer, 3)
@@ -59,7 +59,7 @@ def foreign_checkpoint() -> dict[str, Any]:
 
 
 def partly_loaded() -> dict[str, str]:
-    """Only rank 0 loads a checkpoint, of an earlier step, and the ranks go on."""
+    """Load a checkpoint of an earlier step on rank 0 only, and continue."""
     results = {}
     for name in ("topk", "randomk", "powersgd"):
         model = make_net()
@@ -86,7 +86,7 @@ def _evaluate(model: Net, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> t
 
 
 def closures() -> dict[str, Any]:
-    """step(closure) against the same steps without one."""
+    """Compare step(closure) with the same steps without a closure."""
     weights = []
     for with_closure in (True, False):
         model = make_net()
@@ -109,7 +109,7 @@ def closures() -> dict[str, Any]:
 
 
 def synchronized_twice() -> dict[str, Any]:
-    """synchronize() and then a plain step(), which Horovod allows, against one exchange; and a load in mid-step."""
+    """Call synchronize() and then step(), which Horovod allows; compare with one exchange. Also load during a step."""
     weights = []
     for twice in (False, True):
         model = make_net()
@@ -138,7 +138,7 @@ def synchronized_twice() -> dict[str, Any]:
 
 
 def contract_of_horovod() -> dict[str, Any]:
-    """What a user of Horovod's optimizer relies on."""
+    """Check the properties of Horovod's optimizer that users rely on."""
     model = make_net()
     plain = sgd(model)
     optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}, optimizer=plain)
@@ -178,7 +178,7 @@ def contract_of_horovod() -> dict[str, Any]:
 
 
 def mixed_precision() -> dict[str, Any]:
-    """A loss scaler whose scaled loss overflows on the last rank only, in the second of three steps."""
+    """Use a loss scaler whose scaled loss overflows on the last rank only, in the second of three steps."""
     model = make_net()
     optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **LAYERS})
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -206,7 +206,7 @@ def mixed_precision() -> dict[str, Any]:
 
 
 def sparse_gradients() -> dict[str, Any]:
-    """An embedding with sparse gradients: compressed as dense, left to Horovod by a rule, or refused by name."""
+    """Use an embedding with sparse gradients: compressed as dense, left to Horovod by a rule, or refused."""
     results: dict[str, Any] = {}
 
     def run(config: dict[str, Any], **arguments: Any) -> str:
@@ -230,7 +230,7 @@ def sparse_gradients() -> dict[str, Any]:
 
 
 def overlap() -> dict[str, Any]:
-    """When the first collective of a step starts: before the backward pass ends, or after."""
+    """Record whether the first collective of a step starts before the backward pass ends."""
     model = make_net()
     optimizer = wrap(model, {"compressor": "topk", "bucket_bytes": 0, **EVERYTHING})
     train(model, optimizer, 2)
@@ -238,7 +238,7 @@ def overlap() -> dict[str, Any]:
     optimizer.zero_grad()
     progress: list[int] = []
     with spy(optimizer) as sent:
-        # The backward pass reaches the convolution last: what was sent by then was sent while it ran.
+        # The backward pass reaches the convolution last. Everything sent by then was sent during the backward pass.
         model.conv.weight.register_hook(lambda gradient: progress.append(len(sent)))
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -246,7 +246,7 @@ def overlap() -> dict[str, Any]:
 
 
 def two_optimizers() -> dict[str, Any]:
-    """Two optimizers of one process whose exchanges are under way at the same time, as in a GAN."""
+    """Use two optimizers in one process whose exchanges overlap, as in a GAN."""
     models = [make_net(seed) for seed in (0, 1)]
     optimizers = [wrap(m, {"compressor": c, **EVERYTHING}) for m, c in zip(models, ("topk", "qsgd"), strict=True)]
     for x, y in batches(4, hvd.rank()):
@@ -258,7 +258,7 @@ def two_optimizers() -> dict[str, Any]:
 
 
 def refusals() -> dict[str, str]:
-    """Arguments that cannot be honoured, and the errors that name them."""
+    """Pass arguments that are not supported. Return the errors."""
     model = make_net()
 
     def attempt(**arguments: Any) -> str:
@@ -289,7 +289,7 @@ def refusals() -> dict[str, str]:
 
 
 def process_sets() -> dict[str, Any]:
-    """Even and odd ranks train apart."""
+    """Train even and odd ranks separately."""
     mine = PROCESS_SETS[hvd.rank() % 2]
     results = {}
     for name in ("none", "topk", "powersgd", "bf16"):
@@ -307,7 +307,7 @@ def process_sets() -> dict[str, Any]:
     results["only even"] = digest(outside.parameters())
     if hvd.rank() % 2:
         wrap(make_net(), {"compressor": "topk"}, process_set=mine)
-    # Odd ranks have built one more optimizer than even ones, which must not matter here.
+    # Odd ranks have made one more optimizer than even ranks. This must not matter here.
     together = make_net()
     optimizer = wrap(together, {"compressor": "topk"})
     train(together, optimizer, 2)
@@ -316,7 +316,7 @@ def process_sets() -> dict[str, Any]:
 
 
 def statistics() -> dict[str, Any]:
-    """stats() with norms against what an error feedback with a known residual must give."""
+    """Compare stats() with norms to the values of an error feedback with a known residual."""
     model = make_net()
     optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING})
     train(model, optimizer, 1)
@@ -342,7 +342,7 @@ def _mismatch(configs: Callable[[int], dict[str, Any]], model: torch.nn.Module) 
 
 
 def different_configurations() -> dict[str, Any]:
-    """The last rank has another ratio; then an impossible configuration; then other parameters."""
+    """Give the last rank another ratio, then an impossible configuration, then other parameters."""
     last = hvd.size() - 1
     ratio = _mismatch(lambda rank: {"compressor": "topk", "compress_ratio": 0.02 if rank == last else 0.01}, make_net())
     typo = _mismatch(lambda rank: {"compressor": "topkk" if rank == last else "topk"}, make_net())
