@@ -29,12 +29,15 @@ extensions = [
     "mathml",
     "measurements",
     "methods",
+    "timeline",
 ]
 exclude_patterns = ["_*"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist", "substitution"]
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
+# A default that is an object would hide the names of types in a signature.
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100

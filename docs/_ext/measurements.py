@@ -44,10 +44,11 @@ def value_of(data: dict[str, Any], row: dict[str, Any], key: str) -> Any:
 
 
 def number(value: float, form: str) -> str:
-    """Return a number by a format, or with so many significant digits if the format is their number."""
+    """Return a number by a format; a number as format means significant digits, with two decimals at most."""
     if not form.isdigit():
         return f"{value:{form}}"
-    return f"{value:,.0f}" if value >= 10 ** int(form) else f"{value:#.{form}g}".rstrip(".")
+    decimals = int(form) - len(str(int(abs(value))))
+    return f"{value:,.{min(2, max(0, decimals))}f}"
 
 
 def cell(data: dict[str, Any], row: dict[str, Any], key: str) -> str:

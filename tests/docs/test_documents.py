@@ -18,6 +18,7 @@ from grace.listing import FAMILIES
 ROOT = Path(__file__).parents[2]
 # Written when the site is built, and not in the repository.
 GENERATED = [f"docs/methods/{page}.md" for page in ("index", *(family.page for family in FAMILIES))]
+GENERATED += [f"docs/figures/generated/{figure}.svg" for figure in ("break_even", "timeline")]
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in GENERATED)]
 # The Python blocks of each of these pages form one script.

@@ -122,9 +122,13 @@ def run(root: Path, arguments: Sequence[str], limit: float) -> tuple[int | None,
         process.start()
         process.join(limit)
         if process.exitcode is None:
+            # pytest first ends what it has started, ranks for instance.
             assert process.pid is not None
-            os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+            os.kill(process.pid, signal.SIGINT)
+            process.join(30)
+            if process.exitcode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.join()
             return None, output.read()
         return process.exitcode, output.read()
 
@@ -239,7 +243,7 @@ def main() -> int:
     parser.add_argument("--targeted", action="store_true", help="run only the tests named by each patch")
     parser.add_argument("--all", action="store_true", help="run full products of test cases, not covering arrays")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="patches at a time, each in its own copy")
-    parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds for the tests of a patch")
+    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds for the tests of a patch")
     parser.add_argument("--classes", action="store_true", help="count the mutant classes that the contracts reject too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add every result to those that the file holds")
     parser.add_argument("--resume", action="store_true", help="leave out the patches that the file of --json holds")

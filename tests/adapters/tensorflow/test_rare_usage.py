@@ -45,7 +45,7 @@ def test_half_precision_weights_are_broadcast(launch):
     assert same(scenario("half_precision_weights", launch))
 
 
-@two_and_four
+@on(TWO)
 def test_a_frozen_layer_keeps_its_weights_and_its_residual(launch):
     ranks = scenario("frozen_layer", launch)
     assert len({rank["weights"] for rank in ranks}) == 1

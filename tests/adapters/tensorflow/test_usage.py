@@ -12,6 +12,7 @@ from tests.support.ranks import on, same, scenario
 pytestmark = pytest.mark.distributed
 
 TWO, FOUR = Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(TENSORFLOW, "mpirun", 4)
+# For what another number of ranks could change.
 two_and_four = on(TWO, FOUR)
 
 # The largest difference of weights after a few steps with another order of summation.
@@ -49,7 +50,7 @@ def test_every_built_in_optimizer_exchanges(launch):
         assert result["moved"] > 1e-5, label
 
 
-@two_and_four
+@on(TWO)
 def test_accumulated_gradients_travel_once(launch):
     ranks = scenario("passes_per_step", launch)
     assert same(ranks)
@@ -67,7 +68,7 @@ def moved(history: list[dict[str, Any]]) -> list[list[str]]:
     return [step["moved"] for step in history]
 
 
-@two_and_four
+@on(TWO)
 def test_overflow_on_one_rank_skips_the_step_on_all(launch):
     ranks = scenario("overflow_in_fit", launch)
     assert same(ranks)
@@ -126,7 +127,7 @@ def test_checkpoints_of_tensorflow_go_on_exactly(launch):
         assert whole == resumed, label
 
 
-@two_and_four
+@on(TWO)
 def test_one_file_for_all_ranks_starts_foreign_memories_from_zero(launch):
     ranks = scenario("one_file", launch)
     assert same([rank["weights"] for rank in ranks])
@@ -225,7 +226,7 @@ def test_statistics_reach_history_and_tensorboard(launch):
         assert rank["refused"].startswith("ConfigError: StatisticsCallback")
 
 
-@on(FOUR)
+@on(Launch(TENSORFLOW, "horovodrun-gloo", 4))
 def test_process_sets_train_apart(launch):
     ranks = scenario("apart", launch)
     for number, rank in enumerate(ranks):
@@ -271,7 +272,7 @@ def test_rows_of_any_number_are_gathered(launch):
         assert rank["compressed"]["sent"] == 128 * 8 + 16
 
 
-@two_and_four
+@on(TWO)
 def test_a_rank_without_rows_takes_part(launch):
     ranks = scenario("without_rows", launch)
     assert same([rank["weights"] for rank in ranks])
@@ -288,7 +289,7 @@ def test_tapes_give_the_same_bits_as_optimizers(launch):
         assert len(set(ways.values())) == 1, (label, ways)
 
 
-@two_and_four
+@on(TWO)
 def test_an_exchange_in_a_checkpoint_goes_on_exactly(launch):
     ranks = scenario("tape_checkpoint", launch)
     assert same(ranks)
