@@ -138,7 +138,7 @@ class TestTracedCompressors(Traced, TestCompressors):
 
 
 class FewTensors(TestTracedCompressors):
-    """What extra configurations may do otherwise in a graph does not depend on the tensor."""
+    """A contract on few tensors: differences of extra configurations in a graph do not depend on the tensor."""
 
     shapes = few_shapes = ((24, 40), (0,))
     dtypes = ("float32",)

@@ -122,6 +122,34 @@ def test_docstrings_follow_the_rule(name):
     assert complaints(SOURCES[name], DESCRIBED) == []
 
 
+def first_lines(source: str) -> list[str]:
+    """Return the first line of every docstring of the module."""
+    tree = ast.parse(source)
+    docstrings = [ast.get_docstring(tree), *(ast.get_docstring(node) for _, node, _, _ in _definitions(tree))]
+    return [docstring.splitlines()[0] for docstring in docstrings if docstring]
+
+
+def test_no_docstring_outside_the_package_begins_like_a_question():
+    folders = ("tests", "examples", "benchmarks", "scripts", "docs")
+    files = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    found = {
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in files
+        for line in first_lines(path.read_text(encoding="utf-8"))
+        if _QUESTION.match(line)
+    }
+    assert found == set()
+
+
+def test_first_lines_are_those_of_every_docstring():
+    assert first_lines(GOOD) == [
+        "Names of things.",
+        "Length of a payload.",
+        "Number of bytes.",
+        "Return the sum of all lengths.",
+    ]
+
+
 def test_covered_parts_exist():
     assert all(any(name.startswith(part) for name in SOURCES) for part in COVERED)
 

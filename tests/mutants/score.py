@@ -43,7 +43,7 @@ PASSED, FAILED, INTERRUPTED, NO_TESTS = 0, 1, 2, 5
 
 
 class Outcome(NamedTuple):
-    """How a test run ended: whether it caught the patch, and by what."""
+    """The outcome of a test run: caught or not, and by which tests."""
 
     caught: bool
     by: str
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Result:
-    """What the tests said of one patch."""
+    """The result of one patch."""
 
     id: str
     caught: bool

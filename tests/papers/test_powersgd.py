@@ -88,7 +88,7 @@ def test_a_vanished_column_is_drawn_anew():
 
 
 def test_a_rank_that_grows_is_found():
-    """When the matrix changes from rank 1 to rank 2, the vanished second column of Q must come back."""
+    """If the matrix changes from rank 1 to rank 2, the vanished second column of Q must come back."""
     sim = simulate(2, (ROWS, COLUMNS), make("powersgd", compress_rank=2), "none")
     step(sim, [matrix(1)] * 2)
     assert (np.abs(state(sim, 0, "q", "compressor")).max(axis=0) == 0).tolist() == [False, True]
