@@ -16,7 +16,7 @@ from tests.support import half_precision, registered
 from tests.support.covering import rows
 from tests.support.launch import MPI, ROOT, Launch, command
 from tests.support.ranks import on, scenario
-from tests.support.steps import CUTS, DEFAULTS, SPECS, gradients, simulate
+from tests.support.steps import CUTS, METHODS, SPECS, gradients, simulate
 
 pytestmark = pytest.mark.distributed
 
@@ -222,8 +222,7 @@ handles[0].wait()
 
 
 def test_one_process_alone_compresses_too():
-    chosen = next(p for p in DEFAULTS if type(p.compressor).__name__ == "TopK")
-    simulation = simulate(chosen, size=1)
+    simulation = simulate(METHODS["topk"], size=1)
     exchange = mpi.MPIExchange(SPECS, simulation.config, comm=mpi.MPI.COMM_SELF)
     for step in range(3):
         given = gradients(simulation, step)
