@@ -51,7 +51,7 @@ SETTINGS = {
     "eightbit": Setting(),
     "inceptionn": Setting(),
     "terngrad": Setting(),
-    # Every coordinate moves by lr in each step, whatever the size of the gradient.
+    # Every coordinate moves by lr in each step, for gradients of any size.
     "signsgd": Setting(lr=0.0005),
     # The memory contains the momentum, so the optimizer must have none.
     "signum": Setting(lr=0.001, momentum=0.0),

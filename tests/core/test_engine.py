@@ -280,7 +280,7 @@ def test_gradients_are_only_read(chosen, framework):
 
 @pytest.mark.parametrize("compressor", ["powersgd", "sketchedsgd", {"name": "terngrad", "shared_scale": True}])
 def test_gradients_may_be_overwritten_once_they_were_taken(compressor):
-    """The ranks settle something first, so these methods compress later."""
+    """These methods exchange proposals first, and compress after the ranks agree."""
     sims = [
         grace.Simulation(2, {"a": (64, 48)}, {"compressor": compressor, "memory": "none", "granularity": "layer"})
         for _ in range(2)

@@ -1,4 +1,4 @@
-"""Every patch still applies, and the score tells what is caught from what survives."""
+"""Every patch applies, and the score distinguishes caught patches from survivors."""
 
 from __future__ import annotations
 

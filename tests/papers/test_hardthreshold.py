@@ -27,7 +27,7 @@ def test_absolute_compressor(threshold):
 
 
 def test_residual_is_bounded_at_every_step():
-    """Remark 5 in units of the gradient: |e|^2 <= d threshold^2 on every rank, whatever the gradients are."""
+    """Remark 5 in units of the gradient: |e|^2 <= d threshold^2 on every rank, for any gradients."""
     n, threshold = 200, 0.5
     sim = simulate(3, (n,), make("hardthreshold", threshold=threshold), "residual")
     for number in range(50):

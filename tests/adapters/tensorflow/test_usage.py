@@ -243,13 +243,13 @@ def test_embeddings_travel_as_rows_or_compressed(launch):
     ranks = scenario("embeddings", launch)
     assert same(ranks)
     result = ranks[0]
-    # 12 words of 40 float32 and an int32 index each; the small matrix and the biases beside them.
+    # 12 words of 40 float32 and an int32 index each, the small matrix, and the biases.
     rows = {"dense.0.values": 1920, "dense.0.indices": 48, "dense.1": 960, "dense.2": 8}
     for label in ("rows", "rows beside topk", "clipped", "scaled"):
         assert result[label]["sent"] == rows, label
     for label in ("as dense", "accumulated"):
         assert result[label]["sent"] == {"dense.0": 5120, "dense.1": 960, "dense.2": 8}, label
-    # 128 values of float32 with int32 indices, and a header; the biases, which ride along beside compressed tensors.
+    # 128 float32 values with int32 indices, and a header. The biases share a bucket with compressed tensors.
     assert result["compressed"]["sent"] == {"bucket.1": 128 * 8 + 16, "dense.1": 960, "bucket.0.float32": 8}
     for label, values in result.items():
         assert values["reported"] == sum(values["sent"].values()), label
