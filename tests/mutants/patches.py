@@ -241,7 +241,7 @@ PATCHES = [
         "payloads = [{**payload, **home} for payload in payloads]",
         "payloads = [{**home, **payload} for payload in payloads[:1]] + payloads[1:]",
         "fields that do not travel are missing in the payloads of all ranks but the first, where payloads are gathered",
-        (f"{STEPS} -k 'same_bits and randomk and (allgather or broadcast)'",),
+        (f"{STEPS} -k 'same_bits and sketchedsgd and (allgather or broadcast)'",),
     ),
     # --- gradients to units and back ------------------------------------------------------------------------------
     Patch(
@@ -445,7 +445,7 @@ PATCHES = [
         "self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)",
         "any(f.dtype in HALF_DTYPES for f in self.fields)",
         "gathered 16-bit payloads count as averaged",
-        (f"{STEPS} -k '(fp16 or bf16) and numpy'", f"{STEPS} -k 'fp16 or bf16'"),
+        (f"{STEPS} -k 'no_compression'",),
     ),
     Patch(
         "part-fuses-dtypes",
@@ -810,12 +810,12 @@ PATCHES = [
         (f"{STEPS} -k 'loses_nothing and natural'",),
     ),
     Patch(
-        "none-sums-bfloat16",
+        "none-rounds-float64",
         "grace/core/compressors/none.py",
         'dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype',
-        "dtype = spec.dtype",
-        "without compression bfloat16 is no longer sent as float32",
-        (f"{STEPS} -k 'no_compression'", f"{STEPS} -k 'none and numpy'", GOLDEN + " -k none"),
+        'dtype = "float32" if spec.dtype != "float16" else spec.dtype',
+        "without compression float64 is sent as float32",
+        (f"{STEPS} -k 'no_compression'",),
     ),
     Patch(
         "onebit-contraction",
