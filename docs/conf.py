@@ -30,6 +30,7 @@ extensions = [
     "measurements",
     "methods",
     "timeline",
+    "break_even",
 ]
 exclude_patterns = ["_*"]
 

@@ -1,0 +1,126 @@
+"""Up to which bandwidth a method pays: a chart and a table, from measured codec times and the bytes of the methods.
+
+A method pays if the time of its codec and of its bytes is less than the time of the bytes of a plain allreduce. The
+time of a codec is linear between the two sizes that were measured, with the payloads of 2 ranks. Bytes travel in rings:
+2 (n - 1) / n of the buffer in an allreduce among n ranks, n - 1 payloads in an allgather.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import measurements
+import methods
+import numpy as np
+from docutils import nodes
+from docutils.statemachine import StringList
+from matplotlib.figure import Figure
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+FIGURE = Path(__file__).parents[1] / "figures" / "generated" / "break_even.svg"
+SOURCE = "codec"
+METHODS = ("fp16", "topk", "randomk", "signsgd", "efsignsgd", "qsgd", "terngrad", "powersgd")
+RANKS = (2, 4, 8, 16)
+# The sizes of the table, in parameters.
+SMALL, LARGE = 3e5, 350e6
+COLORS = ["#0a7d91", "#d1495b", "#edae49", "#66a182", "#2e4057", "#8d5b9b", "#b0612f", "#5b8bd0"]
+
+
+class Codec(NamedTuple):
+    """Seconds of a step of a codec: `fixed` and per element."""
+
+    fixed: float
+    per_element: float
+
+
+@cache
+def codecs() -> dict[str, Codec]:
+    """Return the measured codecs by method, in PyTorch."""
+    data = measurements.load(SOURCE)
+    copy, small, large = sum(data["copy_ms"]) / 2e3, 1000, data["elements"]
+    found = {}
+    for method in METHODS:
+        row = measurements.rows_of(SOURCE)[method]
+        short = row["small_torch"] / 1e6
+        per_element = (row["torch"] * copy - short) / (large - small)
+        found[method] = Codec(short - small * per_element, per_element)
+    return found
+
+
+@cache
+def saved_bytes(method: str, ranks: int) -> float:
+    """Return the bytes per element by which a rank receives less than in a plain allreduce of float32."""
+    return 4 * 2 * (ranks - 1) / ranks - methods.sent(method).received(ranks)
+
+
+def break_even(method: str, ranks: int, parameters: float) -> float:
+    """Return the bandwidth in Gbit/s below which a method pays; 0 if it never does."""
+    codec = codecs()[method]
+    seconds = codec.fixed + codec.per_element * parameters
+    return max(0.0, 8e-9 * saved_bytes(method, ranks) * parameters / seconds)
+
+
+def draw(path: Path) -> None:
+    """Draw a panel per number of ranks, with a line per method."""
+    sizes = np.geomspace(1e4, 1e9, 60)
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
+    for axes, ranks in zip(panels, RANKS, strict=True):
+        never = []
+        for method, color in zip(METHODS, COLORS, strict=True):
+            if saved_bytes(method, ranks) <= 0:
+                never.append(method)
+                continue
+            line = [break_even(method, ranks, size) for size in sizes]
+            axes.plot(sizes, line, color=color, label=method)
+        note = f"   never pays: {', '.join(never)}" if never else ""
+        axes.set_title(f"{ranks} ranks{note}", loc="left", fontsize=10)
+        axes.set(xscale="log", yscale="log", xlim=(1e4, 1e9), ylim=(1, 100))
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+        axes.label_outer()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    figure.supxlabel("parameters of the model", fontsize=10)
+    figure.supylabel("bandwidth in Gbit/s: a method pays below its line", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, facecolor="white")
+
+
+def table() -> list[str]:
+    """Return the lines of a Markdown table: break-even bandwidths by method, number of ranks and size."""
+    lines = [methods.row("method", "collective", *(f"{n} ranks" for n in RANKS))]
+    lines.append(methods.row("---", "---", *["---:"] * len(RANKS)))
+    for method in METHODS:
+        cells = []
+        for n in RANKS:
+            low, high = (f"{break_even(method, n, size):.2g}" for size in (SMALL, LARGE))
+            cells.append("never" if high == "0" else low if low == high else f"{low} to {high}")
+        collective = " + ".join(methods.sent(method).collectives)
+        lines.append(methods.row(f"[{method}](method-{method})", collective, *cells))
+    return lines
+
+
+class BreakEven(SphinxDirective):
+    """The directive `break-even`: the table, and where its figures come from."""
+
+    def run(self) -> list[nodes.Node]:
+        commands = measurements.load(SOURCE)["commands"]
+        lines = [*table(), "", *measurements.origin(SOURCE), "", "```bash", *commands, "```"]
+        parent = nodes.container(classes=["measurements"])
+        self.state.nested_parse(StringList(lines, source="break_even"), self.content_offset, parent)
+        return [parent]
+
+
+def generate(app: Sphinx) -> None:
+    draw(FIGURE)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", generate)
+    app.add_directive("break-even", BreakEven)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
