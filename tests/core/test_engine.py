@@ -97,6 +97,18 @@ def test_no_compression_is_the_mean(communicator, compressor):
         assert error <= eps * np.abs(expected).max(initial=0.0), spec
 
 
+@pytest.mark.parametrize("name", [name for name in compressors if compressors.make(name).summable])
+def test_gathered_payloads_give_what_summed_ones_give(name):
+    summed, gathered = (
+        Parts(compressors.make(name), memories.make("none"), communicators.make(communicator))
+        for communicator in ("allreduce", "allgather")
+    )
+    expected, got = (step(simulate(chosen), 0)[0] for chosen in (summed, gathered))
+    for spec in SPECS:
+        a, b = (merged[spec.name].astype(np.float64) for merged in (expected, got))
+        assert np.abs(a - b).max(initial=0.0) <= wire_eps(summed, spec) * np.abs(a).max(initial=0.0), spec
+
+
 @each(chosen=DEFAULTS)
 def test_one_rank_works(chosen):
     sim = simulate(chosen, size=1)

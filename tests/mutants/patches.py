@@ -654,7 +654,7 @@ PATCHES = [
         'for payload in payloads[1:]:\n            q = q + payload["q"]',
         'for payload in payloads[2:]:\n            q = q + payload["q"]',
         "where low-rank factors are gathered, that of rank 1 is left out",
-        (f"{STEPS} -k 'powersgd and loses_nothing'", f"{STEPS} -k 'powersgd or gradzip'"),
+        (f"{STEPS} -k 'gathered_payloads and powersgd'",),
     ),
     Patch(
         "quantized-same-stream",
@@ -959,7 +959,7 @@ PATCHES = [
         "certain = ops.nonzero(p >= 1)",
         "certain = ops.nonzero(p > 1)",
         "elements with probability 1 are neither certain nor drawn",
-        ("tests/papers/test_wangni.py",),
+        ("tests/papers/test_wangni.py -k 'kept or equal'",),
     ),
     # --- array operations -------------------------------------------------------------------------------------------
     Patch(
@@ -1040,7 +1040,10 @@ PATCHES = [
         "def constant(self, name: Hashable, make: Callable[[], Array]) -> Array:\n",
         "def _constant(self, name: Hashable, make: Callable[[], Array]) -> Array:\n",
         "a tensor of one graph is kept and used in another",
-        ("tests/adapters/tensorflow/test_graphs.py -k eightbit",),
+        (
+            "tests/adapters/tensorflow/test_graphs.py -k eightbit",
+            "tests/core/test_contracts.py -k 'Traced and eightbit'",
+        ),
     ),
     Patch(
         "codings-zero-is-negative",

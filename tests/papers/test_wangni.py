@@ -137,6 +137,9 @@ def test_equal_elements_share_the_budget():
 def test_everything_is_kept_where_the_density_allows_it():
     x = heavy(300)
     assert np.allclose(send(make("wangni", compress_ratio=1.0), x), x, rtol=1e-6)
+    # Each has a probability of exactly 1.
+    equal = np.full(64, -2.0, np.float32)
+    assert np.array_equal(send(make("wangni", compress_ratio=1.0), equal), equal)
 
 
 def test_zeros_send_nothing():
