@@ -40,6 +40,8 @@ autodoc_member_order = "bysource"
 # A default that is an object would hide the names of types in a signature.
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
+# Full names would be wider than the list of a page's contents.
+toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 copybutton_exclude = ".linenos, .gp, .go"
