@@ -45,7 +45,7 @@ def pytest_sessionfinish():
 def last_pool_stopped():
     """Ranks that serve several tests end with the last of them."""
     yield
-    ranks.stop()
+    ranks.end()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,7 @@ by their parameter `launch`, so that every pool starts once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -22,12 +23,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import ROOT, Launch, command, environment
+from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command, environment
 
 # Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them.
 START_S, SCENARIO_S, END_S = 240, 240, 60
 # The seconds that a rank gets after another one has raised an error, because it may wait for that rank forever.
 AFTER_ERROR_S = 30
+# How long a launcher may take to notice that a rank has died.
+AFTER_DEATH_S = 10
 
 
 def on(*launches: Launch) -> Any:
@@ -72,7 +75,12 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._output = Path(self._folder.name) / "output"
         path = f"{self._folder.name}/socket"
-        self._words = [*command(launch.launcher, launch.ranks), sys.executable, "-m", launch.worker]
+        started = (
+            ["tests.support.fork", "start", FORKED[launch.worker].start(launch.ranks)]
+            if launch.worker in FORKED
+            else [launch.worker]
+        )
+        self._words = [*command(launch.launcher, launch.ranks), sys.executable, "-m", *started]
         with socket.socket(socket.AF_UNIX) as server, self._output.open("wb") as output:
             server.bind(path)
             server.listen(launch.ranks)
@@ -129,7 +137,11 @@ class Pool:
                     texts[key.data] += part
                     if not part or part.endswith(b"\n"):
                         selector.unregister(key.fileobj)
-                        assert part, self._failed(f"{failure}: a rank died")
+                        if not part:
+                            # The launcher passes on the last words of the rank, and has some itself.
+                            with contextlib.suppress(subprocess.TimeoutExpired):
+                                self._process.wait(AFTER_DEATH_S)
+                            raise AssertionError(self._failed(f"{failure}: a rank died"))
                         received[key.data] = json.loads(texts[key.data])
                         if _failed(received[key.data]):
                             deadline = min(deadline, time.monotonic() + AFTER_ERROR_S)
@@ -181,6 +193,38 @@ def _failed(result: Any) -> bool:
     return isinstance(result, dict) and "trace" in result
 
 
+class Servers:
+    """The processes that fork the ranks of a worker, one per rank; see fork.py."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, ranks: int) -> str:
+        """Start the servers that are missing, and return the folder of their sockets."""
+        words = [sys.executable, "-m", "tests.support.fork", "serve", self._worker]
+        for rank in range(len(self._processes), ranks):
+            path = f"{self._folder.name}/{rank}"
+            self._processes.append(subprocess.Popen([*words, path], cwd=ROOT, env=environment(), stdin=subprocess.PIPE))
+        deadline = time.monotonic() + START_S
+        for rank, process in enumerate(self._processes):
+            while not Path(f"{self._folder.name}/{rank}.ready").exists():
+                assert process.poll() is None, f"{' '.join(words)} exited with {process.returncode}"
+                assert time.monotonic() < deadline, f"{' '.join(words)} did not start in {START_S} s"
+                time.sleep(0.02)
+        return self._folder.name
+
+    def stop(self) -> None:
+        """End the servers, which serve nobody any more."""
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        self._folder.cleanup()
+
+
+# The worker of MPI imports no framework, and mpi4py starts MPI when it is imported.
+FORKED = {worker: Servers(worker) for worker in (TORCH, TENSORFLOW)}
 _pool: Pool | None = None
 
 
@@ -199,3 +243,12 @@ def stop() -> None:
     pool, _pool = _pool, None
     if pool is not None:
         pool.stop()
+
+
+def end() -> None:
+    """Stop all that the tests have started."""
+    try:
+        stop()
+    finally:
+        for servers in FORKED.values():
+            servers.stop()

@@ -6,6 +6,9 @@ import time
 
 import horovod.torch as hvd
 import torch
+
+# Optimizers import it in their first step. Here it is imported once for all forks of this process.
+import torch._dynamo
 from horovod.torch import mpi_ops
 
 from tests.adapters.torch import exchange_scenarios, schedule_scenarios, timeline_scenarios, usage_scenarios

@@ -1,0 +1,97 @@
+"""Ranks as forks of processes that have imported their framework: the import is paid once, and not in every launch.
+
+`python -m tests.support.fork serve WORKER SOCKET` imports a worker and forks it for every connection. What a launcher
+starts is `python -m tests.support.fork start FOLDER SOCKET RANKS`. It hands its environment and its output to the
+server of its rank, whose socket is FOLDER/RANK, and ends with the exit status of the fork. Every rank has a server of
+its own, so that ranks still differ in the seeds of Python's hashes and generators.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+# Where launchers tell a process its rank; without any of them there is only one.
+RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+_NO_ORDER = b""
+
+
+def start(folder: str, *arguments: str) -> int:
+    """Let the server of this rank fork a worker with these arguments, and return the worker's exit status."""
+    rank = next((os.environ[name] for name in RANK if name in os.environ), "0")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"{folder}/{rank}")
+        order = json.dumps({"environment": dict(os.environ), "arguments": arguments}).encode() + b"\n"
+        socket.send_fds(connection, [order], [sys.stdout.fileno(), sys.stderr.fileno()])
+        status = connection.makefile().readline()
+    return int(status) if status else 1
+
+
+def serve(name: str, path: str) -> None:
+    """Fork a worker for every connection. Return only in a worker, when it has done its work."""
+    worker = importlib.import_module(name)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    Path(f"{path}.ready").touch()
+    workers: dict[int, socket.socket] = {}
+    while True:
+        # Standard input ends with the tests.
+        ready, _, _ = select.select([sys.stdin, server, woken, *workers.values()], [], [])
+        if sys.stdin in ready:
+            return
+        if woken in ready:
+            os.read(woken, 1024)
+            while workers:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                with workers.pop(pid) as connection:
+                    connection.sendall(f"{os.waitstatus_to_exitcode(status) & 0xFF}\n".encode())
+        for pid, connection in workers.items():
+            # The launcher has ended the process that waits for this worker.
+            if connection in ready and connection.recv(1, socket.MSG_DONTWAIT) == _NO_ORDER:
+                os.kill(pid, signal.SIGKILL)
+        if server in ready:
+            connection, _ = server.accept()
+            order, outputs = _receive(connection)
+            pid = os.fork()
+            if pid:
+                workers[pid] = connection
+                for output in outputs:
+                    os.close(output)
+                continue
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for opened in (server, connection, *workers.values()):
+                opened.close()
+            for number, output in enumerate(outputs, 1):
+                os.dup2(output, number)
+                os.close(output)
+            os.environ.clear()
+            os.environ.update(order["environment"])
+            sys.argv[1:] = order["arguments"]
+            worker.main()
+            return
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    order, outputs, _, _ = socket.recv_fds(connection, 1 << 16, 2)
+    while not order.endswith(b"\n"):
+        order += connection.recv(1 << 16)
+    return json.loads(order), outputs
+
+
+if __name__ == "__main__":
+    sys.exit({"start": start, "serve": serve}[sys.argv[1]](*sys.argv[2:]))
