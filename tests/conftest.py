@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections import Counter
@@ -23,6 +24,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     items[:] = ranks.grouped(items)
+    # Long builds first: at the end, the other workers would wait for one.
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 # The table of times that scripts/test.sh prints. Tests that start pytest add nothing to it.
@@ -46,6 +49,20 @@ def last_pool_stopped():
     """Ranks that serve several tests end with the last of them."""
     yield
     ranks.end()
+
+
+def pytest_collection_finish():
+    # The garbage collector need not visit thousands of test cases again and again: they live until the end.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give neighbouring tests, which share graphs and fixtures, to one worker. Idle workers take tests from others."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 @pytest.fixture(autouse=True, scope="session")

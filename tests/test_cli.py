@@ -195,6 +195,7 @@ def test_doctor_stops_a_launch_that_hangs(only_mpirun, capsys):
 
 def test_doctor_says_when_no_launcher_fits(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cli, "installed", lambda package: "9.9")
+    monkeypatch.setattr(cli, "KERNELS", "print('built')")
     monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"torch": ["Gloo"]})
     monkeypatch.setattr(cli.shutil, "which", lambda name, path=None: None)
     assert cli.main(["doctor"]) == 1

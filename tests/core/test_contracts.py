@@ -76,6 +76,12 @@ class TestCompressors(CompressorContract):
     def ops(self, request):
         return get_ops(request.param)
 
+    def test_bytes_are_equal_in_every_framework(self, compressor):
+        if registered.name(compressor) in EXTRAS and not covering.ALL:
+            # TensorFlow meets them below, in graphs.
+            self.frameworks = tuple(framework for framework in self.frameworks if framework != "tensorflow")
+        super().test_bytes_are_equal_in_every_framework(compressor)
+
     def reordered(self, compressor, dtype):
         return reordered(compressor, dtype)
 
@@ -126,6 +132,7 @@ class TestOps(OpsContract):
 
 
 class TestTracedCompressors(Traced, TestCompressors):
+    test_bytes_are_equal_in_every_framework = CompressorContract.test_bytes_are_equal_in_every_framework
     # They run no array operation, or those of NumPy only.
     test_configuration_survives_json = None
     test_unfit_gives_a_reason_or_none = None
@@ -137,17 +144,17 @@ class TestTracedCompressors(Traced, TestCompressors):
         metafunc.parametrize("compressor", registered.params([in_graphs(c) for c in chosen]))
 
 
-class FewTensors(TestTracedCompressors):
-    """A contract on few tensors: differences of extra configurations in a graph do not depend on the tensor."""
+class OneTensor(TestTracedCompressors):
+    """A contract on one tensor: differences of extra configurations in a graph do not depend on the tensor."""
 
-    shapes = few_shapes = ((24, 40), (0,))
+    shapes = few_shapes = ((24, 40),)
     dtypes = ("float32",)
 
 
 @pytest.mark.parametrize("compressor", registered.params(registered.extra_compressors()))
 def test_extra_configurations_keep_promises_in_graphs(compressor):
     pytest.importorskip("tensorflow")
-    contract, part = FewTensors(), traced(compressor)
+    contract, part = OneTensor(), traced(compressor)
     contract.test_bytes_are_equal_in_every_framework(part)
     contract.test_kept_plus_residual_is_the_gradient(part, get_ops("tensorflow"))
 

@@ -12,21 +12,25 @@ from grace.testing.harness import FRAMEWORKS, same
 from tests.support import registered
 from tests.support.steps import (
     DEFAULTS,
-    FEW_SPECS,
     SPECS,
     assert_same,
     each,
     each_combination_for,
     extras_on,
+    in_turn,
     simulate,
+    specs_in,
     states,
     step,
 )
 
+BAD = [np.nan, np.inf]
+ALONE, IN_TURN = extras_on("numpy"), in_turn("bad", BAD)
 
-@each(extras_on("numpy"), chosen=DEFAULTS, framework=FRAMEWORKS, bad=[np.nan, np.inf])
+
+@each(lambda row: ALONE(row) and IN_TURN(row), chosen=DEFAULTS, framework=FRAMEWORKS, bad=BAD)
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
-    clean, hit = (simulate(chosen, framework, specs=FEW_SPECS.get(framework, SPECS)) for _ in "ab")
+    clean, hit = (simulate(chosen, framework, specs=specs_in(framework, chosen)) for _ in "ab")
     step(clean, 0)
     step(hit, 0)
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from grace.core.ops import native
+from grace.core.ops import get_ops, native
+from grace.core.ops.composites import ArrayOps
 from grace.testing.harness import FRAMEWORKS
 
 # The frameworks that use the module grace._native.
 BACKENDS = tuple(framework for framework in ("numpy", "torch") if framework in FRAMEWORKS)
-# All frameworks with kernels. TensorFlow has its own library.
-SERVED = tuple(framework for framework in FRAMEWORKS if native.serves(framework, "cpu"))
 needs_kernels = pytest.mark.skipif(native.module is None, reason="the kernels were not built: `grace doctor` says why")
+
+
+def ops_of(framework: str) -> ArrayOps:
+    """Return the operations of a framework with kernels. Skip the test if there are none.
+
+    A function and no constant, because TensorFlow must be imported to know.
+    """
+    if not native.serves(framework, "cpu"):
+        pytest.skip(f"there are no kernels for {framework}: `grace doctor` says why")
+    return get_ops(framework, native=True)

@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.ops import get_ops
+from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import DTYPES
 from grace.core.spec import Array, Key
 from grace.testing.harness import LARGEST, SMALLEST, host
+from tests.support import covering
 
 # Sizes around the ends of a byte, of a register, of a task (1 << 16), and of a block within a task (1024, 4096).
 SMALL = (0, 1, 7, 8, 9, 63, 64, 65, 1000)
 LARGE = (4097, 65535, 65536, 65537, 200001)
-# Outputs of more than 4 MiB of float32 bypass the cache.
-AROUND = (1 << 20) + 5
+# Outputs of 4 MiB and more bypass the cache.
+AROUND = {"float32": (1 << 20) + 5, "float64": (1 << 19) + 5}
 KINDS = ("normal", "zeros", "equal", "sorted", "ties", "denormal", "huge", "huge and tiny", "negative")
 BROKEN = ("nan", "infinite", "broken")
 
@@ -566,31 +567,40 @@ def sketch_estimate(ops, g):
         yield ops.sketch_estimate(g.x(rows * columns), g.n, rows, columns, g.key())
 
 
-def plans() -> Iterator[tuple[int, str, int]]:
+# Every pair of a size, a kind of numbers and a dtype.
+_SMALL = covering.rows({"n": SMALL, "kind": KINDS, "dtype": native.FLOATS})
+
+
+def plans(dtype: str) -> Iterator[tuple[int, str, int]]:
     """Return size, kind and seed of the calls of every case."""
-    for n in SMALL:
-        for seed, kind in enumerate(KINDS):
-            yield n, kind, seed
+    for row in _SMALL:
+        if row["dtype"] == dtype:
+            yield row["n"], row["kind"], KINDS.index(row["kind"])
     for seed, n in enumerate(LARGE):
         yield n, "normal", seed
         yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
-    yield AROUND, "normal", 0
+    yield AROUND[dtype], "normal", 0
 
 
-def sizes() -> Iterator[tuple[int, str, int]]:
+def sizes(dtype: str) -> Iterator[tuple[int, str, int]]:
     """Return one or two of `plans` per size, for kernels that are already tested with other instructions."""
     for seed, n in enumerate(SMALL + LARGE):
         yield n, "normal", seed
         if n in SMALL:
             yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
-    yield AROUND, "normal", 0
+    yield AROUND[dtype], "normal", 0
 
 
-def few() -> Iterator[tuple[int, str, int]]:
+_FEW_KINDS = ("normal", "zeros", "denormal", "huge")
+_FEW = covering.rows({"n": (0, 1, 9, 65), "kind": _FEW_KINDS, "dtype": native.FLOATS})
+
+
+def few(dtype: str) -> Iterator[tuple[int, str, int]]:
     """Return a few of `plans`, for a framework that uses the same kernels."""
-    for n in (0, 1, 9, 65, 65537):
-        for seed, kind in enumerate(("normal", "zeros", "denormal", "huge") if n < 65537 else ("normal",)):
-            yield n, kind, seed
+    for row in _FEW:
+        if row["dtype"] == dtype:
+            yield row["n"], row["kind"], _FEW_KINDS.index(row["kind"])
+    yield 65537, "normal", 0
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------

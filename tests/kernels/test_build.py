@@ -74,6 +74,9 @@ def test_a_variable_that_means_nothing_is_refused(monkeypatch, variable, value, 
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=re.escape(expected)):
         native.check_environment()
-    done = subprocess.run([sys.executable, "-m", "grace.cli", "doctor", "--no-launch"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert expected in done.stdout
+    # Without the checks of the frameworks, which take long and have a test of their own.
+    code = (
+        "from grace import cli; cli.installed = {'numpy': '2', 'torch': '2'}.get; cli.main(['doctor', '--no-launch'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert expected in done.stdout.partition("problem(s):")[2]

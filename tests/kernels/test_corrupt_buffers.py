@@ -7,7 +7,6 @@ import warnings
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 
 from grace.core.compressor import Compressor
 from grace.core.errors import PayloadError
@@ -17,6 +16,7 @@ from grace.testing.harness import host
 from tests import golden
 from tests.kernels import BACKENDS, needs_kernels
 from tests.support import registered
+from tests.support.steps import DEFAULTS, each, extras_on
 
 pytestmark = needs_kernels
 settings = hypothesis.settings(derandomize=True, database=None, deadline=None, max_examples=40, print_blob=False)
@@ -32,11 +32,11 @@ def decoded(compressor: Compressor, framework: str, data: bytes):
     return host(ops, compressor.decompress({**ex.payloads[0], **payloads[0][0]}, ex.sites[0]))
 
 
-@pytest.mark.parametrize("compressor", registered.params(registered.all_compressors()))
-@pytest.mark.parametrize("framework", BACKENDS)
+@each(extras_on("numpy"), chosen=DEFAULTS, framework=BACKENDS)
 @settings
 @hypothesis.given(data=st.data())
-def test_damaged_buffers(framework, compressor, data):
+def test_damaged_buffers(framework, chosen, data):
+    compressor = chosen.compressor
     good = bytearray(golden.read(registered.name(compressor)))
     kind = data.draw(st.sampled_from(["flip", "cut", "noise", "words"]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

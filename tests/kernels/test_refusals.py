@@ -8,8 +8,8 @@ import pytest
 from grace.core.errors import PayloadError
 from grace.core.ops import get_ops, native
 from grace.core.spec import Key
-from grace.testing.harness import array
-from tests.kernels import BACKENDS, SERVED, needs_kernels
+from grace.testing.harness import FRAMEWORKS, array
+from tests.kernels import BACKENDS, needs_kernels, ops_of
 
 pytestmark = needs_kernels
 KEY = Key(1, 2)
@@ -211,11 +211,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("framework", SERVED)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(framework, name):
     call, error, text = REFUSED[name]
-    ops = get_ops(framework, native=True)
+    ops = ops_of(framework)
     with pytest.raises(error, match=text):
         call(ops, Make(ops))
 

@@ -10,16 +10,14 @@ from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.spec import Key
 from grace.testing.harness import SMALLEST, array, host, same
-from tests.kernels import SERVED
-
-pytestmark = pytest.mark.skipif("tensorflow" not in SERVED, reason="TensorFlow's operation was not built")
+from tests.kernels import ops_of
 
 N = 200001
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def ops():
-    return get_ops("tensorflow", native=True)
+    return ops_of("tensorflow")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ The lists come from the registry, so a new method is tested as soon as it is reg
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from grace.core.compressor import Compressor
@@ -13,7 +15,7 @@ from grace.core.errors import IncompatibleError
 from grace.core.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.registry import communicators, compressors, memories
+from grace.core.registry import Registry, communicators, compressors, memories
 from grace.testing.harness import FRAMEWORKS
 
 every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -142,10 +144,15 @@ def name(part: Compressor | Memory | Parts) -> str:
         return "-".join(registry.name_of(p) for registry, p in kinds)
     registry = compressors if isinstance(part, Compressor) else memories
     config = registry.config_of(part)
-    default = registry.config_of(registry.make(config["name"]))
+    default = _default(registry, config["name"])
     given = {f: getattr(part, f) for f in config if f != "name" and config[f] != default[f]}
     changed = [f"{f}={name(v) if isinstance(v, Compressor) else v}" for f, v in given.items()]
     return "-".join([config["name"], *changed])
+
+
+@cache
+def _default(registry: Registry, name: str) -> dict:
+    return registry.config_of(registry.make(name))
 
 
 def by_name(parts: list, kind: str | None = None) -> dict:

@@ -38,8 +38,6 @@ LAYOUTS = {
     "whole tensors": {"granularity": "bucket", "bucket_bytes": 0, "split_bytes": 0},
     "fewer pieces": {"granularity": "bucket", "bucket_bytes": 40_000, "split_bytes": 40_000},
 }
-# Where steps are slow, those that differ most.
-FEW_SPECS = {"tensorflow": [spec for spec in SPECS if spec.name in ("matrix", "empty", "double")]}
 # With the parts that a user gets who names only the compressor: every method, and the extra configurations.
 METHODS = registered.by_name([registered.default_parts(c) for c in registered.default_compressors()], "compressor")
 EXTRAS = registered.by_name([registered.default_parts(c) for c in registered.extra_compressors()], "compressor")
@@ -101,10 +99,19 @@ def extras_on(*frameworks):
     return lambda row: covering.ALL or row["chosen"] in METHODS or row["framework"] in frameworks
 
 
-def in_turn(factor, values):
-    """Return the condition that every extra configuration meets one of the values, in turn; all under `--all`."""
+def specs_in(framework, chosen):
+    """Return the tensors for steps in a framework: in TensorFlow, which is slow, the matrix and two others in turn."""
+    if framework != "tensorflow" or covering.ALL:
+        return SPECS
+    matrix, *others = SPECS
+    first = list(compressors).index(compressors.name_of(chosen.compressor))
+    return [matrix, *(others[(first + i) % len(others)] for i in range(2))]
+
+
+def in_turn(factor, values, names=EXTRAS):
+    """Return the condition that each named configuration meets one of the values, in turn; all under `--all`."""
     values = list(values)
-    meets = {name: values[i % len(values)] for i, name in enumerate(EXTRAS)}
+    meets = {name: values[i % len(values)] for i, name in enumerate(names)}
     return lambda row: covering.ALL or meets.get(row["chosen"], row[factor]) == row[factor]
 
 

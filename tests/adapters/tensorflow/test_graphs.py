@@ -24,7 +24,7 @@ from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload
 from tests.core import test_contracts
 from tests.core.test_contracts import reordered
 from tests.support import registered
-from tests.support.steps import SPECS, config, gradients, on_host, simulate, states, step
+from tests.support.steps import SPECS, config, gradients, on_host, simulate, specs_in, states, step
 
 pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
 
@@ -109,13 +109,13 @@ def test_bytes_that_differ_in_a_graph_are_noticed():
 class Graph:
     """A simulation whose steps are one graph, with states, step number, statistics and times in variables."""
 
-    def __init__(self, chosen, size, track_times=False, **options):
+    def __init__(self, chosen, size, track_times=False, specs=SPECS, **options):
         import tensorflow as tf
 
         from grace.tensorflow.slots import VariableSlots
         from grace.tensorflow.times import GraphTimes
 
-        self.sim = grace.Simulation(size, SPECS, config(chosen, **options), framework="tensorflow")
+        self.sim = grace.Simulation(size, specs, config(chosen, **options), framework="tensorflow")
         ops = get_ops("tensorflow")
         self.traces = 0
         self.plan = self.sim.plan
@@ -164,7 +164,8 @@ def assert_close(chosen, expected, got):
 def test_steps_in_a_graph_are_those_of_numpy(compressor):
     """Two ranks run some steps. The third step has a NaN on one rank."""
     chosen = registered.default_parts(compressor)
-    reference, graph = simulate(chosen, size=2), Graph(chosen, 2)
+    specs = specs_in("tensorflow", chosen)
+    reference, graph = simulate(chosen, size=2, specs=specs), Graph(chosen, 2, specs=specs)
     for number in range(4):
         change = {"change": poison} if number == 2 else {}
         expected = step(reference, number, **change)

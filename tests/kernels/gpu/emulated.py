@@ -19,7 +19,7 @@ from grace.core.errors import PayloadError
 from grace.core.ops.native_torch import NativeTorchOps
 from grace.core.ops.torch_ops import DTYPES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # The build folder of setup.py, which already contains most of this module.
 FOLDER = ROOT / "build" / f"kernels-{sys.implementation.cache_tag}"
 POISON = 0xA5  # the content of memory that nothing has written to

@@ -17,7 +17,7 @@ from tests.kernels import cases, needs_kernels
 from tests.kernels.gpu import differences, plans, torch
 from tests.kernels.gpu.emulated import EmulatedOps, module
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.first]
 
 
 @pytest.fixture(autouse=True, scope="module")
