@@ -75,11 +75,11 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._output = Path(self._folder.name) / "output"
         path = f"{self._folder.name}/socket"
-        started = (
-            ["tests.support.fork", "start", FORKED[launch.worker].start(launch.ranks)]
-            if launch.worker in FORKED
-            else [launch.worker]
-        )
+        started = [launch.worker]
+        if launch.worker in FORKED:
+            if launch.worker not in _servers:
+                _servers[launch.worker] = Servers(launch.worker)
+            started = ["tests.support.fork", "start", _servers[launch.worker].start(launch.ranks)]
         self._words = [*command(launch.launcher, launch.ranks), sys.executable, "-m", *started]
         with socket.socket(socket.AF_UNIX) as server, self._output.open("wb") as output:
             server.bind(path)
@@ -224,7 +224,8 @@ class Servers:
 
 
 # The worker of MPI imports no framework, and mpi4py starts MPI when it is imported.
-FORKED = {worker: Servers(worker) for worker in (TORCH, TENSORFLOW)}
+FORKED = (TORCH, TENSORFLOW)
+_servers: dict[str, Servers] = {}
 _pool: Pool | None = None
 
 
@@ -250,5 +251,5 @@ def end() -> None:
     try:
         stop()
     finally:
-        for servers in FORKED.values():
-            servers.stop()
+        while _servers:
+            _servers.popitem()[1].stop()
