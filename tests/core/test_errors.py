@@ -210,6 +210,20 @@ def test_a_memory_that_all_ranks_share_is_taken_over_from_any_of_them():
     assert all(np.array_equal(went_on, mine["a"]) for mine in sim.step(drawn))
 
 
+def test_a_reset_starts_over():
+    """As when a checkpoint holds no state of grace."""
+    sim, fresh = trained(compressor="powersgd"), simulation(compressor="powersgd")
+    for engine in sim.engines:
+        engine.reset()
+    for rank in range(len(sim.engines)):
+        mine, expected = saved(sim, rank), saved(fresh, rank)
+        assert mine["step"] == 0
+        for name, states in expected["tensors"].items():
+            for kind in ("memory", "compressor"):
+                assert states[kind].keys() == mine["tensors"][name][kind].keys()
+                assert all(np.array_equal(mine["tensors"][name][kind][key], x) for key, x in states[kind].items())
+
+
 @pytest.mark.parametrize("compressor", ["topk", "threshold", "powersgd", "randomk"])
 def test_ranks_at_different_steps_are_stopped(compressor):
     """One rank loaded a checkpoint, the other did not. So their random numbers no longer agree."""
