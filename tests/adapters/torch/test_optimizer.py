@@ -286,7 +286,7 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
     assert "'backward_passes'" in result["unknown argument"]
     assert "already wrapped" in result["wrapped"]
     assert "torch.optim.Optimizer" in result["not an optimizer"]
-    assert "wrap it" in result["add_param_group"]
+    assert "before you wrap the optimizer" in result["add_param_group"]
     assert "is not registered with Horovod" in result["process set"]
 
 
