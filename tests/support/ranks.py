@@ -26,7 +26,7 @@ import pytest
 from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command, environment
 
 # Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them.
-START_S, SCENARIO_S, END_S = 240, 240, 60
+START_S, SCENARIO_S, END_S = 240, 600, 60
 # The seconds that a rank gets after another one has raised an error, because it may wait for that rank forever.
 AFTER_ERROR_S = 30
 # How long a launcher may take to notice that a rank has died.
