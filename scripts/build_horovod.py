@@ -1,7 +1,7 @@
 """Build Horovod's wheel once per set of versions, and print the path of the wheel.
 
 Run by ``scripts/setup.sh`` with the interpreter of the environment that Horovod is built for. The source distribution
-of Horovod 0.28.1 needs three edits to build against today's PyTorch and TensorFlow (``EDITS``). The libraries that come
+of Horovod 0.28.1 needs four edits to build against today's PyTorch and TensorFlow (``EDITS``). The libraries that come
 out look for Open MPI, PyTorch and TensorFlow along absolute paths into this environment; those are made relative, so
 that a cached wheel works in any other environment of the same versions.
 
@@ -37,9 +37,15 @@ class Edit(NamedTuple):
 
 
 EDITS = (
-    # PyTorch's and TensorFlow's headers are C++17.
+    # TensorFlow's headers are C++17, and PyTorch's are C++20 since version 2.15.
     Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-    Edit("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
+    Edit("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    # PyTorch guesses a CUDA folder from nvcc alone. Without the headers there, support for CUDA tensors is left out.
+    Edit(
+        "cmake/Modules/FindPytorch.cmake",
+        "(CUDA_HOME is not None)) else False)",
+        "(CUDA_HOME is not None) and __import__('os').path.exists(CUDA_HOME + '/include/cuda_runtime.h')) else False)",
+    ),
     # TensorFlow's wheel lacks a header this file needs; the XLA operations are optional.
     Edit(
         "horovod/tensorflow/CMakeLists.txt",
