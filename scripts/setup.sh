@@ -218,8 +218,9 @@ main() {
         say "using the system's $(mpirun --version | head -n 1)"
     fi
     : >"$installing"
+    # Python compiles what it imports. To compile everything would take longer than to install it.
     step "installing PyTorch $torch, TensorFlow $tensorflow and the tools (1-3 min and a download of 600 MB to 4 GB)" \
-        "$venv/bin/python" -m pip install --quiet "${packages[@]}"
+        "$venv/bin/python" -m pip install --quiet --no-compile "${packages[@]}"
     rm "$installing"
     local checking="checking that Horovod and mpi4py load, with MPI and Gloo (10 s)"
     if horovod_wheel --cached >>"$log" 2>&1; then

@@ -24,7 +24,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     items[:] = ranks.grouped(items)
-    # Long builds first: at the end, the other workers would wait for one.
+    # Long tests first: at the end, the other workers would wait for one.
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 

@@ -99,10 +99,9 @@ def test_wrong_use_gives_usage_and_status_2(arguments, capsys):
 # --- doctor ---------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_without_launch_finds_this_environment_complete():
-    result = run("doctor", "--no-launch")
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line)
+def test_doctor_without_launch_finds_this_environment_complete(capsys):
+    assert cli.main(["doctor", "--no-launch"]) == 0
+    found = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
     assert found["grace"] == grace.__version__
     assert "Gloo" in found["horovod.torch"]
     assert "Gloo" in found["horovod.tensorflow"]

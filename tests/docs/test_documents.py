@@ -75,6 +75,7 @@ def test_configuration_files_of_the_configuration_page_are_valid(tmp_path):
         assert make_config(config.to_dict()) == config
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_the_python_of_a_page_runs(name, tmp_path):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", read(name), re.DOTALL | re.MULTILINE))

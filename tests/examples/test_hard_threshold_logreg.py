@@ -17,6 +17,7 @@ from sklearn.datasets import dump_svmlight_file
 
 from tests.support.launch import ROOT, command
 
+pytestmark = pytest.mark.first
 SCRIPT = ROOT / "examples" / "hard_threshold_logreg.py"
 WORKERS, FEATURES = 10, 200
 

@@ -125,6 +125,7 @@ def other_process(half, **environment):
     return json.loads(done.stdout)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("isa", "half"), [("baseline", "even"), ("avx2", "odd"), ("avx512", "even")])
 def test_every_instruction_set_gives_the_same_bytes(isa, half):
     """Every instruction set and four threads give the same bytes."""

@@ -8,7 +8,8 @@ from typing import Any
 from grace.core.config import make_config
 from grace.core.errors import IncompatibleError
 from grace.core.registry import communicators, compressors
-from tests.support.launch import Launch
+from tests.support.covering import ALL
+from tests.support.launch import TENSORFLOW, Launch
 
 # Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it.
 EVERYTHING = {"default_rules": False}
@@ -27,6 +28,8 @@ _QUICK: dict[str, dict[str, Any]] = {
     "hardthreshold": {"tune_steps": 2},
 }
 
+# Every rank of TensorFlow traces all graphs, so four ranks on two cores take twice as long as two.
+TENSORFLOW_MPI = Launch(TENSORFLOW, "mpirun", 4 if ALL else 2)
 # One process needs no launcher.
 _LAUNCHES = (("python", 1), ("horovodrun-gloo", 2), ("horovodrun-gloo", 4), ("mpirun", 2), ("mpirun", 4))
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cases import TENSORFLOW_MPI
 from tests.support.launch import TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
-TWO, FOUR = Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(TENSORFLOW, "mpirun", 4)
-two_and_four = on(TWO, FOUR)
+TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
+each_launcher = on(TWO, TENSORFLOW_MPI)
 
 
-@two_and_four
+@each_launcher
 def test_two_steps_in_one_graph_do_not_mix(launch):
     ranks = scenario("two_steps_in_one_graph", launch)
     assert same(ranks)
@@ -52,7 +53,7 @@ def test_a_frozen_layer_keeps_its_weights_and_its_residual(launch):
     assert all(rank["kept"] and rank["step"] == 4 for rank in ranks)
 
 
-@two_and_four
+@each_launcher
 def test_gradients_may_change_their_form_after_the_first_step(launch):
     ranks = scenario("changing_kinds", launch)
     assert same(ranks)

@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
+from tests.support.cases import TENSORFLOW_MPI
 from tests.support.launch import ROOT, TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
-TWO, FOUR = Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(TENSORFLOW, "mpirun", 4)
-two_and_four = on(TWO, FOUR)
+TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
+each_launcher = on(TWO, TENSORFLOW_MPI)
 
 
 @on(TWO)
@@ -59,7 +60,7 @@ def test_steps_that_cannot_be_taken_are_refused(launch):
         assert words in ranks[0][name], name
 
 
-@two_and_four
+@each_launcher
 def test_xla_is_refused_on_all_ranks(launch):
     ranks = scenario("compiled_by_xla", launch)
     for number, rank in enumerate(ranks):
@@ -75,7 +76,7 @@ def test_xla_is_refused_on_all_ranks(launch):
         assert rank["nowhere"] == ""
 
 
-@two_and_four
+@each_launcher
 def test_ranks_that_differ_are_told_on_all_of_them(launch):
     for rank in scenario("different_ranks", launch):
         for name, words in {

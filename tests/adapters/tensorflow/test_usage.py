@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import TENSORFLOW_MPI
 from tests.support.launch import TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
-TWO, FOUR = Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(TENSORFLOW, "mpirun", 4)
+TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
 # For what another number of ranks could change.
-two_and_four = on(TWO, FOUR)
+each_launcher = on(TWO, TENSORFLOW_MPI)
 
 # The largest difference of weights after a few steps with another order of summation.
 ROUNDING = 1e-6
@@ -80,7 +81,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(launch):
     assert ranks[0]["topk, graph"] == ranks[0]["topk, eager"]
 
 
-@two_and_four
+@each_launcher
 def test_one_bad_tensor_rolls_back_all_of_them(launch):
     ranks = scenario("overflow_by_hand", launch)
     assert same(ranks)
@@ -164,7 +165,7 @@ def test_a_fresh_process_loads_without_horovod_and_goes_on(launch):
     assert "KERAS_BACKEND=tensorflow" in result["torch"]["refused"]
 
 
-@two_and_four
+@each_launcher
 def test_ranks_start_alike_and_keep_their_memories(launch):
     ranks = scenario("broadcast", launch)
     last = len(ranks) - 1
@@ -179,7 +180,7 @@ def test_ranks_start_alike_and_keep_their_memories(launch):
         assert rank["weights"] == ranks[0]["weights"]
 
 
-@two_and_four
+@each_launcher
 def test_metrics_are_averaged_over_ranks(launch):
     ranks = scenario("metrics", launch)
     names = {"loss", "mae", "val_loss", "val_mae"}
@@ -257,7 +258,7 @@ def test_embeddings_travel_as_rows_or_compressed(launch):
     assert 0 < result["compressed"]["distance"] < 0.1
 
 
-@two_and_four
+@each_launcher
 def test_rows_of_any_number_are_gathered(launch):
     ranks, size = scenario("rows_of_a_table", launch), launch.ranks
     for label in ("average", "sum", "compressed"):
@@ -298,7 +299,7 @@ def test_an_exchange_in_a_checkpoint_goes_on_exactly(launch):
     assert ranks[0]["step"] == 5
 
 
-@two_and_four
+@each_launcher
 def test_local_sources_stay_local(launch):
     ranks = scenario("local_sources", launch)
     for label, factor in {"scaled": 1 / launch.ranks, "as it is": 1.0}.items():
@@ -309,7 +310,7 @@ def test_local_sources_stay_local(launch):
             assert rank[label]["exchanged"] == ["net/hidden/bias", "net/out/kernel", "net/out/bias"]
 
 
-@two_and_four
+@each_launcher
 def test_a_tape_is_asked_in_several_ways(launch):
     ranks, size = scenario("shapes_of_sources", launch), launch.ranks
     mean = 2.0 * sum(rank + 1 for rank in range(size)) / size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from tests.adapters.torch.model import (
     wrap,
 )
 from tests.support.cases import EVERYTHING, LAYERS
+from tests.support.launch import ROOT
 
 
 def foreign_checkpoint() -> dict[str, Any]:
@@ -352,3 +355,11 @@ def different_configurations() -> dict[str, Any]:
     parameters = _mismatch(lambda rank: {"compressor": "topk"}, net)
     agreed = _mismatch(lambda rank: {"compressor": "topk"}, make_net())
     return {"ratio": ratio, "typo": typo, "parameters": parameters, "agreed": agreed}
+
+
+def digits(arguments: list[str]) -> int:
+    """Run the digits example with these arguments, and return its exit status."""
+    sys.path.append(str(ROOT / "examples"))
+    shared, example = (importlib.import_module(name) for name in ("digits", "torch_digits"))
+    sys.argv[1:] = arguments
+    return int(shared.main("torch", "", hvd, example.train))

@@ -16,6 +16,7 @@ from tests.core.test_contracts import REORDERED
 from tests.kernels import cases, needs_kernels
 from tests.kernels.gpu import differences, plans, torch
 from tests.kernels.gpu.emulated import EmulatedOps, module
+from tests.support.covering import ALL
 
 pytestmark = [needs_kernels, pytest.mark.first]
 
@@ -28,7 +29,9 @@ def built():
 @pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_same_bytes_as_on_the_cpu(name, dtype):
-    assert not list(differences(name, EmulatedOps(), get_ops("torch", native=True), dtype, plans()))
+    # The sources are templates of the dtype. Without --all, float64 therefore takes every third size.
+    plan = list(plans())[:: 1 if ALL or dtype == "float32" else 3]
+    assert not list(differences(name, EmulatedOps(), get_ops("torch", native=True), dtype, plan))
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
