@@ -1,4 +1,4 @@
-"""Ranks as forks of processes that have imported their framework: the import is paid once, and not in every launch.
+"""Ranks and launchers as forks of processes that have imported their framework: the import is paid once.
 
 `python -m tests.support.fork serve WORKER SOCKET` imports a worker and forks it for every connection. What a launcher
 starts is `python -m tests.support.fork start FOLDER SOCKET RANKS`. It hands its environment and its output to the
@@ -76,6 +76,8 @@ def serve(name: str, path: str) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for opened in (server, connection, *workers.values()):
                 opened.close()
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), 0)
             for number, output in enumerate(outputs, 1):
                 os.dup2(output, number)
                 os.close(output)

@@ -75,12 +75,13 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._output = Path(self._folder.name) / "output"
         path = f"{self._folder.name}/socket"
-        started = [launch.worker]
+        launcher = command(launch.launcher, launch.ranks)
+        if launcher[:1] == ["horovodrun"]:
+            launcher = [*_forked(HOROVODRUN, 1), *launcher[1:]]
+        started = [sys.executable, "-m", launch.worker]
         if launch.worker in FORKED:
-            if launch.worker not in _servers:
-                _servers[launch.worker] = Servers(launch.worker)
-            started = ["tests.support.fork", "start", _servers[launch.worker].start(launch.ranks)]
-        self._words = [*command(launch.launcher, launch.ranks), sys.executable, "-m", *started]
+            started = _forked(launch.worker, launch.ranks)
+        self._words = [*launcher, *started]
         with socket.socket(socket.AF_UNIX) as server, self._output.open("wb") as output:
             server.bind(path)
             server.listen(launch.ranks)
@@ -194,7 +195,7 @@ def _failed(result: Any) -> bool:
 
 
 class Servers:
-    """The processes that fork the ranks of a worker, one per rank; see fork.py."""
+    """The processes that fork the ranks of a worker, one per rank, or launchers; see fork.py."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -225,8 +226,16 @@ class Servers:
 
 # The worker of MPI imports no framework, and mpi4py starts MPI when it is imported.
 FORKED = (TORCH, TENSORFLOW)
+HOROVODRUN = "tests.support.horovodrun"
 _servers: dict[str, Servers] = {}
 _pool: Pool | None = None
+
+
+def _forked(module: str, processes: int) -> list[str]:
+    """Return the command that forks a process of a module's servers, which start if they do not run yet."""
+    if module not in _servers:
+        _servers[module] = Servers(module)
+    return [sys.executable, "-m", "tests.support.fork", "start", _servers[module].start(processes)]
 
 
 def _running(launch: Launch) -> Pool:
