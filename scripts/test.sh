@@ -19,7 +19,9 @@ timed() {
 
 timed "set-up" bash scripts/setup.sh
 export PATH="$root/.venv/bin:$PATH" VIRTUAL_ENV="$root/.venv"
-unset PYTHONHOME PYTHONPATH
+# Hundreds of processes import the same modules: they must find them compiled.
+unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
+. scripts/compiler_cache.sh
 
 step() {
     local name="$1"; shift

@@ -239,10 +239,11 @@ def test_peak_is_that_of_one_visit():
         def gradient_bytes(self):
             return 8
 
-    large, small = (visit(Side(), "topk", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 1_000_000))
-    # The kernel counts pages per processor and updates the total only occasionally.
+    large, small = (visit(Side(), "topk", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 5_000_000))
+    # The kernel counts pages per processor and updates the total only occasionally. The C library maps arrays of more
+    # than 32 MB anew, and may take smaller ones from pages that it kept.
     assert 62_000_000 < large < 72_000_000
-    assert 6_000_000 < small < 16_000_000
+    assert 38_000_000 < small < 48_000_000
 
 
 def test_environment_of_ranks(monkeypatch):
