@@ -153,14 +153,14 @@ class Works:
         factor, back = part.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
         if not finishes:
             factor, back = factor * back, 1.0
-        ops.offer(None if finishes else out)
+        # A site of its own for this merge: no other engine, and no later call, may write to `out`.
+        there = site if finishes or out is None else site._replace(ops=ops.writing_to(out))
         if part.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
             # A power of two is exact, and the payload is small compared with the dense result.
-            gradient = part.compressor.merge([_scaled(payload, factor, part, ops) for payload in payloads], site)
+            gradient = part.compressor.merge([_scaled(payload, factor, part, ops) for payload in payloads], there)
             factor = 1.0
         else:
-            gradient = part.compressor.merge(payloads, site)
-        ops.offer(None)
+            gradient = part.compressor.merge(payloads, there)
         memory_state = entry.memory_state
         if finishes:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)

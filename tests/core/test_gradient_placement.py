@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 
 import numpy as np
 import pytest
 
 from grace.core.ops import get_ops
 from grace.core.registry import compressors
+from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, host, same
 from tests.support import registered
 from tests.support.steps import (
@@ -96,6 +98,66 @@ def test_only_what_was_offered_is_written_to(cut, framework):
     assert_same([before], on_host(placed, [given]))
     assert_same([expected], on_host(placed, [merged]))
     assert_same([{name: expected[name] for name in places}], on_host(placed, [places]))
+
+
+TOP_HALF = registered.default_parts(compressors.make({"name": "topk", "compress_ratio": 0.5}))
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+def test_threads_with_an_engine_each_write_to_their_own_arrays(monkeypatch, framework):
+    """The threads switch in the middle of both merges, when both have been told where to write."""
+    specs, compressor = [TensorSpec("same", (9, 16))], type(TOP_HALF.compressor)
+    one, other, alone = (simulate(TOP_HALF, framework, size=1, specs=specs) for _ in "abc")
+    expected = [step(alone, number) for number in range(2)]
+    given = [gradients(sim, number) for number, sim in enumerate((one, other))]
+    merge, inside, resume = compressor.merge, threading.Event(), threading.Event()
+
+    def train(sim, mine):
+        (engine,), (gradient,) = sim.engines, mine
+        engine.ready("same", gradient["same"])
+        engine.finish(gradient)
+
+    # The other engine is at the step at which `alone` was.
+    train(other, gradients(other, 0))
+    thread = threading.Thread(target=train, args=(other, given[1]))
+
+    def of_one(self, payloads, site):
+        monkeypatch.setattr(compressor, "merge", of_other)
+        thread.start()
+        assert inside.wait(60)
+        merged = merge(self, payloads, site)
+        resume.set()
+        thread.join()
+        return merged
+
+    def of_other(self, payloads, site):
+        inside.set()
+        assert resume.wait(60)
+        return merge(self, payloads, site)
+
+    monkeypatch.setattr(compressor, "merge", of_one)
+    train(one, given[0])
+    assert_same(expected[0], on_host(one, given[0]))
+    assert_same(expected[1], on_host(other, given[1]))
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+def test_after_an_error_in_a_merge_no_other_engine_writes_there(monkeypatch, framework):
+    one = simulate(TOP_HALF, framework, size=1, specs=[TensorSpec("same", (9, 16))])
+    (given,) = gradients(one, 0)
+    before = on_host(one, [given])
+
+    def fail(self, payloads, site):
+        raise ZeroDivisionError
+
+    one.engines[0].ready("same", given["same"])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(TOP_HALF.compressor), "merge", fail)
+        with pytest.raises(ZeroDivisionError):
+            one.engines[0].finish(given)
+    # Gradients of 16 bits are cast to float32, and casts, too, write where they are told.
+    step(simulate(TOP_HALF, framework, size=1, specs=[TensorSpec("half", (9, 16), "float16")]), 0)
+    assert_same(before, on_host(one, [given]))
 
 
 @pytest.mark.parametrize("framework", IN_PLACE)

@@ -7,11 +7,14 @@ compressor branches on an array's value, so that the same code can be traced int
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from grace.core.spec import Array
+
+Ops = TypeVar("Ops", bound="Primitives")
 
 
 class Primitives(ABC):
@@ -81,12 +84,15 @@ class Primitives(ABC):
         """Return arrays of one dtype end to end, without a copy if they already lie so; the result is read-only."""
         return arrays[0] if len(arrays) == 1 else self.concat(arrays)
 
-    def offer(self, out: Array | None) -> None:
-        """Let the next sum of payloads, or cast from 16 bits, write to this flat array if dtype and length fit.
+    def writing_to(self: Ops, out: Array) -> Ops:
+        """Return these operations for one merge: its sum of payloads, or cast from 16 bits, is written to `out`.
 
-        Otherwise it allocates; the caller recognizes the array in the result. None withdraws the offer.
+        `out` is flat. If its dtype or length does not fit, the result is allocated; the caller recognizes the array in
+        the result. The operations of other engines and threads stay as they are.
         """
-        self._offered = out
+        made = copy.copy(self)
+        made._offered = out
+        return made
 
     def _withdraw(self) -> Array | None:
         out, self._offered = self._offered, None
