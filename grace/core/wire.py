@@ -20,10 +20,12 @@ from typing import Any, NamedTuple, TypeAlias
 from grace.core import indices
 from grace.core.errors import PayloadError
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Payload, TensorSpec
+from grace.core.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
 
 ALIGNMENT = 16
 _INT32 = 0x7FFFFFFF
+# Digests of the step in a summed bucket; two steps have all of them in common with probability 2^-24 on 256 ranks.
+_DIGESTS = 3
 
 
 def payload_bytes(fields: Sequence[Field]) -> int | None:
@@ -269,7 +271,7 @@ class SumLayout:
         """Bytes of all buffers of one rank, with every run-time length taken as zero."""
         fixed = [(d, f.length) for d, group in self.groups.items() for _, f in group if isinstance(f.length, int)]
         fields = sum(length * ITEMSIZE[dtype] for dtype, length in fixed)
-        return fields + (4 * (sum(self.guarded) + 2) if any(self.guarded) else 0)
+        return fields + (4 * (sum(self.guarded) + 2 * _DIGESTS) if any(self.guarded) else 0)
 
     def encode(
         self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int, size: int
@@ -287,8 +289,8 @@ class SumLayout:
             if dtype == "float32":
                 pieces += [ops.full(1, flag, "float32") for flag, g in zip(flags, self.guarded, strict=True) if g]
                 if any(self.guarded):
-                    digest = ops.cast(_digest(ops, stamp, size), "float32")
-                    pieces += [digest, digest * digest]
+                    digests = ops.cast(_digests(ops, stamp, size), "float32")
+                    pieces += [digests, digests * digests]
             # A single payload is sent as it is if no transport overwrites it.
             alone = len(pieces) == 1 and dtype in HALF_DTYPES
             buffers[dtype] = pieces[0] if alone else ops.concat(pieces)
@@ -311,9 +313,10 @@ class SumLayout:
                         flags[i].append(buffers[dtype][offset])
                         offset = offset + 1
                 if any(self.guarded):
-                    # Equal if and only if all ranks sent the same digest (Cauchy-Schwarz).
-                    total, squares = (ops.cast(buffers[dtype][offset + j], "float64") for j in (0, 1))
-                    in_step.append(size * squares == total * total)
+                    # Equal if and only if all ranks sent the same digests (Cauchy-Schwarz).
+                    sums = ops.cast(buffers[dtype][offset : offset + 2 * _DIGESTS], "float64")
+                    total, squares = sums[:_DIGESTS], sums[_DIGESTS:]
+                    in_step.append(~ops.any(size * squares != total * total))
         return Received(payloads, flags, in_step)
 
 
@@ -334,10 +337,13 @@ def _require(ops: ArrayOps, condition: Any, expected: str, received: Any) -> Non
     ops.require(condition, error)
 
 
-def _digest(ops: ArrayOps, stamp: int, size: int) -> Array:
-    """Return a small number that tells steps apart; its square, summed over all ranks, is exact in float32."""
-    mixed = ops.shift_right(ops.full(1, stamp & _INT32, "int64") * 0x9E3779B1, 16)
-    return ops.bit_and(mixed, 255 if size <= 256 else 15)
+def _digests(ops: ArrayOps, stamp: int, size: int) -> Array:
+    """Return random numbers that tell steps apart: int64, 11 bits each on 4 ranks, 8 on 256.
+
+    Their squares, summed over all ranks, are exact in float32.
+    """
+    bits = (24 - (size - 1).bit_length()) // 2
+    return ops.bit_and(ops.words(_DIGESTS, Key(Key.derive(0, "stamp"), stamp & _INT32)), (1 << bits) - 1)
 
 
 def _check_payload(

@@ -135,6 +135,18 @@ def test_ranks_at_different_steps_are_noticed(ranks):
             assert [bool(c) for c in total.decode(ops, summed, ranks, {}).in_step] == [odd is None]
 
 
+@pytest.mark.parametrize("ranks", [4, 256])
+def test_steps_of_any_distance_are_told_apart_in_sums(ranks):
+    layout, ops = SumLayout(SPECS[:1], [(Field("x", "float32", 0),)], [True]), get_ops("numpy")
+    sent = [{"x": np.ones(0, np.float32)}]
+
+    def stamp(step):
+        return layout.encode(ops, sent, [False], step, ranks)[0]["float32"].tobytes()
+
+    mine = stamp(7)
+    assert [distance for distance in range(1, 100_001) if stamp(7 + distance) == mine] == []
+
+
 @every_framework
 def test_sums_travel_in_one_buffer_per_dtype(framework):
     ops = get_ops(framework)
@@ -146,9 +158,9 @@ def test_sums_travel_in_one_buffer_per_dtype(framework):
     layout = SumLayout(SPECS, fields, (True, True, False))
     sent = [payload(ops, f, {"width": 5}, i) for i, f in enumerate(fields)]
     buffers, lengths = layout.encode(ops, sent, [True, False, True], 5, 2)
-    # A run-time length, two flags, and two numbers for the step.
-    assert {dtype: ops.length(b) for dtype, b in buffers.items()} == {"float32": 3 + 5 + 1 + 2 + 2, "float16": 2}
-    assert layout.nbytes == 8 * 4 + 2 * 2
+    # A run-time length, two flags, and six numbers for the step.
+    assert {dtype: ops.length(b) for dtype, b in buffers.items()} == {"float32": 3 + 5 + 1 + 2 + 6, "float16": 2}
+    assert layout.nbytes == 12 * 4 + 2 * 2
     doubled = {dtype: b + b for dtype, b in buffers.items()}
     received, flags, in_step = layout.decode(ops, doubled, 2, lengths)
     assert [bool(condition) for condition in in_step] == [True]

@@ -111,8 +111,8 @@ def test_two_collectives_per_bucket_whatever_the_number_of_tensors(monkeypatch):
     tensors = {f"w{i}": (ROWS, COLUMNS) for i in range(3)}
     sim = grace.Simulation(2, tensors, {"compressor": "powersgd", "compress_rank": 2, "default_rules": False})
     sim.step([{name: matrix(3, i) for i, name in enumerate(tensors)} for _ in range(2)])
-    # (rows + columns) * rank values and one flag per tensor, and two numbers for the step.
-    assert [size for _, size in calls] == [3 * ROWS * 2, 3 * COLUMNS * 2 + 3 + 2]
+    # (rows + columns) * rank values and one flag per tensor, and six numbers for the step.
+    assert [size for _, size in calls] == [3 * ROWS * 2, 3 * COLUMNS * 2 + 3 + 6]
 
 
 def test_tensors_that_would_not_shrink_stay_dense():
