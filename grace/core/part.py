@@ -138,15 +138,26 @@ def cut(part: Part, most_bytes: int) -> list[Part]:
 
 
 def fuse(items: Sequence[Part]) -> list[Part]:
-    """Join the units of one bucket that the same parts serve, where joining is allowed."""
-    alike: dict[object, list[Part]] = {}
+    """Join the units of one bucket that the same parts serve, where joining is allowed and the result fits."""
+    groups: list[list[Part]] = []
+    last: dict[object, list[Part]] = {}
     for i, item in enumerate(items):
         key = (item.parts, item.spec.dtype, item.index_coding) if item.flat else i
-        alike.setdefault(key, []).append(item)
+        group = [*last.get(key, ()), item]
+        if len(group) == 1 or item.compressor.unfit(_flat(group, sum(other.spec.numel for other in group))):
+            last[key] = []
+            groups.append(last[key])
+        last[key].append(item)
     return [
         group[0] if len(group) == 1 else _unit(group, tuple(piece for item in group for piece in item.pieces))
-        for group in alike.values()
+        for group in groups
     ]
+
+
+def _flat(items: Sequence[Part], numel: int, name: str = "") -> TensorSpec:
+    """Return the spec of a unit of `numel` elements of these items."""
+    sparse = any(item.spec.sparse for item in items)
+    return dataclasses.replace(items[0].spec, name=name, shape=(numel,), sparse=sparse)
 
 
 def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
@@ -155,12 +166,7 @@ def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
     if len(pieces) > 2:
         # States, checkpoints and random numbers use the name: other pieces between the same ends are another unit.
         name += f" ({zlib.crc32(repr([tuple(piece) for piece in pieces]).encode()):08x})"
-    spec = dataclasses.replace(
-        items[0].spec,
-        name=name,
-        shape=(sum(piece.numel for piece in pieces),),
-        sparse=any(item.spec.sparse for item in items),
-    )
+    spec = _flat(items, sum(piece.numel for piece in pieces), name)
     return dataclasses.replace(items[0], spec=spec, pieces=pieces)
 
 

@@ -377,3 +377,15 @@ def test_what_depends_on_a_whole_tensor_is_neither_cut_nor_fused(options):
     specs = [TensorSpec(name, (40, 4096)) for name in "ab"]
     plan = make_plan(specs, make_config(chosen, split_bytes=4096))
     assert pieces(plan) == [[(name, 0, 40 * 4096)] for name in "ba"]
+
+
+def test_a_unit_never_grows_beyond_what_the_method_can_compress(monkeypatch):
+    """Tensors that fit alone may not fit together: variance addresses elements by INDEX_BITS bits."""
+    monkeypatch.setattr("grace.core.compressors.variance.INDEX_BITS", 10)
+    specs = [TensorSpec(name, (400,)) for name in "abcde"]
+    chosen = METHODS["variance"]
+    sim = simulate(chosen, specs=specs, granularity="model")
+    assert [[piece.tensor for piece in unit.pieces] for unit in sim.plan.units] == [["e", "d"], ["c", "b"], ["a"]]
+    by_layer = simulate(chosen, specs=specs)
+    for number in range(3):
+        assert_same(step(by_layer, number), step(sim, number))
