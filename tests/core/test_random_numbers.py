@@ -64,6 +64,20 @@ def test_frameworks_draw_the_same_bits(n):
         assert all(0 <= i < n for i in drawn[0].tolist())
 
 
+@every_framework
+@pytest.mark.parametrize("step", [2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**40])
+def test_kernels_and_reference_draw_the_same_bits_at_every_step(framework, step):
+    """Only the lower 32 bits of the step enter the counter."""
+    drawn = []
+    for native in (False, None):
+        ops = get_ops(framework, native=native)
+        drawn += [
+            [host(ops, x) for x in (ops.words(9, key), ops.uniform(9, key), ops.sample(100, 9, key))]
+            for key in (Key(7, step), Key(7, step % 2**32))
+        ]
+    assert all(same(a, b) for other in drawn[1:] for a, b in zip(drawn[0], other, strict=True))
+
+
 def test_a_shorter_draw_is_the_beginning_of_a_longer():
     ops = get_ops("numpy")
     assert np.array_equal(ops.uniform(7, Key(1, 2)), ops.uniform(100, Key(1, 2))[:7])

@@ -50,7 +50,7 @@ def words(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
     blocks = max(1, -(-n // 4))
     counter = (
         ops.arange(blocks, "int64"),
-        ops.full(blocks, key.step, "int64"),
+        ops.full(blocks, key.step & MASK, "int64"),
         ops.full(blocks, stream, "int64"),
         ops.full(blocks, key.rank, "int64"),
     )
