@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from grace.core.compressor import Compressor
 from grace.core.errors import MismatchError
+from grace.core.ops.composites import ArrayOps
+from grace.core.plan import Plan
+from grace.core.registry import compressors
+from grace.core.wire import WIRE_FORMAT
+
+
+def formats(plans: Iterable[Plan], ops: Callable[[str], ArrayOps]) -> dict[str, Any]:
+    """Return what decides the bytes of a run beside its configuration: a part of every first description.
+
+    `ops(device)` returns the array operations.
+    """
+    parts = [part for plan in plans for part in plan.exchanged]
+    found: dict[str, Any] = {
+        "wire format": WIRE_FORMAT,
+        "payload format": {
+            compressors.name_of(c): c.payload_format for part in parts for c in _methods(part.compressor)
+        },
+    }
+    multiplying = [part for part in parts if any(c.multiplies for c in _methods(part.compressor))]
+    if multiplying:
+        # Other last bits let the replicas drift apart.
+        found["matrix products by"] = sorted({ops(part.spec.device).products for part in multiplying})
+    return found
+
+
+def _methods(compressor: Compressor) -> Iterator[Compressor]:
+    """Yield a compressor and those that it consists of."""
+    yield compressor
+    for f in dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ():
+        if isinstance(inner := getattr(compressor, f.name), Compressor):
+            yield from _methods(inner)
 
 
 def agree(
@@ -29,7 +62,8 @@ def agree(
         if difference:
             raise MismatchError(
                 f"rank {rank} and rank 0 were started differently: {difference}. "
-                "Every rank must pass the same configuration, arguments and parameters in the same order."
+                "Every rank must pass the same configuration, arguments and parameters in the same order, and have the "
+                "same version of grace with or without kernels."
             )
     return everyone
 

@@ -67,6 +67,16 @@ class Compressor(ABC):
         return True
 
     @property
+    def payload_format(self) -> int:
+        """Version of the payload's bytes: raise it when they change, so that ranks of both versions do not mix."""
+        return 1
+
+    @property
+    def multiplies(self) -> bool:
+        """True if matrix products decode a payload: kernels and the frameworks' libraries round them differently."""
+        return False
+
+    @property
     def linear_in(self) -> tuple[str, ...]:
         """Names of the fields that scale the decoded gradient: multiplying all of them multiplies it."""
         return ()

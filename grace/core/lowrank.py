@@ -41,6 +41,7 @@ class TwoFactors(Compressor):
     title: ClassVar[str]
     summable = True
     flat = False
+    multiplies = True
     linear_in = ("q",)
     default_memory = "powersgd"
 

@@ -5,6 +5,7 @@ Importing this module imports mpi4py, which starts MPI; importing grace does not
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -17,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from grace.core.agreement import agree
+from grace.core.agreement import agree, formats
 from grace.core.config import Config, make_config
 from grace.core.engine import Engine
 from grace.core.errors import MismatchError, StepError
@@ -270,9 +271,10 @@ class MPIExchange:
             specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else tensors
             self.config = make_config(config)
             (_, plan), *later = make_plans(specs, self.config)
+            ops = functools.partial(get_ops, "numpy")
             self.engine = Engine(
                 plan,
-                lambda device: get_ops("numpy", device),
+                ops,
                 self.transport,
                 seed=self.config.seed,
                 average=average,
@@ -283,6 +285,7 @@ class MPIExchange:
                 "configuration": self.config.to_dict(),
                 "average": average,
                 "tensors": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
+                "formats": formats([plan, *(stage for _, stage in later)], ops),
             }
         except Exception as error:
             # The other ranks must learn of it, or they would wait for this rank below.
@@ -310,7 +313,7 @@ class MPIExchange:
     def __call__(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Exchange one gradient per tensor and return the merged gradients.
 
-        Raises StepError before anything is sent if a gradient is missing, unknown or of another shape.
+        Raises StepError before anything is sent if a gradient is missing, unknown or of another shape or dtype.
         """
         shapes = {part.spec.name: part.spec.shape for part in self.plan.parts}
         given = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
@@ -319,6 +322,14 @@ class MPIExchange:
                 f"step {self.engine.step}: expected gradients of the shapes {shapes}, received {given}; "
                 "pass one gradient per tensor of the plan."
             )
+        dtypes = {part.spec.name: part.spec.dtype for part in self.plan.parts}
+        for name, gradient in gradients.items():
+            if str(gradient.dtype) != dtypes[name]:
+                raise StepError(
+                    f"step {self.engine.step}: expected a gradient of {dtypes[name]} for tensor '{name}', received "
+                    f"{gradient.dtype}; convert it on every rank, or create the exchange with TensorSpec(name, shape, "
+                    "dtype)."
+                )
         try:
             # All ranks start their collectives in the order of the plan.
             for part in self.plan.parts:

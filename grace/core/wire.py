@@ -22,6 +22,8 @@ from grace.core.errors import PayloadError
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
 
+# Version of the layouts below: raise it when the bytes change, so that ranks of both versions do not mix.
+WIRE_FORMAT = 2
 ALIGNMENT = 16
 _INT32 = 0x7FFFFFFF
 # Digests of the step in a summed bucket; two steps have all of them in common with probability 2^-24 on 256 ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import os
 import weakref
@@ -13,9 +14,10 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from grace.core.agreement import agree
+from grace.core.agreement import agree, formats
 from grace.core.config import Config, change_config, make_config
 from grace.core.errors import ConfigError, MismatchError, StepError
+from grace.core.ops import get_ops
 from grace.core.plan import Plan
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
@@ -34,6 +36,8 @@ from grace.tensorflow.stages import Stages
 from grace.tensorflow.times import GraphTimes, Measured
 from grace.tensorflow.traced import Traced
 from grace.tensorflow.transport import HorovodTransport
+
+_OPS = functools.partial(get_ops, "tensorflow")
 
 logger = logging.getLogger("grace")
 
@@ -139,6 +143,7 @@ class Exchange(Measured, tf.Module):
             if stages is not None:
                 plan = stages.plan_of(config)
                 description["step"] = int(stages.slots.step)
+                description["formats"] = formats([plan], _OPS)
             description["configuration"] = config.to_dict()
         except Exception as error:
             failure = error
@@ -252,6 +257,7 @@ class Exchange(Measured, tf.Module):
             **self.describe(),
             "iterations": self.iterations(),
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in self._specs},
+            "formats": formats(stages.plans, _OPS),
             "methods": [
                 {part.spec.name: compressors.name_of(part.compressor) for part in plan.parts} for plan in stages.plans
             ],

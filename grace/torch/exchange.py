@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,10 +11,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.agreement import agree
+from grace.core.agreement import agree, formats
 from grace.core.config import Config
 from grace.core.engine import Engine
 from grace.core.errors import StateError, StepError
+from grace.core.ops import get_ops
 from grace.core.part import Part
 from grace.core.plan import Plan, change_plan
 from grace.core.spec import TensorSpec
@@ -63,6 +65,7 @@ class Exchange:
                 self._specs, self.config, self.plan, changes, prefix=prefix, delegate=self._delegate
             )
             description = {"step": int(self.engine.step), "configuration": config.to_dict()}
+            description["formats"] = formats([plan], functools.partial(get_ops, "torch"))
         except Exception as error:
             failure = error
         transport = self.engine.transport

@@ -8,6 +8,7 @@ would not work, because Horovod's methods use `super(self.__class__, self)`. Hor
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import os
 import types
@@ -18,7 +19,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.agreement import agree
+from grace.core.agreement import agree, formats
 from grace.core.config import Config, make_config
 from grace.core.engine import Engine
 from grace.core.errors import ConfigError, GraceError, StepError
@@ -125,6 +126,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # With local steps, the engine exchanges all tensors.
         delegate = _delegated if local_steps == 1 else lambda part: False
         (_, plan), *later = make_plans(specs, made, prefix=prefix, delegate=delegate)
+        ops = functools.partial(get_ops, "torch")
+        description["formats"] = formats([plan, *(stage for _, stage in later)], ops)
         if included:
             times.start_as_told(hvd.rank(), hvd.size())
     except Exception as error:
@@ -141,7 +144,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     )
     engine = Engine(
         plan,
-        lambda device: get_ops("torch", device),
+        ops,
         transport,
         seed=made.seed,
         average=op == hvd.Average,

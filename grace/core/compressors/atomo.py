@@ -59,6 +59,10 @@ class Atomo(Compressor):
     def flat(self) -> bool:
         return self.mode == "entry"
 
+    @property
+    def multiplies(self) -> bool:
+        return self.mode == "spectral"
+
     def unfit(self, spec: TensorSpec) -> str | None:
         if self.mode == "spectral":
             return unfit_matrix("atomo", spec, self.compress_rank)

@@ -49,6 +49,7 @@ class GradiVeQ(Compressor):
     summable = True
     fixed_size = False
     flat = False
+    multiplies = True
 
     def __post_init__(self) -> None:
         for name in ("slice_size", "components", "training_steps", "compressed_steps"):

@@ -29,6 +29,11 @@ class Primitives(ABC):
         self._constants: dict[Hashable, Array] = {}
         self._offered: Array | None = None
 
+    @property
+    def products(self) -> str:
+        """Name of what computes matrix products of few columns; another gives other last bits."""
+        return f"the library of {self.name}"
+
     # --- create and convert -------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -126,6 +126,10 @@ def wanted() -> bool:
 class Native(ArrayOps):
     """Kernels behind the composites; a framework's class defines how to run one."""
 
+    @property
+    def products(self) -> str:
+        return "kernels" if self.device.startswith("cpu") else super().products
+
     @abstractmethod
     def _run(
         self,

@@ -15,13 +15,15 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import grace
 from grace.core import mpi
+from grace.core.ops import get_ops
 from grace.core.plan import make_plan
-from grace.core.registry import communicators
+from grace.core.registry import communicators, compressors
 from grace.core.spec import HALF_DTYPES, ITEMSIZE
-from grace.testing.harness import same
+from grace.testing.harness import array, same
 from tests.support import half_precision, registered, steps
 from tests.support.rank import serve
 
@@ -55,7 +57,8 @@ def _config(row: dict[str, Any]) -> grace.Config:
 
 
 def _gradients(step: int, rank: int) -> dict[str, np.ndarray]:
-    return {s.name: steps.gradient(s, step, rank) for s in steps.MIXED}
+    ops = get_ops("numpy")
+    return {s.name: array(ops, steps.gradient(s, step, rank), s.dtype).reshape(s.shape) for s in steps.MIXED}
 
 
 def exchanges(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -278,7 +281,16 @@ def different_configurations() -> dict[str, Any]:
         "invalid": lambda: mpi.MPIExchange(shapes, {**topk, "compress_ratio": 2.0 if last else 0.1}),
         "none": lambda: mpi.MPIExchange(shapes, topk),
     }
-    return {label: outcome(make) for label, make in makes.items()}
+    found = {label: outcome(make) for label, make in makes.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setattr(compressors.get("signsgd"), "payload_format", 2)
+        found["format"] = outcome(lambda: mpi.MPIExchange(shapes, {"compressor": "signsgd"}))
+        if last:
+            patch.setenv("GRACE_NATIVE", "0")
+        for name in ("topk", "powersgd"):
+            found[f"kernels, {name}"] = outcome(lambda n=name: mpi.MPIExchange(shapes, {"compressor": n}))
+    return found
 
 
 def wrong_gradients() -> dict[str, Any]:
@@ -287,6 +299,7 @@ def wrong_gradients() -> dict[str, Any]:
     good = {"v": np.full(30, float(RANK), np.float32), "w": np.ones((40, 40), np.float32)}
     bad = {"missing": {"w": good["w"]}, "shape": {**good, "v": np.ones(31, np.float32)}, "unknown": {**good, "x": None}}
     bad["unknown"]["x"] = good["v"]
+    bad["dtype"] = {**good, "v": np.ones(30, np.int32)}
     errors = {label: outcome(lambda g=g: exchange(g)) for label, g in bad.items()} if RANK == 0 else {}
     merged = exchange(good if RANK else dict(reversed(good.items())))
     exchange.close()
