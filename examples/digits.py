@@ -149,7 +149,10 @@ class Progress:
     """The clock and byte counters of a rank, and the progress bar of rank 0."""
 
     def __init__(self, label: str, steps: int, rank: int) -> None:
-        self._bar = tqdm(total=steps, desc=f"{label:>10}", unit="step", ncols=100, disable=rank != 0)
+        # Only a terminal can draw a bar: None leaves it out elsewhere, as in horovodrun's output.
+        disable = None if rank == 0 else True
+        self._bar = tqdm(total=steps, desc=f"{label:>10}", unit="step", ncols=100, disable=disable)
+        self._label, self._tells, self._loss = label, rank == 0, float("nan")
         self._times = [time.perf_counter()]
         self._sent = dict.fromkeys(BYTES, 0)
 
@@ -158,6 +161,11 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+        if self._tells and self._bar.disable:
+            seconds = self._times[-1] - self._times[0]
+            print(
+                f"{self._label:>10}: {len(self._times) - 1} steps in {seconds:.1f} s, loss {self._loss:.3f}", flush=True
+            )
 
     def step(self, stats: Mapping[str, Any]) -> None:
         """Count a step. `stats` are grace's statistics of it."""
@@ -167,6 +175,7 @@ class Progress:
 
     def epoch(self, loss: float) -> None:
         """Show the loss at the end of an epoch."""
+        self._loss = loss
         self._bar.set_postfix(loss=f"{loss:.3f}")
 
     def per_step(self) -> dict[str, float]:

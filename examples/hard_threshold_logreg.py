@@ -215,7 +215,9 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
     points = [x]
     shape = (args.iterations, len(engines))
     kept, sent, residuals, largest = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    bar = tqdm(total=args.iterations, desc=f"{how:>6} {method.label}", unit="step", ncols=100, disable=workers.rank)
+    # Only a terminal can draw a bar: None leaves it out elsewhere, as in the output of mpirun.
+    disable = True if workers.rank else None
+    bar = tqdm(total=args.iterations, desc=f"{how:>6} {method.label}", unit="step", ncols=100, disable=disable)
     began = time.perf_counter()
     for t in range(args.iterations):
         rows, labels = problem.samples[drawn[:, t]], problem.labels[drawn[:, t]]
@@ -236,6 +238,8 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
         bar.update()
     seconds = time.perf_counter() - began
     bar.close()
+    if bar.disable and not workers.rank:
+        print(f"{how:>6} {method.label}: {args.iterations} steps in {seconds:.1f} s", flush=True)
     workers.finish()
     gaps = problem.losses(np.stack(points)) - problem.minimum
     series = [workers.gather(mine) for mine in (kept, sent, residuals, largest)]
