@@ -230,8 +230,16 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
     group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
     horovod_start, horovod_load = wrapped._allreduce_grad_async, wrapped.load_state_dict
     horovod_synchronize, horovod_step = wrapped.synchronize, wrapped.step
+    # The gradients that the exchange has taken in this step, each with its version.
+    taken: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
 
     def start(p: torch.nn.Parameter) -> Any:
+        handle = hand_over(p)
+        assert p.grad is not None
+        taken[p] = p.grad, p.grad._version
+        return handle
+
+    def hand_over(p: torch.nn.Parameter) -> Any:
         exchange.meet_once()
         name = names[p]
         if not engine.exchanges(name):
@@ -258,8 +266,10 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
         # A second synchronize() would exchange the merged gradients again, and momentum and residuals would count
         # another step.
         if wrapped._handles or not wrapped._synchronized:
+            refuse_changed_gradients()
             alone = not engine.plan.buckets
             horovod_synchronize()
+            taken.clear()
             if alone:
                 # Horovod reduced all tensors and asked the engine for no result. The schedule counts the step anyway.
                 engine.finish()
@@ -273,6 +283,16 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
                 loss = closure()
         result = horovod_step()
         return result if closure is None else loss
+
+    def refuse_changed_gradients() -> None:
+        for p, (gradient, version) in taken.items():
+            if p.grad is not gradient or gradient._version != version:
+                raise StepError(
+                    f"the gradient of tensor '{names[p]}' was changed between backward() and step(), when it was "
+                    "already being exchanged: the ranks would train apart. To clip gradients, call "
+                    "optimizer.synchronize() first, and then optimizer.step() inside "
+                    "'with optimizer.skip_synchronize():'."
+                )
 
     def refuse_while_under_way(call: str) -> None:
         if wrapped._handles:

@@ -27,7 +27,8 @@ class GradientViews:
             flat = torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=device)
             self._storage.append(flat)
             for p, view in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                self._views[p] = view.view_as(p)
+                # With a version counter of its own: it tells whether this gradient was changed.
+                self._views[p] = view.view_as(p).data
         self.clear()
 
     def clear(self) -> None:

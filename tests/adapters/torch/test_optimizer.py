@@ -210,6 +210,18 @@ def test_contract_of_horovod_is_kept(launch):
 
 
 @each_launch
+def test_gradients_changed_before_the_step_are_refused(launch):
+    """Each rank would clip its own gradients, and the replicas would part."""
+    for rank in scenario("changed_gradients", launch):
+        for label, error in rank.items():
+            if label.startswith("leave"):
+                assert error == "", label
+            else:
+                assert error.startswith("StepError: the gradient of tensor '"), (label, error)
+                assert "call optimizer.synchronize() first" in error
+
+
+@each_launch
 def test_loss_scaler_skips_the_same_step_on_all_ranks_and_no_residual_moves(launch):
     ranks = scenario("mixed_precision", launch)
     assert same(ranks)

@@ -180,6 +180,45 @@ def contract_of_horovod() -> dict[str, Any]:
     }
 
 
+def changed_gradients() -> dict[str, str]:
+    """Change gradients between backward() and step(), in several ways, and return the error of each."""
+
+    def clip(model: Net) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    def replace(model: Net) -> None:
+        weight = model.left.weight
+        assert weight.grad is not None
+        weight.grad = weight.grad.clone()
+
+    def leave(model: Net) -> None:
+        pass
+
+    steps = {
+        "clip": (clip, lambda optimizer: optimizer.step()),
+        "replace": (replace, lambda optimizer: optimizer.step()),
+        "clip, synchronize": (clip, lambda optimizer: optimizer.synchronize()),
+        "leave": (leave, lambda optimizer: optimizer.step()),
+    }
+    errors = {}
+    for label, (change, step) in steps.items():
+        for method in ("topk", "none"):
+            for views in (False, True):
+                model = make_net()
+                optimizer = wrap(model, {"compressor": method, **EVERYTHING}, gradient_as_bucket_view=views)
+                optimizer.zero_grad()
+                x, y = next(batches(1, hvd.rank()))
+                F.cross_entropy(model(x), y).backward()
+                change(model)
+                try:
+                    step(optimizer)
+                    error = ""
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+                errors[f"{label}/{method}/{views}"] = error
+    return errors
+
+
 def mixed_precision() -> dict[str, Any]:
     """Use a loss scaler whose scaled loss overflows on the last rank only, in the second of three steps."""
     model = make_net()
