@@ -230,6 +230,8 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
     group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
     horovod_start, horovod_load = wrapped._allreduce_grad_async, wrapped.load_state_dict
     horovod_synchronize, horovod_step = wrapped.synchronize, wrapped.step
+    # Horovod registers no hooks for these.
+    frozen = [p for group in wrapped.param_groups for p in group["params"] if not p.requires_grad]
     # The gradients that the exchange has taken in this step, each with its version.
     taken: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
 
@@ -266,6 +268,7 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
         # A second synchronize() would exchange the merged gradients again, and momentum and residuals would count
         # another step.
         if wrapped._handles or not wrapped._synchronized:
+            refuse_unfrozen()
             refuse_changed_gradients()
             alone = not engine.plan.buckets
             horovod_synchronize()
@@ -283,6 +286,15 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
                 loss = closure()
         result = horovod_step()
         return result if closure is None else loss
+
+    def refuse_unfrozen() -> None:
+        for p in frozen:
+            if p.requires_grad and p.grad is not None:
+                raise StepError(
+                    f"parameter '{names.get(p, 'without a name')}' was frozen when the optimizer was wrapped, and has "
+                    "a gradient now. It is not exchanged, so the ranks would train apart. Wrap a new optimizer after "
+                    "you unfreeze parameters."
+                )
 
     def refuse_changed_gradients() -> None:
         for p, (gradient, version) in taken.items():

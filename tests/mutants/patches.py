@@ -456,6 +456,14 @@ PATCHES = [
         ("tests/adapters/torch/test_optimizer.py -k changed_before",),
     ),
     Patch(
+        "torch-unfrozen-trains-apart",
+        "grace/torch/optimizer.py",
+        "            refuse_unfrozen()\n",
+        "",
+        "parameters that are unfrozen in mid-run train on each rank's own gradient",
+        ("tests/adapters/torch/test_optimizer.py -k unfrozen",),
+    ),
+    Patch(
         "torch-views-share-a-version",
         "grace/torch/views.py",
         "self._views[p] = view.view_as(p).data",

@@ -222,6 +222,12 @@ def test_gradients_changed_before_the_step_are_refused(launch):
 
 
 @each_launch
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_by_name(launch):
+    for error in scenario("unfrozen", launch):
+        assert error.startswith("StepError: parameter 'left.weight' was frozen when the optimizer was wrapped")
+
+
+@each_launch
 def test_loss_scaler_skips_the_same_step_on_all_ranks_and_no_residual_moves(launch):
     ranks = scenario("mixed_precision", launch)
     assert same(ranks)

@@ -219,6 +219,20 @@ def changed_gradients() -> dict[str, str]:
     return errors
 
 
+def unfrozen() -> str:
+    """Let a parameter train that was frozen when the optimizer was wrapped, and return the error of the step."""
+    model = make_net()
+    model.left.weight.requires_grad_(False)
+    optimizer = wrap(model, {"compressor": "topk", **EVERYTHING})
+    train(model, optimizer, 2)
+    model.left.weight.requires_grad_(True)
+    try:
+        train(model, optimizer, 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def mixed_precision() -> dict[str, Any]:
     """Use a loss scaler whose scaled loss overflows on the last rank only, in the second of three steps."""
     model = make_net()
