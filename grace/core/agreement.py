@@ -62,8 +62,8 @@ def agree(
         if difference:
             raise MismatchError(
                 f"rank {rank} and rank 0 were started differently: {difference}. "
-                "Every rank must pass the same configuration, arguments and parameters in the same order, and have the "
-                "same version of grace with or without kernels."
+                "Every rank must pass the same configuration, arguments and parameters in the same order, and run "
+                "the same version of grace, all ranks with kernels or all without."
             )
     return everyone
 

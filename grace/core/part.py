@@ -140,24 +140,22 @@ def cut(part: Part, most_bytes: int) -> list[Part]:
 def fuse(items: Sequence[Part]) -> list[Part]:
     """Join the units of one bucket that the same parts serve, where joining is allowed and the result fits."""
     groups: list[list[Part]] = []
-    last: dict[object, list[Part]] = {}
+    # The last group of a kind, and its number of elements.
+    last: dict[object, tuple[list[Part], int]] = {}
     for i, item in enumerate(items):
         key = (item.parts, item.spec.dtype, item.index_coding) if item.flat else i
-        group = [*last.get(key, ()), item]
-        if len(group) == 1 or item.compressor.unfit(_flat(group, sum(other.spec.numel for other in group))):
-            last[key] = []
-            groups.append(last[key])
-        last[key].append(item)
+        group, numel = last.get(key, ([], 0))
+        numel += item.spec.numel
+        if group and item.compressor.unfit(dataclasses.replace(item.spec, shape=(numel,))):
+            group, numel = [], item.spec.numel
+        if not group:
+            groups.append(group)
+        group.append(item)
+        last[key] = group, numel
     return [
         group[0] if len(group) == 1 else _unit(group, tuple(piece for item in group for piece in item.pieces))
         for group in groups
     ]
-
-
-def _flat(items: Sequence[Part], numel: int, name: str = "") -> TensorSpec:
-    """Return the spec of a unit of `numel` elements of these items."""
-    sparse = any(item.spec.sparse for item in items)
-    return dataclasses.replace(items[0].spec, name=name, shape=(numel,), sparse=sparse)
 
 
 def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
@@ -166,7 +164,12 @@ def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
     if len(pieces) > 2:
         # States, checkpoints and random numbers use the name: other pieces between the same ends are another unit.
         name += f" ({zlib.crc32(repr([tuple(piece) for piece in pieces]).encode()):08x})"
-    spec = _flat(items, sum(piece.numel for piece in pieces), name)
+    spec = dataclasses.replace(
+        items[0].spec,
+        name=name,
+        shape=(sum(piece.numel for piece in pieces),),
+        sparse=any(item.spec.sparse for item in items),
+    )
     return dataclasses.replace(items[0], spec=spec, pieces=pieces)
 
 

@@ -482,8 +482,8 @@ PATCHES = [
     Patch(
         "part-fuses-beyond-fit",
         PART,
-        "if len(group) == 1 or item.compressor.unfit(_flat(group, sum(other.spec.numel for other in group))):",
-        "if len(group) == 1:",
+        "if group and item.compressor.unfit(dataclasses.replace(item.spec, shape=(numel,))):",
+        "if False:",
         "tensors that fit alone become a unit that the method cannot address",
         (f"{GRANULARITY} -k never_grows",),
     ),
