@@ -131,6 +131,14 @@ class TestOps(OpsContract):
     pass
 
 
+class TestReferenceOps(OpsContract):
+    """The operations where there are no kernels, and those of TensorFlow on GPUs."""
+
+    @pytest.fixture(params=FRAMEWORKS)
+    def ops(self, request):
+        return get_ops(request.param, native=False)
+
+
 class TestTracedCompressors(Traced, TestCompressors):
     test_bytes_are_equal_in_every_framework = CompressorContract.test_bytes_are_equal_in_every_framework
     # They run no array operation, or those of NumPy only.
