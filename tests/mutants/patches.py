@@ -583,6 +583,7 @@ PATCHES = [
         "    if len(failed) == len(everyone):\n",
         "when one rank fails, the others go on and wait for it",
         (
+            "tests/core/test_agreement.py",
             "tests/adapters/mpi/test_exchange.py -k differing_configurations",
             "tests/adapters/torch/test_optimizer.py -k 'refusals_do_not_hang or differ'",
         ),
@@ -593,11 +594,7 @@ PATCHES = [
         'return "" if list(a) == list(b) else',
         'return "" if True else',
         "ranks whose parameters are in another order are not told",
-        (
-            "tests/adapters/torch/test_optimizer.py -k ranks_that_differ",
-            "tests/adapters/tensorflow/test_usage.py -k differ",
-            "tests/adapters/tensorflow/test_refusals.py -k differ",
-        ),
+        ("tests/core/test_agreement.py",),
     ),
     Patch(
         "communicator-halves-not-averaged",
