@@ -371,9 +371,16 @@ def test_rules_with_several_methods_share_a_bucket(cut, framework):
         assert_units(sim, sim.step(given), expected)
 
 
-@pytest.mark.parametrize("options", [{"lr_correction": True}, {"gradient_clipping": 1.0}])
-def test_what_depends_on_a_whole_tensor_is_neither_cut_nor_fused(options):
-    chosen = {"compressor": "topk", "memory": {"name": "residual", **options}, "default_rules": False}
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"name": "residual", "lr_correction": True},
+        {"name": "residual", "gradient_clipping": 1.0},
+        {"name": "dgc", "gradient_clipping": 1.0},
+    ],
+)
+def test_what_depends_on_a_whole_tensor_is_neither_cut_nor_fused(memory):
+    chosen = {"compressor": "topk", "memory": memory, "default_rules": False}
     specs = [TensorSpec(name, (40, 4096)) for name in "ab"]
     plan = make_plan(specs, make_config(chosen, split_bytes=4096))
     assert pieces(plan) == [[(name, 0, 40 * 4096)] for name in "ba"]

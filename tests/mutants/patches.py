@@ -643,7 +643,7 @@ PATCHES = [
         'rest = {"lr": ops.where(lr > 0, lr, state["lr"])}',
         'rest = {"lr": lr}',
         "after a step with learning rate 0 the residual is not rescaled",
-        ("tests/papers/test_memory.py -k units_of_the_weights",),
+        ("tests/papers/test_memory.py -k rate_of_zero",),
     ),
     Patch(
         "memory-efsignsgd-gain",
@@ -884,7 +884,7 @@ PATCHES = [
         "if self.threshold == 0 else 0.0",
         "if True else 0.0",
         "a contraction is claimed for thresholds where there is none",
-        ("tests/core/test_contracts.py -k 'onebit and contract and not graph'",),
+        ("tests/papers/test_onebit.py -k contraction",),
     ),
     Patch(
         "powersgd-vanished-columns-stay",

@@ -75,6 +75,15 @@ def test_corrected_residual_counts_in_units_of_the_weights():
         assert np.allclose(moved + lr * held, meant, atol=1e-5), number
 
 
+def test_a_learning_rate_of_zero_leaves_the_units_of_the_residual():
+    """Nothing was applied at that rate: the residual still counts at the rate before, and is rescaled from there."""
+    memory = {"name": "residual", "lr_correction": True}
+    sim = simulate(1, (N,), make("threshold", threshold=1e9), memory)
+    for lr, x in ((0.2, normal(N)), (0.0, np.zeros(N, np.float32)), (0.1, np.zeros(N, np.float32))):
+        sim.step([{"w": x}], lr=lr)
+    assert np.allclose(state(sim, 0), 2 * normal(N), rtol=1e-6)
+
+
 def test_clipping_limits_what_joins_the_residual():
     memory = {"name": "residual", "gradient_clipping": 1.0}
     sim = simulate(4, (N,), make("threshold", threshold=1e9), memory)

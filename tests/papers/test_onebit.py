@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.spec import TensorSpec
 from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, state, step
 
 
@@ -27,6 +28,15 @@ def test_the_error_is_orthogonal_to_what_was_sent(threshold):
     for low, high in rng.normal(sent.min(), 0.1, (20, 2)):
         other = np.where(x >= threshold, high, low)
         assert np.sum((x - other) ** 2) >= np.sum((x - sent) ** 2)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, -0.5])
+def test_no_contraction_is_claimed_where_there_is_none(threshold):
+    """All elements lie on one side of a threshold other than 0. Their mean is 0, and so is what is decoded."""
+    x, compressor = np.float32([0.25, -0.25] * 50), make("onebit", threshold=threshold)
+    kept = 1 - np.sum((x - send(compressor, x)) ** 2) / np.sum(x**2)
+    assert kept == (threshold == 0)
+    assert compressor.contraction(TensorSpec("w", x.shape)) <= kept
 
 
 def test_the_mean_of_the_gradient_is_kept():
