@@ -116,23 +116,30 @@ def changes_that_differ() -> dict[str, Any]:
 
 
 def learning_rates() -> dict[str, Any]:
-    """Apply constant gradients under changing learning rates. Return the errors of weights and residuals."""
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.zeros(40, 30))
+    """Apply constant gradients under changing learning rates, in two groups with rates of their own.
+
+    Return the largest error of weights and residuals together.
+    """
+    rates = {"a": RATES, "b": RATES[::-1]}
+    parameters = {name: torch.nn.Parameter(torch.zeros(40, 30)) for name in rates}
     slopes = [torch.randn(40, 30, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
-    plain = torch.optim.SGD([parameter], lr=RATES[0])
+    plain = torch.optim.SGD([{"params": [p]} for p in parameters.values()], lr=RATES[0])
     config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, **EVERYTHING}
-    optimizer = grace.torch.DistributedOptimizer(plain, [("w", parameter)], config)
-    for lr in RATES:
-        optimizer.param_groups[0]["lr"] = lr
-        (parameter * slopes[hvd.rank()]).sum().backward()
+    optimizer = grace.torch.DistributedOptimizer(plain, list(parameters.items()), config)
+    for step in range(len(RATES)):
+        for group, name in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rates[name][step]
+        sum((p * slopes[hvd.rank()]).sum() for p in parameters.values()).backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
-    residual = optimizer.grace.engine.state_dict()["tensors"]["w"]["memory"]["residual"].reshape(40, 30)
-    held = hvd.allreduce(residual, op=hvd.Average, name="held")
+    states, off = optimizer.grace.engine.state_dict()["tensors"], []
     meant = sum(RATES) * sum(slopes) / hvd.size()
-    return {"off": float((RATES[-1] * held - parameter.detach() - meant).abs().max()), "moved": digest([parameter])}
+    for name, p in parameters.items():
+        residual = states[name]["memory"]["residual"].reshape(40, 30)
+        held = hvd.allreduce(residual, op=hvd.Average, name=f"held.{name}")
+        off.append(float((rates[name][-1] * held - p.detach() - meant).abs().max()))
+    return {"off": max(off), "moved": digest(parameters.values())}
 
 
 def local_steps() -> dict[str, Any]:
