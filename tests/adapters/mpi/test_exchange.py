@@ -235,3 +235,19 @@ def test_one_process_alone_compresses_too():
         assert all(np.array_equal(merged[name], expected[name]) for name in expected)
     with pytest.raises(ConfigError, match="compress_ratio"):
         mpi.MPIExchange(SPECS, {"compressor": "topk", "compress_ratio": 2.0}, comm=mpi.MPI.COMM_SELF)
+
+
+def test_a_call_after_one_that_failed_exchanges_its_own_gradients(monkeypatch):
+    simulation = simulate(METHODS["qsgd"], size=1)
+    exchange = mpi.MPIExchange(SPECS, simulation.config, comm=mpi.MPI.COMM_SELF)
+
+    def fail(self, payloads, site):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(METHODS["qsgd"].compressor), "merge", fail)
+        with pytest.raises(ZeroDivisionError):
+            exchange(gradients(simulation, 1)[0])
+    given = gradients(simulation, 0)
+    expected, merged = simulation.step(given)[0], exchange(given[0])
+    assert all(np.array_equal(merged[name], expected[name]) for name in expected)
