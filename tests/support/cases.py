@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from grace.core.config import make_config
 from grace.core.errors import IncompatibleError
 from grace.core.registry import communicators, compressors
-from tests.support.covering import ALL
+from tests.support.covering import ALL, pairwise, product
 from tests.support.launch import TENSORFLOW, Launch
 
 # Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it.
@@ -30,6 +31,8 @@ _QUICK: dict[str, dict[str, Any]] = {
 
 # Every rank of TensorFlow traces all graphs, so four ranks on two cores take twice as long as two.
 TENSORFLOW_MPI = Launch(TENSORFLOW, "mpirun", 4 if ALL else 2)
+# Rows with this launch are a full product under `--all`.
+_FULL = ("horovodrun-gloo", 2)
 # One process needs no launcher.
 _LAUNCHES = (("python", 1), ("horovodrun-gloo", 2), ("horovodrun-gloo", 4), ("mpirun", 2), ("mpirun", 4))
 
@@ -66,6 +69,18 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
     name = row["method"]
     travels = {"communicator": row["communicator"]} if "communicator" in row else {}
     return {"compressor": name, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
+
+
+def rows(factors: dict[str, list[Any]], valid: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Return the rows of real exchanges to test, a covering array; under `--all` also every row of one launch.
+
+    The launch decides who moves the bytes, and nothing else. The product over all launches takes hours.
+    """
+    chosen = pairwise(factors, valid)
+    if ALL:
+        full = product(factors, lambda row: (row["launcher"], row["ranks"]) == _FULL and valid(row))
+        chosen += [row for row in full if row not in chosen]
+    return chosen
 
 
 def label_of(row: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 from grace.core.registry import compressors
 from tests.support import cases, half_precision
 from tests.support.cases import TENSORFLOW_MPI
-from tests.support.covering import ALL, rows
+from tests.support.covering import ALL
 from tests.support.launch import SUMMED, TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
 
@@ -38,7 +38,7 @@ TRAINED = [
     for method in WAYS
     for launch in (ALONE, GLOO_2)
 ]
-GIVEN = rows(
+GIVEN = cases.rows(
     {
         **cases.method_factors(),
         "granularity": ["layer", "bucket", "model"],

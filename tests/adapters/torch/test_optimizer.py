@@ -6,14 +6,13 @@ import pytest
 
 from grace.core.registry import compressors
 from tests.support import cases, half_precision
-from tests.support.covering import rows
 from tests.support.launch import SUMMED, TORCH, Launch
 from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
 # The trained cases: every method and communicator with every granularity of the model, in every launch.
-EXCHANGES = rows(
+EXCHANGES = cases.rows(
     {
         **cases.method_factors(),
         "granularity": list(cases.GRANULARITIES),
@@ -22,7 +21,7 @@ EXCHANGES = rows(
     },
     cases.possible,
 )
-DTYPES = rows(
+DTYPES = cases.rows(
     {
         "method": cases.method_factors()["method"],
         "dtype": ["float16", "bfloat16", "float64"],
