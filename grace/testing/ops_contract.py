@@ -11,7 +11,7 @@ from grace.core.errors import PayloadError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import GRADIENT_DTYPES, ITEMSIZE, Key
+from grace.core.spec import GRADIENT_DTYPES, ITEMSIZE, MAX_MAGNITUDE, Key
 from grace.testing.harness import FRAMEWORKS, array, host
 
 FLOATS = ("float32", "float64")
@@ -139,10 +139,11 @@ class OpsContract:
 
     def test_finite_sees_every_bad_element_and_no_other(self, ops: ArrayOps) -> None:
         for dtype in GRADIENT_DTYPES:
-            largest = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38, "float64": 1.7e308}[dtype]
+            largest = MAX_MAGNITUDE[dtype]
             assert bool(ops.finite(array(ops, [largest] * 4, dtype))), "the sum overflows, but all elements are finite"
             assert bool(ops.finite(array(ops, [largest, -largest], dtype)))
-            for bad in (np.nan, np.inf, -np.inf):
+            # 1.01 is enough to reach the next number of every dtype, infinity in float16.
+            for bad in (np.nan, np.inf, -np.inf, 1.01 * largest, -1.01 * largest):
                 assert not bool(ops.finite(array(ops, [1.0, bad, 2.0], dtype)))
             assert not bool(ops.finite(array(ops, [np.inf, -np.inf], dtype)))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from grace.core.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Payload, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Payload, TensorSpec
 from grace.testing.harness import array, draw, exchange, host, payload_on_host, same
 
 
@@ -42,8 +42,7 @@ class UnitContract(ABC):
             for bad in (0.0, np.nan, np.inf, -np.inf):
                 for place in (0, spec.numel // 2, spec.numel - 1) if spec.numel else ():
                     gradient = draw(spec, 1)
-                    # The sum of these overflows float32, but the elements are finite.
-                    gradient[: spec.numel // 3] = 3e38
+                    gradient[: spec.numel // 3] = MAX_MAGNITUDE[spec.work_dtype]
                     gradient[place] += bad
                     at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
                     x = array(ops, gradient, spec.work_dtype)

@@ -28,11 +28,6 @@ template <class T, class Body> GRACE_LOCAL void in_blocks(T* out, int64_t n, boo
     }
 }
 
-template <class T> GRACE_LOCAL typename Format<T>::Word infinite_bits() {
-    using Word = typename Format<T>::Word;
-    return Word((Word(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
-}
-
 template <class T>
 static bool weighted_sum(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around) {
     using Word = typename Format<T>::Word;
@@ -50,7 +45,7 @@ static bool weighted_sum(const T* x, T a, const T* y, T b, T* out, int64_t n, bo
             for (int64_t i = 0; i < length; ++i) place(target, i, x[at + i] * a + y[at + i] * b);
         }
     });
-    return most < infinite_bits<T>();
+    return most <= largest_bits<T>();
 }
 
 template <class T> static T max_abs(const T* x, int64_t n) {
@@ -65,7 +60,7 @@ template <class T> static T max_abs(const T* x, int64_t n) {
 }
 
 template <class T> static bool finite(const T* x, int64_t n) {
-    return magnitude_bits(max_abs(x, n)) < infinite_bits<T>();
+    return magnitude_bits(max_abs(x, n)) <= largest_bits<T>();
 }
 
 template <class T> static double sum_squares(const T* x, int64_t n) {

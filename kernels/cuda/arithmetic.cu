@@ -44,9 +44,8 @@ template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out)
 }
 
 template <class T> void finite(const Stream& on, const T* x, int64_t n, uint8_t* out) {
-    constexpr WordOf<T> infinity = ((WordOf<T>(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
     reduce(on, divide_up(n, 8), WordOf<T>(0), GroupLargest<T>{x, n}, Larger<WordOf<T>>(),
-           [=] __device__(WordOf<T> most) { *out = most < infinity ? 1 : 0; });
+           [=] __device__(WordOf<T> most) { *out = most <= largest_bits<T>() ? 1 : 0; });
 }
 
 template <class T>

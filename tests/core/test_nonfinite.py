@@ -7,7 +7,7 @@ import pytest
 
 from grace.core.config import Parts
 from grace.core.registry import communicators, compressors, memories
-from grace.core.spec import TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, TensorSpec
 from grace.testing.harness import FRAMEWORKS, same
 from tests.support import registered
 from tests.support.steps import (
@@ -73,6 +73,30 @@ def test_a_gradient_that_overflows_in_the_payload_enters_no_state(chosen):
     for old, new in zip(before, states(sim), strict=True):
         assert all(np.isfinite(x).all() for x in new.values())
         assert finite or all(same(old[key], new[key]) for key in old)
+
+
+@each_combination_for("large gradients")
+def test_large_finite_gradients_overflow_no_state(chosen):
+    """In float32, sums over ranks, squares and momenta of 2.5e38 are infinite."""
+    sim = simulate(chosen, specs=[TensorSpec("single", (24, 40)), TensorSpec("double", (16, 9), "float64")])
+    step(sim, 0)
+    cases = [(share, one) for share in (2.0**-10, None) for one in (True, False)]
+    for number, (share, one) in enumerate(cases, 1):
+        before = states(sim)
+
+        def enlarge(name, rank, x, share=share, one=one):
+            dtype = x.dtype.name
+            largest = x.dtype.type(np.finfo(dtype).max if share is None else share * MAX_MAGNITUDE[dtype])
+            return np.where(np.arange(x.size).reshape(x.shape) == 125, largest, x) if one else np.sign(x) * largest
+
+        first, *others = step(sim, number, change=enlarge)
+        assert all(same(first[name], other[name]) for other in others for name in first)
+        for old, new in zip(before, states(sim), strict=True):
+            assert all(np.isfinite(x).all() for x in new.values())
+            for key in old:
+                assert np.isfinite(first[key[0]]).all() or same(old[key], new[key])
+    for mine in step(sim, len(cases) + 1):
+        assert all(np.isfinite(x).all() for x in mine.values()), "the step after is a normal one"
 
 
 @pytest.mark.parametrize("communicator", ["allreduce", "allgather"])

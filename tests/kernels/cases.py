@@ -18,7 +18,7 @@ from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import DTYPES
-from grace.core.spec import Array, Key
+from grace.core.spec import MAX_MAGNITUDE, Array, Key
 from grace.testing.harness import LARGEST, SMALLEST, host
 from tests.support import covering
 
@@ -195,7 +195,7 @@ def norm(ops, g):
 def finite(ops, g):
     yield ops.cast(ops.finite(g.x()), "uint8")
     for at in g.some([0, g.n // 2, g.n - 1]) if g.n else ():
-        for value in (np.nan, np.inf, -np.inf):
+        for value in (np.nan, np.inf, -np.inf, MAX_MAGNITUDE[g.dtype], -1.01 * MAX_MAGNITUDE[g.dtype]):
             values = g.numbers()
             values[at] = value
             yield ops.cast(ops.finite(g.lay(values)), "uint8")
@@ -228,7 +228,7 @@ def finite_sum(ops, g):
         yield total
         yield ops.cast(finite, "uint8")
     for at in g.some([0, g.n // 2, g.n - 1]) if g.n else ():
-        for value in (np.nan, np.inf, -np.inf):
+        for value in (np.nan, np.inf, -np.inf, MAX_MAGNITUDE[g.dtype], -1.01 * MAX_MAGNITUDE[g.dtype]):
             values = g.numbers()
             values[at] = value
             yield ops.cast(ops.finite_sum(g.lay(values), 1, g.x(), 0.5)[1], "uint8")

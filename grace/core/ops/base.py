@@ -182,7 +182,7 @@ class Primitives(ABC):
 
     @abstractmethod
     def finite(self, x: Array) -> Array:
-        """Return whether no element is NaN or infinite, as a 0-d condition."""
+        """Return whether no element is NaN or beyond `MAX_MAGNITUDE` of its dtype in magnitude, as a 0-d condition."""
 
     @abstractmethod
     def any(self, condition: Array) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import ITEMSIZE, Array, Key
+from grace.core.spec import ITEMSIZE, MAX_MAGNITUDE, Array, Key
 
 _DTYPES: dict[str, Any] = {name: tf.dtypes.as_dtype(name) for name in ITEMSIZE}
 
@@ -152,7 +152,8 @@ class TensorflowOps(ArrayOps):
         return tf.cast(tf.sqrt(tf.reduce_sum(tf.square(tf.cast(x, tf.float64)), axis=axis)), x.dtype)
 
     def finite(self, x: Array) -> Array:
-        return tf.reduce_all(tf.math.is_finite(x))
+        # A comparison with NaN is false.
+        return tf.reduce_all(tf.abs(x) <= MAX_MAGNITUDE[self.dtype(x)])
 
     def any(self, condition: Array) -> Array:
         return tf.reduce_any(condition)

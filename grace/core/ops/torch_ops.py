@@ -9,7 +9,7 @@ import torch
 
 from grace.core.ops.base import unknown
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import ITEMSIZE, Array
+from grace.core.spec import ITEMSIZE, MAX_MAGNITUDE, Array
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.bool: "bool"}
@@ -115,9 +115,12 @@ class TorchOps(ArrayOps):
         return torch.linalg.vector_norm(x, dim=axis, dtype=torch.float64).to(x.dtype)
 
     def finite(self, x: Array) -> Array:
-        # One reading pass settles the normal case: a finite sum has only finite terms.
-        total = torch.isfinite(x.sum())
-        return total if total else torch.isfinite(x).all()
+        if x.numel() == 0:
+            return torch.ones((), dtype=torch.bool, device=x.device)
+        # NaN is the maximum and the minimum of a tensor that holds it, and every comparison with it is false.
+        low, high = torch.aminmax(x)
+        limit = MAX_MAGNITUDE[self.dtype(x)]
+        return (low >= -limit) & (high <= limit)
 
     def any(self, condition: Array) -> Array:
         return condition.any()
