@@ -12,7 +12,7 @@ Only the last two phases wait for other ranks. Memories are committed as payload
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from grace.core.assembly import Incoming, Outgoing
 from grace.core.communicator import Route
@@ -28,6 +28,13 @@ from grace.core.statistics import statistics
 from grace.core.timeline import Times
 from grace.core.transport import Transport
 from grace.core.wire import Received
+
+
+class States(NamedTuple):
+    """The states of all units of a plan."""
+
+    plan: Plan
+    units: dict[str, dict[str, State]]
 
 
 class Engine:
@@ -124,6 +131,26 @@ class Engine:
     def _leave(self) -> None:
         for name in self._units:
             self._slots.forget(name)
+
+    def states(self) -> States:
+        """Return the plan and all states, for `restore`. The arrays are the live ones, which are never changed."""
+        return States(self.plan, {name: self._slots.read(name) for name in self._units})
+
+    def restore(self, before: States) -> None:
+        """Give all units the states that they had before the last step, which no optimizer has applied.
+
+        The step stays counted.
+        """
+        plan = self.plan
+        self._go_back(before)
+        if plan is not before.plan:
+            self._carry_on(plan)
+
+    def _go_back(self, before: States) -> None:
+        self._leave()
+        self._adopt(before.plan)
+        for name, states in before.units.items():
+            self._slots.write(name, states)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -345,17 +372,13 @@ class Engine:
         """
         check_saved(state)
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
-        plan, done, step = self.plan, self._done, self.step
-        before = {name: self._slots.read(name) for name in self._units}
+        before, done, step = self.states(), self._done, self.step
         self._start_at(int(state["step"]))
         try:
             self._slots.load(self._units, state["tensors"], convert, self._initial if not mine else None)
         except Exception:
             # All or nothing, also for a checkpoint of another stage.
-            self._leave()
-            self._adopt(plan)
-            for name, states in before.items():
-                self._slots.write(name, states)
+            self._go_back(before)
             self._slots.go_to(step)
             self._done = done
             raise

@@ -19,6 +19,7 @@ from grace.core.ops import get_ops
 from grace.core.part import Part
 from grace.core.plan import Plan, change_plan
 from grace.core.spec import TensorSpec
+from grace.torch.loss_scale import LossScale
 from grace.torch.transport import HorovodTransport
 from grace.torch.views import apart
 
@@ -44,6 +45,7 @@ class Exchange:
         self._merged: dict[str, torch.Tensor] = {}
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
+        self.loss_scale: LossScale | None = None
 
     @property
     def plan(self) -> Plan:
@@ -137,6 +139,8 @@ class Exchange:
         if name not in self._merged:
             with torch.no_grad():
                 self._merged = self.engine.finish(apart(self._gradients))
+                if self.loss_scale is not None:
+                    self.loss_scale.scale_again(self._merged)
             self._gradients = {}
         return self._merged.pop(name)
 

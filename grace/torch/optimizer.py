@@ -30,6 +30,7 @@ from grace.core.spec import TensorSpec
 from grace.core.timeline import Times
 from grace.torch.exchange import Exchange
 from grace.torch.local import check_local, local_names, step_locally
+from grace.torch.loss_scale import LossScale, check_scaler
 from grace.torch.transport import HorovodTransport
 from grace.torch.views import GradientViews
 
@@ -52,6 +53,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     sparse_as_dense: bool = False,
     gradient_as_bucket_view: bool = False,
     process_set: Any = hvd.global_process_set,
+    grad_scaler: torch.amp.GradScaler | None = None,
     compression: Any = hvd.Compression.none,
     num_groups: int = 0,
     groups: Any = None,
@@ -67,6 +69,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
       concatenations. Backward passes then add to the gradients. This is faster for many small tensors only.
     - `local_steps`: above 1, each rank applies its own gradients, and every local_steps-th step exchanges the change of
       the weights since the last exchange instead of gradients (local SGD; Qsparse-local-SGD with a compressor).
+    - `grad_scaler`: the GradScaler that scales the loss and calls this optimizer's step. `scaler.step(optimizer)` then
+      exchanges unscaled gradients first, and all ranks skip the same steps. A skipped step changes no residual.
 
     Horovod reduces the tensors that stay dense; the result is bit-identical to a run without grace. Small vectors are
     the exception: together with compressed tensors they share one allreduce. `gradient_predivide_factor` applies only
@@ -91,6 +95,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     times, included = Times(), transport.rank >= 0
     try:
         _refuse(optimizer, op, compression, num_groups, groups)
+        if grad_scaler is not None:
+            check_scaler(grad_scaler, optimizer, local_steps)
         made = make_config(config, **options)
         if local_steps != 1:
             check_local(made, local_steps, op, backward_passes_per_step, gradient_predivide_factor)
@@ -121,6 +127,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "gradient_predivide_factor": gradient_predivide_factor,
             "sparse_as_dense": sparse_as_dense,
             "gradient_as_bucket_view": gradient_as_bucket_view,
+            "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
         }
         # With local steps, the engine exchanges all tensors.
@@ -158,7 +165,10 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         wrapped.grace = exchange
         parameters = {name: p for p, name in names.items()}
         views = GradientViews(plan, parameters) if gradient_as_bucket_view else None
-        _attach(wrapped, type(optimizer), sparse_as_dense, views)
+        loss_scale = None
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            exchange.loss_scale = loss_scale = LossScale(grad_scaler, engine)
+        _attach(wrapped, type(optimizer), sparse_as_dense, views, loss_scale)
     if included and hvd.size() == 1 and local_steps == 1:
         # With one process Horovod registers no hooks, but gradients shall be compressed all the same.
         wrapped._register_hooks()
@@ -218,7 +228,13 @@ def _delegated(part: Part) -> bool:
     return part.dense and part.spec.dtype != "bfloat16"
 
 
-def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: GradientViews | None) -> None:
+def _attach(
+    wrapped: Any,
+    plain_class: Any,
+    sparse_as_dense: bool,
+    views: GradientViews | None,
+    loss_scale: LossScale | None,
+) -> None:
     """Replace methods of Horovod's optimizer, so that it uses the exchange and works with current PyTorch.
 
     `plain_class` is the class of the optimizer before Horovod wrapped it.
@@ -234,6 +250,9 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
     frozen = [p for group in wrapped.param_groups for p in group["params"] if not p.requires_grad]
     # The gradients that the exchange has taken in this step, each with its version.
     taken: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
+    # Of the first few of them, views of some elements, with the values that they had. GradScaler and `.data` change
+    # gradients without counting a version.
+    samples: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def start(p: torch.nn.Parameter) -> Any:
         handle = hand_over(p)
@@ -260,7 +279,12 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
             gradient = gradient.to_dense()
         else:
             exchange._gradients[name] = gradient
+            if len(samples) < 4 and gradient.is_contiguous():
+                some = gradient.detach().flatten()[:: max(1, gradient.numel() // 16)]
+                samples.append((some, some.clone()))
         with torch.no_grad():
+            if loss_scale is not None:
+                gradient = loss_scale.unscaled(gradient)
             engine.ready(name, gradient, wrapped.param_groups[group_of[p]]["lr"])
         return (lambda: exchange._result(name)), None
 
@@ -270,9 +294,10 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
         if wrapped._handles or not wrapped._synchronized:
             refuse_unfrozen()
             refuse_changed_gradients()
+            taken.clear()
+            samples.clear()
             alone = not engine.plan.buckets
             horovod_synchronize()
-            taken.clear()
             if alone:
                 # Horovod reduced all tensors and asked the engine for no result. The schedule counts the step anyway.
                 engine.finish()
@@ -285,6 +310,8 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
             with torch.enable_grad():
                 loss = closure()
         result = horovod_step()
+        if loss_scale is not None:
+            loss_scale.applied(wrapped)
         return result if closure is None else loss
 
     def refuse_unfrozen() -> None:
@@ -299,12 +326,18 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
     def refuse_changed_gradients() -> None:
         for p, (gradient, version) in taken.items():
             if p.grad is not gradient or gradient._version != version:
-                raise StepError(
-                    f"the gradient of tensor '{names[p]}' was changed between backward() and step(), when it was "
-                    "already being exchanged: the ranks would train apart. To clip gradients, call "
-                    "optimizer.synchronize() first, and then optimizer.step() inside "
-                    "'with optimizer.skip_synchronize():'."
-                )
+                raise changed(f"the gradient of tensor '{names[p]}' was")
+        # Compare bytes: NaN is not equal to itself.
+        if not all(torch.equal(now.clone().view(torch.uint8), then.view(torch.uint8)) for now, then in samples):
+            raise changed("gradients were")
+
+    def changed(what: str) -> StepError:
+        return StepError(
+            f"{what} changed between backward() and step(), when the exchange had begun: the ranks would train apart. "
+            "To clip gradients, call optimizer.synchronize() first, and then optimizer.step() inside "
+            "'with optimizer.skip_synchronize():'. A GradScaler belongs into "
+            "grace.DistributedOptimizer(..., grad_scaler=scaler)."
+        )
 
     def refuse_while_under_way(call: str) -> None:
         if wrapped._handles:
@@ -350,3 +383,5 @@ def _attach(wrapped: Any, plain_class: Any, sparse_as_dense: bool, views: Gradie
     wrapped.state_dict = state_dict
     wrapped.load_state_dict = load_state_dict
     wrapped.add_param_group = add_param_group
+    if loss_scale is not None:
+        loss_scale.attach(wrapped)

@@ -233,32 +233,83 @@ def unfrozen() -> str:
     return ""
 
 
-def mixed_precision() -> dict[str, Any]:
-    """Use a loss scaler whose scaled loss overflows on the last rank only, in the second of three steps."""
-    model = make_net()
-    optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **LAYERS})
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+def scaled(form: str, model: Net, optimizer: Any, scaler: Any, steps: int, overflow_at: int | None) -> dict[str, Any]:
+    """Train with a loss scaler. In the step `overflow_at`, one gradient of the last rank overflows."""
     history = []
-    for i, (x, y) in enumerate(batches(3, hvd.rank())):
+    bad = False
+    if hvd.rank() == hvd.size() - 1:
+        model.left.weight.register_hook(lambda gradient: gradient * float("inf") if bad else gradient)
+    for i, (x, y) in enumerate(batches(steps, hvd.rank())):
         before = digest(model.parameters())
-        residuals = flat(optimizer.grace.engine.state_dict()["tensors"]["left.weight"])
+        residuals = states_of(optimizer)
         optimizer.zero_grad()
-        overflow = float("inf") if i == 1 and hvd.rank() == hvd.size() - 1 else 1.0
-        scaler.scale(F.cross_entropy(model(x), y) * overflow).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
+        bad = i == overflow_at
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        if form == "clipped":
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        else:
             scaler.step(optimizer)
         scaler.update()
+        kept = [a == b for a, b in zip(residuals, states_of(optimizer), strict=True)]
         history.append(
             {
                 "moved": digest(model.parameters()) != before,
-                "residual moved": flat(optimizer.grace.engine.state_dict()["tensors"]["left.weight"]) != residuals,
+                "states kept": all(kept),
                 "scale": scaler.get_scale(),
-                "weights": digest(model.parameters()),
             }
         )
-    return {"history": history}
+    return {"history": history, "weights": digest(model.parameters()), "states": states_of(optimizer)}
+
+
+def states_of(optimizer: Any) -> list[str]:
+    return [flat(states) for states in optimizer.grace.engine.state_dict()["tensors"].values()]
+
+
+def mixed_precision() -> dict[str, Any]:
+    """Use a loss scaler in each form, with an overflow on one rank and without."""
+    results: dict[str, Any] = {}
+    topk = {"compressor": "topk", "compress_ratio": 0.1, **LAYERS}
+    forms: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "usual": (topk, {}),
+        "clipped": (topk, {}),
+        "fused": (topk, {"fused": True}),
+        "powersgd": ({"compressor": "powersgd", **EVERYTHING}, {}),
+        "none": ({"compressor": "none"}, {}),
+    }
+    for form, (config, options) in forms.items():
+        for overflow_at in (1, None):
+            model = make_net()
+            # Without an overflow, the scale grows after every step. It is exact, because it is a power of two.
+            interval = 2000 if overflow_at is not None else 1
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=interval)
+            optimizer = wrap(model, config, optimizer=sgd(model, **options), grad_scaler=scaler)
+            kind = "overflow" if overflow_at is not None else "growth"
+            results[f"{form}/{kind}"] = scaled(form, model, optimizer, scaler, 4, overflow_at)
+        model = make_net()
+        optimizer = wrap(model, config, optimizer=sgd(model, **options))
+        train(model, optimizer, 4)
+        results[f"{form}/unscaled"] = {"weights": digest(model.parameters()), "states": states_of(optimizer)}
+    model = make_net()
+    optimizer = wrap(model, topk)
+    try:
+        scaled("usual", model, optimizer, torch.amp.GradScaler("cpu", init_scale=64.0), 1, None)
+        results["not told"] = ""
+    except Exception as error:
+        results["not told"] = f"{type(error).__name__}: {error}"
+    for label, arguments in {
+        "local steps": {"grad_scaler": torch.amp.GradScaler("cpu"), "local_steps": 2},
+        "no scaler": {"grad_scaler": 65536.0},
+    }.items():
+        try:
+            wrap(make_net(), topk, **arguments)
+            results[label] = ""
+        except Exception as error:
+            results[label] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def sparse_gradients() -> dict[str, Any]:
