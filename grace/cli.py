@@ -19,7 +19,7 @@ from grace import __version__, listing
 from grace.bench.command import add_codec
 from grace.bench.step.command import add_step
 from grace.core.errors import ConfigError, GraceError
-from grace.machine import FRAMEWORKS, installed
+from grace.machine import FRAMEWORKS, SAFE_PATH, installed, python
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ class Doctor:
         own = str(Path(sys.executable).parent)
         self._path = os.pathsep.join([os.environ.get("PATH", os.defpath), own])
         # Horovod's launcher imports TensorFlow, which logs a lot.
-        self._environment = {**os.environ, "PATH": self._path, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        self._environment = {**os.environ, **SAFE_PATH, "PATH": self._path, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
     def examine(self, *, launch: bool) -> int:
         """Run all checks and print the problems. Return 0 if training with grace works on this machine, else 1."""
@@ -139,7 +139,7 @@ class Doctor:
             return built
         for framework in filter(installed, FRAMEWORKS):
             topic = f"horovod.{framework}"
-            status, output = self._run([sys.executable, "-c", BUILD.format(framework)])
+            status, output = self._run(python(BUILD.format(framework)))
             if status == 0:
                 built[framework] = output.strip().splitlines()[-1].split()
                 self._say(topic, f"built with {' and '.join(built[framework]) or 'neither MPI nor Gloo'}")
@@ -159,7 +159,7 @@ class Doctor:
             return
         if installed("tensorflow"):
             # Only TensorFlow itself can load its kernels; so a child process checks them.
-            status, output = self._run([sys.executable, "-c", KERNELS])
+            status, output = self._run(python(KERNELS))
             lines = output.strip().splitlines()[-1:]
             self._say("kernels.tensorflow", lines[0] if status == 0 and lines else "unknown: the check failed")
 
@@ -179,7 +179,7 @@ class Doctor:
     def _launch(self, launchers: dict[str, str], built: dict[str, list[str]], mpi: str) -> None:
         flags = OPEN_MPI_FLAGS if "Open MPI" in mpi or "OpenRTE" in mpi else []
         for framework, controllers in built.items():
-            program = [sys.executable, "-c", ALLREDUCE.format(framework)]
+            program = python(ALLREDUCE.format(framework))
             commands: dict[str, list[str]] = {}
             if "horovodrun" in launchers and "Gloo" in controllers:
                 commands["horovodrun --gloo"] = [launchers["horovodrun"], "-np", "2", "--gloo", *program]

@@ -1,12 +1,24 @@
-"""Facts about this machine: installed packages and the processor. No framework is imported."""
+"""Facts about this machine: installed packages and the processor; how to run Python. No framework is imported."""
 
 from __future__ import annotations
 
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 
 FRAMEWORKS = ("torch", "tensorflow")
+# For the processes that a child starts. Python 3.10 does not know it.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Return the command that runs code in a new Python, which imports nothing from the current folder.
+
+    Root runs `grace bench step`: a file numpy.py in the folder where it is called must not run as root. The option -P
+    exists from Python 3.11 on, and -I would also ignore PYTHONPATH.
+    """
+    return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path)\n{code}", *arguments]
 
 
 def installed(package: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import grace
 from grace import cli, listing
 from grace.core.ops import native
+from grace.machine import python
+from tests.support.poisoned import imported, poison
 
 ROOT = Path(__file__).parent.parent
 
@@ -202,8 +205,11 @@ def test_doctor_says_when_no_launcher_fits(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.distributed
-def test_doctor_starts_two_ranks():
-    result = run("doctor")
+def test_doctor_starts_two_ranks_and_imports_nothing_from_the_current_folder(tmp_path):
+    command = python("from grace.cli import main; sys.exit(main())", "doctor")
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=poison(tmp_path), env=path, capture_output=True, text=True, timeout=300)
+    assert imported(tmp_path) == ""
     assert result.returncode == 0, result.stdout + result.stderr
     for framework in ("torch", "tensorflow"):
         assert f"2-rank allreduce, {framework}, horovodrun --gloo: works" in result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,16 +23,21 @@ from grace.bench.step.ranks import START_S, VISIT_S, Ranks
 from grace.bench.step.run import Result, Setting
 from grace.bench.step.worker import visit
 from grace.core.errors import ConfigError, GraceError
+from grace.machine import python
 from tests.support.covering import ALL
 from tests.support.launch import ROOT
+from tests.support.poisoned import imported, poison
 
 pytestmark = pytest.mark.distributed
 
+# As the installed command starts: without the current folder on the path.
+COMMAND = "from grace.cli import main; sys.exit(main())"
 
-def bench(*arguments, **options):
+
+def bench(*arguments, cwd=ROOT, **options):
     return subprocess.Popen(
-        [sys.executable, "-m", "grace.cli", "bench", "step", *arguments],
-        cwd=ROOT,
+        python(COMMAND, "bench", "step", *arguments),
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -42,8 +48,8 @@ def bench(*arguments, **options):
     )
 
 
-def finished(*arguments):
-    process = bench(*arguments)
+def finished(*arguments, **options):
+    process = bench(*arguments, **options)
     output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors[-4000:]
     return output, errors
@@ -92,7 +98,10 @@ def test_without_shaping(framework, tmp_path):
     given = ["--link", "none", "--model", "resnet", "--compressors", "topk,none", "--framework", framework]
     given += ["--rounds", str(rounds), "--steps", str(steps), "--baselines", ",".join(baselines)]
     given += ["--options", "bucket_bytes=65536", "seed=3"]
-    output, _ = finished(*given, *figure, "--json", str(path))
+    folder = tmp_path / "poisoned"
+    folder.mkdir()
+    output, _ = finished(*given, *figure, "--json", str(path), cwd=poison(folder))
+    assert imported(folder) == ""
     results = json.loads(path.read_text())
     assert [result["method"] for result in results] == ["compute", *baselines, "topk", "none"]
     for result in results:
@@ -358,6 +367,56 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one():
     assert not present()
 
 
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def state(pid):
+    """Return the state of a process as the kernel names it, None if it has ended."""
+    try:
+        found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+    return None if found in "ZX" else found
+
+
+def test_nothing_is_left_of_a_killed_run(tmp_path, monkeypatch):
+    """Its workers are stopped at times, and a stopped process notices nothing."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process = bench("--link", "none", "--model", "resnet", "--rounds", "1000", "--baselines", "horovod,ddp")
+    deadline = time.monotonic() + 180
+    started, ports = [], set()
+    while len(started) < 5 or len(ports) < 2 or not any(state(pid) == "T" for pid in started):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        started = children(process.pid)
+        ports = {port for pid in started for port in listening(pid)}
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    while any(state(pid) for pid in started):
+        assert time.monotonic() < deadline, {pid: state(pid) for pid in started}
+        time.sleep(0.1)
+    assert not [path.name for path in tmp_path.iterdir()]
+    # The rendezvous servers of Horovod and of PyTorch.
+    assert {address for address, _ in ports} == {"0100007F"}
+
+
+def listening(pid):
+    """Return the addresses and ports, as the kernel writes them, at which a process listens."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(descriptor))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                found.add(tuple(words[1].split(":")))
+    return found
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -365,6 +424,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one():
         (["--link", "none", "--latency", "1ms"], "--latency needs a link with limited bandwidth"),
         (["--model", "vg"], "Did you mean 'vgg'"),
         (["--ranks", "1"], "--ranks: expected at least 2, received 1"),
+        (["--ranks", "999999999"], "--ranks: expected at most 253"),
         (["--compressors", "topkk"], "topk"),
         (["--baselines", "ddpp"], "Did you mean 'ddp'"),
         (["--baselines", "ddp", "--framework", "tensorflow"], "'ddp' needs PyTorch"),

@@ -49,6 +49,39 @@ REFUSED = "tests/kernels/test_refusals.py"
 EMULATED = "tests/kernels/gpu/test_emulated.py"
 
 PATCHES = [
+    # --- command --------------------------------------------------------------------------------------------------
+    Patch(
+        "command-imports-from-the-current-folder",
+        "grace/machine.py",
+        "sys.path[:] = filter(None, sys.path)",
+        "sys.path[:] = sys.path",
+        "a file numpy.py in the current folder runs as root",
+        ("tests/bench/test_step.py -k 'without_shaping and torch'", "tests/test_cli.py -k starts_two_ranks"),
+    ),
+    Patch(
+        "step-workers-outlive-a-kill",
+        "grace/bench/step/ranks.py",
+        "_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "_libc.prctl(PR_SET_PDEATHSIG, 0)",
+        "stopped workers stay after kill -9",
+        ("tests/bench/test_step.py -k nothing_is_left_of_a_killed_run",),
+    ),
+    Patch(
+        "step-rendezvous-on-all-interfaces",
+        "grace/bench/step/rendezvous.py",
+        "RendezvousHTTPServer((address, 0),",
+        'RendezvousHTTPServer(("", 0),',
+        "anybody in the network can talk to the rendezvous server",
+        ("tests/bench/test_step.py -k nothing_is_left_of_a_killed_run",),
+    ),
+    Patch(
+        "step-any-number-of-ranks",
+        "grace/bench/step/network.py",
+        "MOST_RANKS = 253",
+        "MOST_RANKS = 300",
+        "more ranks are accepted than the test network has addresses",
+        ("tests/bench/test_step.py -k refused",),
+    ),
     # --- engine ---------------------------------------------------------------------------------------------------
     Patch(
         "engine-change-forgets",

@@ -17,7 +17,7 @@ from grace.bench.progress import Progress
 from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, REFERENCE, Method, compared
 from grace.bench.step.models import NAMES
-from grace.bench.step.network import LINKS, check_link
+from grace.bench.step.network import LINKS, MOST_RANKS, check_link
 from grace.core.config import make_config
 from grace.core.errors import ConfigError, nearest
 
@@ -114,6 +114,11 @@ def _checked(args: argparse.Namespace) -> Run:
     for option, value, least in (("ranks", args.ranks, 2), ("rounds", rounds, 1), ("steps", args.steps, 1)):
         if value < least:
             raise ConfigError(f"--{option}: expected at least {least}, received {value}.")
+    if args.ranks > MOST_RANKS:
+        raise ConfigError(
+            f"--ranks: expected at most {MOST_RANKS}, the number of addresses in the test network, received "
+            f"{args.ranks}. Every rank is a process of several hundred megabytes."
+        )
     _check("--model", args.model, NAMES)
     _check("--framework", args.framework, ("torch", "tensorflow"))
     baselines = [REFERENCE] if args.baselines is None else _split(args.baselines)

@@ -30,6 +30,8 @@ INTERFACE = "link0"
 HUB = "hub"
 # The namespaces are isolated from the machine's network; so these addresses cannot collide with its own.
 ADDRESS = "10.213.0.{}"
+# The hub has the first of these addresses.
+MOST_RANKS = 253
 PREFIX = "grace"
 HOSTS = Path("/etc/netns")
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from grace.bench.step.methods import CYCLE_MS
 from grace.bench.step.network import Network, Node
 from grace.core.errors import GraceError
+from grace.machine import SAFE_PATH, python
 
 # Time limits in seconds: to load the libraries and connect the ranks, and for one visit.
 START_S, VISIT_S = 180.0, 900.0
@@ -30,12 +30,19 @@ PORT = 29_513
 # clear: a step of the mlp without exchange takes 96 to 112 ms with new pages and 70 ms without. All methods keep freed
 # pages here. The times then depend more on the exchange, and vary less from step to step.
 KEPT_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 * 1024**3)}
+RENDEZVOUS = "from grace.bench.step.rendezvous import main; main()"
+WORKER = "from grace.bench.step.worker import main; main()"
+# Of Linux' prctl(): send the caller a signal when its parent ends.
+PR_SET_PDEATHSIG = 1
+# Loaded here, because little is allowed between fork and exec.
+_libc = ctypes.CDLL(None)
 
 
 class Ranks:
     """One worker per node of the network, without ssh: a context manager that starts them and kills them on exit.
 
-    `cycle_ms` is Horovod's cycle time in milliseconds. `keep_pages` is False if memory is measured instead of time.
+    If this process is killed, the kernel kills the workers. `cycle_ms` is Horovod's cycle time in milliseconds.
+    `keep_pages` is False if memory is measured instead of time.
     Raises GraceError with the last lines of a worker's log if the worker dies or does not answer in time.
     """
 
@@ -54,7 +61,8 @@ class Ranks:
         self._allocator = KEPT_PAGES if keep_pages else {}
         self._workers: list[subprocess.Popen[str]] = []
         self._meeting: subprocess.Popen[str] | None = None
-        self._said = tempfile.TemporaryDirectory(prefix="grace-bench-")
+        # Files without a name: nothing is left of them when the processes have ended, however they ended.
+        self._logs: dict[str, IO[bytes]] = {}
 
     def __enter__(self) -> Ranks:
         try:
@@ -96,8 +104,8 @@ class Ranks:
         nodes, size = self._network.nodes, len(self._network.nodes)
         alone = nodes[0].namespace is not None
         hosts = ",".join(f"{node.address}:1" for node in nodes) if alone else f"{nodes[0].address}:{size}"
-        program = [sys.executable, "-m", "grace.bench.step.rendezvous", hosts]
-        self._meeting = self._launch("rendezvous", self._network.hub.command(program))
+        program = python(RENDEZVOUS, self._network.hub.address, hosts)
+        self._meeting = self._launch("rendezvous", self._network.hub, program)
         assert self._meeting.stdout is not None
         port = self._meeting.stdout.readline().strip()
         if not port:
@@ -138,20 +146,42 @@ class Ranks:
         share = max(1, len(cores) // len(self._network.nodes))
         mine = {cores[(rank * share + i) % len(cores)] for i in range(share)}
         interface = node.interface if node.namespace is not None else "-"
-        program = [sys.executable, "-m", "grace.bench.step.worker", self._framework, self._family]
+        program = python(WORKER, self._framework, self._family, self._model, interface)
         own = {"OMP_NUM_THREADS": str(share), "TF_CPP_MIN_LOG_LEVEL": "3"}
         return self._launch(
-            str(rank),
-            node.command([*program, self._model, interface]),
-            env={**_plain(os.environ), **self._allocator, **environment, **own},
-            preexec_fn=lambda: os.sched_setaffinity(0, mine),
+            str(rank), node, program, {**_plain(os.environ), **self._allocator, **environment, **own}, mine
         )
 
-    def _launch(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[str]:
+    def _launch(
+        self,
+        name: str,
+        node: Node,
+        program: list[str],
+        environment: Mapping[str, str] = os.environ,
+        cores: Collection[int] = (),
+    ) -> subprocess.Popen[str]:
         """Start a process in its own session. Its stderr goes to the log with this name."""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with self._log(name).open("w") as errors:
-            return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True, **pipes, **more)
+        parent = os.getpid()
+        self._logs[name] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _end
+
+        def prepare() -> None:
+            # A stopped process would otherwise stay for ever if this one is killed.
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        return subprocess.Popen(
+            node.command(program),
+            env={**environment, **SAFE_PATH},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._logs[name],
+            text=True,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -178,12 +208,10 @@ class Ranks:
                     selector.unregister(key.fileobj)
         return [found[rank] for rank in range(len(self._workers))]
 
-    def _log(self, name: str) -> Path:
-        return Path(self._said.name) / f"{name}.log"
-
     def _tail(self, name: str) -> str:
-        path = self._log(name)
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        log = self._logs[name].fileno()
+        # Read without moving the position, which the process shares and writes at.
+        lines = os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace").splitlines()
         return "\n".join(f"    | {line}" for line in lines[-30:])
 
     # --- ending ---------------------------------------------------------------------------------------------------
@@ -202,7 +230,8 @@ class Ranks:
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
-        self._said.cleanup()
+        for log in self._logs.values():
+            log.close()
 
 
 def _plain(environment: Any) -> dict[str, str]:

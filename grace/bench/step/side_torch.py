@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,7 +86,8 @@ class DdpSide:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         self._hooks, self._powersgd = default_hooks, powerSGD_hook
-        torch.distributed.init_process_group("gloo", init_method="env://")
+        store, rank, size = _store()
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
         self._model = MODELS[model]
 
     def barrier(self) -> None:
@@ -108,6 +110,17 @@ class DdpSide:
             ddp.register_comm_hook(state, self._powersgd.powerSGD_hook)
         optimizer = _sgd(model)
         return _Step(model, optimizer, ddp)
+
+
+def _store() -> tuple[torch.distributed.Store, int, int]:
+    """Return the store at which the ranks meet, this rank, and the number of ranks."""
+    host, port, rank, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    place = (host, int(port), int(size))
+    if int(rank) > 0:
+        return torch.distributed.TCPStore(*place, is_master=False), int(rank), int(size)
+    # PyTorch's own server would listen on all interfaces of the machine.
+    listener = socket.create_server((host, int(port)), backlog=int(size)).detach()
+    return torch.distributed.TCPStore(*place, is_master=True, master_listen_fd=listener), 0, int(size)
 
 
 def _sgd(model: Any) -> torch.optim.Optimizer:

@@ -125,14 +125,10 @@ def _sent(interface: str | None) -> int | None:
 
 
 def main() -> None:
-    """Run `python -m grace.bench.step.worker FRAMEWORK FAMILY MODEL INTERFACE|-`."""
+    """Run the worker of the arguments FRAMEWORK FAMILY MODEL INTERFACE|-."""
     framework, family, model, interface = sys.argv[1:]
     if framework == "torch":
         from grace.bench.step import side_torch as sides
     else:
         from grace.bench.step import side_tensorflow as sides  # type: ignore[no-redef]
     serve(lambda name: sides.make(name, model), family, None if interface == "-" else interface)
-
-
-if __name__ == "__main__":
-    main()

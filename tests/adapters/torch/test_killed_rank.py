@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from grace.bench.step.ranks import RENDEZVOUS
+from grace.machine import python
 from tests.support.launch import ROOT, command
 
 pytestmark = pytest.mark.distributed
@@ -43,7 +45,7 @@ def environment(**more: str) -> dict[str, str]:
 def rendezvous(size: int) -> Iterator[str]:
     """Start Horovod's rendezvous server for ranks without a launcher, and yield its port."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "grace.bench.step.rendezvous", f"127.0.0.1:{size}"],
+        python(RENDEZVOUS, "127.0.0.1", f"127.0.0.1:{size}"),
         cwd=ROOT,
         env=environment(),
         stdin=subprocess.PIPE,
