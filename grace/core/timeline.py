@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -120,7 +121,7 @@ class Timeline:
     """Chrome trace of one process: for each bucket a row of phases and a row for the arrival of its gradients.
 
     The file is complete JSON after every step. If a step cannot be written, for instance to a full disk, the trace ends
-    with a warning.
+    with the step before, and with a warning.
     """
 
     # All exchanges of a process share one file per path.
@@ -183,12 +184,15 @@ class Timeline:
 
     def _write(self, events: list[dict[str, Any]]) -> None:
         text = "".join(f",\n{json.dumps(event)}" for event in events)
+        end: int | None = None
         try:
             with self._path.open("r+b") as file:
                 # Overwrite the closing bracket.
-                file.seek(-2, os.SEEK_END)
+                end = file.seek(-2, os.SEEK_END)
                 file.write(f"{text}\n]".encode())
         except OSError as error:
+            if end is not None:
+                self._cut(end)
             # Imported here, because logging installs a hook in every process that imports grace.
             import logging
 
@@ -196,6 +200,13 @@ class Timeline:
             logging.getLogger("grace").warning(
                 "the timeline '%s' cannot be written any more and ends at the last step: %s", self._path, error
             )
+
+    def _cut(self, end: int) -> None:
+        """End the file after that many bytes and the closing bracket, which need no more space than it had before."""
+        with contextlib.suppress(OSError), self._path.open("r+b") as file:
+            file.truncate(end + 2)
+            file.seek(end)
+            file.write(b"\n]")
 
 
 # The row of a bucket's gradients is the row of the bucket plus this.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import time
 
 import pytest
@@ -183,6 +184,24 @@ def test_a_step_that_cannot_be_written_ends_the_trace_and_not_the_training(tmp_p
     assert len(caplog.records) == 1
     assert "ends at the last step" in caplog.text
     check(sim.engines[0])
+
+
+@pytest.mark.parametrize("spare", [0, 1, 100])
+def test_a_full_disk_leaves_the_steps_that_it_could_hold(tmp_path, caplog, spare):
+    """A limit on the size of files stands in for the disk."""
+    path, sim = tmp_path / "trace.json", simulate(chosen("topk"), size=1)
+    sim.engines[0].times.start(path, 0, 1)
+    step(sim, 0)
+    before, limits = path.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + spare, limits[1]))
+    try:
+        step(sim, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "ends at the last step" in caplog.text
+    step(sim, 2)
+    assert path.read_text() == before
+    assert steps_in(read(path)) == {0}
 
 
 @pytest.mark.parametrize("path", ["nowhere/trace.json", ".", ""])

@@ -82,6 +82,14 @@ PATCHES = [
         "more ranks are accepted than the test network has addresses",
         ("tests/bench/test_step.py -k refused",),
     ),
+    Patch(
+        "timeline-broken-by-a-full-disk",
+        "grace/core/timeline.py",
+        "            if end is not None:\n",
+        "            if end is None:\n",
+        "a full disk leaves a trace without its closing bracket",
+        ("tests/core/test_timeline.py -k full_disk",),
+    ),
     # --- engine ---------------------------------------------------------------------------------------------------
     Patch(
         "engine-change-forgets",
