@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -173,7 +173,20 @@ def make_plan(
         communicator = bucket[0].communicator
         layout = communicator.layout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
+    _check_units(unit.spec.name for bucket in buckets for unit in bucket.parts)
     return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), _warnings(parts, config))
+
+
+def _check_units(names: Iterable[str]) -> None:
+    """Raise ConfigError if two units have one name: states, random numbers and collectives are found by it."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigError(
+                f"the tensor name '{name}' is also the name of a unit, as grace calls pieces of other tensors; give "
+                "the tensor a name without '[start:stop]'."
+            )
+        seen.add(name)
 
 
 def _rides(part: Part) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import grace
 from grace.core.config import default_rules, make_config
 from grace.core.errors import ConfigError
+from grace.core.part import GRAIN
 from grace.core.plan import early_warnings, make_plan
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
@@ -178,6 +179,16 @@ def test_small_dense_vectors_beside_compressed_tensors_ride_along_in_one_collect
 def test_names_must_be_unique():
     with pytest.raises(ConfigError, match="two tensors are called 'w'"):
         make_plan([TensorSpec("w", (2,)), TensorSpec("w", (3,))], make_config(TOPK))
+
+
+def test_a_name_that_is_also_that_of_a_piece_is_refused():
+    specs = [TensorSpec("w", (2 * GRAIN,)), TensorSpec(f"w[0:{GRAIN}]", (GRAIN,))]
+    config = {**TOPK, "default_rules": False, "split_bytes": 4 * GRAIN}
+    with pytest.raises(ConfigError, match=rf"name 'w\[0:{GRAIN}\]' is also the name of a unit"):
+        make_plan(specs, make_config({**config, "bucket_bytes": 1}))
+    # As long as no unit has the name, the tensor may.
+    plan = make_plan(specs, make_config({**config, "split_bytes": 0, "bucket_bytes": 1}))
+    assert {unit.spec.name for unit in plan.units} == {spec.name for spec in specs}
 
 
 def test_dtypes_that_are_no_gradients_are_refused_by_name():

@@ -90,6 +90,14 @@ PATCHES = [
         "a full disk leaves a trace without its closing bracket",
         ("tests/core/test_timeline.py -k full_disk",),
     ),
+    Patch(
+        "plan-units-of-one-name",
+        PLAN,
+        "        seen.add(name)\n",
+        "",
+        "a tensor called like a piece shares the piece's residual and collective",
+        ("tests/core/test_plan.py -k also_that_of_a_piece",),
+    ),
     # --- engine ---------------------------------------------------------------------------------------------------
     Patch(
         "engine-change-forgets",
