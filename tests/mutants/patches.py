@@ -98,6 +98,14 @@ PATCHES = [
         "a tensor called like a piece shares the piece's residual and collective",
         ("tests/core/test_plan.py -k also_that_of_a_piece",),
     ),
+    Patch(
+        "memory-residual-grows",
+        "grace/core/memories/residual.py",
+        "if not 0 <= self.beta <= 1:",
+        "if not -1 <= self.beta:",
+        "a factor above 1 lets the residual grow without bound",
+        ("tests/core/test_config.py -k beta",),
+    ),
     # --- engine ---------------------------------------------------------------------------------------------------
     Patch(
         "engine-change-forgets",

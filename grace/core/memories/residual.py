@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
+from grace.core.errors import ConfigError
 from grace.core.memory import FINITE, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import memories
@@ -33,6 +34,12 @@ class Residual(Memory):
     gradient_clipping: float | None = None
 
     def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ConfigError(
+                f"memory residual: beta must lie in [0, 1], or the residual grows; received {self.beta!r}."
+            )
+        if not self.gamma > 0:
+            raise ConfigError(f"memory residual: gamma must be positive, received {self.gamma!r}.")
         check_clipping("residual", self.gradient_clipping)
 
     @property
