@@ -317,8 +317,9 @@ class Engine:
                 in_step,
                 MismatchError(
                     f"the ranks are not at the same step (seen by rank {self.transport.rank}): "
-                    "only some of them loaded a checkpoint, or they loaded checkpoints of different steps. "
-                    "Let every rank load its own file of the same step, or all ranks the same file."
+                    "only some of them loaded a checkpoint, they loaded checkpoints of different steps, or a rank "
+                    "called hvd.join(). Let every rank load its own file of the same step, or all ranks the same "
+                    "file; instead of hvd.join(), which is not supported, let all ranks take equally many steps."
                 ),
             )
         for part, payloads, bad_flags in zip(bucket.parts, received.payloads, received.flags, strict=True):
