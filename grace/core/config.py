@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
+import inspect
 import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,6 +219,18 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     if "compressor" not in values:
         values = {**_from_environment(), **values}
     return _from_mapping(values)
+
+
+def refuse_typos(options: Mapping[str, Any], function: Callable[..., Any], where: str) -> None:
+    """Raise ConfigError for an option that is no key of a configuration, but almost an argument of the function."""
+    arguments = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keys = {*_TOP_LEVEL, *_PARTS, "rules", "schedule", "warmup_steps"}
+    for registry in _REGISTRIES.values():
+        keys |= {key for name in registry for key in fields_of(registry.get(name))}
+    for option in options:
+        close = difflib.get_close_matches(option, [*keys, *arguments], n=1)
+        if option not in keys and close and close[0] in arguments:
+            raise ConfigError(f"{where}: there is no argument '{option}'.{nearest(option, arguments)}")
 
 
 def _from_environment() -> Mapping[str, Any]:

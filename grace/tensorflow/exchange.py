@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from grace.core.agreement import agree, formats
-from grace.core.config import Config, change_config, make_config
+from grace.core.config import Config, change_config, make_config, refuse_typos
 from grace.core.errors import ConfigError, MismatchError, StepError
 from grace.core.ops import get_ops
 from grace.core.plan import Plan
@@ -76,6 +76,7 @@ class Exchange(Measured, tf.Module):
                 "the argument 'gradient_predivide_factor' must be a positive number and needs op=hvd.Average "
                 f"({hvd.Average}), received {gradient_predivide_factor!r} with op={op}."
             )
+        refuse_typos(options, type(self), "grace.tensorflow.Exchange")
         self.config = make_config(config, **options)
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from grace.core.agreement import agree
-from grace.core.config import Config, make_config
+from grace.core.config import Config, make_config, refuse_typos
 from grace.core.errors import ConfigError, StepError
 from grace.core.plan import early_warnings
 from grace.tensorflow.exchange import Exchange, gather
@@ -87,6 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     description: dict[str, Any] = {}
     try:
         refuse(options, _WHERE)
+        refuse_typos(options, DistributedOptimizer, _WHERE)
         _check(optimizer)
         # Raises ConfigError for a process set that is not registered with Horovod.
         HorovodTransport(process_set, "")

@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from grace.core.config import Config
+from grace.core.config import Config, refuse_typos
 from grace.core.errors import ConfigError
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
@@ -47,6 +47,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
     """
     check_process(_WHERE, process_set)
     refuse(options, _WHERE)
+    refuse_typos(options, DistributedGradientTape, _WHERE)
     arguments = {
         "op": op,
         "gradient_predivide_factor": gradient_predivide_factor,

@@ -20,7 +20,7 @@ import horovod.torch as hvd
 import torch
 
 from grace.core.agreement import agree, formats
-from grace.core.config import Config, make_config
+from grace.core.config import Config, make_config, refuse_typos
 from grace.core.engine import Engine
 from grace.core.errors import ConfigError, GraceError, StepError
 from grace.core.ops import get_ops
@@ -97,6 +97,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         _refuse(optimizer, op, compression, num_groups, groups)
         if grad_scaler is not None:
             check_scaler(grad_scaler, optimizer, local_steps)
+        refuse_typos(options, DistributedOptimizer, "grace.torch.DistributedOptimizer")
         made = make_config(config, **options)
         if local_steps != 1:
             check_local(made, local_steps, op, backward_passes_per_step, gradient_predivide_factor)

@@ -106,6 +106,14 @@ PATCHES = [
         "a factor above 1 lets the residual grow without bound",
         ("tests/core/test_config.py -k beta",),
     ),
+    Patch(
+        "config-typos-of-arguments",
+        "grace/core/config.py",
+        "if option not in keys and close and close[0] in arguments:",
+        "if option in keys and close and close[0] in arguments:",
+        "a misspelled argument is called an unknown option of the method",
+        ("tests/adapters/torch/test_optimizer.py -k arguments", "tests/adapters/torch/test_optimizer.py"),
+    ),
     # --- engine ---------------------------------------------------------------------------------------------------
     Patch(
         "engine-change-forgets",

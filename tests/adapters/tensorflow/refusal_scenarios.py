@@ -49,6 +49,7 @@ def refused_arguments() -> dict[str, str]:
         "typo": attempt(config={"compressor": "topk", "compres_ratio": 0.1}),
         "unknown argument": attempt(backward_passes=2),
         "no passes": attempt(backward_passes_per_step=0),
+        "typo of an argument": attempt(sparse_as_dens=True),
         "passes twice": attempt(optimizer=sgd(gradient_accumulation_steps=2), backward_passes_per_step=2),
         "passes too late": attempt(optimizer=built, backward_passes_per_step=2),
         "wrapped": attempt(optimizer=wrap(TOPK)),
@@ -62,6 +63,8 @@ def refused_arguments() -> dict[str, str]:
         "tape, typo": error_of(lambda: DistributedGradientTape(tape, TOPK, compres_ratio=0.1)),
         "tape, twice": error_of(lambda: DistributedGradientTape(tape, Exchange(TOPK), op=hvd.Sum)),
     }
+        "tape, typo of an argument": error_of(lambda: DistributedGradientTape(tape, TOPK, sparse_as_dens=True)),
+        "exchange, typo of an argument": error_of(lambda: Exchange(TOPK, gradient_predivide=2.0)),
 
 
 class Around(keras.optimizers.SGD):

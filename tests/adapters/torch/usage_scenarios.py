@@ -388,6 +388,7 @@ def refusals() -> dict[str, str]:
         "op": attempt(op=hvd.Adasum),
         "typo": attempt(config={"compressor": "topk", "compres_ratio": 0.1}),
         "unknown argument": attempt(backward_passes=2),
+        "typo of an argument": attempt(sparse_as_dens=True),
         "wrapped": attempt(optimizer=wrapped),
         "not an optimizer": attempt(optimizer=model),
         "process set": attempt(process_set=hvd.ProcessSet([0])),
