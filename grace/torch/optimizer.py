@@ -13,7 +13,7 @@ import logging
 import os
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -170,6 +170,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         if grad_scaler is not None and grad_scaler.is_enabled():
             exchange.loss_scale = loss_scale = LossScale(grad_scaler, engine)
         _attach(wrapped, type(optimizer), sparse_as_dense, views, loss_scale)
+    _refuse_copies(wrapped)
     if included and hvd.size() == 1 and local_steps == 1:
         # With one process Horovod registers no hooks, but gradients shall be compressed all the same.
         wrapped._register_hooks()
@@ -212,6 +213,18 @@ def _refuse(optimizer: torch.optim.Optimizer, op: int, compression: Any, num_gro
             f"{where}: elastic Horovod is not supported, because residuals would be lost when the number of ranks "
             "changes; launch without elastic options."
         )
+
+
+def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer raise GraceError when it is copied or pickled: the copy would not exchange its gradients."""
+
+    def refuse() -> None:
+        raise GraceError(
+            "a wrapped optimizer cannot be copied or pickled, because hooks and collectives belong to the one that was "
+            "wrapped. Save optimizer.state_dict(), or wrap another plain optimizer."
+        )
+
+    optimizer.__getstate__ = refuse  # type: ignore[assignment, method-assign]
 
 
 def _specs(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Parameter, str]) -> list[TensorSpec]:
@@ -386,3 +399,12 @@ def _attach(
     wrapped.add_param_group = add_param_group
     if loss_scale is not None:
         loss_scale.attach(wrapped)
+    # Lightning's wrapper has a class derived from this one. It would find Horovod's methods there, which act on the
+    # wrapper instead of this optimizer, and zero_grad() calls itself for ever. No other optimizer has this class.
+    for name in ("synchronize", "skip_synchronize", "zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+        setattr(type(wrapped), name, _forwarded(getattr(wrapped, name)))
+
+
+def _forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the bound method as one that can be set on a class."""
+    return lambda self, *arguments, **options: method(*arguments, **options)

@@ -114,6 +114,22 @@ PATCHES = [
         "a misspelled argument is called an unknown option of the method",
         ("tests/adapters/torch/test_optimizer.py -k arguments", "tests/adapters/torch/test_optimizer.py"),
     ),
+    Patch(
+        "torch-class-without-the-methods",
+        "grace/torch/optimizer.py",
+        "        setattr(type(wrapped), name, _forwarded(getattr(wrapped, name)))\n",
+        "        getattr(wrapped, name)\n",
+        "zero_grad() of a wrapper that takes on the class calls itself for ever",
+        ("tests/adapters/torch/test_optimizer.py -k takes_on_the_class",),
+    ),
+    Patch(
+        "torch-copies",
+        "grace/torch/optimizer.py",
+        "    _refuse_copies(wrapped)\n",
+        "",
+        "a copy of the optimizer does not exchange gradients",
+        ("tests/adapters/torch/test_optimizer.py -k copies",),
+    ),
     # --- engine ---------------------------------------------------------------------------------------------------
     Patch(
         "engine-change-forgets",

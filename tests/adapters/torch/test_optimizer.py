@@ -337,6 +337,21 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
     assert "is not registered with Horovod" in result["process set"]
 
 
+@on(Launch(TORCH, "horovodrun-gloo", 2))
+def test_a_wrapper_that_takes_on_the_class_trains_alike(launch):
+    for rank in scenario("inside_a_wrapper", launch):
+        assert rank["wrapper"] == rank["plain"]
+        assert rank["plain"][1:] == ["True"]
+
+
+@on(ALONE)
+def test_copies_are_refused(launch):
+    (result,) = scenario("copies", launch)
+    assert len(result) == 6
+    for name, error in result.items():
+        assert error.startswith("GraceError: a wrapped optimizer cannot be copied or pickled"), name
+
+
 @several_ranks
 def test_refusals_do_not_hang_other_ranks(launch):
     assert all(all(rank.values()) for rank in scenario("refusals", launch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import pickle
 import sys
 import time
 import warnings
@@ -387,13 +388,63 @@ def refusals() -> dict[str, str]:
         "num_groups": attempt(num_groups=2),
         "op": attempt(op=hvd.Adasum),
         "typo": attempt(config={"compressor": "topk", "compres_ratio": 0.1}),
-        "unknown argument": attempt(backward_passes=2),
         "typo of an argument": attempt(sparse_as_dens=True),
+        "unknown argument": attempt(backward_passes=2),
         "wrapped": attempt(optimizer=wrapped),
         "not an optimizer": attempt(optimizer=model),
         "process set": attempt(process_set=hvd.ProcessSet([0])),
         "add_param_group": group,
     }
+
+
+class Wrapper:
+    """A wrapper that forwards what it does not know and takes on the class of the optimizer, as Lightning's does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapper" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    def step(self) -> Any:
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def inside_a_wrapper() -> dict[str, list[str]]:
+    """Train through a wrapper and without one, clipping. Return the weights and the warnings of both."""
+    results = {}
+    for name, around in (("plain", lambda optimizer: optimizer), ("wrapper", Wrapper)):
+        model = make_net()
+        optimizer = around(wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for x, y in batches(3, hvd.rank()):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+        results[name] = [digest(model.parameters()), str("grace" in saved), *(str(w.message) for w in caught)]
+    return results
+
+
+def copies() -> dict[str, str]:
+    """Copy and pickle a wrapped optimizer. Return the errors."""
+    results = {}
+    for label, options in (("", {}), (" with local steps", {"local_steps": 2})):
+        optimizer = wrap(make_net(), {"compressor": "topk"}, **options)
+        for name, copied in (("copy", copy.copy), ("deepcopy", copy.deepcopy), ("pickle", pickle.dumps)):
+            try:
+                copied(optimizer)
+                results[name + label] = ""
+            except Exception as error:
+                results[name + label] = f"{type(error).__name__}: {error}"
+        copy.deepcopy(optimizer.state_dict())
+    return results
 
 
 def process_sets() -> dict[str, Any]:
