@@ -10,6 +10,10 @@ class GraceError(Exception):
     """Base class of all errors raised by grace."""
 
 
+class GraceWarning(UserWarning):
+    """Settings or a checkpoint that can be used, but probably not as intended."""
+
+
 class ConfigError(GraceError, ValueError):
     """Invalid configuration: an unknown key, a wrong type, a value out of range."""
 

@@ -56,6 +56,11 @@ class Memory(ABC):
         return False
 
     @property
+    def accelerates(self) -> bool:
+        """True if the memory holds momentum, so that the optimizer should have none."""
+        return False
+
+    @property
     def whole(self) -> bool:
         """True if a norm or learning rate of the whole tensor matters; the tensor is then neither cut nor joined."""
         return self.needs_lr

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor, keep_count
 from grace.core.config import Config, Parts, change_config, dense_parts
-from grace.core.errors import ConfigError
+from grace.core.errors import ConfigError, GraceWarning
 from grace.core.part import Part, Piece, cut, fuse, offsets
 from grace.core.registry import communicators, compressors, memories
-from grace.core.spec import TensorSpec
+from grace.core.spec import ITEMSIZE, TensorSpec
 from grace.core.wire import Layout
 
 
@@ -174,7 +176,8 @@ def make_plan(
         layout = communicator.layout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
     _check_units(unit.spec.name for bucket in buckets for unit in bucket.parts)
-    return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), _warnings(parts, config))
+    told = (*_warnings(parts, config), *_swollen([unit for bucket in buckets for unit in bucket.parts]))
+    return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), told)
 
 
 def _check_units(names: Iterable[str]) -> None:
@@ -227,6 +230,45 @@ def _harm(parts: Parts, spec: TensorSpec | None = None) -> str | None:
         f"memory '{memory}' applies error feedback to {c}, which harms it: {why} (GRACE, Table I and section V-B); "
         "use memory 'none'"
     )
+
+
+def _swollen(units: Sequence[Part]) -> list[str]:
+    """Return warnings about compressors whose payloads are larger than the gradients."""
+    found: dict[Compressor, list[tuple[int, Part]]] = {}
+    for unit in units:
+        sent = _expected_bytes(unit)
+        # A header of some bytes swells a short vector, and no option of the method changes that.
+        if not unit.dense and unit.spec.numel >= 1024 and sent is not None and sent > unit.spec.nbytes:
+            found.setdefault(unit.compressor, []).append((sent, unit))
+    return [
+        f"{compressor} sends more than the gradient has, {units[0][0]:,} instead of {units[0][1].spec.nbytes:,} bytes "
+        f"for '{units[0][1].pieces[0].tensor}'; choose options that send less, or compressor 'none'"
+        for compressor, units in found.items()
+    ]
+
+
+def _expected_bytes(unit: Part) -> int | None:
+    """Return the bytes of a unit's payload, or about how many if the method aims at a ratio; None if unknown."""
+    if unit.wire_bytes is not None:
+        return unit.wire_bytes
+    ratio = getattr(unit.compressor, "compress_ratio", None)
+    sent = [field for field in unit.fields if field.wire]
+    if ratio is None or any(field.length != "kept" or field.coding != "int32" for field in sent):
+        return None
+    return keep_count(ratio, unit.spec.numel) * sum(ITEMSIZE[field.dtype] for field in sent)
+
+
+def warn_of_momentum(config: Config, momentum: float) -> None:
+    """Issue a GraceWarning if the optimizer has momentum and a memory holds momentum too."""
+    parts = [stage.parts for _, stage in config.stages] + [rule.parts for rule in config.rules]
+    for memory in dict.fromkeys(p.memory for p in parts if p.memory.accelerates):
+        if momentum > 0:
+            warnings.warn(
+                f"the optimizer has momentum {momentum:g}, and so has {memory}: gradients are accelerated twice. Set "
+                "the momentum of the optimizer to 0.",
+                GraceWarning,
+                stacklevel=3,
+            )
 
 
 def early_warnings(config: Config) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from grace.core.agreement import agree
 from grace.core.config import Config, make_config, refuse_typos
 from grace.core.errors import ConfigError, StepError
-from grace.core.plan import early_warnings
+from grace.core.plan import early_warnings, warn_of_momentum
 from grace.tensorflow.exchange import Exchange, gather
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.local import check_local, step_locally
@@ -99,6 +99,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             process_set=process_set,
             **options,
         )
+        if process_set.included() and process_set.rank() == 0:
+            warn_of_momentum(exchange.config, _momentum(_innermost(optimizer)))
         if process_set.included():
             exchange.times.start_as_told(hvd.rank(), hvd.size())
         _check_passes(_innermost(optimizer), backward_passes_per_step)
@@ -200,6 +202,13 @@ def _innermost(optimizer: Any) -> Any:
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def _momentum(optimizer: Any) -> float:
+    """Return the momentum of the optimizer, or the largest of its optimizers; of Adam and its kind beta_1."""
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return max(map(_momentum, optimizer.optimizers))
+    return float(getattr(optimizer, "momentum", None) or getattr(optimizer, "beta_1", 0.0))
 
 
 @dataclass

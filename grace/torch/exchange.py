@@ -14,7 +14,7 @@ import torch
 from grace.core.agreement import agree, formats
 from grace.core.config import Config
 from grace.core.engine import Engine
-from grace.core.errors import StateError, StepError
+from grace.core.errors import GraceWarning, StateError, StepError
 from grace.core.ops import get_ops
 from grace.core.part import Part
 from grace.core.plan import Plan, change_plan
@@ -118,6 +118,7 @@ class Exchange:
                 f"rank {saved['rank']} of {saved['size']} saved this checkpoint, and rank "
                 f"{self.engine.transport.rank} of {self.engine.transport.size} loads it: residuals start from zero. "
                 "To continue exactly, save and load one file per rank.",
+                GraceWarning,
                 stacklevel=3,
             )
 

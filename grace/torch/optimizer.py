@@ -22,10 +22,10 @@ import torch
 from grace.core.agreement import agree, formats
 from grace.core.config import Config, make_config, refuse_typos
 from grace.core.engine import Engine
-from grace.core.errors import ConfigError, GraceError, StepError
+from grace.core.errors import ConfigError, GraceError, GraceWarning, StepError
 from grace.core.ops import get_ops
 from grace.core.part import Part
-from grace.core.plan import make_plans
+from grace.core.plan import make_plans, warn_of_momentum
 from grace.core.spec import TensorSpec
 from grace.core.timeline import Times
 from grace.torch.exchange import Exchange
@@ -99,6 +99,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             check_scaler(grad_scaler, optimizer, local_steps)
         refuse_typos(options, DistributedOptimizer, "grace.torch.DistributedOptimizer")
         made = make_config(config, **options)
+        if transport.rank == 0:
+            warn_of_momentum(made, _momentum(optimizer))
         if local_steps != 1:
             check_local(made, local_steps, op, backward_passes_per_step, gradient_predivide_factor)
             if gradient_as_bucket_view:
@@ -213,6 +215,14 @@ def _refuse(optimizer: torch.optim.Optimizer, op: int, compression: Any, num_gro
             f"{where}: elastic Horovod is not supported, because residuals would be lost when the number of ranks "
             "changes; launch without elastic options."
         )
+
+
+def _momentum(optimizer: torch.optim.Optimizer) -> float:
+    """Return the largest momentum of the parameter groups; of Adam and its kind the first beta."""
+    return max(
+        (group.get("momentum") or next(iter(group.get("betas", ())), 0.0) for group in optimizer.param_groups),
+        default=0.0,
+    )
 
 
 def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
@@ -380,7 +390,9 @@ def _attach(
             exchange._merged.clear()
             engine.reset()
             warnings.warn(
-                "the checkpoint contains no state of grace (key 'grace'): residuals start from zero", stacklevel=2
+                "the checkpoint contains no state of grace (key 'grace'): residuals start from zero",
+                GraceWarning,
+                stacklevel=2,
             )
 
     def add_param_group(group: dict[str, Any]) -> None:

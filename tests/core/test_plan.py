@@ -6,9 +6,9 @@ import pytest
 
 import grace
 from grace.core.config import default_rules, make_config
-from grace.core.errors import ConfigError
+from grace.core.errors import ConfigError, GraceWarning
 from grace.core.part import GRAIN
-from grace.core.plan import early_warnings, make_plan
+from grace.core.plan import early_warnings, make_plan, warn_of_momentum
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
 
@@ -269,6 +269,44 @@ def test_harm_is_told_before_the_tensors_are_known(caplog):
     with caplog.at_level("WARNING", logger="grace"):
         grace.Simulation(1, {"w": (64, 64), "v": (64, 64)}, config)
     assert all(any(word in record.message for record in caplog.records) for word in ("QSGD", "Signum", "TernGrad"))
+
+
+@pytest.mark.parametrize(
+    ("config", "bytes_sent"),
+    [
+        # 8 bytes for each of 4,096 elements.
+        ({"compressor": "topk", "compress_ratio": 0.6}, 8 * int(0.6 * 4096)),
+        ({"compressor": "dgc", "compress_ratio": 0.6}, 8 * int(0.6 * 4096)),
+        ({"compressor": "topk", "compress_ratio": 0.5}, None),
+        ({"compressor": "dgc", "compress_ratio": 0.4}, None),
+        ({"compressor": "threshold"}, None),
+        ({"compressor": "topk", "compress_ratio": 0.6, "index_coding": "bitmap"}, None),
+    ],
+    ids=str,
+)
+def test_the_report_warns_of_payloads_larger_than_the_gradient(config, bytes_sent):
+    (*_, last) = make_plan([TensorSpec("w", (64, 64))], make_config(config)).report().splitlines()
+    told = "sends more than the gradient has" in last
+    assert told == (bytes_sent is not None)
+    assert not told or f"{bytes_sent:,} instead of 16,384 bytes for 'w'" in last
+
+
+@pytest.mark.parametrize("compressor", ["dgc", "signum"])
+def test_momentum_twice_is_told(compressor):
+    rules = [{"match": "embedding*", "compressor": compressor}]
+    schedule = [{"step": 10, "compressor": compressor}]
+    for given in (
+        {"compressor": compressor},
+        {"compressor": "none", "rules": rules},
+        {"compressor": "none", "schedule": schedule},
+    ):
+        config = make_config(given)
+        with pytest.warns(GraceWarning, match=r"the optimizer has momentum 0.5, and so has .*momentum=0.9") as told:
+            warn_of_momentum(config, 0.5)
+        assert len(told) == 1
+        warn_of_momentum(config, 0.0)
+    warn_of_momentum(make_config({"compressor": compressor, "momentum": 0.0}), 0.5)
+    warn_of_momentum(make_config(TOPK), 0.5)
 
 
 @pytest.mark.parametrize("name", list(compressors))

@@ -99,6 +99,22 @@ PATCHES = [
         ("tests/core/test_plan.py -k also_that_of_a_piece",),
     ),
     Patch(
+        "plan-swollen-payload-unnoticed",
+        PLAN,
+        "sent is not None and sent > unit.spec.nbytes:",
+        "sent is not None and sent > 4 * unit.spec.nbytes:",
+        "a ratio at which the payload is larger than the gradient gets no warning",
+        ("tests/core/test_plan.py -k larger_than_the_gradient",),
+    ),
+    Patch(
+        "plan-momentum-of-rules-unnoticed",
+        PLAN,
+        "for memory in dict.fromkeys(p.memory for p in parts if p.memory.accelerates):",
+        "for memory in dict.fromkeys(p.memory for p in parts[:1] if p.memory.accelerates):",
+        "momentum of a memory that a rule or a stage names, beside the optimizer's, gets no warning",
+        ("tests/core/test_plan.py -k momentum_twice",),
+    ),
+    Patch(
         "memory-residual-grows",
         "grace/core/memories/residual.py",
         "if not 0 <= self.beta <= 1:",
@@ -129,6 +145,22 @@ PATCHES = [
         "",
         "a copy of the optimizer does not exchange gradients",
         ("tests/adapters/torch/test_optimizer.py -k copies",),
+    ),
+    Patch(
+        "torch-momentum-unnoticed",
+        "grace/torch/optimizer.py",
+        "warn_of_momentum(made, _momentum(optimizer))",
+        "warn_of_momentum(made, 0.0)",
+        "momentum in the optimizer and in the memory gets no warning",
+        ("tests/adapters/torch/test_optimizer.py -k momentum_twice",),
+    ),
+    Patch(
+        "tensorflow-momentum-unnoticed",
+        "grace/tensorflow/optimizer.py",
+        "warn_of_momentum(exchange.config, _momentum(_innermost(optimizer)))",
+        "warn_of_momentum(exchange.config, _momentum(optimizer))",
+        "the momentum of an optimizer inside a LossScaleOptimizer gets no warning",
+        ("tests/adapters/tensorflow/test_refusals.py -k momentum_twice",),
     ),
     # --- engine ---------------------------------------------------------------------------------------------------
     Patch(

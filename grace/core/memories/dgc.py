@@ -44,6 +44,10 @@ class DGCMemory(Memory):
             )
 
     @property
+    def accelerates(self) -> bool:
+        return self.momentum > 0
+
+    @property
     def whole(self) -> bool:
         return self.needs_lr or self.gradient_clipping is not None
 

@@ -33,6 +33,10 @@ class Momentum(Memory):
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"memory momentum: momentum must lie in [0, 1), received {self.momentum!r}.")
 
+    @property
+    def accelerates(self) -> bool:
+        return self.momentum > 0
+
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"momentum": ops.zeros(spec.numel, spec.work_dtype)}
 

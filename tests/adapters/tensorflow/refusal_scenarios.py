@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import keras
 import tensorflow as tf
 
 import grace
+from grace.core.errors import GraceWarning
 from grace.tensorflow import DistributedGradientTape, Exchange
 from tests.adapters.tensorflow.loss_scaling_scenarios import scaled
 from tests.adapters.tensorflow.model import sgd, wrap
@@ -47,9 +49,9 @@ def refused_arguments() -> dict[str, str]:
         "predivided sum": attempt(op=hvd.Sum, gradient_predivide_factor=2.0),
         "no factor": attempt(gradient_predivide_factor=0.0),
         "typo": attempt(config={"compressor": "topk", "compres_ratio": 0.1}),
+        "typo of an argument": attempt(sparse_as_dens=True),
         "unknown argument": attempt(backward_passes=2),
         "no passes": attempt(backward_passes_per_step=0),
-        "typo of an argument": attempt(sparse_as_dens=True),
         "passes twice": attempt(optimizer=sgd(gradient_accumulation_steps=2), backward_passes_per_step=2),
         "passes too late": attempt(optimizer=built, backward_passes_per_step=2),
         "wrapped": attempt(optimizer=wrap(TOPK)),
@@ -61,10 +63,27 @@ def refused_arguments() -> dict[str, str]:
         "tape, compression": error_of(lambda: DistributedGradientTape(tape, TOPK, compression=1)),
         "tape, op": error_of(lambda: DistributedGradientTape(tape, TOPK, op=hvd.Adasum)),
         "tape, typo": error_of(lambda: DistributedGradientTape(tape, TOPK, compres_ratio=0.1)),
-        "tape, twice": error_of(lambda: DistributedGradientTape(tape, Exchange(TOPK), op=hvd.Sum)),
-    }
         "tape, typo of an argument": error_of(lambda: DistributedGradientTape(tape, TOPK, sparse_as_dens=True)),
         "exchange, typo of an argument": error_of(lambda: Exchange(TOPK, gradient_predivide=2.0)),
+        "tape, twice": error_of(lambda: DistributedGradientTape(tape, Exchange(TOPK), op=hvd.Sum)),
+    }
+
+
+def momentum_twice() -> dict[str, list[str]]:
+    """Wrap optimizers with and without momentum. Return the warnings."""
+    results = {}
+    for name, made in (
+        ("sgd", sgd),
+        ("adam", keras.optimizers.AdamW),
+        ("scaled", lambda: scaled(sgd())),
+        ("none", lambda: sgd(momentum=0.0)),
+        ("ftrl", keras.optimizers.Ftrl),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrap({"compressor": "dgc"}, optimizer=made())
+        results[name] = [f"{w.category.__name__}: {w.message}" for w in caught if issubclass(w.category, GraceWarning)]
+    return results
 
 
 class Around(keras.optimizers.SGD):

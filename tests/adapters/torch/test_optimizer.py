@@ -352,6 +352,16 @@ def test_copies_are_refused(launch):
         assert error.startswith("GraceError: a wrapped optimizer cannot be copied or pickled"), name
 
 
+@on(ALONE)
+def test_momentum_twice_is_told(launch):
+    (result,) = scenario("momentum_twice", launch)
+    assert [len(told) for told in result.values()] == [1, 1, 0, 0]
+    assert result["sgd"][0].startswith(
+        "GraceWarning: the optimizer has momentum 0.5, and so has Momentum(momentum=0.9)"
+    )
+    assert "the optimizer has momentum 0.9" in result["adam"][0]
+
+
 @several_ranks
 def test_refusals_do_not_hang_other_ranks(launch):
     assert all(all(rank.values()) for rank in scenario("refusals", launch))

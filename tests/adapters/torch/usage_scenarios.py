@@ -447,6 +447,23 @@ def copies() -> dict[str, str]:
     return results
 
 
+def momentum_twice() -> dict[str, list[str]]:
+    """Wrap optimizers with and without momentum. Return the warnings."""
+    results = {}
+    for name, made in (
+        ("sgd", sgd),
+        ("adam", lambda model: torch.optim.AdamW(model.parameters())),
+        ("none", lambda model: sgd(model, momentum=0.0)),
+        ("rmsprop", lambda model: torch.optim.RMSprop(model.parameters())),
+    ):
+        model = make_net()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrap(model, {"compressor": "signum"}, optimizer=made(model))
+        results[name] = [f"{w.category.__name__}: {w.message}" for w in caught]
+    return results
+
+
 def process_sets() -> dict[str, Any]:
     """Train even and odd ranks separately."""
     mine = PROCESS_SETS[hvd.rank() % 2]
