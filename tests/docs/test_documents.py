@@ -134,3 +134,10 @@ def test_files_named_in_prose_exist(name):
 def test_example_configuration_is_valid():
     config = make_config(str(ROOT / "examples" / "grace.toml"))
     assert make_config(config.to_dict()) == config
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_no_page_installs_another_project(name):
+    """On the package index, `grace` is another project."""
+    commands = re.findall(r"pip3? install ([^`\n#]*)", read(name))
+    assert not [command for command in commands if re.search(r"""(^|[\s"'])grace(?![-\w/])""", command)]
+
+
