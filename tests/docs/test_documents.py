@@ -117,6 +117,16 @@ def test_accuracy_is_said_of_every_built_in_method():
         assert {"torch_0", "torch_1", "torch_0_bucket", "keras_0"} <= set(row), row["method"]
 
 
+def test_adam_page_puts_every_method_in_the_group_of_its_loss():
+    losses = {row["method"]: row["loss"] for row in json.loads(read("docs/results/adamw.json"))["rows"]}
+    assert set(losses) == {*built_in(), "topk, 10 %"}
+    groups = re.findall(r"^\| (?:up to|1\.5 to|more)[^|]*\| ([^|]*) \|$", read("docs/adam.md"), re.MULTILINE)
+    assert len(groups) == 3
+    for methods, low, high in zip(groups, (0, 1.5, 2), (1.5, 2, float("inf")), strict=True):
+        named = {m + ", 10 %" * (ratio == " with 10 %") for m, ratio in re.findall(r"`(\w+)`( with 10 %)?", methods)}
+        assert named == {m for m, loss in losses.items() if m != "none" and low <= loss / losses["none"] < high}
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name):
     for target in re.findall(r"\]\(([^)#]+)", read(name)):
