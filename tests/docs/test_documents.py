@@ -23,7 +23,7 @@ PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in GENERATED)]
 # The Python blocks of each of these pages form one script.
 RUNNABLE = [
-    *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "tensorflow")),
+    *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "recipes", "tensorflow")),
     *(f"docs/{page}.md" for page in ("configuration", "communicators_and_memories", "checkpoints", "statistics")),
     *(f"docs/extend/{page}.md" for page in ("index", "compressor", "memory", "communicator", "transport")),
     "docs/design/mpi4py.md",
@@ -136,6 +136,13 @@ def test_links_lead_somewhere(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
+def test_no_page_installs_another_project(name):
+    """On the package index, `grace` is another project."""
+    commands = re.findall(r"pip3? install ([^`\n#]*)", read(name))
+    assert not [command for command in commands if re.search(r"""(^|[\s"'])grace(?![-\w/])""", command)]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_named_in_prose_exist(name):
     for path in re.findall(r"`((?:benchmarks|docs|examples|grace|kernels|scripts|tests)/[\w./]*\w)`", read(name)):
         assert (ROOT / path).exists(), f"{name} names {path}, which does not exist"
@@ -144,10 +151,3 @@ def test_files_named_in_prose_exist(name):
 def test_example_configuration_is_valid():
     config = make_config(str(ROOT / "examples" / "grace.toml"))
     assert make_config(config.to_dict()) == config
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_no_page_installs_another_project(name):
-    """On the package index, `grace` is another project."""
-    commands = re.findall(r"pip3? install ([^`\n#]*)", read(name))
-    assert not [command for command in commands if re.search(r"""(^|[\s"'])grace(?![-\w/])""", command)]
-
-

@@ -344,6 +344,13 @@ def test_a_wrapper_that_takes_on_the_class_trains_alike(launch):
         assert rank["plain"][1:] == ["True"]
 
 
+@on(Launch(TORCH, "horovodrun-gloo", 2))
+def test_two_optimizers_train_in_two_threads(launch):
+    ranks = scenario("two_threads", launch)
+    assert same(ranks)
+    assert ranks[0][0] == ranks[0][1]
+
+
 @on(ALONE)
 def test_copies_are_refused(launch):
     (result,) = scenario("copies", launch)

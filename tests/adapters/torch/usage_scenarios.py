@@ -7,6 +7,7 @@ import functools
 import importlib
 import pickle
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -363,6 +364,26 @@ def two_optimizers() -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     return {"weights": [digest(m.parameters()) for m in models]}
+
+
+def two_threads() -> list[list[str]]:
+    """Train two optimizers one after the other, and again in two threads. Return the weights."""
+    results = []
+    for at_once in (False, True):
+        models = [make_net(seed) for seed in range(2)]
+        optimizers = [wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}) for model in models]
+        threads = [
+            threading.Thread(target=train, args=(model, optimizer, 20))
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+            if not at_once:
+                thread.join()
+        for thread in threads:
+            thread.join()
+        results.append([digest(model.parameters()) for model in models])
+    return results
 
 
 def refusals() -> dict[str, str]:
