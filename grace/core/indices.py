@@ -11,6 +11,7 @@ A word of the header names the coding and the width, so that a receiver can find
 
 from __future__ import annotations
 
+from grace.core.errors import PayloadError
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array
 
@@ -62,11 +63,17 @@ def is_known(ops: ArrayOps, word: Array, below: int) -> Array:
 
 
 def nbytes(ops: ArrayOps, word: Array, k: int, below: int) -> Array:
-    """Return the bytes of k indices under a header word, as a 0-d int32 array."""
+    """Return the bytes of k indices under a header word, as a 0-d int64 array."""
     tag = ops.bit_and(word, 3)
-    lengths = [ops.full(1, n, "int64")[0] for n in (4 * k, (k + 7) // 8, (below + 7) // 8)]
-    packed = ops.where(tag == _DELTA, ops.shift_right(word, 2) * lengths[1], lengths[2])
-    return ops.cast(ops.where(tag == _INT32, lengths[0], packed), "int32")
+    # In int64: TensorFlow counts in int32, in which the bytes of a damaged header could wrap around.
+    count, whole = (ops.full(1, n, "int64")[0] for n in (k, (below + 7) // 8))
+    packed = ops.where(tag == _DELTA, ops.shift_right(word, 2) * ((count + 7) // 8), whole)
+    return ops.where(tag == _INT32, 4 * count, packed)
+
+
+def size(ops: ArrayOps, word: Array, k: int, below: int) -> int:
+    """Return `nbytes` as a size for slices; it must be below 2^31."""
+    return ops.size(ops.cast(nbytes(ops, word, k, below), "int32"))
 
 
 def encode(ops: ArrayOps, indices: Array, word: Array, below: int) -> Array:
@@ -89,18 +96,27 @@ def encode(ops: ArrayOps, indices: Array, word: Array, below: int) -> Array:
 
 
 def decode(ops: ArrayOps, data: Array, word: Array, k: int, below: int) -> Array:
-    """Return the k indices."""
+    """Return the k indices. Raises PayloadError for a bitmap of another number."""
 
     def delta() -> Array:
         planes, m = _planes(below), (k + 7) // 8
         # Not the length of data: TensorFlow's graph optimizer confuses it with that of the other branch.
-        padded = ops.concat([data, ops.zeros(planes * m - ops.size(nbytes(ops, word, k, below)), "uint8")])
-        bits = ops.reshape(ops.unpack(padded, 1, planes * m * 8), (planes, -1))
-        gaps = ops.sum(ops.shift_left(bits, ops.reshape(ops.arange(planes, "int64"), (planes, 1))), axis=0)
-        return ops.cast(ops.cumsum(gaps[:k] + 1) - 1, "int32")
+        padded = ops.concat([data, ops.zeros(planes * m - size(ops, word, k, below), "uint8")])
+        # Plane after plane: all at once would take as many times the memory, which a damaged header may ask for.
+        steps = ops.full(k, 1, "int64")
+        for j in range(planes):
+            steps = ops.add_(steps, ops.shift_left(ops.unpack(padded[j * m : (j + 1) * m], 1, k), j))
+        return ops.cast(ops.cumsum(steps) - 1, "int32")
 
     def bitmap() -> Array:
-        return ops.nonzero(ops.unpack(data, 1, below) > 0)
+        bits = ops.unpack(data, 1, below)
+        error = PayloadError(
+            "indices: expected as many bits of the bitmap as the header says, received another number; "
+            "the payload is damaged."
+        )
+        # Not the length of the result, which TensorFlow's graph optimizer infers from the other branches.
+        fits = ops.sum(bits) == ops.full(1, k, "int64")[0]
+        return ops.nonzero(ops.require(fits, error, bits) > 0)
 
     tag = ops.bit_and(word, 3)
     return ops.choose(

@@ -28,9 +28,11 @@ def decode_keys(ops: ArrayOps, widths: Array, data: Array, count: int) -> Array:
     error = PayloadError(
         "keys: expected as many bytes as their widths say, received another number; the payload is damaged."
     )
-    ops.require(ops.length(widths) == packed_size(count, 2), error)
+    # A count below 0 may round up to no bytes.
+    fits = ops.bit_and(count >= 0, ops.length(widths) == packed_size(count, 2))
+    widths = ops.require(fits, error, widths)
     wide = ops.unpack(widths, 2, count) + 1
-    ops.require(ops.sum(wide) == ops.full(1, ops.length(data), "int64")[0], error)
+    wide = ops.require(ops.sum(wide) == ops.full(1, ops.length(data), "int64")[0], error, wide)
     starts = ops.cumsum(wide) - wide
     # Four bytes from every start; bytes of the next key are masked.
     padded = ops.cast(ops.concat([data, ops.zeros(3, "uint8")]), "int64")

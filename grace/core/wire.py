@@ -26,6 +26,7 @@ from grace.core.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, T
 WIRE_FORMAT = 2
 ALIGNMENT = 16
 _INT32 = 0x7FFFFFFF
+_ALL_THERE = "a buffer that holds as many elements as its header says"
 # Digests of the step in a summed bucket; two steps have all of them in common with probability 2^-24 on 256 ranks.
 _DIGESTS = 3
 
@@ -51,7 +52,7 @@ def sent_bytes(ops: ArrayOps, fields: Sequence[Field], payload: Payload) -> Any:
         elif f.wire:
             below, k = int(f.below or 0), ops.length(payload[f.name])
             word = indices.choose(ops, payload[f.name], below, f.coding)
-            total = total + ops.size(indices.nbytes(ops, word, k, below))
+            total = total + indices.size(ops, word, k, below)
     return total
 
 
@@ -185,7 +186,7 @@ class GatherLayout:
             pad(_align(position, 4))
             below, k = int(f.below or 0), ops.length(payloads[i][f.name])
             # TensorFlow's graph optimizer infers a wrong length for the result of the branches.
-            length = ops.size(indices.nbytes(ops, word, k, below))
+            length = indices.size(ops, word, k, below)
             put(indices.encode(ops, payloads[i][f.name], word, below), length)
         pad(_align(position, ALIGNMENT))
         return ops.concat(pieces)
@@ -201,7 +202,8 @@ class GatherLayout:
     def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: Array) -> int:
         mine: list[Payload] = [{} for _ in self.specs]
         total = ops.length(data)
-        _require(ops, base + self._open_end <= total, "a buffer that holds all fields of fixed length", total)
+        fits = base + self._open_end <= total
+        data = _require(ops, fits, "a buffer that holds all fields of fixed length", total, data)
 
         def take(offset: int, dtype: str, length: int) -> Array:
             return ops.from_bytes(data[offset : offset + length * ITEMSIZE[dtype]], dtype)
@@ -220,32 +222,33 @@ class GatherLayout:
         values = take(base + self._counts_offset, "int32", len(self.counts) + len(self._coded) + 1)
         received.in_step.append(values[len(self.counts) + len(self._coded)] == stamp[0])
         counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
-        for length in counts.values():
-            _require(ops, length >= 0, "lengths from 0 on", length)
+        for key, length in counts.items():
+            counts[key] = _require(ops, length >= 0, "lengths from 0 on", length, length)
         # The header tells where everything lies: check that all of it is there before reading any of it.
         slots: list[tuple[_Slot, int, int]] = []
         for slot in self._variable:
             length = counts[slot.tensor, str(slot.field.length)]
             # Check before the product: TensorFlow counts in int32, which could wrap around to a length that fits.
-            fits = length <= total // ITEMSIZE[slot.field.dtype]
-            _require(ops, fits, "a buffer that holds as many elements as its header says", total)
+            data = _require(ops, length <= (total - end) // ITEMSIZE[slot.field.dtype], _ALL_THERE, total, data)
             slots.append((slot, end, length))
             end = end + length * ITEMSIZE[slot.field.dtype]
         coded: list[tuple[int, Field, int, int, Array, int]] = []
         for j, (i, f) in enumerate(self._coded, len(self.counts)):
             end, below = _align(end, 4), int(f.below or 0)
             k = counts[i, f.length] if isinstance(f.length, str) else f.length
+            # Gaps of 0 bits take no bytes, so that only the tensor bounds the number of indices, not the buffer.
+            k = _require(ops, k <= below, f"at most {below} indices, which differ and are below it", k, k)
             word = ops.cast(values[j], "int64")
-            _require(ops, indices.is_known(ops, word, below), f"a coding of indices below {below}", word)
-            length = ops.size(indices.nbytes(ops, word, k, below))
+            word = _require(ops, indices.is_known(ops, word, below), f"a coding of indices below {below}", word, word)
+            fits = indices.nbytes(ops, word, k, below) <= ops.cast(total - end, "int64")
+            data = _require(ops, fits, _ALL_THERE, total, data)
+            length = indices.size(ops, word, k, below)
             coded.append((i, f, end, length, word, k))
             end = end + length
-        _require(ops, end <= total, "a buffer that holds as many elements as its header says", total)
         for slot, offset, length in slots:
             mine[slot.tensor][slot.field.name] = take(offset, slot.field.dtype, length)
         for i, f, offset, length, word, k in coded:
             found = indices.decode(ops, take(offset, "uint8", length), word, k, int(f.below or 0))
-            _require(ops, ops.length(found) == k, "as many indices as its header says", ops.length(found))
             # A graph loses the length, which is known.
             mine[i][f.name] = found if isinstance(f.length, str) else ops.reshape(found, (f.length,))
         for i, payload in enumerate(mine):
@@ -325,10 +328,13 @@ class SumLayout:
 Layout = GatherLayout | SumLayout
 
 
-def _require(ops: ArrayOps, condition: Any, expected: str, received: Any) -> None:
-    """Raise PayloadError unless the condition holds; shows `received` if it is a number now, not in a traced graph."""
+def _require(ops: ArrayOps, condition: Any, expected: str, received: Any, then: Any) -> Any:
+    """Return `then`; raise PayloadError unless the condition holds.
+
+    The message shows `received` if it is a number now, not in a traced graph.
+    """
     if isinstance(condition, bool) and condition:
-        return
+        return then
     shown = f": {received}" if isinstance(received, int) else ""
     error = PayloadError(
         f"wire buffer of a rank: expected {expected}, received another{shown}. "
@@ -336,7 +342,7 @@ def _require(ops: ArrayOps, condition: Any, expected: str, received: Any) -> Non
     )
     if isinstance(condition, bool):
         raise error
-    ops.require(condition, error)
+    return ops.require(condition, error, then)
 
 
 def _digests(ops: ArrayOps, stamp: int, size: int) -> Array:

@@ -253,7 +253,8 @@ class OpsContract:
 
     def test_a_requirement_that_fails_raises_its_error(self, ops: ArrayOps) -> None:
         x = ops.arange(3, "int64")
-        ops.require(ops.any(x > 1), StepError("not this one"))
+        same = ops.require(ops.any(x > 1), StepError("not this one"), x)
+        assert host(ops, same).tolist() == [0, 1, 2]
         with pytest.raises(StepError, match="this one"):
             ops.require(ops.any(x > 5), StepError("this one"))
 

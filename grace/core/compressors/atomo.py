@@ -8,7 +8,7 @@ from typing import Literal
 
 from grace.core.compressor import Compressor, beyond_int32
 from grace.core.compressors.topk import check_ratio
-from grace.core.errors import ConfigError
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.lowrank import matrix_shape, unfit_matrix
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
@@ -100,15 +100,29 @@ class Atomo(Compressor):
         ops = at.ops
         if self.mode == "entry":
             return ops.desparsify(payload["values"], payload["indices"], at.spec.numel)
-        rows, columns = matrix_shape(at.spec)
-        left, right = ops.reshape(payload["left"], (-1, rows)), ops.reshape(payload["right"], (-1, columns))
-        return ops.reshape(ops.matmul(left, right, transpose_a=True), (-1,))
+        return self._product([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         if self.mode == "entry":
             return super().merge(payloads, at)
-        # One matrix product for the triples of all ranks.
-        return self.decompress({name: at.ops.concat([p[name] for p in payloads]) for name in payloads[0]}, at)
+        return self._product(payloads, at)
+
+    def _product(self, payloads: Sequence[Payload], at: Site) -> Array:
+        """Return the sum of all triples of the payloads by one matrix product."""
+        ops, (rows, columns) = at.ops, matrix_shape(at.spec)
+        error = PayloadError(
+            f"atomo: expected as many left vectors of {rows} elements as right ones of {columns}, "
+            "received other numbers; the payload is damaged."
+        )
+        lefts, rights = [], []
+        for payload in payloads:
+            left, right = payload["left"], payload["right"]
+            kept = ops.length(left) // rows
+            fits = ops.bit_and(ops.length(left) == kept * rows, ops.length(right) == kept * columns)
+            lefts.append(ops.require(fits, error, left))
+            rights.append(ops.require(fits, error, right))
+        left, right = ops.reshape(ops.concat(lefts), (-1, rows)), ops.reshape(ops.concat(rights), (-1, columns))
+        return ops.reshape(ops.matmul(left, right, transpose_a=True), (-1,))
 
 
 def _threshold(magnitudes: Array, budget: float, ops: ArrayOps) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
-from grace.core.errors import ConfigError
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.ops.composites import ArrayOps
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
@@ -105,6 +105,13 @@ class GradiVeQ(Compressor):
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         ops, values, n = at.ops, payload["values"], at.spec.numel
+        few = self._slices(at.spec) * self.components
+        error = PayloadError(
+            f"gradiveq: expected {n} values in a training step and {few} in any other, received another number; "
+            "the payload is damaged."
+        )
+        length = ops.where(self._training(at), ops.full(1, n, "int64")[0], few)
+        values = ops.require(length == ops.cast(ops.length(values), "int64"), error, values)
 
         def gradient() -> Array:
             slices = ops.matmul(ops.reshape(values, (-1, self.components)), at.state["basis"], transpose_b=True)
@@ -121,7 +128,9 @@ class GradiVeQ(Compressor):
                 total = total + payload["values"]
             slices = ops.cast(self._cut(ops.reshape(total, (at.spec.numel,)), at), "float64")
             old = ops.where(position[0] > 0, at.state["moment"], 0.0)
-            return old + ops.matmul(slices, slices, transpose_a=True)
+            new = old + ops.matmul(slices, slices, transpose_a=True)
+            # A sum that overflowed teaches nothing, and has no decomposition.
+            return ops.where(ops.finite(new), new, old)
 
         def leading() -> Array:
             return ops.cast(ops.svd(moment)[0][:, : self.components], at.spec.work_dtype)

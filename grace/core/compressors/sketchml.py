@@ -8,6 +8,7 @@ from typing import NamedTuple
 from grace.core.compressor import Compressor, keep_count
 from grace.core.compressors.topk import check_ratio
 from grace.core.errors import ConfigError, PayloadError
+from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_words
 from grace.core.registry import compressors
@@ -156,13 +157,18 @@ class SketchML(Compressor):
         """Return the values and their indices."""
         ops, each = at.ops, self._per_group(at.spec)
         count = ops.size(payload["count"][0])
-        error = PayloadError("sketchml: received a key or bucket out of range; the payload is damaged.")
+        error = PayloadError(
+            "sketchml: expected keys, buckets and a sketch of the tensor, received others; the payload is damaged."
+        )
         keys = decode_keys(ops, payload["widths"], payload["keys"], count)
-        ops.require(ops.max(keys) < 2 * self.groups * max(1, at.spec.numel), error)
+        keys = ops.require(ops.max(keys) < 2 * self.groups * max(1, at.spec.numel), error, keys)
         places = self._places(keys, at)
-        bins = ops.unpack(payload["sketch"], self._bits(at.spec), places.bin_count)
+        packed = ops.cast(packed_size(places.bin_count, self._bits(at.spec)), "int64")
+        fits = packed == ops.cast(ops.length(payload["sketch"]), "int64")
+        sketch = ops.require(fits, error, payload["sketch"])
+        bins = ops.unpack(sketch, self._bits(at.spec), places.bin_count)
         found = ops.reshape(ops.gather(bins, places.bins), (self.rows, count))
-        ops.require(ops.max(found) < each, error)
+        found = ops.require(ops.max(found) < each, error, found)
         bucket = places.lists * each + ops.cast(ops.max(found, axis=0), "int32")
         means = ops.gather(payload["means"], bucket)
         return ops.where(places.lists < self.groups, means, -means), places.indices

@@ -292,10 +292,14 @@ class Primitives(ABC):
             x = body(x)
         return x
 
-    def require(self, condition: Array, error: Exception) -> None:
-        """Raise the error unless the 0-d condition holds."""
+    def require(self, condition: Array, error: Exception, then: Array = None) -> Array:
+        """Raise the error unless the 0-d condition holds, and return `then`.
+
+        A graph runs in any order that the data allow: only what uses the result is certain to wait for the check.
+        """
         if not condition:
             raise error
+        return then
 
 
 def unknown(wanted: str, dtypes: Iterable[str], x: Array) -> str:

@@ -276,7 +276,7 @@ class Codings(Helpers):
                     f"inceptionn: expected as many numbers as tags {tag}, received another count; "
                     "the payload is damaged."
                 )
-                self.require(self.length(places) == self.length(values), error)
+                places = self.require(self.length(places) == self.length(values), error, places)
                 total = self.scatter_add_(total, places, values)
         return total
 

@@ -104,8 +104,8 @@ class Helpers(Primitives):
             error = PayloadError(
                 f"sparse payload: expected indices from 0 to {n - 1}, received others; the payload is damaged."
             )
-            self.require(self.sum(self.cast(outside, "int32")) == 0, error)
-            total = self.scatter_add_(total, index, value)
+            inside = self.require(self.sum(self.cast(outside, "int32")) == 0, error, index)
+            total = self.scatter_add_(total, inside, value)
         return total
 
     def pack(self, codes: Array, bits: int) -> Array:

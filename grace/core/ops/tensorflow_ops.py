@@ -220,11 +220,14 @@ class TensorflowOps(ArrayOps):
     def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
         return tf.while_loop(condition, lambda v: (body(v),), (x,))[0]
 
-    def require(self, condition: Array, error: Exception) -> None:
+    def require(self, condition: Array, error: Exception, then: Array = None) -> Array:
         if tf.executing_eagerly():
-            super().require(condition, error)
-        else:
-            tf.debugging.Assert(condition, [f"{type(error).__name__}: {error}"])
+            return super().require(condition, error, then)
+        check = tf.debugging.Assert(condition, [f"{type(error).__name__}: {error}"])
+        if not isinstance(then, tf.Tensor):
+            return then
+        with tf.control_dependencies([check]):
+            return tf.identity(then)
 
     def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
         return _opaque(super().weighted_sum(x, a, y, b))

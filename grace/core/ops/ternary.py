@@ -63,7 +63,7 @@ def decode_runs(ops: Primitives, codes: Array, n: int) -> Array:
     error = PayloadError(
         f"3lc: expected codes for {n} bytes of digits, received codes for another number; the payload is damaged."
     )
-    ops.require(ops.sum(reach) == n, error)
+    reach = ops.require(ops.sum(reach) == n, error, reach)
     starts = ops.cast(ops.cumsum(reach) - reach, "int32")
     rest = ops.where(wide >= FIRST_RUN, 0, wide - ZERO_BYTE)
     return ops.scatter_add_(ops.full(n, ZERO_BYTE, "int64"), starts, rest)
