@@ -369,22 +369,38 @@ class Engine:
 
         States of another rank, or of a run with another number of ranks, cannot be continued exactly. Then only values
         that are equal on all ranks are loaded (step, compressor states), the memories start from zero, and the result
-        is False. Raises StateError if the checkpoint belongs to other tensors, parts or shapes.
+        is False. Raises StateError if the checkpoint belongs to other tensors, parts, shapes or dtypes, or is damaged;
+        then nothing was loaded.
         """
         check_saved(state)
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
         before, done, step = self.states(), self._done, self.step
+        go_back = self.snapshot()
         self._start_at(int(state["step"]))
         try:
             self._slots.load(self._units, state["tensors"], convert, self._initial if not mine else None)
         except Exception:
             # All or nothing, also for a checkpoint of another stage.
             self._go_back(before)
-            self._slots.go_to(step)
-            self._done = done
+            go_back()
             raise
         self.drop()
         return bool(mine)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores plan, step and states as they are now, and drops a step under way."""
+        plan, done, step = self.plan, self._done, self.step
+        before = {name: self._slots.read(name) for name in self._units}
+
+        def go_back() -> None:
+            self._leave()
+            self._adopt(plan)
+            for name, states in before.items():
+                self._slots.write(name, states)
+            self._slots.go_to(step)
+            self._done = done
+
+        return go_back
 
     def reset(self) -> None:
         """Start over at step 0 with initial states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,10 +74,10 @@ class Slots:
     ) -> None:
         """Load what `save` returned, all or nothing; with `initial`, memories start from its result instead.
 
-        Raises StateError if the checkpoint belongs to other tensors, parts or shapes.
+        Raises StateError if the checkpoint belongs to other tensors, parts, shapes or dtypes, or is damaged.
         """
         if set(saved) != set(parts):
-            different = sorted(set(saved) ^ set(parts))
+            different = sorted(map(str, set(saved) ^ set(parts)))
             raise StateError(
                 f"checkpoint: the units of compression differ: {', '.join(different[:5])} "
                 f"{'is' if len(different) == 1 else 'are'} only on one side. Use the configuration it was saved with, "
@@ -84,30 +85,69 @@ class Slots:
             )
         new: dict[str, dict[str, State]] = {}
         for name, part in parts.items():
-            if saved[name]["parts"] != _names(part):
+            current = self.read(name)
+            missing = {"parts", *current} - set(check_mapping(saved[name], f"tensor '{name}'"))
+            if missing:
+                raise _unreadable(f"tensor '{name}'", ", ".join(sorted(missing)), "nothing of this name")
+            named = check_mapping(saved[name]["parts"], f"tensor '{name}', parts")
+            if {kind: str(other) for kind, other in named.items()} != _names(part):
                 raise StateError(
-                    f"checkpoint, tensor '{name}': expected {_names(part)}, received {saved[name]['parts']}; "
+                    f"checkpoint, tensor '{name}': expected {_names(part)}, received {dict(named)}; "
                     "use the configuration it was saved with."
                 )
-            current = self.read(name)
             new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in current}
             if initial is not None and not part.memory.shared:
                 new[name]["memory"] = initial(part)["memory"]
         self._states.update(new)
 
 
-def check_saved(state: Mapping[str, Any]) -> None:
-    """Raise StateError unless this is a result of `Engine.state_dict` of this version."""
-    missing = {"version", "step", "rank", "size", "tensors"} - set(state)
+def check_saved(state: Any) -> None:
+    """Raise StateError unless this has the form of a result of `Engine.state_dict` of this version."""
+    missing = {"version", "step", "rank", "size", "tensors"} - set(check_mapping(state, "the state of grace"))
     if missing:
         raise StateError(
             f"checkpoint: {', '.join(sorted(missing))} missing; expected a state written by grace. Check the file."
         )
+    # A process outside of a process set has the rank -1. No kernel counts further than 63 bits.
+    for name, least in (("version", 0), ("step", 0), ("rank", -1), ("size", 1)):
+        check_number(state[name], name, least)
     if state["version"] != STATE_VERSION:
         raise StateError(
             f"checkpoint: expected state version {STATE_VERSION}, received {state['version']!r}; "
             "load it with the version of grace that wrote it."
         )
+    check_mapping(state["tensors"], "tensors")
+
+
+def check_number(value: Any, name: str, least: int = 0) -> None:
+    """Raise StateError unless the value of a checkpoint is a whole number of at least `least` and below 2^63."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not least <= int(value) < 2**63:
+        raise _unreadable(name, f"a whole number from {least} on", shown(value))
+
+
+def check_mapping(value: Any, what: str) -> Mapping[Any, Any]:
+    """Return the value; raise StateError unless it is a mapping."""
+    if not isinstance(value, Mapping):
+        raise _unreadable(what, "a mapping", shown(value))
+    return value
+
+
+def _unreadable(what: str, expected: str, received: str) -> StateError:
+    return StateError(
+        f"checkpoint, {what}: expected {expected}, received {received}. The file is damaged, or was not "
+        "written by grace; load another one."
+    )
+
+
+def shown(value: Any) -> str:
+    """Return a short text on a value: dtype and shape of an array, else its type and its beginning."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if dtype is None or not isinstance(shape, Sequence):
+        text = repr(value)
+        return f"{type(value).__name__} {text if len(text) < 40 else text[:36] + ' ...'}"
+    # PyTorch's names have the module's name in front.
+    return f"{str(dtype).rpartition('.')[2]} {tuple(shape)}"
 
 
 def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int) -> None:
@@ -217,12 +257,18 @@ def _names(part: Part) -> dict[str, str]:
     return {"memory": memories.name_of(part.memory), "compressor": compressors.name_of(part.compressor)}
 
 
-def _convert(name: str, saved: State, current: State, convert: Callable[[Array, Array], Array]) -> State:
-    shapes = {key: tuple(value.shape) for key, value in saved.items()}
-    expected = {key: tuple(value.shape) for key, value in current.items()}
-    if shapes != expected:
+def _convert(name: str, saved: Any, current: State, convert: Callable[[Array, Array], Array]) -> State:
+    found = {key: shown(value) for key, value in check_mapping(saved, f"tensor '{name}'").items()}
+    expected = {key: shown(value) for key, value in current.items()}
+    if found != expected:
         raise StateError(
-            f"checkpoint, tensor '{name}': expected states {expected}, received {shapes}; "
+            f"checkpoint, tensor '{name}': expected states {expected}, received {found}; "
             "use the configuration it was saved with."
         )
-    return {key: convert(value, current[key]) for key, value in saved.items()}
+    try:
+        return {key: convert(saved[key], value) for key, value in current.items()}
+    except StateError:
+        raise
+    except Exception as error:
+        # An array library refuses by errors of many classes: for sparse arrays, for example.
+        raise _unreadable(f"tensor '{name}'", f"arrays such as {expected}", f"another kind ({error})") from error

@@ -105,14 +105,26 @@ class Exchange:
         """Stop writing the timeline."""
         self.engine.times.stop()
 
-    def load(self, saved: dict[str, Any]) -> None:
-        """Load the state of a checkpoint.
+    def load(self, saved: Any, optimizer: Any, load_plain: Callable[[], None]) -> None:
+        """Load a checkpoint: grace's part `saved` (None: initial states), and the optimizer's own by `load_plain`.
 
         If another rank saved it, warns and starts with residuals of zero. Raises StateError if the checkpoint has other
-        tensors, methods or shapes.
+        tensors, methods, shapes or dtypes, or if PyTorch refuses its part; then nothing was loaded.
         """
-        mine = self.engine.load_state_dict(saved, _place)
+        go_back, before = self.engine.snapshot(), (optimizer.state, optimizer.param_groups)
+        mine = saved is None or self.engine.load_state_dict(saved, _place)
+        try:
+            load_plain()
+        except Exception as error:
+            go_back()
+            optimizer.state, optimizer.param_groups = before
+            raise StateError(
+                "checkpoint: expected a state of the same optimizer, received one that PyTorch refuses "
+                f"({type(error).__name__}: {error}); load a checkpoint of this optimizer and these parameters."
+            ) from error
         self._merged.clear()
+        if saved is None:
+            self.engine.reset()
         if not mine:
             warnings.warn(
                 f"rank {saved['rank']} of {saved['size']} saved this checkpoint, and rank "
@@ -152,4 +164,4 @@ def _place(saved: Any, current: torch.Tensor) -> torch.Tensor:
             f"checkpoint: expected a torch.Tensor, received {type(saved).__name__}; "
             "load a checkpoint that grace.torch has saved."
         )
-    return saved.detach().to(device=current.device, dtype=current.dtype, copy=True)
+    return torch.empty_like(current).copy_(saved.detach())

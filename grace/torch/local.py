@@ -11,6 +11,7 @@ import torch
 
 from grace.core.config import Config
 from grace.core.errors import ConfigError, GraceError, StateError
+from grace.core.state import check_mapping, check_number, shown
 
 if TYPE_CHECKING:
     from grace.torch.exchange import Exchange
@@ -98,18 +99,21 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
 
     def load_state_dict(state: Mapping[str, Any]) -> None:
         nonlocal steps
-        plain = dict(state)
+        plain = dict(check_mapping(state, "the optimizer"))
         saved, local = plain.pop("grace", None), plain.pop("grace_local", None)
-        if saved is None or local is None or set(local["met"]) != set(names.values()):
+        expected = {name: shown(met[p]) for p, name in names.items()}
+        found = local.get("met") if isinstance(local, Mapping) else None
+        fits = isinstance(found, Mapping) and {name: shown(value) for name, value in found.items()} == expected
+        if saved is None or not fits or not all(isinstance(value, torch.Tensor) for value in found.values()):
             raise StateError(
                 "checkpoint: expected the state of an optimizer with local_steps and the same parameters (keys "
                 "'grace' and 'grace_local'); load a checkpoint that was saved with local_steps."
             )
-        exchange.load(saved)
-        plain_class.load_state_dict(optimizer, plain)
+        check_number(local.get("steps"), "grace_local, steps")
+        exchange.load(saved, optimizer, lambda: plain_class.load_state_dict(optimizer, plain))
         steps = int(local["steps"])
         for p, name in names.items():
-            met[p].copy_(local["met"][name])
+            met[p].copy_(found[name])
 
     def add_param_group(group: dict[str, Any]) -> None:
         raise GraceError(

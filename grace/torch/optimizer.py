@@ -27,6 +27,7 @@ from grace.core.ops import get_ops
 from grace.core.part import Part
 from grace.core.plan import make_plans, warn_of_momentum
 from grace.core.spec import TensorSpec
+from grace.core.state import check_mapping
 from grace.core.timeline import Times
 from grace.torch.exchange import Exchange
 from grace.torch.local import check_local, local_names, step_locally
@@ -381,14 +382,10 @@ def _attach(
 
     def load_state_dict(state: Mapping[str, Any]) -> None:
         refuse_while_under_way("load_state_dict()")
-        plain = dict(state)
+        plain = dict(check_mapping(state, "the optimizer"))
         saved = plain.pop("grace", None)
-        if saved is not None:
-            exchange.load(saved)
-        horovod_load(plain)
+        exchange.load(saved, wrapped, lambda: horovod_load(plain))
         if saved is None:
-            exchange._merged.clear()
-            engine.reset()
             warnings.warn(
                 "the checkpoint contains no state of grace (key 'grace'): residuals start from zero",
                 GraceWarning,

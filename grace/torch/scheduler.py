@@ -7,6 +7,7 @@ from typing import Any
 
 from grace.core.errors import ConfigError
 from grace.core.schedule import as_changes
+from grace.core.state import check_mapping, check_number
 
 
 class CompressionScheduler:
@@ -49,9 +50,10 @@ class CompressionScheduler:
         """Restore the position and the options of that time. Call it before the optimizer loads its state.
 
         It applies all steps up to the position, because each step gives only a change. Raises ConfigError if the
-        position is earlier than the current one.
+        position is earlier than the current one, and StateError if the state holds no position.
         """
-        last = int(state["last_step"])
+        last = check_mapping(state, "CompressionScheduler").get("last_step")
+        check_number(last, "CompressionScheduler, last_step")
         if last < self.last_step:
             raise ConfigError(
                 f"CompressionScheduler: cannot go back from step {self.last_step} to step {last} of the saved state; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -247,6 +248,89 @@ def test_what_is_no_checkpoint_is_refused(key):
     del state[key]
     with pytest.raises(StateError, match=f"{key} missing"):
         simulation().engines[0].load_state_dict(state, copy)
+
+
+METHODS_WITH_STATE = {
+    "topk": {},
+    "powersgd": {},
+    "dgc": {},
+    "gradiveq": {"slice_size": 30, "components": 2},
+    "lpc": {"memory": "svrg"},
+    "threshold": {"memory": "residual", "lr_correction": True},
+    "hardthreshold": {"compress_ratio": 0.1},
+    "scheduled": {"compressor": "topk", "schedule": [{"step": 2, "compressor": "qsgd"}]},
+}
+WRONG = [None, True, -2, 2**63, 1.0, "1", b"1", [], {}, {1: 2}, [0.5], object(), np.zeros(3), np.zeros(SHAPE, "f2")]
+
+
+def places(value, path=()):
+    """Yield the path of every entry of a nested mapping."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def edited(state, path, change):
+    """Return a copy of a nested mapping in which `change` was applied to the mapping that holds the path's end."""
+    made = dict(state)
+    if len(path) == 1:
+        change(made)
+    else:
+        made[path[0]] = edited(state[path[0]], path[1:], change)
+    return made
+
+
+def edits(state):
+    """Yield descriptions and checkpoints with one wrong entry: missing, of another type, or beside one too many."""
+    yield from ((f"all is {value!r}", value) for value in WRONG)
+    for path in places(state):
+        yield f"no {path}", edited(state, path, lambda at, key=path[-1]: at.pop(key))
+        for wrong in WRONG:
+            yield f"{path} is {wrong!r}", edited(state, path, lambda at, k=path[-1], v=wrong: at.update({k: v}))
+        if path[-1] not in ("tensors", "parts"):
+            yield f"7 beside {path}", edited(state, path, lambda at: at.update({7: None}))
+
+
+def contents(engine):
+    state = engine.state_dict()
+    arrays = {path: at for path in places(state["tensors"]) if hasattr(at := entry(state["tensors"], path), "dtype")}
+    return state["step"], {path: (at.dtype.str, at.tobytes()) for path, at in arrays.items()}
+
+
+def entry(state, path):
+    return entry(state[path[0]], path[1:]) if path else state
+
+
+@pytest.mark.parametrize("name", METHODS_WITH_STATE)
+def test_an_edited_checkpoint_is_refused_or_loaded_and_nothing_in_between(name):
+    options = {"compressor": name, **METHODS_WITH_STATE[name]}
+    sim = simulation(**options)
+    drawn = [{key: np.full(SHAPE, 1.0 + rank, np.float32) for key in "ab"} for rank in range(2)]
+    sim.step(drawn, lr=0.1)
+    state, engine = saved(sim), simulation(**options).engines[0]
+    before, refused = contents(engine), []
+    for what, wrong in edits(state):
+        try:
+            engine.load_state_dict(wrong, lambda found, current: np.array(found, current.dtype))
+        except StateError as error:
+            refused.append(str(error))
+            assert contents(engine) == before, what
+        else:
+            now = contents(engine)
+            assert {path: dtype for path, (dtype, _) in now[1].items()} == {p: d for p, (d, _) in before[1].items()}
+            engine.reset()
+    assert len(refused) > 100
+    assert [text for text in refused if not re.search("expected|differ", text)] == []
+
+
+def test_a_checkpoint_of_another_dtype_is_refused():
+    """A snapshot in half precision on one rank made replicas differ."""
+    sim = trained(compressor="lpc", memory="svrg")
+    state = saved(sim)
+    half = state["tensors"]["a"]["memory"]["snapshot"].astype(np.float16)
+    state = edited(state, ("tensors", "a", "memory", "snapshot"), lambda at: at.update(snapshot=half))
+    with pytest.raises(StateError, match=r"'a'.*expected.*float32 \(600,\).*received.*float16 \(600,\)"):
+        sim.engines[0].load_state_dict(state, lambda found, current: np.array(found, current.dtype))
 
 
 def test_loading_a_checkpoint_drops_a_step_that_was_under_way():

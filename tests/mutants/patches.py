@@ -418,7 +418,7 @@ PATCHES = [
     Patch(
         "state-parts-not-compared",
         STATE,
-        'if saved[name]["parts"] != _names(part):',
+        'if {kind: str(other) for kind, other in named.items()} != _names(part):',
         "if False:",
         "a checkpoint of another method is accepted where the shapes agree",
         (f"{ERRORS} -k checkpoint",),
@@ -430,6 +430,38 @@ PATCHES = [
         "if initial is not None:",
         "a memory that is equal on all ranks is lost with the checkpoint of another rank",
         (f"{ERRORS} -k 'memory_that_all_ranks_share'",),
+    ),
+    Patch(
+        "state-dtypes-not-compared",
+        STATE,
+        "{str(dtype).rpartition('.')[2]} {tuple(shape)}",
+        "{tuple(shape)}",
+        "a state of another dtype is loaded",
+        (f"{ERRORS} -k another_dtype",),
+    ),
+    Patch(
+        "state-whole-numbers-of-any-kind",
+        STATE,
+        "whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)",
+        "whole = True",
+        "a damaged step gives TypeError",
+        (f"{ERRORS} -k edited_checkpoint",),
+    ),
+    Patch(
+        "state-negative-step",
+        STATE,
+        "not least <= int(value) < 2**63",
+        "not int(value) < 2**63",
+        "a step below 0 leaves the schedule",
+        (f"{ERRORS} -k edited_checkpoint",),
+    ),
+    Patch(
+        "torch-half-a-load",
+        "grace/torch/exchange.py",
+        "            go_back()\n",
+        "",
+        "grace's part stays loaded if PyTorch refuses its own",
+        ("tests/adapters/torch/test_optimizer.py -k damaged",),
     ),
     # --- wire -----------------------------------------------------------------------------------------------------
     Patch(

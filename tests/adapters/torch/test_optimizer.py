@@ -163,6 +163,19 @@ def test_checkpoint_of_another_rank_loads_with_a_warning(launch):
         assert "no state of grace" in rank["without"][0]
 
 
+@on(ALONE)
+def test_a_damaged_checkpoint_is_refused_and_nothing_of_it_loaded(launch):
+    for rank in scenario("damaged_checkpoint", launch):
+        told = rank["refused"]
+        assert [kind for kind, text in told.items() if not text.startswith("StateError: checkpoint")] == []
+        assert rank["changed"] == []
+        assert "received {'residual': 'float16" in told["half"]
+        assert "expected a torch.Tensor, received ndarray" in told["numpy"]
+        assert "received one that PyTorch refuses (ValueError: " in told["groups"]
+        assert "received one that PyTorch refuses (KeyError: " in told["no groups"]
+        assert rank["loaded"] == 1
+
+
 @several_ranks
 def test_checkpoint_that_only_some_ranks_load_is_noticed_by_all(launch):
     for rank in scenario("partly_loaded", launch):

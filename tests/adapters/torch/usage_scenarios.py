@@ -63,6 +63,50 @@ def foreign_checkpoint() -> dict[str, Any]:
     }
 
 
+def damaged_checkpoint() -> dict[str, Any]:
+    """Load checkpoints of which one part is damaged. What was loaded of the other part would be half a load."""
+    model = make_net()
+    optimizer = wrap(model, {"compressor": "topk", **LAYERS}, optimizer=sgd(model, momentum=0.9))
+    train(model, optimizer, 1)
+    early = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 2)
+
+    def contents() -> list[Any]:
+        state = optimizer.state_dict()
+        buffers = [state["state"][i]["momentum_buffer"] for i in sorted(state["state"])]
+        residuals = [t["memory"]["residual"] for t in state["grace"]["tensors"].values()]
+        return [state["grace"]["step"], state["param_groups"][0]["lr"], digest(buffers), digest(residuals)]
+
+    name = next(iter(early["grace"]["tensors"]))
+    unit = early["grace"]["tensors"][name]
+    half = {**unit, "memory": {"residual": unit["memory"]["residual"].half()}}
+    sparse = {**unit, "memory": {"residual": unit["memory"]["residual"].to_sparse()}}
+    other = {**unit, "memory": {"residual": unit["memory"]["residual"].numpy()}}
+    of_units = {
+        kind: {**early, "grace": {**early["grace"], "tensors": {**early["grace"]["tensors"], name: made}}}
+        for kind, made in (("half", half), ("sparse", sparse), ("numpy", other), ("nothing", None))
+    }
+    cases = {
+        **of_units,
+        "no mapping": [1, 2],
+        "groups": {**early, "param_groups": early["param_groups"] * 2},
+        "no groups": {key: value for key, value in early.items() if key != "param_groups"},
+        "no groups, no grace": {"state": early["state"]},
+        "grace is a list": {**early, "grace": [1]},
+    }
+    before, refused, changed = contents(), {}, []
+    for kind, state in cases.items():
+        try:
+            optimizer.load_state_dict(state)
+            refused[kind] = ""
+        except Exception as error:
+            refused[kind] = f"{type(error).__name__}: {error}"
+        if contents() != before:
+            changed.append(kind)
+    optimizer.load_state_dict(early)
+    return {"refused": refused, "changed": changed, "loaded": contents()[0]}
+
+
 def partly_loaded() -> dict[str, str]:
     """Load a checkpoint of an earlier step on rank 0 only, and continue."""
     results = {}
