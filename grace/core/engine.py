@@ -30,10 +30,12 @@ from grace.core.transport import Transport
 from grace.core.wire import Received
 
 
-class States(NamedTuple):
-    """The states of all units of a plan."""
+class Snapshot(NamedTuple):
+    """The state of an engine between two steps."""
 
     plan: Plan
+    done: Plan
+    step: Any
     units: dict[str, dict[str, State]]
 
 
@@ -132,25 +134,28 @@ class Engine:
         for name in self._units:
             self._slots.forget(name)
 
-    def states(self) -> States:
-        """Return the plan and all states, for `restore`. The arrays are the live ones, which are never changed."""
-        return States(self.plan, {name: self._slots.read(name) for name in self._units})
+    def snapshot(self) -> Snapshot:
+        """Return plan, step and states as they are now. The arrays are the live ones, which are never changed."""
+        units = {name: self._slots.read(name) for name in self._units}
+        return Snapshot(self.plan, self._done, self.step, units)
 
-    def restore(self, before: States) -> None:
-        """Give all units the states that they had before the last step, which no optimizer has applied.
-
-        The step stays counted.
-        """
-        plan = self.plan
-        self._go_back(before)
-        if plan is not before.plan:
-            self._carry_on(plan)
-
-    def _go_back(self, before: States) -> None:
+    def restore(self, before: Snapshot) -> None:
+        """Go back to a snapshot, and drop a step under way."""
         self._leave()
         self._adopt(before.plan)
         for name, states in before.units.items():
             self._slots.write(name, states)
+        self._slots.go_to(before.step)
+        self._done = before.done
+
+    def undo(self, before: Snapshot) -> None:
+        """Go back to the states before the last step, which no optimizer has applied. The step stays counted."""
+        plan, done, step = self.plan, self._done, self.step
+        self.restore(before)
+        if plan is not before.plan:
+            self._carry_on(plan)
+        self._slots.go_to(step)
+        self._done = done
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -374,33 +379,16 @@ class Engine:
         """
         check_saved(state)
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
-        before, done, step = self.states(), self._done, self.step
-        go_back = self.snapshot()
+        before = self.snapshot()
         self._start_at(int(state["step"]))
         try:
             self._slots.load(self._units, state["tensors"], convert, self._initial if not mine else None)
         except Exception:
             # All or nothing, also for a checkpoint of another stage.
-            self._go_back(before)
-            go_back()
+            self.restore(before)
             raise
         self.drop()
         return bool(mine)
-
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores plan, step and states as they are now, and drops a step under way."""
-        plan, done, step = self.plan, self._done, self.step
-        before = {name: self._slots.read(name) for name in self._units}
-
-        def go_back() -> None:
-            self._leave()
-            self._adopt(plan)
-            for name, states in before.items():
-                self._slots.write(name, states)
-            self._slots.go_to(step)
-            self._done = done
-
-        return go_back
 
     def reset(self) -> None:
         """Start over at step 0 with initial states."""

@@ -111,13 +111,13 @@ class Exchange:
         If another rank saved it, warns and starts with residuals of zero. Raises StateError if the checkpoint has other
         tensors, methods, shapes or dtypes, or if PyTorch refuses its part; then nothing was loaded.
         """
-        go_back, before = self.engine.snapshot(), (optimizer.state, optimizer.param_groups)
+        before, plain = self.engine.snapshot(), (optimizer.state, optimizer.param_groups)
         mine = saved is None or self.engine.load_state_dict(saved, _place)
         try:
             load_plain()
         except Exception as error:
-            go_back()
-            optimizer.state, optimizer.param_groups = before
+            self.engine.restore(before)
+            optimizer.state, optimizer.param_groups = plain
             raise StateError(
                 "checkpoint: expected a state of the same optimizer, received one that PyTorch refuses "
                 f"({type(error).__name__}: {error}); load a checkpoint of this optimizer and these parameters."

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from grace.core.engine import Engine, States
+from grace.core.engine import Engine, Snapshot
 from grace.core.errors import ConfigError
 
 
@@ -21,13 +21,13 @@ class LossScale:
         self._scaler, self._engine = scaler, engine
         # The scale during this step; None between steps.
         self._scale: float | None = None
-        self._before: States | None = None
+        self._before: Snapshot | None = None
         self._applied = False
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient divided by the scale; the first gradient of a step keeps the states before it."""
         if self._scale is None:
-            self._scale, self._before = self._scaler.get_scale(), self._engine.states()
+            self._scale, self._before = self._scaler.get_scale(), self._engine.snapshot()
         return gradient * (1.0 / self._scale)
 
     def scale_again(self, merged: dict[str, torch.Tensor]) -> None:
@@ -59,7 +59,7 @@ class LossScale:
             with optimizer.skip_synchronize():
                 result = scaler_step(which, *args, **kwargs)
             if not self._applied and self._before is not None:
-                self._engine.restore(self._before)
+                self._engine.undo(self._before)
             self._before = None
             return result
 

@@ -418,7 +418,7 @@ PATCHES = [
     Patch(
         "state-parts-not-compared",
         STATE,
-        'if {kind: str(other) for kind, other in named.items()} != _names(part):',
+        "if {kind: str(other) for kind, other in named.items()} != _names(part):",
         "if False:",
         "a checkpoint of another method is accepted where the shapes agree",
         (f"{ERRORS} -k checkpoint",),
@@ -458,7 +458,7 @@ PATCHES = [
     Patch(
         "torch-half-a-load",
         "grace/torch/exchange.py",
-        "            go_back()\n",
+        "            self.engine.restore(before)\n",
         "",
         "grace's part stays loaded if PyTorch refuses its own",
         ("tests/adapters/torch/test_optimizer.py -k damaged",),
@@ -669,7 +669,7 @@ PATCHES = [
     Patch(
         "torch-skipped-step-keeps-residuals",
         "grace/torch/loss_scale.py",
-        "self._engine.restore(self._before)",
+        "self._engine.undo(self._before)",
         "pass",
         "what a skipped step sent is counted as applied",
         ("tests/adapters/torch/test_optimizer.py -k 'loss_scaler_skips and mpirun-2'",),
@@ -677,8 +677,8 @@ PATCHES = [
     Patch(
         "torch-residual-in-scaled-units",
         "grace/torch/loss_scale.py",
-        "self._scaler.get_scale(), self._engine.states()",
-        "1.0, self._engine.states()",
+        "self._scaler.get_scale(), self._engine.snapshot()",
+        "1.0, self._engine.snapshot()",
         "residuals are in units of an old scale after the scale has changed",
         ("tests/adapters/torch/test_optimizer.py -k 'depend_on_the_loss_scale and mpirun-2'",),
     ),
