@@ -23,7 +23,17 @@ from grace.core.part import Part
 from grace.core.plan import Bucket, Plan
 from grace.core.registry import memories
 from grace.core.spec import Array, State
-from grace.core.state import STATE_VERSION, Slots, carried, check_saved, initial, prepare
+from grace.core.state import (
+    STATE_VERSION,
+    Held,
+    Slots,
+    carried,
+    check_saved,
+    initial,
+    prepare,
+    put_back,
+    taken_out,
+)
 from grace.core.statistics import statistics
 from grace.core.timeline import Times
 from grace.core.transport import Transport
@@ -37,6 +47,7 @@ class Snapshot(NamedTuple):
     done: Plan
     step: Any
     units: dict[str, dict[str, State]]
+    held: dict[str, dict[str, Held]]
 
 
 class Engine:
@@ -73,6 +84,8 @@ class Engine:
                 part.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
         self._done = plan
+        # By tensor and unit, what `hold` has set aside.
+        self._held: dict[str, dict[str, Held]] = {}
         self._adopt(plan)
         prepare(self._slots, plan, ops, seed)
 
@@ -111,6 +124,30 @@ class Engine:
         """Return whether the engine exchanges the tensor now, rather than the adapter."""
         return name in self._part_of
 
+    def hold(self, tensor: str) -> None:
+        """Set aside what memories hold for a tensor that does not train, until `release`; its gradients are zeros.
+
+        Otherwise its residual would be sent. Call it before the tensor's `ready`.
+        """
+        if tensor in self._held:
+            return
+        self._held[tensor] = {}
+        for name, unit in self._units.items():
+            if any(piece.tensor == tensor for piece in unit.pieces):
+                states = self._slots.read(name)
+                memory, self._held[tensor][name] = taken_out(
+                    unit, states["memory"], tensor, self._ops(unit.spec.device)
+                )
+                self._slots.write(name, {**states, "memory": memory})
+
+    def release(self, tensor: str) -> None:
+        """Give a tensor's memories back what `hold` set aside, if it did. Call it before the tensor's `ready`."""
+        for name, held in self._held.pop(tensor, {}).items():
+            self._slots.write(name, self._whole(name, self._slots.read(name), held))
+
+    def _whole(self, name: str, states: dict[str, State], held: Held) -> dict[str, State]:
+        return {**states, "memory": put_back(states["memory"], held, self._ops(self._units[name].spec.device))}
+
     def change(self, plan: Plan) -> None:
         """Continue with another plan for the same tensors; residuals and other states that fit are carried over.
 
@@ -124,6 +161,8 @@ class Engine:
         self._carry_on(plan)
 
     def _carry_on(self, plan: Plan) -> None:
+        for tensor in list(self._held):
+            self.release(tensor)
         new = carried(self.plan.units, plan.units, self._slots.read, self._initial, self._ops)
         self._leave()
         self._adopt(plan)
@@ -137,7 +176,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """Return plan, step and states as they are now. The arrays are the live ones, which are never changed."""
         units = {name: self._slots.read(name) for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units)
+        return Snapshot(self.plan, self._done, self.step, units, dict(self._held))
 
     def restore(self, before: Snapshot) -> None:
         """Go back to a snapshot, and drop a step under way."""
@@ -145,6 +184,7 @@ class Engine:
         self._adopt(before.plan)
         for name, states in before.units.items():
             self._slots.write(name, states)
+        self._held = dict(before.held)
         self._slots.go_to(before.step)
         self._done = before.done
 
@@ -361,12 +401,16 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and states of this rank; the arrays are the live ones and are never changed in place."""
+        tensors = self._slots.save(self._units)
+        for units in self._held.values():
+            for name, held in units.items():
+                tensors[name] = self._whole(name, tensors[name], held)
         return {
             "version": STATE_VERSION,
             "step": int(self.step),
             "rank": self.transport.rank,
             "size": self.transport.size,
-            "tensors": self._slots.save(self._units),
+            "tensors": tensors,
         }
 
     def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
@@ -387,11 +431,13 @@ class Engine:
             # All or nothing, also for a checkpoint of another stage.
             self.restore(before)
             raise
+        self._held = {}
         self.drop()
         return bool(mine)
 
     def reset(self) -> None:
         """Start over at step 0 with initial states."""
+        self._held = {}
         self.drop()
         self._start_at(0, anew=True)
 

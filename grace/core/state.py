@@ -14,6 +14,8 @@ from grace.core.registry import compressors, memories
 from grace.core.spec import Array, Key, State
 
 STATE_VERSION = 1
+# What the memory of a unit held for the elements of one tensor: by key of the state and first element.
+Held = dict[tuple[str, int], Array]
 
 
 class Slots:
@@ -243,6 +245,29 @@ def _holders(before: Sequence[Part], piece: Piece) -> list[tuple[int, int, Part,
             if other.tensor == piece.tensor and start < stop:
                 found.append((start, stop, unit, offset + start - other.start))
     return sorted(found, key=lambda holder: holder[0])
+
+
+def taken_out(unit: Part, memory: State, tensor: str, ops: ArrayOps) -> tuple[State, Held]:
+    """Return the state of a unit's memory with zeros for the elements of a tensor, and what it held for them."""
+    rest, held = dict(memory), {}
+    for key, value in memory.items():
+        if tuple(value.shape) != (unit.spec.numel,):
+            continue
+        for piece, start in offsets(unit):
+            if piece.tensor == tensor:
+                held[key, start] = ops.copy(value[start : start + piece.numel])
+                zeros = ops.zeros(piece.numel, ops.dtype(value))
+                rest[key] = ops.concat([rest[key][:start], zeros, rest[key][start + piece.numel :]])
+    return rest, held
+
+
+def put_back(memory: State, held: Held, ops: ArrayOps) -> State:
+    """Return the state of a unit's memory with what `taken_out` took."""
+    whole = dict(memory)
+    for (key, start), value in held.items():
+        stop = start + ops.length(value)
+        whole[key] = ops.concat([whole[key][:start], value, whole[key][stop:]])
+    return whole
 
 
 def _fitting(old: State, fresh: State) -> State:

@@ -76,10 +76,13 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
     def meet() -> None:
         with torch.no_grad():
             for p, name in names.items():
+                # A parameter that was frozen in mid-run keeps its residual and its weight.
+                (engine.release if p.requires_grad else engine.hold)(name)
                 engine.ready(name, met[p] - p)
             moved = engine.finish()
             for p, name in names.items():
-                p.copy_(met[p] - moved[name])
+                if p.requires_grad:
+                    p.copy_(met[p] - moved[name])
 
     def step(self: Any, closure: Any = None) -> Any:
         nonlocal steps

@@ -275,6 +275,8 @@ def _attach(
     frozen = [p for group in wrapped.param_groups for p in group["params"] if not p.requires_grad]
     # The gradients that the exchange has taken in this step, each with its version.
     taken: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
+    # The gradients that frozen parameters had before zeros took their place, mostly None.
+    gradients_of_frozen: dict[torch.nn.Parameter, torch.Tensor | None] = {}
     # Of the first few of them, views of some elements, with the values that they had. GradScaler and `.data` change
     # gradients without counting a version.
     samples: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -288,8 +290,16 @@ def _attach(
     def hand_over(p: torch.nn.Parameter) -> Any:
         exchange.meet_once()
         name = names[p]
+        if not p.requires_grad:
+            # Frozen in mid-run. It takes part with zeros, but neither its residual nor its weight may move.
+            gradients_of_frozen[p] = p.grad
+            p.grad = torch.zeros_like(p)
         if not engine.exchanges(name):
             return horovod_start(p)
+        if p.requires_grad:
+            engine.release(name)
+        else:
+            engine.hold(name)
         if p.grad is None:
             # Another rank may have used the parameter and wait for this rank's gradient.
             p.grad = torch.zeros_like(p)
@@ -319,10 +329,13 @@ def _attach(
         if wrapped._handles or not wrapped._synchronized:
             refuse_unfrozen()
             refuse_changed_gradients()
-            taken.clear()
-            samples.clear()
             alone = not engine.plan.buckets
             horovod_synchronize()
+            for p, gradient in gradients_of_frozen.items():
+                p.grad = gradient
+            gradients_of_frozen.clear()
+            taken.clear()
+            samples.clear()
             if alone:
                 # Horovod reduced all tensors and asked the engine for no result. The schedule counts the step anyway.
                 engine.finish()

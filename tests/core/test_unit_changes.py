@@ -199,3 +199,53 @@ def test_a_checkpoint_of_other_tensors_between_the_same_ends_is_refused():
         assert [len(s.plan.units) for s in (sim, fresh)] == [1, 1]
         with pytest.raises(StateError, match="only on one side"):
             load(sim, fresh)
+
+
+# --- tensors that do not train ------------------------------------------------------------------------------------
+
+
+def kept(sim, tensor):
+    """Return what the memories of all ranks hold for the elements of a tensor, as a checkpoint has it."""
+    found = []
+    ops = sim.engines[0]._ops("cpu")
+    for engine in sim.engines:
+        saved = engine.state_dict()["tensors"]
+        for unit, start, piece in engine.plan.places[tensor]:
+            for field, value in sorted(saved[unit.spec.name]["memory"].items()):
+                found.append((field, piece.start, host(ops, value)[start : start + piece.numel]))
+    return found
+
+
+@pytest.mark.parametrize("memory", ["residual", "dgc"])
+@each_cut
+def test_a_held_tensor_keeps_its_residual_and_moves_nothing(cut, memory):
+    options = {**TOPK, "memory": memory, **CUTS[cut]}
+    sim = Simulation(2, [SPECS[0], SPECS[1], LONG], options)
+    step(sim, 0)
+    before = kept(sim, "matrix")
+
+    def frozen(name, rank, x):
+        return np.zeros_like(x) if name == "matrix" else x
+
+    for number in (1, 2):
+        for engine in sim.engines:
+            engine.hold("matrix")
+        merged = step(sim, number, change=frozen)
+        assert all((mine["matrix"] == 0).all() and mine["vector"].any() for mine in merged)
+        assert all(same(a[2], b[2]) for a, b in zip(before, kept(sim, "matrix"), strict=True))
+        assert not residuals(sim)["matrix"].any()
+    # Neither another plan nor a snapshot loses it.
+    change(sim, bucket_bytes=0)
+    for engine in sim.engines:
+        engine.hold("matrix")
+    snapshots = [engine.snapshot() for engine in sim.engines]
+    step(sim, 3, change=frozen)
+    for engine, snapshot in zip(sim.engines, snapshots, strict=True):
+        engine.undo(snapshot)
+        engine.release("matrix")
+    assert residuals(sim)["matrix"].any()
+    # The pieces differ, not their elements.
+    first, last = (
+        np.concatenate([x for field, _, x in held if field == "residual"]) for held in (before, kept(sim, "matrix"))
+    )
+    assert same(first, last)

@@ -240,6 +240,15 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_by_name(launch):
 
 
 @each_launch
+def test_a_parameter_that_is_frozen_in_mid_run_keeps_its_weight_and_its_residual(launch):
+    ranks = scenario("frozen_in_mid_run", launch)
+    for label in ranks[0]:
+        assert same([rank[label]["weights"] for rank in ranks]), label
+        for rank in ranks:
+            assert all(rank[label][what] for what in ("kept", "others moved", "no gradient", "moved later")), label
+
+
+@each_launch
 def test_loss_scaler_skips_the_same_step_on_all_ranks_and_no_residual_moves(launch):
     ranks = scenario("mixed_precision", launch)
     for label, result in ranks[0].items():

@@ -279,6 +279,40 @@ def unfrozen() -> str:
     return ""
 
 
+def frozen_in_mid_run() -> dict[str, Any]:
+    """Freeze a parameter for some steps; return what moved meanwhile, and what moved after it was unfrozen."""
+    results = {}
+    for label, config, options in (
+        ("layers", {"compressor": "topk", **LAYERS}, {}),
+        ("one unit", {"compressor": "signsgd", "memory": "residual", "granularity": "model", **EVERYTHING}, {}),
+        ("dense", {"compressor": "none"}, {}),
+        ("local", {"compressor": "topk", **LAYERS}, {"local_steps": 2}),
+    ):
+        model = make_net()
+        weight = model.left.weight
+        optimizer = wrap(model, config, optimizer=sgd(model, weight_decay=0.1), **options)
+
+        def kept(weight: torch.Tensor = weight, optimizer: Any = optimizer) -> str:
+            engine, held = optimizer.grace.engine, []
+            saved = engine.state_dict()["tensors"]
+            for unit, start, piece in engine.plan.places.get("left.weight", ()):
+                residual = saved[unit.spec.name]["memory"].get("residual")
+                if residual is not None:
+                    held.append(residual[start : start + piece.numel])
+            return digest([weight, *held])
+
+        train(model, optimizer, 2)
+        before, others = kept(), digest([model.right.weight])
+        weight.requires_grad_(False)
+        train(model, optimizer, 4, start=2)
+        frozen = {"kept": kept() == before, "others moved": digest([model.right.weight]) != others}
+        frozen["no gradient"] = weight.grad is None
+        weight.requires_grad_(True)
+        train(model, optimizer, 2, start=6)
+        results[label] = {**frozen, "moved later": kept() != before, "weights": digest(model.parameters())}
+    return results
+
+
 def scaled(form: str, model: Net, optimizer: Any, scaler: Any, steps: int, overflow_at: int | None) -> dict[str, Any]:
     """Train with a loss scaler. In the step `overflow_at`, one gradient of the last rank overflows."""
     history = []
