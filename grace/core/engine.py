@@ -202,7 +202,7 @@ class Engine:
     def ready(self, name: str, gradient: Array, lr: Any = None) -> None:
         """Take a finished gradient, which is only read, and the step's learning rate if memories need it.
 
-        Raises StepError for a wrong name, shape or order, or if the learning rate is missing.
+        Raises StepError for a wrong name, shape, dtype or order, or if the learning rate is missing.
         """
         if name not in self._part_of:
             raise StepError(
@@ -214,6 +214,12 @@ class Engine:
             raise StepError(
                 f"tensor '{name}': expected a gradient of shape {part.spec.shape}, "
                 f"received {tuple(gradient.shape)}; parameters must keep their shape."
+            )
+        dtype = self._ops(part.spec.device).dtype(gradient)
+        if dtype != part.spec.dtype:
+            raise StepError(
+                f"expected a gradient of {part.spec.dtype} for tensor '{name}', received {dtype}; convert it, or name "
+                "its dtype in the TensorSpec."
             )
         if name in self._incoming.names:
             raise StepError(

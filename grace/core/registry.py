@@ -164,14 +164,21 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, h) for h in typing.get_args(hint))
     if origin is typing.Literal:
-        return value in typing.get_args(hint)
+        # Arrays compare element by element.
+        return any(isinstance(value, type(choice)) and value == choice for choice in typing.get_args(hint))
     if origin is tuple:
         return isinstance(value, (tuple, list)) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
     if hint is Compressor:
         return isinstance(value, (str, Mapping, Compressor))
     if hint is float:
         # NaN and infinity would pass or fail every comparison of a range check.
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return False
+        try:
+            return math.isfinite(value)
+        except OverflowError:
+            # A whole number beyond all floats.
+            return False
     if hint is int:
         return isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return isinstance(value, hint)

@@ -222,6 +222,10 @@ class OpsContract:
             assert np.abs((u * s) @ v.T - a).max() < 1e-12
             assert np.abs(u.T @ u - np.eye(k)).max() < 1e-12
             assert s.tolist() == sorted(s, reverse=True)
+            a[1, 1] = np.nan if shape[0] > shape[1] else np.inf
+            u, s, v = (host(ops, x) for x in ops.svd(ops.reshape(array(ops, a.ravel(), "float64"), shape)))
+            assert (u.shape, s.shape, v.shape) == ((shape[0], k), (k,), (shape[1], k))
+            assert np.isnan(s).all()
 
     def test_inverse(self, ops: ArrayOps) -> None:
         a = np.random.default_rng(3).standard_normal((9, 4))

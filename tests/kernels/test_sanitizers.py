@@ -19,6 +19,7 @@ import pytest
 from grace.core.ops import native
 from tests.kernels import needs_kernels
 from tests.kernels.__main__ import digests
+from tests.support import fuzz
 
 pytestmark = [needs_kernels, pytest.mark.first]
 ROOT = Path(__file__).parents[2]
@@ -94,3 +95,11 @@ def test_no_broken_argument_is_reported(environment):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "--noconftest", "-p", "no:cacheprovider"]
     command += ["-k", "not torch and not tensorflow"]
     assert " passed" in tell([*command, *files], cwd=ROOT, env=environment)
+
+
+def test_no_damaged_wire_buffer_is_reported(environment):
+    """The wire buffers of the fuzzer, which asks for no more memory than its own limit."""
+    limits = {"ASAN_OPTIONS": f"{ASAN}:max_allocation_size_mb={fuzz.MEMORY >> 20}"}
+    command = [sys.executable, "-m", "tests.support.fuzz", "wire numpy", "0"]
+    told = tell([*command, str(fuzz.count("wire numpy") // 2)], cwd=ROOT, env=environment | limits)
+    assert " cases had a result" in told

@@ -263,7 +263,7 @@ class Primitives(ABC):
     def svd(self, a: Array) -> tuple[Array, Array, Array]:
         """Return u, s, v with a = u diag(s) v^T, s descending, as many columns as the smaller side of a.
 
-        Signs differ between frameworks, and so do the vectors of equal singular values.
+        Signs differ between frameworks, and so do the vectors of equal singular values. If a is not finite, s is NaN.
         """
 
     # The bodies of control and bit operations suit frameworks that compute at once; one that traces graphs overrides
