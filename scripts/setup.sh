@@ -94,6 +94,9 @@ pick_mpi() {
         *) die "GRACE_MPI=$mpi is neither 'system' nor 'pypi'" ;;
     esac
     mpi=pypi
+    # The Open MPI of an active virtual environment is not the system's, and may vanish with it.
+    local PATH=":$PATH:"
+    PATH="${PATH//":${VIRTUAL_ENV:-/none}/bin:"/:}"
     if command -v mpicc >/dev/null 2>&1 && command -v mpicxx >/dev/null 2>&1 && command -v mpirun >/dev/null 2>&1; then
         case "$(mpirun --version 2>/dev/null || true)" in *"Open MPI"*) mpi=system ;; esac
     fi
