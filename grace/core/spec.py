@@ -32,8 +32,9 @@ ITEMSIZE = {
     "int8": 1,
     "uint8": 1,
 }
-# A larger magnitude counts as infinite, because its square overflows, and methods add squares.
-MAX_MAGNITUDE = {"float16": 65504.0, "bfloat16": 2.0**64, "float32": 2.0**64, "float64": 2.0**512}
+# Larger magnitudes count as infinite, because sums of them overflow: over elements, ranks and steps. Squares are added
+# in float64, in which those of float64 must not overflow.
+MAX_MAGNITUDE = {"float16": 65504.0, "bfloat16": 2.0**104, "float32": 2.0**104, "float64": 2.0**512}
 
 GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 HALF_DTYPES = ("float16", "bfloat16")

@@ -76,9 +76,12 @@ def test_refused(case, backend):
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "tensorflow-reference"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gradiveq")])
 def test_refused_in_a_graph(case, backend):
-    """A graph runs in any order: what reads the payload must wait for the check."""
+    """A graph runs in any order: what reads the payload must wait for the check.
+
+    gradiveq is not checked in graphs, in which the length of its payload cannot be told.
+    """
     tf = pytest.importorskip("tensorflow")
     ops = ops_with(backend)
     decode, good, bad, text = damaged(ops, case)

@@ -60,7 +60,7 @@ def test_a_steady_gradient_is_sent_and_one_that_turns_waits():
     """After t steps r^2 = t^2 g^2 and v = t g^2, so it is sent when t > alpha. With alternating signs r^2 <= g^2."""
     g = np.array([1.0, 1.0], np.float32)
     sim = simulate(1, (2,), make("variance", alpha=2.5), memory(1.0))
-    merged = [step(sim, [g * [1.0, (-1.0) ** number]]) for number in range(6)]
+    merged = [step(sim, [g * np.float32([1.0, (-1.0) ** number])]) for number in range(6)]
     assert np.array(merged)[:, 0].tolist() == [0, 0, 4, 0, 0, 4]
     assert not np.array(merged)[:, 1].any()
 

@@ -42,12 +42,12 @@ template <class T> GRACE_HD typename Format<T>::Word magnitude_bits(T x) {
 
 template <class T> GRACE_HD T magnitude(T x) { return bits_as<T>(magnitude_bits(x)); }
 
-// The bits of the largest magnitude that counts as finite, as MAX_MAGNITUDE in grace/core/spec.py: 2^64 for float and
-// 2^512 for double, the square root of the first power of two that overflows.
+// The bits of the largest magnitude that counts as finite, as MAX_MAGNITUDE in grace/core/spec.py: 2^104 for float and
+// 2^512 for double.
 template <class T> GRACE_HD constexpr typename Format<T>::Word largest_bits() {
     using Word = typename Format<T>::Word;
-    constexpr int bias = (1 << (Format<T>::exponent - 1)) - 1;
-    return Word(bias + (bias + 1) / 2) << Format<T>::mantissa;
+    constexpr int bias = (1 << (Format<T>::exponent - 1)) - 1, power = sizeof(T) == 4 ? 104 : 512;
+    return Word(bias + power) << Format<T>::mantissa;
 }
 
 // --- two levels ------------------------------------------------------------------------------------------------------
