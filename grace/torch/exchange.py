@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from grace.core.agreement import agree, formats
+from grace.core.agreement import agree, check_weights, formats
 from grace.core.config import Config
 from grace.core.engine import Engine
 from grace.core.errors import GraceWarning, StateError, StepError
@@ -34,12 +35,14 @@ class Exchange:
         specs: Sequence[TensorSpec],
         prefix: str,
         delegate: Callable[[Part], bool],
+        parameters: Mapping[str, torch.Tensor],
     ) -> None:
         self.config = config
         self.engine = engine
         self._specs = specs
         self._prefix = prefix
         self._delegate = delegate
+        self._parameters = parameters
         self._changes = 0
         self._met = False
         self._merged: dict[str, torch.Tensor] = {}
@@ -135,18 +138,24 @@ class Exchange:
             )
 
     def meet_once(self) -> None:
-        """Check at the first step that all ranks begin in the same stage of a schedule.
+        """Check before the first step that all ranks begin with the same weights, in the same stage of a schedule.
 
-        Otherwise ranks would start different collectives and wait forever. Raises MismatchError on every rank if only
-        some ranks have loaded a checkpoint.
+        Otherwise replicas would part silently, or ranks would start different collectives and wait forever. Raises
+        MismatchError on every rank.
         """
-        if self._met or len(self.config.stages) == 1:
+        if self._met:
             return
         self._met = True
         transport = self.engine.transport
         assert isinstance(transport, HorovodTransport)
         name = f"{self._prefix}/first step"
-        agree({"step": int(self.engine.step)}, None, lambda m: transport.gather_objects(m, name), "the first step")
+        digests = {name: _digest(p) for name, p in self._parameters.items()}
+        description = {"step of the loaded checkpoint": int(self.engine.step), "of this rank": digests}
+        everyone = agree(description, None, lambda m: transport.gather_objects(m, name), "the first step")
+        check_weights(
+            [other["of this rank"] for other in everyone],
+            "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before you train.",
+        )
 
     def _result(self, name: str) -> torch.Tensor:
         if name not in self._merged:
@@ -156,6 +165,12 @@ class Exchange:
                     self.loss_scale.scale_again(self._merged)
             self._gradients = {}
         return self._merged.pop(name)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Return a digest of a tensor's bits."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
 
 
 def _place(saved: Any, current: torch.Tensor) -> torch.Tensor:

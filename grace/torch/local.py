@@ -87,6 +87,7 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
     def step(self: Any, closure: Any = None) -> Any:
         nonlocal steps
         if steps % every == 0:
+            exchange.meet_once()
             # The weights may have been loaded or broadcast since the last exchange.
             for p in names:
                 met[p].copy_(p.detach())

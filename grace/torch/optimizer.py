@@ -162,7 +162,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         later=later,
         times=times,
     )
-    exchange = Exchange(made, engine, specs, prefix, delegate)
+    exchange = Exchange(made, engine, specs, prefix, delegate, {name: p for p, name in names.items()})
     if local_steps > 1:
         step_locally(wrapped, {p: name for p, name in names.items() if p.requires_grad}, exchange, local_steps)
     else:

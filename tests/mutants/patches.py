@@ -707,6 +707,14 @@ PATCHES = [
         (f"{UNIT_CHANGES} -k held",),
     ),
     Patch(
+        "agreement-weights-not-compared",
+        "grace/core/agreement.py",
+        "if mine.get(name) != digest]",
+        "if mine.get(name) is None]",
+        "a forgotten broadcast goes unnoticed, and every rank trains a model of its own",
+        ("tests/adapters/torch/test_optimizer.py -k 'other_weights and mpirun-2'",),
+    ),
+    Patch(
         "torch-samples-not-compared",
         "grace/torch/optimizer.py",
         "if len(samples) < 4 and gradient.is_contiguous():",

@@ -233,6 +233,16 @@ def test_gradients_changed_before_the_step_are_refused(launch):
                 assert "call optimizer.synchronize() first" in error
 
 
+@several_ranks
+def test_replicas_that_start_with_other_weights_are_refused(launch):
+    for rank in scenario("forgotten_broadcast", launch):
+        assert rank.pop("broadcast") == ""
+        for label, error in rank.items():
+            assert error.startswith("MismatchError: the weights of rank 1 and rank 0 differ before the first"), label
+            assert "in 'head.bias' and 0 other tensors" in error
+            assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in error
+
+
 @each_launch
 def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_by_name(launch):
     for error in scenario("unfrozen", launch):

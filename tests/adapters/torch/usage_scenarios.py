@@ -265,6 +265,29 @@ def changed_gradients() -> dict[str, str]:
     return errors
 
 
+def forgotten_broadcast() -> dict[str, str]:
+    """Train replicas that start with other weights on each rank, and return the error of the first step."""
+    errors = {}
+    for label, config, options in (
+        ("topk", {"compressor": "topk", **EVERYTHING}, {}),
+        ("none", {"compressor": "none"}, {}),
+        ("local", {"compressor": "topk", **EVERYTHING}, {"local_steps": 2}),
+        ("broadcast", {"compressor": "topk", **EVERYTHING}, {}),
+    ):
+        model = make_net()
+        with torch.no_grad():
+            model.head.bias[3] += hvd.rank()
+        optimizer = wrap(model, config, **options)
+        if label == "broadcast":
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        try:
+            train(model, optimizer, 1)
+            errors[label] = ""
+        except Exception as error:
+            errors[label] = f"{type(error).__name__}: {error}"
+    return errors
+
+
 def unfrozen() -> str:
     """Let a parameter train that was frozen when the optimizer was wrapped, and return the error of the step."""
     model = make_net()
