@@ -688,7 +688,7 @@ PATCHES = [
         "            engine.hold(name)\n",
         "            pass\n",
         "what is held back for a frozen parameter is sent, and takes the place of other values",
-        ("tests/adapters/torch/test_optimizer.py -k 'frozen_in_mid_run and mpirun-2'",),
+        ("tests/adapters/torch/test_optimizer.py -k 'frozen_in_mid_run and gloo-2'",),
     ),
     Patch(
         "torch-frozen-weight-decays",
@@ -696,7 +696,7 @@ PATCHES = [
         "                p.grad = gradient\n",
         "                pass\n",
         "weight decay and momentum move a frozen parameter",
-        ("tests/adapters/torch/test_optimizer.py -k 'frozen_in_mid_run and mpirun-2'",),
+        ("tests/adapters/torch/test_optimizer.py -k 'frozen_in_mid_run and gloo-2'",),
     ),
     Patch(
         "engine-plan-forgets-what-is-held",
@@ -720,7 +720,7 @@ PATCHES = [
         "if len(samples) < 4 and gradient.is_contiguous():",
         "if False:",
         "a GradScaler that the optimizer does not know changes gradients that are being exchanged",
-        ("tests/adapters/torch/test_optimizer.py -k 'loss_scalers and mpirun-2'",),
+        ("tests/adapters/torch/test_optimizer.py -k 'loss_scalers and gloo-2'",),
     ),
     Patch(
         "torch-skipped-step-keeps-residuals",
@@ -728,7 +728,7 @@ PATCHES = [
         "self._engine.undo(self._before)",
         "pass",
         "what a skipped step sent is counted as applied",
-        ("tests/adapters/torch/test_optimizer.py -k 'loss_scaler_skips and mpirun-2'",),
+        ("tests/adapters/torch/test_optimizer.py -k 'loss_scaler_skips and gloo-2'",),
     ),
     Patch(
         "torch-residual-in-scaled-units",
@@ -736,7 +736,7 @@ PATCHES = [
         "self._scaler.get_scale(), self._engine.snapshot()",
         "1.0, self._engine.snapshot()",
         "residuals are in units of an old scale after the scale has changed",
-        ("tests/adapters/torch/test_optimizer.py -k 'depend_on_the_loss_scale and mpirun-2'",),
+        ("tests/adapters/torch/test_optimizer.py -k 'depend_on_the_loss_scale and gloo-2'",),
     ),
     Patch(
         "engine-restores-the-plan-only",
@@ -744,7 +744,7 @@ PATCHES = [
         "        for name, states in before.units.items():\n            self._slots.write(name, states)\n",
         "        pass\n",
         "a checkpoint that is refused, or a step that is skipped, leaves new states",
-        ("tests/adapters/torch/test_optimizer.py -k 'loss_scaler_skips and mpirun-2'",),
+        ("tests/adapters/torch/test_optimizer.py -k 'loss_scaler_skips and gloo-2'",),
     ),
     Patch(
         "numpy-large-counts-as-finite",

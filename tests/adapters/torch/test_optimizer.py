@@ -35,6 +35,8 @@ FLAT = {name for name in compressors if compressors.make(name).flat}
 
 each_launch = on(*cases.launches(TORCH, EXCHANGES))
 several_ranks = on(*cases.launches(TORCH, EXCHANGES)[1:])
+# For what does not depend on the launcher.
+some_launches = on(ALONE, Launch(TORCH, "horovodrun-gloo", 2), Launch(TORCH, "mpirun", 4))
 four_ranks = on(*(launch for launch in cases.launches(TORCH, EXCHANGES) if launch.ranks == 4))
 
 
@@ -249,7 +251,7 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_by_name(launch):
         assert error.startswith("StepError: parameter 'left.weight' was frozen when the optimizer was wrapped")
 
 
-@each_launch
+@some_launches
 def test_a_parameter_that_is_frozen_in_mid_run_keeps_its_weight_and_its_residual(launch):
     ranks = scenario("frozen_in_mid_run", launch)
     for label in ranks[0]:
@@ -258,7 +260,7 @@ def test_a_parameter_that_is_frozen_in_mid_run_keeps_its_weight_and_its_residual
             assert all(rank[label][what] for what in ("kept", "others moved", "no gradient", "moved later")), label
 
 
-@each_launch
+@some_launches
 def test_loss_scaler_skips_the_same_step_on_all_ranks_and_no_residual_moves(launch):
     ranks = scenario("mixed_precision", launch)
     for label, result in ranks[0].items():
@@ -274,7 +276,7 @@ def test_loss_scaler_skips_the_same_step_on_all_ranks_and_no_residual_moves(laun
             assert kept == ([True] * 4 if label.startswith("none") else [False, True, False, False]), label
 
 
-@each_launch
+@some_launches
 def test_training_does_not_depend_on_the_loss_scale(launch):
     for rank in scenario("mixed_precision", launch):
         for form in ("usual", "clipped", "fused", "powersgd", "none"):
@@ -287,7 +289,7 @@ def test_training_does_not_depend_on_the_loss_scale(launch):
             assert grown["states"] == unscaled["states"], form
 
 
-@each_launch
+@some_launches
 def test_loss_scalers_that_cannot_work_are_refused(launch):
     for rank in scenario("mixed_precision", launch):
         assert rank["not told"].startswith("StepError: gradients were changed between backward() and step()")
