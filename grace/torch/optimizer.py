@@ -162,12 +162,12 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         later=later,
         times=times,
     )
-    exchange = Exchange(made, engine, specs, prefix, delegate, {name: p for p, name in names.items()})
+    parameters = {name: p for p, name in names.items()}
+    exchange = Exchange(made, engine, specs, prefix, delegate, parameters)
     if local_steps > 1:
         step_locally(wrapped, {p: name for p, name in names.items() if p.requires_grad}, exchange, local_steps)
     else:
         wrapped.grace = exchange
-        parameters = {name: p for p, name in names.items()}
         views = GradientViews(plan, parameters) if gradient_as_bucket_view else None
         loss_scale = None
         if grad_scaler is not None and grad_scaler.is_enabled():
