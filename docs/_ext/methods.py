@@ -90,7 +90,7 @@ def text_of(cls: type) -> Text:
     # A label may also begin in the middle of a paragraph.
     for paragraph in re.split(r"\n\n|\n(?=(?:Cost|When): )", inspect.cleandoc(cls.__doc__ or "")):
         label, _, rest = paragraph.partition(": ")
-        if label in ("Formula", "Cost", "When", "Reference"):
+        if label in ("Formula", "Error", "Cost", "When", "Reference"):
             labels[label] = " ".join(rest.split())
         else:
             paragraphs.append(paragraph)
@@ -197,6 +197,7 @@ def section(name: str, sent: Sent) -> list[str]:
         "",
     ]
     said = {
+        "Error": markdown(text.labels.get("Error", "")),
         "Cost": markdown(text.labels.get("Cost", "")) + cost_text(name),
         "When": markdown(text.labels.get("When", "")),
         "Reference": markdown(text.labels.get("Reference", "")),
@@ -236,6 +237,10 @@ def index(all_sent: dict[str, Sent]) -> str:
         f"{SAMPLE.shape[1]} normal values with standard deviation {DEVIATION}. The columns after it are the bytes per "
         "element that one rank receives among 2, 4, 8 and 16 ranks. With allgather they grow with the number of "
         "ranks. With allreduce they do not: a ring sends 2 (n - 1) / n times the payload.",
+        "",
+        "The pages state the error |x - C(x)|^2 of each method for a matrix x of 256 x 1,024 normal values. If the "
+        "elements differ more in size, sparsifiers have smaller errors, and methods with one scale for all elements "
+        "larger ones.",
         "",
     ]
     head = ["method", "memory", "communicator", "bytes", *(f"{n} ranks" for n in RANKS), "bias", "error feedback"]

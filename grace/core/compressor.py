@@ -63,8 +63,16 @@ class Compressor(ABC):
 
     @property
     def flat(self) -> bool:
-        """True if only the length of the tensor matters, not its shape; tensors may then be cut and joined."""
+        """True if only the length of the tensor matters, not its shape; a large tensor may then be cut."""
         return True
+
+    @property
+    def joins(self) -> bool:
+        """True if tensors whose gradients differ in size may be compressed as one, because they share no scale.
+
+        Sparsifiers, which send exact values, choose among the elements of all these tensors.
+        """
+        return False
 
     @property
     def payload_format(self) -> int:
@@ -98,6 +106,11 @@ class Compressor(ABC):
             return "the ranks vote, and a vote is not the mean of their signs"
         if self.unbiased and not self.carries_nonfinite:
             return "its errors average out, and error feedback adds them to the variance"
+        return None
+
+    @property
+    def advice(self) -> str | None:
+        """Setting that must change with this method, such as the learning rate, for the report; None if none must."""
         return None
 
     def contraction(self, spec: TensorSpec) -> float | None:
@@ -180,6 +193,11 @@ class Sparsifier(Compressor):
 
     @property
     def sparsifies(self) -> bool:
+        return True
+
+    @property
+    def joins(self) -> bool:
+        # Chosen from all tensors, the largest elements train better than the largest of each (docs/accuracy.md).
         return True
 
     @property

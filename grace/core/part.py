@@ -98,8 +98,13 @@ class Part:
 
     @property
     def flat(self) -> bool:
-        """True if it may be cut, and joined with others."""
+        """True if it may be cut."""
         return self.compressor.flat and not self.memory.whole
+
+    @property
+    def joins(self) -> bool:
+        """True if it may be joined with others."""
+        return self.flat and self.compressor.joins
 
     @property
     def holds(self) -> bool:
@@ -143,7 +148,7 @@ def fuse(items: Sequence[Part]) -> list[Part]:
     # The last group of a kind, and its number of elements.
     last: dict[object, tuple[list[Part], int]] = {}
     for i, item in enumerate(items):
-        key = (item.parts, item.spec.dtype, item.index_coding) if item.flat else i
+        key = (item.parts, item.spec.dtype, item.index_coding) if item.joins else i
         group, numel = last.get(key, ([], 0))
         numel += item.spec.numel
         if group and item.compressor.unfit(dataclasses.replace(item.spec, shape=(numel,))):

@@ -63,6 +63,12 @@ class Plan:
         return found
 
     @property
+    def notes(self) -> list[str]:
+        """What the compressors in use advise."""
+        used = dict.fromkeys(unit.compressor for unit in self.units)
+        return [f"{compressor}: {text}" for compressor in used if (text := compressor.advice)]
+
+    @property
     def parts(self) -> list[Part]:
         """Every tensor of the plan."""
         return [*self.exchanged, *self.delegated]
@@ -115,13 +121,16 @@ class Plan:
             f"{len(self.delegated)} left to the framework's own allreduce: {dense_total:,} bytes dense, "
             f"{wire_total:,} on the wire per rank and step{more}"
         )
+        lines += [f"note: {text}" for text in self.notes]
         lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(line.rstrip() for line in lines)
 
 
 def share(total: int, unit: Part, offset: int, piece: Piece) -> int:
     """Return the part of a unit's `total` for its piece at `offset`; the parts of all pieces add up to the total."""
-    n = max(1, unit.spec.numel)
+    n = unit.spec.numel
+    if not n:
+        return total if piece == unit.pieces[0] else 0
     return total * (offset + piece.numel) // n - total * offset // n
 
 

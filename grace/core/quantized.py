@@ -42,6 +42,10 @@ class QuantizedSparsifier(Compressor):
     def flat(self) -> bool:
         return all(part.flat for part in self.parts)
 
+    @property
+    def joins(self) -> bool:
+        return all(part.joins for part in self.parts)
+
     def contraction(self, spec: TensorSpec) -> float | None:
         # The kept and the dropped elements are orthogonal. The sparsifier loses |x|^2 - E|S|^2; of E|S|^2, which is at
         # least delta_S |x|^2, the quantizer loses at most a share of 1 - delta_Q.

@@ -13,7 +13,7 @@ from grace.core.plan import Plan
 from grace.core.registry import compressors, memories
 from grace.core.spec import Array, Key, State
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 # What the memory of a unit held for the elements of one tensor: by key of the state and first element.
 Held = dict[tuple[str, int], Array]
 

@@ -11,12 +11,13 @@ import numpy as np
 
 from grace.core.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.spec import MAX_MAGNITUDE, Payload, TensorSpec
-from grace.testing.harness import array, draw, exchange, host, payload_on_host, same
+from grace.testing.harness import EPS, array, draw, exchange, host, payload_on_host, same, wide
 
 
 class UnitContract(ABC):
-    """Tests of the flags `flat`, `checks` and `linear_in` of a compressor."""
+    """Tests of the flags `flat`, `joins`, `checks` and `linear_in` of a compressor."""
 
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
 
@@ -36,6 +37,38 @@ class UnitContract(ABC):
             for shape in ((spec.numel,), (1, spec.numel)) if ops.name == "numpy" else ((spec.numel,),):
                 other = self._told(compressor, ops, dataclasses.replace(spec, shape=shape), given)
                 assert [name for name in expected if not _alike(expected[name], other[name])] == [], (spec, shape)
+
+    def test_joined_tensors_keep_their_error(self, compressor: Compressor) -> None:
+        # A sparsifier chooses among the elements of all tensors; then the error of one alone says nothing.
+        if not compressor.joins or compressor.sparsifies:
+            return
+        ops, few = NumpyOps(), 20
+        for spec in self.specs(compressor):
+            n, scales = spec.numel, (1.0, 2.0**-4, 2.0**-8)
+            if n < 100:
+                continue
+            specs = [dataclasses.replace(spec, name=f"t{i}", model_numel=3 * n) for i in range(3)]
+            unit = dataclasses.replace(spec, name="unit", shape=(3 * n,), model_numel=3 * n)
+            xs = [
+                draw(one, i) * np.asarray(scale, spec.work_dtype)
+                for i, (one, scale) in enumerate(zip(specs, scales, strict=True))
+            ]
+            alone, together = np.zeros(3), np.zeros(3)
+            for step in range(few):
+                joined = self._errors(compressor, ops, unit, np.concatenate(xs), step)
+                for i, (one, x) in enumerate(zip(specs, xs, strict=True)):
+                    norm = np.sum(wide(x) ** 2)
+                    alone[i] += np.sum(self._errors(compressor, ops, one, x, step) ** 2) / norm / few
+                    together[i] += np.sum(joined[i * n : (i + 1) * n] ** 2) / norm / few
+            assert (together <= 1.2 * alone + EPS[spec.work_dtype]).all(), (spec, together, alone)
+            delta = compressor.contraction(spec)
+            assert delta is None or (together <= 1.2 * (1 - delta) + EPS[spec.work_dtype]).all(), (spec, together)
+
+    def _errors(
+        self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, x: np.ndarray[Any, Any], step: int
+    ) -> np.ndarray[Any, Any]:
+        ex = exchange(compressor, ops, spec, [x], step=step)
+        return wide(x) - wide(host(ops, compressor.decompress(ex.payloads[0], ex.sites[0])))
 
     def test_what_is_checked_is_compressed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
         for spec in self.specs(compressor, ops) if compressor.checks else []:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -115,6 +116,27 @@ def test_long_tensors_are_cut_into_about_equal_slices():
     assert starts(bucket_bytes=0, split_bytes=1) == list(range(0, 40960, GRAIN))
 
 
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", [name for name, chosen in DEFAULTS.items() if not chosen.compressor.sparsifies])
+def test_tensors_of_unlike_scale_keep_the_error_they_have_alone(name, cut):
+    """One scale for all of them would ruin those with small gradients. Sparsifiers choose among all elements."""
+    chosen = dataclasses.replace(DEFAULTS[name], memory=memories.make("none"))
+    scales = {"large": 1.0, "middle": 0.1, "small": 0.01, "long": 1.0}
+    specs = [TensorSpec(name, (150, 100) if name == "long" else (30, 50)) for name in scales]
+    errors = []
+    for options in ({"granularity": "layer"}, CUTS[cut]):
+        sim, lost = simulate(chosen, size=1, specs=specs, **options), dict.fromkeys(scales, 0.0)
+        for number in range(20):
+            (given,) = gradients(sim, number)
+            given = {name: np.float32(scales[name]) * x for name, x in given.items()}
+            (merged,) = on_host(sim, sim.step([given], lr=0.1))
+            for name, x in given.items():
+                lost[name] += float(np.sum((x - merged[name]) ** 2.0) / np.sum(x**2.0))
+        errors.append(lost)
+    alone, together = errors
+    assert all(together[name] <= 1.2 * alone[name] + 1e-6 for name in scales), (alone, together)
+
+
 @pytest.mark.parametrize("name", ["powersgd", "gradiveq", "gradzip", "atomo"])
 def test_methods_that_look_at_the_shape_stay_with_their_tensors(name):
     specs = [TensorSpec(n, (100, 150)) for n in "abc"]
@@ -189,7 +211,7 @@ def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
     by_hand = units_by_hand(sim, get_ops("numpy"))
     whole = {piece.tensor for unit in sim.plan.units for piece in unit.pieces if len(unit.pieces) > 1}
     split = {name for name, places in sim.plan.places.items() if len(places) > 1}
-    assert bool(whole) == any(part.compressor.flat for part in sim.plan.exchanged)
+    assert bool(whole) == any(part.joins for part in sim.plan.exchanged)
     cuttable = next(part for part in sim.plan.exchanged if part.spec.name == "long").compressor.flat
     assert split == ({"long"} if cut == "small buckets" and cuttable else set())
     for number in range(3):
@@ -387,12 +409,9 @@ def test_what_depends_on_a_whole_tensor_is_neither_cut_nor_fused(memory):
 
 
 def test_a_unit_never_grows_beyond_what_the_method_can_compress(monkeypatch):
-    """Tensors that fit alone may not fit together: variance addresses elements by INDEX_BITS bits."""
-    monkeypatch.setattr("grace.core.compressors.variance.INDEX_BITS", 10)
+    """Tensors that fit alone may not fit together: int32 indices address 2^31 elements."""
+    monkeypatch.setattr("grace.core.compressor.beyond_int32", lambda spec: "long" if spec.numel >= 1024 else None)
     specs = [TensorSpec(name, (400,)) for name in "abcde"]
-    chosen = METHODS["variance"]
-    sim = simulate(chosen, specs=specs, granularity="model")
-    assert [[piece.tensor for piece in unit.pieces] for unit in sim.plan.units] == [["e", "d"], ["c", "b"], ["a"]]
-    by_layer = simulate(chosen, specs=specs)
-    for number in range(3):
-        assert_same(step(by_layer, number), step(sim, number))
+    for name in ("topk", "randomk"):
+        sim = simulate(METHODS[name], specs=specs, granularity="model")
+        assert [[piece.tensor for piece in unit.pieces] for unit in sim.plan.units] == [["e", "d"], ["c", "b"], ["a"]]

@@ -313,3 +313,22 @@ def test_momentum_twice_is_told(compressor):
 def test_no_method_is_warned_of_its_own_memory(name):
     plan = make_plan([TensorSpec("w", (64, 64))], make_config({"compressor": name}))
     assert plan.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"compressor": "signsgd"}, "smaller learning rate"),
+        ({"compressor": "signum"}, "smaller learning rate"),
+        ({"compressor": "randomk", "compress_ratio": 0.01}, "raise compress_ratio"),
+        ({"compressor": "wangni", "compress_ratio": 0.01}, "raise compress_ratio"),
+        ({"compressor": "wangni", "compress_ratio": 0.01, "variance_budget": 1.0}, None),
+        ({"compressor": "randomk"}, None),
+        ({"compressor": "topk", "rules": [{"match": "b", "compressor": "signsgd"}]}, "smaller learning rate"),
+    ],
+)
+def test_the_report_says_which_setting_must_change_with_a_method(config, said):
+    specs = [TensorSpec("a", (64, 64)), TensorSpec("b", (64, 64))]
+    notes = [line for line in make_plan(specs, make_config(config)).report().splitlines() if line.startswith("note: ")]
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]

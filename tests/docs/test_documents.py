@@ -87,7 +87,9 @@ def lacking(name: str, docstring: str) -> list[str]:
     """Return the parts that the docstring of a method lacks."""
     lines = [line.strip() for line in docstring.splitlines()]
     missing = [
-        start for start in ("Formula:", "Cost:", "When:") if not any(re.match(f"{start} .", line) for line in lines)
+        start
+        for start in ("Formula:", "Error:", "Cost:", "When:")
+        if not any(re.match(f"{start} .", line) for line in lines)
     ]
     # Do not accept the denominator of a fraction, or the number of a preprint.
     if name not in WITHOUT_PUBLICATION and not re.search(r"(?<![\w./:])20[0-2]\d\b", docstring):
@@ -101,9 +103,11 @@ def test_docstring_has_formula_cost_use_and_publication(name):
 
 
 def test_a_docstring_that_says_less_is_noticed():
-    whole = "Identity.\n\n    Formula: C(x) = x\n\n    Cost: one pass.\n    When: never.\n    Somebody, 2019.\n    "
+    parts = "Identity.", "Formula: C(x) = x", "Error: 0.", "Cost: one pass.\n    When: never.\n    Somebody, 2019."
+    whole = "\n\n    ".join(parts) + "\n    "
     assert lacking("topk", whole) == []
     assert lacking("topk", whole.replace("Formula:", "It is")) == ["Formula:"]
+    assert lacking("topk", whole.replace("Error: 0", "Error:")) == ["Error:"]
     assert lacking("topk", whole.replace("Cost:", "The Cost:")) == ["Cost:"]
     assert lacking("topk", whole.replace("When: never.", "When:")) == ["When:"]
     assert lacking("topk", whole.replace(" 2019", " arXiv:2019.00001, steps of 1/2019")) == ["year of the publication"]

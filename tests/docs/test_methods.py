@@ -78,7 +78,9 @@ def test_a_docstring_is_taken_apart(methods):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_section_has_formula_cost_use_and_reference(methods, name):
     section = "\n".join(methods.section(name, methods.Sent({"allgather": 1.0}, exact=True)))
-    expected = ["$$\n", "**Cost.** ", "**When.** "] + ["**Reference.** "] * (name not in WITHOUT_REFERENCE)
+    expected = ["$$\n", "**Error.** ", "**Cost.** ", "**When.** "] + ["**Reference.** "] * (
+        name not in WITHOUT_REFERENCE
+    )
     assert [part for part in expected if part not in section] == []
     for option in methods.fields_of(compressors.get(name)):
         assert f"| `{option}` |" in section

@@ -382,6 +382,7 @@ def unpack(ops, g):
 def binarize(ops, g):
     for threshold in g.some([0.0, 0.1, -0.5, 1e30]):
         yield ops.binarize(g.x(), threshold)
+        yield ops.binarize(g.x(), threshold, True)
 
 
 @case
@@ -394,9 +395,10 @@ def binarize_means(ops, g):
 
 @case
 def sign_mean(ops, g):
-    bits, mean = ops.sign_mean(g.x())
-    yield bits
-    yield free(ops, g, mean)
+    for strict in (False, True):
+        bits, mean = ops.sign_mean(g.x(), strict)
+        yield bits
+        yield free(ops, g, mean)
 
 
 @case

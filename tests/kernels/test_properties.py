@@ -105,9 +105,10 @@ def test_selection(x, bound, strict, nonzero):
 
 
 @settings
-@hypothesis.given(numbers(special=True), st.floats(-(2.0**99), 2.0**99, width=32))
-def test_signs_and_finiteness(x, threshold):
-    agree(lambda ops: ops.binarize(x, threshold))
+@hypothesis.given(numbers(special=True), st.floats(-(2.0**99), 2.0**99, width=32), st.booleans())
+def test_signs_and_finiteness(x, threshold, strict):
+    agree(lambda ops: ops.binarize(x, threshold, strict))
+    agree(lambda ops: ops.sign_mean(x, strict)[0])
     assert bool(NATIVE.finite(x)) == bool((np.abs(x) <= MAX_MAGNITUDE[x.dtype.name]).all())
 
 

@@ -329,6 +329,14 @@ class VoteThatGrows(SignSGD):
         return Compressor.merge(self, payloads, at)
 
 
+@breaks("test_joined_tensors_keep_their_error")
+@dataclass(frozen=True)
+class OneScaleForAll(EFSignSGD):
+    """Lets tensors of unlike scale be joined."""
+
+    joins = True
+
+
 @breaks("test_what_is_checked_is_compressed_as_ever")
 @dataclass(frozen=True)
 class TakesLargeForInfinite(SignSGD):

@@ -38,7 +38,7 @@ def test_error_is_that_of_the_sparsifier_plus_that_of_the_quantizer_on_the_kept_
     norm = np.linalg.norm(kept)
     p = s * kept / norm % 1
     expected = np.sum(x.astype(np.float64) ** 2) - np.sum(kept**2) + np.sum((norm / s) ** 2 * p * (1 - p))
-    chain = make("chain", sparsifier=TOPK, quantizer={"name": "qsgd", "quantum_num": s, "bucket_size": 0})
+    chain = make("chain", sparsifier=TOPK, quantizer={"name": "qsgd", "quantum_num": s, "bucket_size": 0, "norm": "l2"})
     mean, margin = variance(chain, x, 200)
     assert abs(mean - expected) <= margin
     assert margin < 0.05 * expected
@@ -75,11 +75,12 @@ def test_bytes_of_indices_codes_and_norms():
 def test_the_quantizer_draws_other_numbers_than_the_sparsifier_and_each_rank_its_own():
     """All values are equal, so only the random rounding can differ."""
     x = np.ones(4000, np.float32)
-    chain = make("chain", sparsifier={"name": "randomk", "compress_ratio": 0.5}, quantizer={"name": "qsgd"})
+    quantizer = {"name": "qsgd", "norm": "l2"}
+    chain = make("chain", sparsifier={"name": "randomk", "compress_ratio": 0.5}, quantizer=quantizer)
     a, b = exchange(chain, OPS, spec(4000), [x, x]).payloads
     assert np.array_equal(a["indices"], b["indices"])
     assert not np.array_equal(a["values/codes"], b["values/codes"])
-    qsgd_alone = payload(make("qsgd"), np.ones(2000, np.float32))["codes"]
+    qsgd_alone = payload(make(**quantizer), np.ones(2000, np.float32))["codes"]
     assert not np.array_equal(qsgd_alone, a["values/codes"])
 
 

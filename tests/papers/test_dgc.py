@@ -171,3 +171,25 @@ def test_fewer_than_k_that_are_not_zero():
 
 def test_zeros_send_nothing():
     assert len(payload(make("dgc"), np.zeros(1000, np.float32))["values"]) == 0
+
+
+def optimum(masking, decay):
+    """Return the mean weights of the last third of a run on |w - a|^2 / 2 with weight decay, and a."""
+    n, steps, rate = 200, 1200, 0.02
+    rng = np.random.default_rng(0)
+    a, w, total = rng.standard_normal(n) * np.exp(rng.standard_normal(n)), np.zeros(n), np.zeros(n)
+    sim = simulate(2, (n,), make("topk", compress_ratio=0.1), {"name": "dgc", "momentum_masking": masking})
+    for number in range(steps):
+        noise = rng.standard_normal((2, n)) / 4
+        w -= rate * (step(sim, [(w - a + mine).astype(np.float32) for mine in noise]) + decay * w)
+        total += w * (number >= 800) / 400
+    return total, a
+
+
+@pytest.mark.parametrize(("masking", "factor", "kept"), [(False, 10, True), (False, 1, False), (True, 10, False)])
+def test_weight_decay_divided_by_one_minus_momentum_keeps_the_optimum(masking, factor, kept):
+    """Dense training has its optimum at a / (1 + decay). A momentum of 0.9 amplifies gradients, but not the decay."""
+    decay = 0.1
+    found, a = optimum(masking, factor * decay)
+    distance = np.linalg.norm(found - a / (1 + decay)) / np.linalg.norm(a / (1 + decay))
+    assert distance < 0.01 if kept else 0.03 < distance < 0.5

@@ -66,7 +66,7 @@ def test_rule_of_the_paper_counts_the_whole_model():
     merged = sim.step([x])[0]
     assert all(np.array_equal(merged[n], np.where(np.abs(x[n]) >= threshold, x[n], 0)) for n in tensors)
     resnet = TensorSpec("w", (10,), model_numel=11_173_962)
-    assert make("hardthreshold", compress_ratio=0.001).first(resnet) == pytest.approx(4.73e-3, rel=1e-3)
+    assert make("hardthreshold", compress_ratio=0.001).fixed(resnet) == pytest.approx(4.73e-3, rel=1e-3)
 
 
 def test_nothing_to_send_is_a_normal_step():
@@ -94,6 +94,64 @@ def test_tuner_finds_the_density(scale, framework):
     assert len(set(thresholds(sim))) == 1, "one threshold for all tensors and ranks"
     assert thresholds(sim) == tuned, "it stays once it is tuned"
     assert 0.8 <= np.mean(sent[tune:]) / (ratio * 2600) <= 1.25
+
+
+def logistic(rng):
+    """Return the gradient of a logistic regression at weights, by rank."""
+    a = rng.standard_normal((3000, 2000)) * np.exp(rng.standard_normal(2000))
+    a /= np.linalg.norm(a, axis=1, keepdims=True)
+    y = np.sign(a @ rng.standard_normal(2000))
+
+    def gradient(weights):
+        rows = rng.integers(0, len(a), 16)
+        margin = y[rows] * (a[rows] @ weights["w"])
+        return {"w": -(a[rows] * (y[rows] / (1 + np.exp(margin)))[:, None]).mean(0)}
+
+    return {"w": np.zeros(2000)}, gradient, 5.0
+
+
+def perceptron(rng):
+    """Return the gradient of a perceptron with one hidden layer at weights, by rank."""
+    x = rng.standard_normal((1000, 50))
+    y = np.tanh(x @ rng.standard_normal((50, 40))) @ rng.standard_normal((40, 10))
+    start = {"a": rng.standard_normal((50, 80)) / 7, "b": rng.standard_normal((80, 10)) / 9}
+
+    def gradient(weights):
+        rows = rng.integers(0, len(x), 16)
+        hidden = np.maximum(x[rows] @ weights["a"], 0)
+        error = (hidden @ weights["b"] - y[rows]) / len(rows)
+        return {"a": x[rows].T @ ((error @ weights["b"].T) * (hidden > 0)), "b": hidden.T @ error}
+
+    return start, gradient, 0.01
+
+
+@pytest.mark.parametrize("steps", [200, 400])
+@pytest.mark.parametrize("ratio", [0.01, 0.002])
+@pytest.mark.parametrize("task", [logistic, perceptron])
+def test_volume_of_the_whole_run_is_within_a_tenth(task, ratio, steps):
+    weights, gradient, rate = task(np.random.default_rng(0))
+    shapes = {name: x.shape for name, x in weights.items()}
+    config = {"compressor": "hardthreshold", "compress_ratio": ratio, "default_rules": False}
+    sim, sent = grace.Simulation(4, shapes, config), 0
+    for _ in range(steps):
+        given = [{n: x.astype(np.float32) for n, x in gradient(weights).items()} for _ in range(4)]
+        merged = sim.step(given)[0]
+        weights = {n: x - rate * merged[n] for n, x in weights.items()}
+        sent += sum(t["wire_bytes"] for engine in sim.engines for t in engine.stats()["tensors"].values()) / 8
+    elements = sum(x.size for x in weights.values())
+    assert sent / (4 * steps * elements * ratio) == pytest.approx(1, abs=0.1)
+
+
+def test_gradients_of_zero_leave_the_tuner_where_it_is():
+    sim = grace.Simulation(2, {"w": (50, 40)}, {"compressor": "hardthreshold", "default_rules": False})
+    rng, zero = np.random.default_rng(0), np.zeros((50, 40), np.float32)
+    sent = []
+    for number in range(120):
+        sim.step([{"w": zero if number < 3 else rng.standard_normal((50, 40)).astype(np.float32)} for _ in "ab"])
+        sent.append(sum(e.stats()["tensors"]["w"]["wire_bytes"] for e in sim.engines) / 8 / 2)
+    assert sent[:3] == [0, 0, 0]
+    assert 0 < max(sent) <= 40
+    assert np.mean(sent[3:]) == pytest.approx(0.001 * 2000, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ N = 512
 @pytest.mark.parametrize("seed", [0, 1])
 def test_variance_is_within_the_bound(s, seed):
     x = normal(N, seed)
-    mean, margin = variance(make("qsgd", quantum_num=s, bucket_size=0), x, 200)
+    mean, margin = variance(make("qsgd", quantum_num=s, bucket_size=0, norm="l2"), x, 200)
     bound = min(N / s**2, math.sqrt(N) / s) * float(np.sum(x.astype(np.float64) ** 2))
     assert mean <= bound + margin
 
@@ -27,13 +27,13 @@ def test_variance_is_that_of_stochastic_rounding(s):
     x = normal(N, 2).astype(np.float64)
     norm = np.linalg.norm(x)
     p = s * np.abs(x) / norm % 1
-    mean, margin = variance(make("qsgd", quantum_num=s, bucket_size=0), x.astype(np.float32), 300)
+    mean, margin = variance(make("qsgd", quantum_num=s, bucket_size=0, norm="l2"), x.astype(np.float32), 300)
     assert abs(mean - np.sum((norm / s) ** 2 * p * (1 - p))) <= margin
 
 
 def test_variance_with_the_largest_norm_is_smaller():
     x = normal(N, 3)
-    l2, _ = variance(make("qsgd", quantum_num=7, bucket_size=0), x, 100)
+    l2, _ = variance(make("qsgd", quantum_num=7, bucket_size=0, norm="l2"), x, 100)
     largest, margin = variance(make("qsgd", quantum_num=7, bucket_size=0, norm="max"), x, 100)
     assert largest + margin < l2
 
@@ -42,7 +42,7 @@ def test_variance_with_the_largest_norm_is_smaller():
 def test_expected_nonzeros_are_few(s):
     """E|C(x)|_0 <= s (s + sqrt(n))."""
     x = normal(N, 4)
-    compressor = make("qsgd", quantum_num=s, bucket_size=0)
+    compressor = make("qsgd", quantum_num=s, bucket_size=0, norm="l2")
     counts = [np.count_nonzero(send(compressor, x, step=step)) for step in range(100)]
     assert np.mean(counts) <= s * (s + math.sqrt(N)) + 6 * np.std(counts) / 10
 
@@ -50,10 +50,18 @@ def test_expected_nonzeros_are_few(s):
 def test_decoded_values_are_levels_of_the_norm():
     x = normal(N, 5)
     norm = np.linalg.norm(x.astype(np.float64))
-    levels = send(make("qsgd", quantum_num=4, bucket_size=0), x) / norm * 4
+    levels = send(make("qsgd", quantum_num=4, bucket_size=0, norm="l2"), x) / norm * 4
     assert np.abs(levels - np.round(levels)).max() < 1e-5
     assert np.all(np.abs(np.round(levels) - 4 * x / norm) <= 1)
     assert np.all(np.round(levels) * np.sign(x) >= 0)
+
+
+@pytest.mark.parametrize("s", [1, 7, 127])
+def test_variance_with_the_largest_norm_is_within_its_bound(s):
+    """A Bernoulli variable of step max|x| / s has at most a variance of a quarter of its square."""
+    x = normal(N, 3)
+    mean, margin = variance(make("qsgd", quantum_num=s, bucket_size=0), x, 200)
+    assert mean <= N * float(np.abs(x).max()) ** 2 / (4 * s**2) + margin
 
 
 def test_figure_3_of_grace():
@@ -81,7 +89,7 @@ def test_all_2s_plus_1_codes_occur(s):
 
 def test_buckets_have_norms_of_their_own():
     x = np.concatenate([normal(100, 0), 1000 * normal(100, 1), np.zeros(50, np.float32)])
-    sent = payload(make("qsgd", bucket_size=100), x)
+    sent = payload(make("qsgd", bucket_size=100, norm="l2"), x)
     expected = [np.linalg.norm(x[i : i + 100].astype(np.float64)) for i in (0, 100, 200)]
     assert np.array_equal(sent["norms"], np.array(expected).astype(np.float32))
 

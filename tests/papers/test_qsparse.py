@@ -47,7 +47,7 @@ def test_unscaled_the_error_of_few_levels_exceeds_the_gradient():
     unscaled = make(
         "chain",
         sparsifier={"name": "topk", "compress_ratio": K / D},
-        quantizer={"name": "qsgd", "quantum_num": 1, "bucket_size": 0},
+        quantizer={"name": "qsgd", "quantum_num": 1, "bucket_size": 0, "norm": "l2"},
     )
     mean, margin = variance(unscaled, x, 100)
     assert mean - margin > np.sum(x.astype(np.float64) ** 2)

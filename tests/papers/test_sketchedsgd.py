@@ -154,7 +154,7 @@ def test_heavy_hitters_of_the_sum_are_found_where_no_rank_sees_them():
     for x in xs:
         top = np.argsort(-np.abs(x))[:40]
         assert not set(top) & set(heavy), "or this test shows nothing"
-    merged = step(simulate(ranks, (N,), make("sketchedsgd")), xs)
+    merged = step(simulate(ranks, (N,), make("sketchedsgd", candidates=1)), xs)
     mean = np.mean([x.astype(np.float64) for x in xs], axis=0)
     assert np.count_nonzero(merged) == 40
     assert (merged[heavy] != 0).all()
@@ -165,7 +165,7 @@ def test_all_ranks_choose_the_same_elements_and_others_in_another_step():
     xs = [normal(N, seed) for seed in range(4)]
     chosen = [p["indices"] for p in exchange(make("sketchedsgd"), OPS, spec(N), xs).payloads]
     assert all(np.array_equal(chosen[0], other) for other in chosen)
-    assert len(set(chosen[0].tolist())) == 40
+    assert len(set(chosen[0].tolist())) == 160
     assert not np.array_equal(chosen[0], exchange(make("sketchedsgd"), OPS, spec(N), xs, step=1).payloads[0]["indices"])
 
 
@@ -174,14 +174,32 @@ def test_a_sketch_that_overflowed_still_chooses_k():
     agreed = ex.sites[0].agreed.copy()
     agreed[:100:3], agreed[1:200:3], agreed[2:300:3] = np.inf, -np.inf, np.nan
     at = ex.sites[0]._replace(agreed=agreed)
-    assert len(set(make("sketchedsgd").compress(ex.xs[0], at)["indices"].tolist())) == 40
+    assert len(set(make("sketchedsgd").compress(ex.xs[0], at)["indices"].tolist())) == 160
 
 
-def test_bytes_do_not_depend_on_the_ranks_and_are_a_ninth_of_dense():
+def test_more_candidates_find_more_of_the_largest():
+    """Recall of elements of 8 standard deviations, planted in the sum of four ranks."""
+    n, k = 20_000, 200
+    rng = np.random.default_rng(0)
+    xs, planted = [normal(n, seed) for seed in range(4)], rng.choice(n, k, replace=False)
+    for x in xs:
+        x[planted] += np.float32(8) * np.where(planted % 2, 1, -1)
+    found = []
+    for candidates in (1, 4):
+        ex = exchange(make("sketchedsgd", candidates=candidates), OPS, spec(n), xs)
+        indices = ex.payloads[0]["indices"]
+        assert len(indices) == candidates * k
+        found.append(np.isin(planted, indices).mean())
+    # All of these, drawn at random with as many values in all, would be 14 %.
+    assert found[0] < 0.4
+    assert found[1] > 0.5
+
+
+def test_bytes_do_not_depend_on_the_ranks_and_are_a_seventh_of_dense():
     compressor, tensor = make("sketchedsgd"), spec(1000, 1000)
     fields = [*compressor.agreement(tensor), *compressor.wire(tensor)]
-    assert payload_bytes(fields) == 4 * (5 * 20000 + 10000)
-    assert len(payload(compressor, normal(N))["values"]) == 40
+    assert payload_bytes(fields) == 4 * (5 * 20000 + 40000)
+    assert len(payload(compressor, normal(N))["values"]) == 160
 
 
 def test_memory_holds_what_was_not_sent():
@@ -197,7 +215,7 @@ def test_memory_holds_what_was_not_sent():
 def test_momentum_correction_with_plain_numpy():
     """u = m u + g, v = v + u. Both are set to zero at the sent coordinates, which are equal on all ranks."""
     ranks = 2
-    sim = simulate(ranks, (N,), make("sketchedsgd"), {"name": "dgc", "momentum": 0.9})
+    sim = simulate(ranks, (N,), make("sketchedsgd", candidates=1), {"name": "dgc", "momentum": 0.9})
     u, v = np.zeros((ranks, N)), np.zeros((ranks, N))
     for number in range(4):
         xs = [normal(N, 10 * number + rank) for rank in range(ranks)]
@@ -214,7 +232,7 @@ def test_momentum_correction_with_plain_numpy():
 
 
 def test_tensors_that_would_not_shrink_stay_dense_and_impossible_options_are_refused():
-    compressor = make("sketchedsgd")
+    compressor = make("sketchedsgd", candidates=1)
     assert "no smaller" in compressor.unfit(TensorSpec("bias", (10,)))
     assert compressor.unfit(TensorSpec("w", (100,))) is None
     with pytest.raises(ConfigError, match="rows must be odd"):

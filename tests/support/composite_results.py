@@ -159,14 +159,17 @@ def sparse_sum(n, dtype):
 @case
 def binarize(n, dtype):
     x = numbers(n, dtype)
+    x[::3] = 0
     for threshold in (0, 0.25, -0.5):
         bits = packed(x >= threshold, 1)
+        yield Call("binarize", (x, threshold, True), {}, (packed(x > threshold, 1),))
         high, low = (x.astype(np.float64)[side] for side in (x >= threshold, x < threshold))
         yield Call("binarize", (x, threshold), {}, (bits,))
         means = [side.sum().astype(dtype).astype(np.float64) / max(1, len(side)) for side in (low, high)]
         yield Call("binarize_means", (x, threshold), {}, (bits, np.array(means).astype(dtype)))
     mean = np.abs(x).sum(dtype=np.float64).astype(dtype) / np.array(max(1, n), dtype)
     yield Call("sign_mean", (x,), {}, (packed(x >= 0, 1), mean.reshape(1)))
+    yield Call("sign_mean", (x, True), {}, (packed(x > 0, 1), mean.reshape(1)))
 
 
 @case

@@ -25,6 +25,8 @@ class Chain(QuantizedSparsifier):
     delta = delta_S delta_Q. S must have a fixed size and no proposals; Q must have no state and no proposals, and must
     not be a vote.
 
+    Error: 0.91 |x|^2 for normal x.
+
     Cost: the sparsifier on d elements and the quantizer on k.
 
     When: the values are a large part of what a sparsifier sends: half of topk's bytes, all of randomk's. Not where the

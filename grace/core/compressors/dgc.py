@@ -25,6 +25,8 @@ class DGC(Sparsifier):
     (In that case the original lowers the threshold step by step.) Zeros never travel. Set the optimizer's momentum to
     0, because the memory `dgc` holds the momentum.
 
+    Error: 0.91 |x|^2 for normal x; 0.55 |x|^2 with `compress_ratio=0.1`.
+
     Cost: a random sample, a selection on it and two passes; another selection, as in top-k, when the estimate was off.
 
     When: ratios of 1 % and below on large tensors, where top-k spends its time on the selection.

@@ -20,10 +20,12 @@ class EFSignSGD(Compressor):
 
     An exact zero counts as positive. Contraction with delta = |x|_1^2 / (d |x|^2) >= 1/d.
 
+    Error: 0.36 |x|^2 for normal x.
+
     Cost: one pass for the mean magnitude and one for the signs, and bit packing; no random numbers, no sorting.
 
-    When: one bit per element at the usual learning rate. Set the option `lr` of the default memory to the initial
-    learning rate. Not where a few elements of a tensor are large: delta is small there, and topk carries them better.
+    When: one bit per element at the usual learning rate. Not where a few elements of a tensor are large: delta is small
+    there, and topk carries them better.
 
     Reference: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
     """

@@ -21,6 +21,7 @@ class _Half(Compressor):
 
     summable = True
     carries_nonfinite = True
+    joins = True
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("values", self.wire_dtype, spec.numel),)
@@ -41,6 +42,8 @@ class FP16(_Half):
 
     Larger values become infinite, as a loss scaler expects.
 
+    Error: 4.3e-08 |x|^2 for normal x.
+
     Cost: one rounding pass in each direction and one for the sum, which the ranks compute themselves; no random
     numbers, no sorting, no state.
 
@@ -57,6 +60,8 @@ class BF16(_Half):
     r"""Half precision as bfloat16: half the bytes, 7 bits of mantissa, the range of float32.
 
     Formula: C(x) = \mathrm{bfloat16}(x)
+
+    Error: 2.8e-06 |x|^2 for normal x.
 
     Cost: as fp16.
 

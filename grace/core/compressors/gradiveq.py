@@ -29,6 +29,8 @@ class GradiVeQ(Compressor):
     zeros stay zeros, sums need no count of their terms, and C is an orthogonal projection (contraction with delta = 0).
     With one component more the error is at most that of the paper.
 
+    Error: that of projecting each group of slices on the basis that was trained last, so it follows the gradients.
+
     Cost: two products of the gradient and K x components; in training steps one with K x K in float64; K^3 operations
     once per cycle. State: K (K + components) values per tensor.
 

@@ -28,6 +28,8 @@ class GradZip(TwoFactors):
     Q starts the next step. Contraction with delta = 0: |M - C(M)|^2 <= |M|^2 - lambda |Q|^2, because Q = 0 would give
     |M|^2.
 
+    Error: 0.98 |x|^2 for normal x.
+
     Cost: three products of M and r columns (two to send, one to decode), and the singular values of both factors; (F^T
     F + lambda I)^-1 is computed from them, without the loss of digits of a direct inverse.
 

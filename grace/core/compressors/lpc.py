@@ -24,6 +24,8 @@ class LPC(Compressor):
     dtype). Then nothing is clipped, C is unbiased, and its variance is at most d delta^2 / 4. With a fixed `delta`, C
     is unbiased only inside the range. The error can exceed |x|, so C is no contraction.
 
+    Error: 0.0002 |x|^2 for normal x; 0.066 |x|^2 with `width=4`.
+
     Cost: one pass for the maximum (delta null) and one random number per element; no sorting, no state.
 
     When: a plain uniform quantizer without bias is enough. Values far below the maximum are mostly noise; there take
@@ -49,6 +51,10 @@ class LPC(Compressor):
     @property
     def unbiased(self) -> bool:
         return self.delta is None
+
+    @property
+    def joins(self) -> bool:
+        return self.delta is not None
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         codes = Field("codes", "uint8", packed_size(spec.numel, self.width))

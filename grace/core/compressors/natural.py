@@ -28,6 +28,8 @@ class Natural(Compressor):
     (int32). A value below the lowest of these powers, L, becomes L with probability |x_i| / L, else 0. This is still
     unbiased, and with L <= 2^-125 max|x| the variance bound is the same.
 
+    Error: 0.082 |x|^2 for normal x; 0.082 |x|^2 with `clipped=true`.
+
     Cost: a few integer passes and one random number per element; no sorting, no state.
 
     When: a cheap method that keeps the relative precision of every element at any scale; 3.5 to 4 times fewer bytes.
@@ -40,6 +42,10 @@ class Natural(Compressor):
 
     unbiased = True
     harmed_by_feedback = None
+
+    @property
+    def joins(self) -> bool:
+        return not self.clipped
 
     def contraction(self, spec: TensorSpec) -> float | None:
         return 7 / 8

@@ -18,6 +18,8 @@ class NoCompression(Compressor):
 
     A bfloat16 gradient travels as float32, because Horovod cannot add bfloat16.
 
+    Error: 0 |x|^2 for normal x.
+
     Cost: one copy into the buffer of its bucket.
 
     When: the network is fast enough, or as the baseline for other methods.
@@ -26,6 +28,7 @@ class NoCompression(Compressor):
     summable = True
     unbiased = True
     carries_nonfinite = True
+    joins = True
 
     def contraction(self, spec: TensorSpec) -> float | None:
         return 1.0

@@ -21,6 +21,8 @@ class OneBit(Compressor):
     tau is `threshold`; mu_1 and mu_0 are the means of the elements on each side, sent along. The decoded gradient is
     the projection of x on two-valued gradients, so the error never exceeds |x|. With threshold 0, delta >= 1/d.
 
+    Error: 0.36 |x|^2 for normal x.
+
     Cost: three passes for the two means, and bit packing; no random numbers, no sorting.
 
     When: as efsignsgd, but the memory needs no learning rate and the two sides may differ in size. Use error feedback.

@@ -22,6 +22,8 @@ class PowerSGD(TwoFactors):
     * r values in all. The summed Q starts the next step (warm start). A column of zeros is redrawn from the shared key.
     Vectors, and matrices that would not shrink, stay dense.
 
+    Error: 0.98 |x|^2 for normal x.
+
     Cost: three products of M and r columns (two to send, one to decode), and Gram-Schmidt, run twice, on P on every
     rank; random numbers for the first Q only; no sorting. State: Q.
 

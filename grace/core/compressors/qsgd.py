@@ -20,15 +20,19 @@ class QSGD(Compressor):
 
     Formula: C(x)_i = \frac{\|x\|}{s} \, \mathrm{sign}(x_i) \lfloor s |x_i| / \|x\| + u_i \rfloor, \; u_i \sim U[0, 1)
 
-    s is `quantum_num`, and |x| the Euclidean ("l2") or largest ("max") norm of the element's bucket of `bucket_size`
-    consecutive elements (0: one bucket for the tensor). Unbiased. With the l2 norm the variance is at most min(n / s^2,
-    sqrt(n) / s) |x|^2 for a bucket of n elements. A code takes ceil(log2(2 s + 1)) bits, and each bucket one float of
-    the working dtype.
+    s is `quantum_num`, and |x| the largest magnitude ("max") or the Euclidean norm ("l2", as in the paper) of the
+    element's bucket of `bucket_size` consecutive elements (0: one bucket for the tensor). Unbiased. For a bucket of n
+    elements the variance is at most n max_i x_i^2 / (4 s^2) with "max", and min(n / s^2, sqrt(n) / s) |x|^2 with "l2",
+    whose levels reach far beyond the elements. A code takes ceil(log2(2 s + 1)) bits, and each bucket one float of the
+    working dtype.
+
+    Error: 0.00011 |x|^2 for normal x; 0.008 |x|^2 with `quantum_num=15`; 0.037 |x|^2 with `quantum_num=7`; 0.0053 |x|^2
+    with `norm="l2"`; 1.6 |x|^2 with `quantum_num=7` and `norm="l2"`.
 
     Cost: one pass for the norms, one random number per element, and bit packing; no sorting, no state.
 
-    When: an unbiased method without a memory; 4 times fewer bytes (6 times with 15 levels). Few levels in large buckets
-    give mostly noise: lower `bucket_size` together with quantum_num, or take "max". For far fewer bytes take a
+    When: an unbiased method without a memory; 4 times fewer bytes (8 times with `quantum_num=7`). With "l2", few levels
+    in large buckets give mostly noise: lower `bucket_size` together with quantum_num. For far fewer bytes take a
     sparsifier.
 
     Reference: Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", NIPS 2017.
@@ -36,7 +40,7 @@ class QSGD(Compressor):
 
     quantum_num: int = 127
     bucket_size: int = 512
-    norm: Literal["l2", "max"] = "l2"
+    norm: Literal["l2", "max"] = "max"
 
     unbiased = True
     linear_in = ("norms",)

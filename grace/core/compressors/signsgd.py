@@ -18,8 +18,12 @@ class SignSGD(Compressor):
 
     Formula: C(x)_i = \mathrm{sign}(x_i), \quad g_i = \mathrm{sign}\bigl(\textstyle\sum_r \mathrm{sign}(x_{r,i})\bigr)
 
-    An exact zero counts as positive, and a tie of the votes gives 0. The step is the bare sign, so retune the learning
-    rate (smaller). Use no error feedback: it harms this method.
+    A tie of the votes gives 0. An exact zero has no sign: rank r counts it as positive in step t if r + t is even, else
+    as negative. So where all gradients are zero (a row of an embedding that nobody looked up), an even number of ranks
+    is at a tie, and with an odd number the weight moves by one learning rate and back. The step is the bare sign, so
+    retune the learning rate (smaller). Use no error feedback: it harms this method.
+
+    Error: 0.41 |x|^2 for normal x.
 
     Cost: one pass of comparisons and bit packing; one pass per rank to count the votes; no random numbers, no state.
 
@@ -30,17 +34,19 @@ class SignSGD(Compressor):
     """
 
     averages = False
+    joins = True
+    advice = "every element of a step is the learning rate or 0; take a much smaller learning rate than without grace"
     checks = True
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("signs", "uint8", packed_size(spec.numel, 1)),)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        return {"signs": at.ops.binarize(x, 0)}
+        return {"signs": at.ops.binarize(x, 0, _turn(at))}
 
     def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
         # The mean magnitude comes almost free with reading x, and is not finite if an element is not.
-        signs, mean = at.ops.sign_mean(x)
+        signs, mean = at.ops.sign_mean(x, _turn(at))
         return {"signs": signs}, at.ops.finite(mean)
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -48,3 +54,8 @@ class SignSGD(Compressor):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         return at.ops.majority([payload["signs"] for payload in payloads], at.spec.numel, at.spec.work_dtype)
+
+
+def _turn(at: Site) -> Array | bool:
+    """Return whether an exact zero counts as negative on this rank in this step: the signs of two ranks cancel."""
+    return (at.key.step + at.rank) % 2 == 1

@@ -23,14 +23,18 @@ class SketchedSGD(Sparsifier):
     Each rank adds x to a table: S[j, h_j(i)] += s_j(i) x_i, with random buckets h_j and signs s_j. The table has `rows`
     rows and columns_per_k * k columns, rounded up to a multiple of 16. Sketches are linear, so an allreduce adds them,
     and all ranks find the same heavy hitters, even those that are large on no single rank. A second allreduce adds the
-    exact values there; `k = max(1, int(compress_ratio * d))`. The paper exchanges P k candidates and keeps the best k.
-    Here every exchanged value is applied, and a wrong guess costs only its place. The hashes are redrawn in every step,
-    so that no coordinate stays hidden behind the same collision. Blocks of 16 elements are hashed together, for speed;
-    this is not in the paper. Two elements of one block never collide, others as often as with separate hashes
-    (`ArrayOps.count_sketch` gives the reasons).
+    exact values of the `candidates` * k elements with the largest estimates; `k = max(1, int(compress_ratio * d))`. The
+    paper keeps the best k of these candidates. Here all of them are applied, and a wrong guess costs only its place.
+    The hashes are redrawn in every step, so that no coordinate stays hidden behind the same collision. Blocks of 16
+    elements are hashed together, for speed; this is not in the paper. Two elements of one block never collide, others
+    as often as with separate hashes (`ArrayOps.count_sketch` gives the reasons).
     A row errs by more than c |x| / sqrt(columns) with probability at most p = 1/c^2, and the median only if more than
     half of the rows do: 1.2 % for c = 3 and 5 rows. Nothing else is lost: |x - C(x)| <= |x|. A rank sends rows *
-    columns + k values (5 * 2 k + k by default: 11 % of the dense gradient), whatever the number of ranks.
+    columns + candidates * k values (5 * 2 k + 4 k by default: 14 % of the dense gradient), whatever the number of
+    ranks. Of k elements of 8 standard deviations in the sum of normal gradients, 62 % are among the candidates by
+    default, and 29 % with `candidates=1`.
+
+    Error: 0.95 |x|^2 for normal x; 0.99 |x|^2 with `candidates=1`.
 
     Cost: in both rounds two hashes per row and 16 elements; a segment sum and a gather per row; a sort of `rows`
     numbers per element, and a partial sort. This is several times the cost of topk. Without kernels the buffers take 2
@@ -45,6 +49,7 @@ class SketchedSGD(Sparsifier):
     compress_ratio: float = 0.01
     rows: int = 5
     columns_per_k: float = 2.0
+    candidates: int = 4
 
     summable = True
 
@@ -55,18 +60,27 @@ class SketchedSGD(Sparsifier):
         if not self.columns_per_k > 0:
             raise ConfigError(f"sketchedsgd: columns_per_k must be positive, received {self.columns_per_k!r}.")
 
+        if self.candidates < 1:
+            raise ConfigError(
+                f"sketchedsgd: candidates (per element to keep) must be at least 1, received {self.candidates!r}."
+            )
+
+    def _sent(self, spec: TensorSpec) -> int:
+        """Return the number of elements that are exchanged."""
+        return min(spec.numel, self.candidates * keep_count(self.compress_ratio, spec.numel))
+
     def _columns(self, spec: TensorSpec) -> int:
         wanted = self.columns_per_k * keep_count(self.compress_ratio, spec.numel)
         return SKETCH_BLOCK * math.ceil(wanted / SKETCH_BLOCK)
 
     def unfit(self, spec: TensorSpec) -> str | None:
-        sent = self.rows * self._columns(spec) + keep_count(self.compress_ratio, spec.numel)
+        sent = self.rows * self._columns(spec) + self._sent(spec)
         if sent >= spec.numel:
             return f"a sketch of {self.rows} x {self._columns(spec)} and its values are no smaller than the tensor"
         return super().unfit(spec)
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        k = keep_count(self.compress_ratio, spec.numel)
+        k = self._sent(spec)
         return Field("values", spec.work_dtype, k), Field("indices", "int32", k, wire=False)
 
     def agreement(self, spec: TensorSpec) -> tuple[Field, ...]:
@@ -80,5 +94,5 @@ class SketchedSGD(Sparsifier):
         return at.ops.sketch_estimate(at.agreed, at.spec.numel, self.rows, self._columns(at.spec), at.key)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        indices = at.ops.top_indices(self.estimate(at), keep_count(self.compress_ratio, at.spec.numel))
+        indices = at.ops.top_indices(self.estimate(at), self._sent(at.spec))
         return {"values": at.ops.gather(x, indices), "indices": indices}

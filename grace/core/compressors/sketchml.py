@@ -47,6 +47,8 @@ class SketchML(Compressor):
     ceil(log2(quantiles / groups)) bits per key for the sketch, and 2 * quantiles means of the working dtype per tensor.
     No contraction: the mean of a bucket can exceed its smaller elements by more than their size.
 
+    Error: 0.91 |x|^2 for normal x; 0.034 |x|^2 with `compress_ratio=1.0`.
+
     Cost: a partial sort of d elements (not with compress_ratio = 1); on the kept ones two sorts, 2 * rows hashes and a
     dozen passes.
 

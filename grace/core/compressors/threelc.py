@@ -24,6 +24,8 @@ class ThreeLC(Compressor):
     zero bytes in a row become one byte, 243 to 255, so a tensor of mostly zeros takes down to 0.114 bits per element.
     This coding is lossless. No error exceeds M/2 or |x_i|: a contraction with delta >= s (2 - s) / d.
 
+    Error: 0.91 |x|^2 for normal x; 1 |x|^2 with `sparsity_multiplier=1.9`.
+
     Cost: some passes over x and over d/5 bytes; no sorting, no random numbers.
 
     When: few bits without a ratio to tune; the bytes follow the data. For a fixed budget take a sparsifier.

@@ -21,6 +21,8 @@ class Threshold(Sparsifier):
     the data and may be zero. `capacity` bounds a burst: at most that share of the elements travels, the largest first,
     and the rest stays in the residual.
 
+    Error: 2.6e-07 |x|^2 for normal x; 0.2 |x|^2 with `threshold=1.0`.
+
     Cost: one pass of comparisons; with `capacity` a partial sort of the elements that passed; no random numbers.
 
     When: the scale of the gradients is known and steady. Otherwise it sends all or nothing: topk has a fixed size, and

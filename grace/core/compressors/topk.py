@@ -18,6 +18,15 @@ def check_ratio(name: str, ratio: float) -> None:
         )
 
 
+def advice_on_ratio(ratio: float) -> str | None:
+    """Return the advice of methods that choose elements at random."""
+    if ratio >= 0.05:
+        return None
+    return (
+        f"training stalled or diverged at the usual learning rate with ratios of 1 %; raise compress_ratio ({ratio:g})"
+    )
+
+
 @compressors.register("topk")
 @dataclass(frozen=True)
 class TopK(Sparsifier):
@@ -28,6 +37,8 @@ class TopK(Sparsifier):
     `k = max(1, int(compress_ratio * d))`; among equal magnitudes the lower index is kept. The payload has the values in
     the working dtype and int32 indices: 8 bytes per kept element (12 for float64 gradients). Contraction with delta =
     k/d.
+
+    Error: 0.91 |x|^2 for normal x; 0.56 |x|^2 with `compress_ratio=0.1`.
 
     Cost: a partial sort of the magnitudes, three passes and a sort of k indices; no random numbers, no state.
 

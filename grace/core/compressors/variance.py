@@ -31,6 +31,8 @@ class Variance(Compressor):
     their own power; here they are rounded as all others.) The number of words depends on the data and may be 0. A sent
     element is off by at most a third of its size, so the error never exceeds |x|.
 
+    Error: 0.038 |x|^2 for normal x.
+
     Cost: three passes, one of them in float64; no sorting, no random numbers.
 
     When: the ratio should follow the noise of the gradient. There is no budget, and early steps send a lot.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor, beyond_int32, keep_count
-from grace.core.compressors.topk import check_ratio
+from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.errors import ConfigError
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
@@ -29,15 +29,18 @@ class Wangni(Compressor):
     magnitude 1/lambda, so an index with a sign is enough, 4 bytes: i, or -1 - i for a negative element. Probabilities
     are rounded to multiples of 2^-24, so elements with p_i below 2^-25 are never kept.
 
+    Error: 5.4 |x|^2 for normal x; 62 |x|^2 with `compress_ratio=0.01`.
+
     Cost: one random number per element, and one pass in float64 per round, 2 to 10 rounds.
 
-    When: unbiased sparse gradients without a memory. With a memory, top-k has a smaller error for the same bytes.
+    When: unbiased sparse gradients without a memory. With a memory, top-k has a smaller error for the same bytes. At 1
+    % training stalled or diverged at the learning rate of dense training.
 
     Reference: Wangni et al., "Gradient sparsification for communication-efficient distributed optimization", NeurIPS
     2018.
     """
 
-    compress_ratio: float = 0.01
+    compress_ratio: float = 0.1
     variance_budget: float | None = None
 
     fixed_size = False
@@ -51,6 +54,10 @@ class Wangni(Compressor):
                 f"wangni: variance_budget (eps in E|C(x)|^2 <= (1 + eps) |x|^2) must be positive or null, "
                 f"received {self.variance_budget!r}."
             )
+
+    @property
+    def advice(self) -> str | None:
+        return advice_on_ratio(self.compress_ratio) if self.variance_budget is None else None
 
     def unfit(self, spec: TensorSpec) -> str | None:
         return beyond_int32(spec)

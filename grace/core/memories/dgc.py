@@ -22,7 +22,8 @@ class DGCMemory(Memory):
     m is `momentum`. `momentum_masking=False` resets only v and keeps u. Set the optimizer's own momentum to 0. With
     `gradient_clipping` each rank first limits the norm of its gradient of this tensor to gradient_clipping /
     sqrt(number of ranks); the paper bounds the norm of all tensors together. It serves every method that selects
-    coordinates.
+    coordinates. The momentum does not amplify weight decay that the optimizer adds after the exchange: divide it by (1
+    - m). Masking moves the optimum that weight decay leads to.
 
     Reference: Lin et al., "Deep gradient compression", ICLR 2018, Algorithms 1 and 4.
     """

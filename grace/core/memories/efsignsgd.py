@@ -19,8 +19,9 @@ class EFSignMemory(Memory):
 
     Formula: x = e + \gamma g, \; \text{send } C(x), \; e \leftarrow x - C(x), \; \bar g = \mathrm{mean}(C(x)) / \gamma
 
-    gamma is `lr`, the initial learning rate (GRACE: beta = 1, gamma = initial learning rate). The merged gradient is
-    divided by it, because the optimizer multiplies by the learning rate itself.
+    gamma is `lr` (GRACE: beta = 1, gamma = initial learning rate). The merged gradient is divided by it, because the
+    optimizer multiplies by the learning rate itself. So gamma cancels for every method with C(a x) = a C(x), efsignsgd
+    among them: any value gives the same training, up to rounding. It matters only for absolute thresholds.
 
     Reference: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019,
     Algorithm 1.

@@ -26,9 +26,13 @@ class Codings(Helpers):
 
     # --- bits ---------------------------------------------------------------------------------------------------
 
-    def binarize(self, x: Array, threshold: float) -> Array:
-        """Return one packed bit per element, x >= threshold."""
-        return self.pack(self.cast(x >= threshold, "uint8"), 1)
+    def binarize(self, x: Array, threshold: float, strict: Array | bool = False) -> Array:
+        """Return one packed bit per element: x >= threshold, or x > threshold if the 0-d condition `strict` holds."""
+        if isinstance(strict, bool):
+            above = x > threshold if strict else x >= threshold
+        else:
+            above = self.bit_or(x > threshold, self.bit_and(x >= threshold, ~strict))
+        return self.pack(self.cast(above, "uint8"), 1)
 
     def binarize_means(self, x: Array, threshold: float) -> tuple[Array, Array]:
         """Return the bits of `binarize` and the means of the elements with bit 0 and bit 1, in x's dtype.
@@ -41,12 +45,15 @@ class Codings(Helpers):
         means = [s / self.where(m > 0, m, 1.0) for s, m in zip(sums, (rest, count), strict=True)]
         return self.binarize(x, threshold), self.cast(self.stack(means, axis=0), dtype)
 
-    def sign_mean(self, x: Array) -> tuple[Array, Array]:
-        """Return the packed bits of x >= 0 and the mean magnitude (x's dtype, (1,)); 0 for an empty array."""
+    def sign_mean(self, x: Array, strict: Array | bool = False) -> tuple[Array, Array]:
+        """Return the packed bits of x >= 0, or x > 0, and the mean magnitude (x's dtype, (1,)); 0 for an empty array.
+
+        See `binarize`.
+        """
         _, high, low = self._sides(x, 0)
         n, dtype = self.cast(self.length(x), "float64"), self.dtype(x)
         mean = self.cast(high - low, dtype) / self.cast(self.where(n > 0, n, 1.0), dtype)
-        return self.binarize(x, 0), self.reshape(mean, (1,))
+        return self.binarize(x, 0, strict), self.reshape(mean, (1,))
 
     def _sides(self, x: Array, threshold: float) -> tuple[Array, Array, Array]:
         """Return in float64 the number of elements with bit 1, their sum, and the sum of the others."""

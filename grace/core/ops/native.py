@@ -18,6 +18,8 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any, Literal
 
+import numpy as np
+
 from grace.core.errors import ConfigError, nearest
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -321,21 +323,34 @@ class Native(ArrayOps):
     def unpack(self, data: Array, bits: int, n: int) -> Array:
         return self._run("unpack", [data], [bits, n], outputs=["int64"], lengths=[n])[0]
 
-    def binarize(self, x: Array, threshold: float) -> Array:
-        if self._floating(x) is None:
-            return super().binarize(x, threshold)
-        size = packed_size(self.length(x), 1)
-        return self._run("binarize", [x], (), [threshold], outputs=["uint8"], lengths=[size])[0]
+    def binarize(self, x: Array, threshold: float, strict: Array | bool = False) -> Array:
+        dtype = self._floating(x)
+        if dtype is None:
+            return super().binarize(x, threshold, strict)
+        size, least = packed_size(self.length(x), 1), self._least(threshold, strict, dtype)
+        return self._run("binarize", [x], (), [least], outputs=["uint8"], lengths=[size])[0]
+
+    def _least(self, threshold: float, strict: Array | bool, dtype: str) -> Any:
+        """Return the least number with bit 1: the kernel compares by >= only."""
+        if strict is False:
+            return threshold
+        above = float(np.nextafter(np.dtype(dtype).type(threshold), np.inf, dtype=dtype))
+        if strict is True:
+            return above
+        first, second = (self.full(1, number, "float64")[0] for number in (above, threshold))
+        return self.where(strict, first, second)
 
     def binarize_means(self, x: Array, threshold: float) -> tuple[Array, Array]:
         dtype = self._floating(x)
         return super().binarize_means(x, threshold) if dtype is None else self._means(x, dtype, threshold, 2)
 
-    def sign_mean(self, x: Array) -> tuple[Array, Array]:
+    def sign_mean(self, x: Array, strict: Array | bool = False) -> tuple[Array, Array]:
         dtype = self._floating(x)
-        return super().sign_mean(x) if dtype is None else self._means(x, dtype, 0, 1)
+        if dtype is None:
+            return super().sign_mean(x, strict)
+        return self._means(x, dtype, self._least(0.0, strict, dtype), 1)
 
-    def _means(self, x: Array, dtype: str, threshold: float, number: int) -> tuple[Array, Array]:
+    def _means(self, x: Array, dtype: str, threshold: Any, number: int) -> tuple[Array, Array]:
         outputs, lengths = ["uint8", dtype], [packed_size(self.length(x), 1), number]
         bits, means = self._run(
             "binarize_means", [x], [int(number == 1)], [threshold], outputs=outputs, lengths=lengths

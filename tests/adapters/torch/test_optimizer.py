@@ -31,7 +31,7 @@ DTYPES = cases.rows(
 )
 ALONE = Launch(TORCH, "python", 1)
 # Methods that do not depend on shapes.
-FLAT = {name for name in compressors if compressors.make(name).flat}
+JOINED = {name for name in compressors if compressors.make(name).joins}
 
 each_launch = on(*cases.launches(TORCH, EXCHANGES))
 several_ranks = on(*cases.launches(TORCH, EXCHANGES)[1:])
@@ -112,7 +112,7 @@ def test_granularity_decides_what_is_one_unit(launch):
         assert same([rank[label]["units"] for rank in ranks]), label
         if row["granularity"] == "layer" and row["method"] != "none":
             assert units == tensors, label
-        elif row["granularity"] == "model" and row["method"] in FLAT:
+        elif row["granularity"] == "model" and row["method"] in JOINED:
             assert units == 1, label
 
 
