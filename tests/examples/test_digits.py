@@ -43,8 +43,8 @@ MOST = {
     "adaptive": 0.01 * 1.05,  # one index in place of a value
     "atomo": 3 * (352 + 1152 + 138) / ELEMENTS * 1.1,  # three singular triples on average
     "dgc": 2 * 0.01 * 1.3,  # the overshoot
-    "hardthreshold": 2 * 0.01 * 2,  # until the threshold is tuned, it may send more than its budget
-    "inceptionn": 10 / 32,  # no gradient of this network takes more than 8 bits and its tag on average
+    "hardthreshold": 2 * 0.01 * 1.1,
+    "inceptionn": 14 / 32,  # some elements take 16 bits, most 8, and each a tag of two
     "sketchml": 0.01,  # much less than a value of 4 bytes per kept element
     "threshold": 0.1,
     "variance": 0.1,
@@ -60,8 +60,8 @@ if ALL:
     LONG = {"torch": list(compressors), "keras": list(compressors), "tensorflow": tape}
 TO_THE_END = list(MATRICES) if ALL else ["torch"]
 SHORT = [name for name in compressors if name not in LONG["torch"]]
-# These send more in the first epoch than later.
-MOST_AT_FIRST = {"hardthreshold": 0.15, "variance": 0.2}
+# These send more in the first epoch, of 22 steps, than later.
+MOST_AT_FIRST = {"hardthreshold": 2 * 0.01 * 2, "variance": 0.2}
 
 
 @pytest.fixture(scope="module", params=MATRICES)
@@ -121,12 +121,12 @@ def test_accuracy_with_the_shipped_settings(framework, rows):
 def payload_size(name, framework):
     """Return the announced bytes for the three weights with the example's setting, None if they depend on the data.
 
-    The weights are one unit if the method does not depend on shapes.
+    The weights are one unit if the method joins tensors.
     """
     options = digits.SETTINGS.get(name, digits.Setting()).options
     compressor = make_config({"compressor": name, **options}).parts.compressor
     total = 0
-    shapes = [(ELEMENTS,)] if compressor.flat else MATRICES[framework]
+    shapes = [(ELEMENTS,)] if compressor.joins else MATRICES[framework]
     for shape in shapes:
         spec = TensorSpec("weight", shape)
         assert compressor.unfit(spec) is None
