@@ -23,6 +23,7 @@ from grace.core.memory import Memory
 from grace.core.registry import build, communicators, compressors, fields_of, memories
 from grace.core.schedule import ladder, ratio_of
 from grace.core.spec import GRADIENT_DTYPES, TensorSpec
+from grace.core.transport import TIMEOUT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -137,7 +138,8 @@ class Config:
     tensor's shape always compress layer by layer. `bucket_bytes` is the number of gradient bytes that share one wire
     buffer and one collective (0: one collective per tensor); with "model" there is one per kind of collective.
     `index_coding` is the coding of gathered sparse indices: int32, delta, bitmap, or the smallest of these (see
-    `grace.core.indices`).
+    `grace.core.indices`). `timeout` is the number of seconds that a rank waits for the others before it raises
+    WaitError.
     """
 
     parts: Parts
@@ -149,6 +151,7 @@ class Config:
     bucket_bytes: int = 4 * 1024 * 1024
     split_bytes: int = 32 * 1024 * 1024
     index_coding: str = "int32"
+    timeout: int = TIMEOUT
 
     def __post_init__(self) -> None:
         steps = [0, *(stage.step for stage in self.schedule)]
@@ -161,6 +164,8 @@ class Config:
         for name in ("bucket_bytes", "split_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be a number of bytes, at least 0; received {getattr(self, name)!r}.")
+        if self.timeout < 1:
+            raise ConfigError(f"timeout must be a number of seconds, at least 1; received {self.timeout!r}.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in [0, 2^63), received {self.seed!r}.")
 
@@ -202,8 +207,8 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready part), `rules` (a list of
     tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or parts that
     change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.schedule.ladder`), `default_rules`,
-    `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, and the options of the chosen parts, such as
-    `compress_ratio`.
+    `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, and the options of the chosen
+    parts, such as `compress_ratio`.
     Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for parts that do not work
     together.
     """

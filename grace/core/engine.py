@@ -37,6 +37,7 @@ from grace.core.state import (
 from grace.core.statistics import statistics
 from grace.core.timeline import Times
 from grace.core.transport import Transport
+from grace.core.waiting import explained
 from grace.core.wire import Received
 
 
@@ -70,6 +71,7 @@ class Engine:
         times: Times | None = None,
     ) -> None:
         self.transport = transport
+        transport.explain = lambda name: explained(self.plan, self.step, name)
         self.times = times or Times()
         self._ops = ops
         self._average = average

@@ -38,6 +38,10 @@ class MismatchError(GraceError, RuntimeError):
     """Ranks that were started with different configurations or different parameters."""
 
 
+class WaitError(GraceError, TimeoutError):
+    """Rank that has waited for the others longer than the configuration's ``timeout``."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return the end of an error message: the closest valid name, if there is one, and all valid names."""
     names = sorted(valid)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
 from grace.core.spec import Array
 
 Reduction: TypeAlias = Literal["sum", "mean", "max"]
+
+# The seconds that a rank waits for others, unless the configuration says something else.
+TIMEOUT = 300
 
 
 class Handle(Protocol):
@@ -25,10 +29,15 @@ class Transport(ABC):
     """Base of transports: collectives on flat buffers among `size` ranks.
 
     Every call returns at once. Collectives are matched by name, so ranks may start them in any order.
+
+    A handle's `wait` ends with WaitError after `timeout` seconds, if the transport can do that; `wait_until` in
+    `grace.core.waiting` helps. The engine sets `explain`, which returns in words what a collective of a name carries.
     """
 
     rank: int
     size: int
+    timeout: float = TIMEOUT
+    explain: Callable[[str], str] = "collective '{}'".format
 
     @abstractmethod
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:

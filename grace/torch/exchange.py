@@ -23,6 +23,7 @@ from grace.core.spec import TensorSpec
 from grace.torch.loss_scale import LossScale
 from grace.torch.transport import HorovodTransport
 from grace.torch.views import apart
+from grace.torch.way_back import WayBack
 
 
 class Exchange:
@@ -40,7 +41,7 @@ class Exchange:
         self.config = config
         self.engine = engine
         self._specs = specs
-        self._prefix = prefix
+        self.prefix = prefix
         self._delegate = delegate
         self._parameters = parameters
         self._changes = 0
@@ -49,6 +50,7 @@ class Exchange:
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
+        self.way_back = WayBack(engine, prefix)
 
     @property
     def plan(self) -> Plan:
@@ -61,8 +63,7 @@ class Exchange:
         All ranks must call it between the same two steps. Raises the errors of `make_config`, ConfigError if the
         configuration has a schedule, StepError during a step, and MismatchError on every rank if the ranks differ.
         """
-        self._changes += 1
-        prefix, failure, description = f"{self._prefix}.change{self._changes}", None, {}
+        prefix, failure, description = f"{self.prefix}.change{self._changes + 1}", None, {}
         try:
             if self.engine.under_way:
                 raise StepError("change() was called while gradients are being exchanged; call it after step().")
@@ -75,10 +76,28 @@ class Exchange:
             failure = error
         transport = self.engine.transport
         assert isinstance(transport, HorovodTransport)
-        meet = (lambda mine: transport.gather_objects(mine, prefix)) if transport.rank >= 0 else lambda mine: [mine]
+        meet = (
+            (lambda mine: transport.gather_objects(mine, prefix, "optimizer.grace.change()"))
+            if transport.rank >= 0
+            else lambda mine: [mine]
+        )
         agree(description, failure, meet, "optimizer.grace.change")
+        self._changes += 1
         self.engine.change(plan)
         self.config = config
+
+    def discard(self) -> None:
+        """Drop the step under way on all ranks: after an error in it, or because nobody needs its gradients.
+
+        All ranks must call it between the same two calls of `step()`, wherever they are between these, also if the step
+        failed on some of them only. Residuals and all other states are then what they were before the step, gradients
+        are None, and nothing is on its way. It does not change weights, except with `local_steps`, where they return to
+        what they were after the last exchange. A rank waits up to twice the `timeout` of the configuration for the
+        others. Raises MismatchError on every rank if some ranks have applied a step that others have not. Then a
+        checkpoint can be loaded.
+        """
+        self._merged, self._gradients = {}, {}
+        self.way_back.discard()
 
     def stats(self) -> dict[str, Any]:
         """Return bytes, times, relative errors and residual norms of the last step.
@@ -148,10 +167,12 @@ class Exchange:
         self._met = True
         transport = self.engine.transport
         assert isinstance(transport, HorovodTransport)
-        name = f"{self._prefix}/first step"
+        name = f"{self.prefix}/first step"
         digests = {name: _digest(p) for name, p in self._parameters.items()}
         description = {"step of the loaded checkpoint": int(self.engine.step), "of this rank": digests}
-        everyone = agree(description, None, lambda m: transport.gather_objects(m, name), "the first step")
+        everyone = agree(
+            description, None, lambda m: transport.gather_objects(m, name, "the first step"), "the first step"
+        )
         check_weights(
             [other["of this rank"] for other in everyone],
             "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before you train.",

@@ -72,9 +72,14 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
     plain_step = optimizer.step
     met = {p: p.detach().clone() for p in names}
     steps = 0
+    # True from the beginning of an exchange until it is complete.
+    meeting = False
 
     def meet() -> None:
-        with torch.no_grad():
+        nonlocal meeting
+        meeting = True
+        with exchange.way_back.attempt(), torch.no_grad():
+            exchange.way_back.keep()
             for p, name in names.items():
                 # A parameter that was frozen in mid-run keeps its residual and its weight.
                 (engine.release if p.requires_grad else engine.hold)(name)
@@ -83,9 +88,23 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
             for p, name in names.items():
                 if p.requires_grad:
                     p.copy_(met[p] - moved[name])
+        meeting = False
+        exchange.way_back.let_go()
+
+    def forget() -> None:
+        nonlocal steps, meeting
+        begun = every if meeting else steps % every
+        if begun:
+            with torch.no_grad():
+                for p in names:
+                    p.copy_(met[p])
+        steps -= begun
+        meeting = False
+        optimizer.zero_grad()
 
     def step(self: Any, closure: Any = None) -> Any:
         nonlocal steps
+        exchange.way_back.check()
         if steps % every == 0:
             exchange.meet_once()
             # The weights may have been loaded or broadcast since the last exchange.
@@ -103,6 +122,7 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
 
     def load_state_dict(state: Mapping[str, Any]) -> None:
         nonlocal steps
+        exchange.way_back.check()
         plain = dict(check_mapping(state, "the optimizer"))
         saved, local = plain.pop("grace", None), plain.pop("grace_local", None)
         expected = {name: shown(met[p]) for p, name in names.items()}
@@ -125,6 +145,7 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
             "exchanged; add the group before you wrap the optimizer."
         )
 
+    exchange.way_back.forget = forget
     optimizer.grace = exchange
     # A bound method, because learning-rate schedulers read its __func__.
     optimizer.step = types.MethodType(step, optimizer)

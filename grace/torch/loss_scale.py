@@ -36,6 +36,10 @@ class LossScale:
             gradient.mul_(self._scale or 1.0)
         self._scale = None
 
+    def forget(self) -> None:
+        """Forget the step under way."""
+        self._scale = self._before = None
+
     def applied(self, optimizer: Any) -> None:
         """Take note of a call of the optimizer's own step. A fused one skips the step itself, inside its kernel."""
         found_inf = getattr(optimizer, "found_inf", None)
@@ -61,6 +65,7 @@ class LossScale:
             if not self._applied and self._before is not None:
                 self._engine.undo(self._before)
             self._before = None
+            optimizer.grace.way_back.let_go()
             return result
 
         scaler.unscale_, scaler.step = unscale_, step

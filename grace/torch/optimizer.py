@@ -100,6 +100,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             check_scaler(grad_scaler, optimizer, local_steps)
         refuse_typos(options, DistributedOptimizer, "grace.torch.DistributedOptimizer")
         made = make_config(config, **options)
+        transport.timeout = made.timeout
         if transport.rank == 0:
             warn_of_momentum(made, _momentum(optimizer))
         if local_steps != 1:
@@ -150,7 +151,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     agree(
         description,
         failure,
-        lambda mine: transport.gather_objects(mine, name) if included else [mine],
+        lambda mine: transport.gather_objects(mine, name, "grace.torch.DistributedOptimizer()") if included else [mine],
         "grace.torch.DistributedOptimizer",
     )
     engine = Engine(
@@ -265,8 +266,11 @@ def _attach(
     `plain_class` is the class of the optimizer before Horovod wrapped it.
     """
     exchange: Exchange = wrapped.grace
-    engine = exchange.engine
+    engine, way_back = exchange.engine, exchange.way_back
     names: dict[torch.nn.Parameter, str] = wrapped._parameter_names
+    parameter_of = {name: p for p, name in names.items()}
+    # Horovod names its collectives after the parameters. Two models may have the same names.
+    wrapped._parameter_names = {p: f"{exchange.prefix}/{name}" for p, name in names.items()}
     # Keep the index of the group, because loading a checkpoint replaces the group objects.
     group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
     horovod_start, horovod_load = wrapped._allreduce_grad_async, wrapped.load_state_dict
@@ -282,10 +286,13 @@ def _attach(
     samples: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def start(p: torch.nn.Parameter) -> Any:
-        handle = hand_over(p)
-        assert p.grad is not None
-        taken[p] = p.grad, p.grad._version
-        return handle
+        with way_back.attempt():
+            if not taken:
+                way_back.keep()
+            handle = hand_over(p)
+            assert p.grad is not None
+            taken[p] = p.grad, p.grad._version
+            return handle
 
     def hand_over(p: torch.nn.Parameter) -> Any:
         exchange.meet_once()
@@ -295,7 +302,7 @@ def _attach(
             gradients_of_frozen[p] = p.grad
             p.grad = torch.zeros_like(p)
         if not engine.exchanges(name):
-            return horovod_start(p)
+            return delegate(p)
         if p.requires_grad:
             engine.release(name)
         else:
@@ -323,7 +330,19 @@ def _attach(
             engine.ready(name, gradient, wrapped.param_groups[group_of[p]]["lr"])
         return (lambda: exchange._result(name)), None
 
+    def delegate(p: torch.nn.Parameter) -> Any:
+        name, transport = names[p], engine.transport
+        assert isinstance(transport, HorovodTransport)
+        if p.grad is not None and p.grad.is_sparse and not sparse_as_dense:
+            return transport.delegated_rows(p.grad, name, wrapped.op, wrapped._parameter_names[p]).wait, None
+        handle, context = horovod_start(p)
+        return transport.delegated(name, handle).wait, context
+
     def synchronize() -> None:
+        with way_back.attempt():
+            synchronize_once()
+
+    def synchronize_once() -> None:
         # A second synchronize() would exchange the merged gradients again, and momentum and residuals would count
         # another step.
         if wrapped._handles or not wrapped._synchronized:
@@ -343,11 +362,13 @@ def _attach(
     def step(self: Any, closure: Any = None) -> Any:
         # Horovod synchronizes before it evaluates the closure, and would not exchange the closure's gradients. So the
         # closure runs here.
+        way_back.check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         result = horovod_step()
+        way_back.let_go()
         if loss_scale is not None:
             loss_scale.applied(wrapped)
         return result if closure is None else loss
@@ -378,14 +399,35 @@ def _attach(
         )
 
     def refuse_while_under_way(call: str) -> None:
+        way_back.check()
         if wrapped._handles:
             raise StepError(
                 f"{call} was called after backward() but before step() or synchronize(), while gradients are being "
-                "exchanged; call it after step(), or after synchronize() to skip this step."
+                "exchanged; call it after step(). To drop this step, call optimizer.grace.discard() on all ranks first."
             )
+
+    def start_with_zeros(call: Mapping[str, Any]) -> None:
+        p = parameter_of[call["delegated"]]
+        p.grad = torch.zeros_like(p)
+        if "sparse_dim" in call:
+            indices = torch.zeros(call["sparse_dim"], 0, dtype=torch.int64, device=p.device)
+            p.grad = torch.sparse_coo_tensor(indices, p.new_zeros(0, *p.shape[call["sparse_dim"] :]), p.shape)
+        delegate(p)
+
+    def forget() -> None:
+        for p, gradient in gradients_of_frozen.items():
+            p.grad = gradient
+        for collection in (wrapped._handles, taken, samples, gradients_of_frozen):
+            collection.clear()
+        wrapped.set_backward_passes_per_step(wrapped.backward_passes_per_step)
+        wrapped._synchronized = False
+        if loss_scale is not None:
+            loss_scale.forget()
+        zero_grad()
 
     def zero_grad(set_to_none: bool = True) -> None:
         refuse_while_under_way("zero_grad()")
+        way_back.let_go()
         plain_class.zero_grad(wrapped, set_to_none=set_to_none)
         if views is not None:
             views.clear()
@@ -411,6 +453,7 @@ def _attach(
             "exchanged; add the group before you wrap the optimizer."
         )
 
+    way_back.hand_over, way_back.forget = start_with_zeros, forget
     wrapped._allreduce_grad_async = start
     wrapped.synchronize = synchronize
     # A bound method, because learning-rate schedulers read its __func__.

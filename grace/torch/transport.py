@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from grace.core.errors import ConfigError
 from grace.core.ops import get_ops
 from grace.core.spec import HALF_DTYPES
+from grace.core.started import Started
 from grace.core.transport import Handle, Reduction, Transport
+from grace.core.waiting import wait_until
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_DTYPES)
 
@@ -30,14 +33,35 @@ class _Done(Handle):
         return True
 
 
+class _Waiter:
+    """The wait for one collective, and for those that it consists of: `waiter(handle)` returns Horovod's result.
+
+    `what` tells what the collective is for.
+    """
+
+    def __init__(self, transport: HorovodTransport, what: Callable[[], str]) -> None:
+        self._transport, self._what = transport, what
+
+    def __call__(self, handle: int) -> Any:
+        wait_until(
+            lambda: bool(hvd.poll(handle)),
+            self._what,
+            rank=self._transport.rank,
+            size=self._transport.size,
+            timeout=self._transport.timeout,
+        )
+        return hvd.synchronize(handle)
+
+
 @dataclass(frozen=True)
 class _Pending(Handle):
     """A Horovod handle."""
 
     handle: int
+    waiter: _Waiter
 
     def wait(self) -> torch.Tensor:
-        return hvd.synchronize(self.handle)
+        return self.waiter(self.handle)
 
     def arrived(self) -> bool:
         return bool(hvd.poll(self.handle))
@@ -51,8 +75,8 @@ class _GatherOfTwo(Handle):
     on a link of 1 Gbit/s.
     """
 
-    def __init__(self, x: torch.Tensor, rank: int, name: str, process_set: Any) -> None:
-        self._x, self._dtype = x.view(torch.int32), x.dtype
+    def __init__(self, x: torch.Tensor, rank: int, name: str, process_set: Any, waiter: _Waiter) -> None:
+        self._x, self._dtype, self._waiter = x.view(torch.int32), x.dtype, waiter
         n = self._x.numel()
         self._both = torch.empty(2 * n, dtype=torch.int32)
         self._both[rank * n : (rank + 1) * n] = self._x
@@ -61,7 +85,7 @@ class _GatherOfTwo(Handle):
         self._handle = hvd.allreduce_async_(self._other, name=name, op=hvd.Sum, process_set=process_set)
 
     def wait(self) -> torch.Tensor:
-        hvd.synchronize(self._handle)
+        self._waiter(self._handle)
         self._other.sub_(self._x)
         return self._both.view(self._dtype)
 
@@ -72,12 +96,12 @@ class _GatherOfTwo(Handle):
 class _Gathered(Handle):
     """A gather of 16-bit floats as 16-bit integers, because Horovod does not support bfloat16."""
 
-    def __init__(self, x: torch.Tensor, name: str, process_set: Any) -> None:
-        self._dtype = x.dtype
+    def __init__(self, x: torch.Tensor, name: str, process_set: Any, waiter: _Waiter) -> None:
+        self._dtype, self._waiter = x.dtype, waiter
         self._handle = hvd.allgather_async(x.view(torch.int16), name=name, process_set=process_set)
 
     def wait(self) -> torch.Tensor:
-        return hvd.synchronize(self._handle).view(self._dtype)
+        return self._waiter(self._handle).view(self._dtype)
 
 
 # Gloo adds 16-bit floats one by one in software, and Horovod does not support bfloat16. So grace adds them itself. They
@@ -88,20 +112,38 @@ class _Gathered(Handle):
 class _HalfSumOfTwo(Handle):
     """A sum of two ranks' 16-bit floats: the ranks exchange their buffers and both add them."""
 
-    def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any) -> None:
+    def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any, waiter: _Waiter) -> None:
         self._n, self._factor = x.numel(), factor
         # The view as 32-bit integers needs an even length and an even offset. pad() copies, even if it adds nothing.
         odd = self._n % 2 or x.storage_offset() % 2
         padded = torch.nn.functional.pad(x, (0, self._n % 2)) if odd else x
         rank = process_set.rank()
         self._both: Handle = (
-            _GatherOfTwo(padded, rank, name, process_set)
+            _GatherOfTwo(padded, rank, name, process_set, waiter)
             if x.device.type == "cpu"
-            else _Gathered(padded, name, process_set)
+            else _Gathered(padded, name, process_set, waiter)
         )
 
     def wait(self) -> torch.Tensor:
         return _half_sum(self._both.wait(), 2, self._factor)[: self._n]
+
+
+class _Rows(Handle):
+    """A sum or mean of sparse gradients, whose indices and values are gathered."""
+
+    def __init__(self, x: torch.Tensor, name: str, op: int, process_set: Any, waiter: _Waiter) -> None:
+        self._like, self._divisor, self._waiter = x, process_set.size() if op == hvd.Average else 1, waiter
+        indices = x._indices().transpose(0, 1).contiguous()
+        self._handles = [
+            hvd.allgather_async(part, name=f"{name}.{kind}", process_set=process_set)
+            for kind, part in (("indices", indices), ("values", x._values()))
+        ]
+
+    def wait(self) -> torch.Tensor:
+        indices, values = (self._waiter(handle) for handle in self._handles)
+        if not len(values):
+            return torch.zeros_like(self._like)
+        return torch.sparse_coo_tensor(indices.transpose(0, 1), values / self._divisor, self._like.size())
 
 
 class _HalfSum(Handle):
@@ -110,19 +152,24 @@ class _HalfSum(Handle):
     The second collective starts in wait(). It cannot deadlock, because all ranks wait in the order of the plan.
     """
 
-    def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any, size: int) -> None:
+    def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any, size: int, waiter: _Waiter) -> None:
         self._dtype, self._factor, self._size = x.dtype, factor, size
-        self._name, self._process_set = name, process_set
+        self._name, self._process_set, self._waiter = name, process_set, waiter
+        self._sums: int | None = None
         splits = torch.tensor([(x.numel() + rank) // size for rank in range(size)], dtype=torch.int32)
         self._handle = hvd.alltoall_async(
             x.view(torch.int16), splits=splits, name=f"{name}.slices", process_set=process_set
         )
 
     def wait(self) -> torch.Tensor:
-        slices, _ = hvd.synchronize(self._handle)
-        total = _half_sum(slices.view(self._dtype), self._size, self._factor)
-        sums = hvd.allgather_async(total.view(torch.int16), name=f"{self._name}.sums", process_set=self._process_set)
-        return hvd.synchronize(sums).view(self._dtype)
+        # A wait that ended with an error may be taken up again.
+        if self._sums is None:
+            slices, _ = self._waiter(self._handle)
+            total = _half_sum(slices.view(self._dtype), self._size, self._factor)
+            self._sums = hvd.allgather_async(
+                total.view(torch.int16), name=f"{self._name}.sums", process_set=self._process_set
+            )
+        return self._waiter(self._sums).view(self._dtype)
 
 
 def _half_sum(rows: torch.Tensor, count: int, factor: float) -> torch.Tensor:
@@ -144,40 +191,110 @@ class HorovodTransport(Transport):
         self.size = len(process_set.ranks)
         self.rank = process_set.rank() if process_set.included() else -1
         self._process_set = process_set
+        self.started = Started()
 
     def allreduce(self, x: torch.Tensor, *, op: Reduction, name: str) -> Handle:
         if x.numel() == 0 or self.size == 1:
             return _Done(x)
+        waiter = self._waiter(name)
+        handle: Handle
         if x.dtype in _HALVES and op != "max":
             factor = 1 / self.size if op == "mean" else 1.0
             if self.size == 2:
-                return _HalfSumOfTwo(x, factor, name, self._process_set)
-            return _HalfSum(x, factor, name, self._process_set, self.size)
-        reduction = {"sum": hvd.Sum, "max": hvd.Max}[op]
-        return _Pending(hvd.allreduce_async_(x, name=name, op=reduction, process_set=self._process_set))
+                handle = _HalfSumOfTwo(x, factor, name, self._process_set, waiter)
+            else:
+                handle = _HalfSum(x, factor, name, self._process_set, self.size, waiter)
+        else:
+            reduction = {"sum": hvd.Sum, "max": hvd.Max}[op]
+            number = hvd.allreduce_async_(x, name=name, op=reduction, process_set=self._process_set)
+            handle = _Pending(number, waiter)
+        return self.started.note(name, _call("allreduce", x, op=op), handle)
 
     def allgather(self, x: torch.Tensor, *, name: str, equal: bool = False) -> Handle:
         if self.size == 1:
             return _Done(x)
+        return self._allgather(x, name, equal, self._waiter(name))
+
+    def _allgather(self, x: torch.Tensor, name: str, equal: bool, waiter: _Waiter) -> Handle:
+        handle: Handle
         if equal and self.size == 2 and x.device.type == "cpu" and x.numel() > 0:
-            return _GatherOfTwo(x, self.rank, name, self._process_set)
-        return _Pending(hvd.allgather_async(x, name=name, process_set=self._process_set))
+            handle = _GatherOfTwo(x, self.rank, name, self._process_set, waiter)
+        else:
+            handle = _Pending(hvd.allgather_async(x, name=name, process_set=self._process_set), waiter)
+        return self.started.note(name, _call("allgather", x, equal=equal), handle)
 
     def broadcast(self, x: torch.Tensor, *, root: int, name: str) -> Handle:
         if x.numel() == 0 or self.size == 1:
             return _Done(x)
         # Horovod expects the root as a global rank, even within a process set.
         global_root = self._process_set.ranks[root]
-        return _Pending(hvd.broadcast_async_(x, global_root, name=name, process_set=self._process_set))
+        number = hvd.broadcast_async_(x, global_root, name=name, process_set=self._process_set)
+        return self.started.note(name, _call("broadcast", x, root=root), _Pending(number, self._waiter(name)))
 
-    def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Return the values of all ranks, in rank order. The values must be serializable as JSON. Blocks."""
+    def _waiter(self, name: str) -> _Waiter:
+        return _Waiter(self, lambda: self.explain(name))
+
+    def delegated(self, tensor: str, handle: int) -> Handle:
+        """Return the handle of a dense gradient that Horovod's optimizer has passed to an allreduce."""
+        key = f"the gradient of '{tensor}'"
+        return self.started.note(key, {"delegated": tensor}, _Pending(handle, self._waiter(key)))
+
+    def delegated_rows(self, gradient: torch.Tensor, tensor: str, op: int, name: str) -> Handle:
+        """Reduce a sparse gradient as Horovod's optimizer does, by two allgathers."""
+        key = f"the gradient of '{tensor}'"
+        rows = _Rows(gradient, name, op, self._process_set, self._waiter(key))
+        return self.started.note(key, {"delegated": tensor, "sparse_dim": gradient.sparse_dim()}, rows)
+
+    def discard(self, hand_over: Callable[[Mapping[str, Any]], Any], name: str, step: int) -> list[int]:
+        """Finish what only some ranks have started, on all ranks, and drop the results. Return the steps of all ranks.
+
+        A rank starts with zeros what it lacks; `hand_over` does so for a delegated gradient. It waits for twice the
+        limit, because another rank may learn only at the end of its own limit that it waits in vain.
+        """
+
+        def start(name: str, call: Mapping[str, Any]) -> None:
+            if "delegated" in call:
+                hand_over(call)
+                return
+            options = dict(call)
+            kind, length = options.pop("kind"), options.pop("length")
+            zeros = torch.zeros(length, dtype=getattr(torch, options.pop("dtype")), device=options.pop("device"))
+            getattr(self, kind)(zeros, name=name, **options)
+
+        steps: list[int] = []
+
+        def gather(mine: Any) -> list[Any]:
+            everyone = self.gather_objects([step, mine], name, "optimizer.grace.discard()")
+            steps.extend(theirs for theirs, _ in everyone)
+            return [started for _, started in everyone]
+
+        self.timeout *= 2
+        try:
+            self.started.finish(gather, start)
+        finally:
+            self.timeout /= 2
+        return steps
+
+    def gather_objects(self, value: Any, name: str, what: str) -> list[Any]:
+        """Return the values of all ranks, in rank order. The values must be serializable as JSON. Blocks.
+
+        `what` tells what the ranks meet for.
+        """
+        if self.size == 1:
+            return [value]
         text = json.dumps(value).encode()
         data = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-        received = bytes(self.allgather(data, name=name).wait().tolist())
+        waiter = _Waiter(self, lambda: f"{what} (collective '{name}')")
+        received = bytes(self._allgather(data, name, False, waiter).wait().tolist())
         values, start = [], 0
         for _ in range(self.size):
             length = int.from_bytes(received[start : start + 8], "little")
             values.append(json.loads(received[start + 8 : start + 8 + length]))
             start += 8 + length
         return values
+
+
+def _call(kind: str, x: torch.Tensor, **options: Any) -> dict[str, Any]:
+    """Return what another rank needs to start the same collective."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return {"kind": kind, "length": x.numel(), "dtype": dtype, "device": x.device.type, **options}

@@ -35,6 +35,7 @@ TORCH = "grace/core/ops/torch_ops.py"
 TENSORFLOW = "grace/core/ops/tensorflow_ops.py"
 MPI = "grace/core/mpi.py"
 
+WAY_BACK = "tests/adapters/torch/test_way_back.py"
 NONFINITE = "tests/core/test_nonfinite.py"
 SCHEDULE = "tests/core/test_schedule.py"
 GRANULARITY = "tests/core/test_granularity.py"
@@ -82,6 +83,70 @@ PATCHES = [
         "MOST_RANKS = 300",
         "more ranks are accepted than the test network has addresses",
         ("tests/bench/test_step.py -k refused",),
+    ),
+    Patch(
+        "wait-without-a-limit",
+        "grace/core/waiting.py",
+        "if waited >= timeout:",
+        "if waited >= 100 * timeout:",
+        "a rank waits for others that will never come",
+        ("tests/core/test_waiting.py -k ends_at_the_limit", f"{WAY_BACK} -k waits"),
+    ),
+    Patch(
+        "wait-in-silence",
+        "grace/core/waiting.py",
+        "if waited >= tell:",
+        "if waited >= 4 * tell:",
+        "a rank says only after 100 seconds what it waits for",
+        ("tests/core/test_waiting.py -k told_within",),
+    ),
+    Patch(
+        "wait-of-the-next-bucket",
+        "grace/core/waiting.py",
+        "and not name[len(bucket.name) :][:1].isdigit()",
+        "",
+        "the wait for bucket 10 is told as one for bucket 1",
+        ("tests/core/test_waiting.py -k in_words",),
+    ),
+    Patch(
+        "discard-without-the-states",
+        "grace/torch/way_back.py",
+        "engine.restore(self._before)",
+        "engine.drop()",
+        "a dropped step leaves residuals and states that it has changed",
+        (f"{WAY_BACK} -k never_begun",),
+    ),
+    Patch(
+        "discard-leaves-collectives",
+        "grace/core/started.py",
+        "while self._counts[name] < max(counts):",
+        "while False:",
+        "a rank waits for ever for what only it has started",
+        (f"{WAY_BACK} -k never_begun",),
+    ),
+    Patch(
+        "discard-of-parted-ranks",
+        "grace/torch/way_back.py",
+        "if len(set(steps)) > 1:",
+        "if len(set(steps)) > 2:",
+        "ranks train on apart if only some have applied a step",
+        (f"{WAY_BACK} -k parted",),
+    ),
+    Patch(
+        "failed-step-goes-on",
+        "grace/torch/way_back.py",
+        "            self._failed = True\n",
+        "",
+        "a step that failed goes on and ends with a KeyError",
+        (f"{WAY_BACK} -k refused",),
+    ),
+    Patch(
+        "dense-names-without-the-optimizer",
+        "grace/torch/optimizer.py",
+        '{p: f"{exchange.prefix}/{name}" for p, name in names.items()}',
+        "dict(names)",
+        "two models with equal names exchange gradients with each other",
+        (f"{WAY_BACK} -k waits",),
     ),
     Patch(
         "timeline-broken-by-a-full-disk",
@@ -1537,8 +1602,8 @@ PATCHES = [
     Patch(
         "torch-gathers-beyond-process-set",
         "grace/torch/transport.py",
-        "return _Pending(hvd.allgather_async(x, name=name, process_set=self._process_set))",
-        "return _Pending(hvd.allgather_async(x, name=name))",
+        "_Pending(hvd.allgather_async(x, name=name, process_set=self._process_set), waiter)",
+        "_Pending(hvd.allgather_async(x, name=name), waiter)",
         "payloads of run-time length are gathered over all ranks in place of the process set",
         ("tests/adapters/torch/test_optimizer.py -k process_sets",),
     ),

@@ -11,7 +11,13 @@ import torch
 import torch._dynamo
 from horovod.torch import mpi_ops
 
-from tests.adapters.torch import exchange_scenarios, schedule_scenarios, timeline_scenarios, usage_scenarios
+from tests.adapters.torch import (
+    exchange_scenarios,
+    schedule_scenarios,
+    timeline_scenarios,
+    usage_scenarios,
+    way_back_scenarios,
+)
 from tests.adapters.torch.model import PROCESS_SETS
 from tests.support import rank
 
@@ -43,7 +49,8 @@ def main() -> None:
     PROCESS_SETS[:] = map(hvd.ProcessSet, members)
     hvd.init(process_sets=PROCESS_SETS)
     sleep_while_waiting()
-    rank.serve(hvd.rank(), (exchange_scenarios, schedule_scenarios, timeline_scenarios, usage_scenarios))
+    modules = (exchange_scenarios, schedule_scenarios, timeline_scenarios, usage_scenarios, way_back_scenarios)
+    rank.serve(hvd.rank(), modules)
     hvd.shutdown()
 
 

@@ -1,0 +1,69 @@
+"""`WayBack`: the return to the states before a step that will not be finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from grace.core.engine import Engine, Snapshot
+from grace.core.errors import MismatchError, StepError
+from grace.torch.transport import HorovodTransport
+
+
+class WayBack:
+    """The states before the step under way, kept until the optimizer has applied it, and the return to them."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine, self._name = engine, name
+        self._before: Snapshot | None = None
+        self._failed = False
+        # Starts a delegated gradient with zeros; the adapter sets it.
+        self.hand_over: Callable[[Mapping[str, Any]], Any] = lambda call: None
+        # Makes the adapter forget the step.
+        self.forget: Callable[[], None] = lambda: None
+
+    def keep(self) -> None:
+        """Keep the states as they are now: a step begins."""
+        self._before = self._engine.snapshot()
+
+    def let_go(self) -> None:
+        """Let go of the states before the step: it was applied, or its gradients were dropped after the exchange."""
+        self._before = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Note whether the body fails. Raises StepError if one before has failed in this step."""
+        self.check()
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def check(self) -> None:
+        """Raise StepError if a part of this step has failed."""
+        if self._failed:
+            raise StepError(
+                f"step {self._engine.step} has failed with an error before, and cannot go on. Call "
+                "optimizer.grace.discard() on all ranks to return to the states before it, or end the run."
+            )
+
+    def discard(self) -> None:
+        """Return to the states before the step, on all ranks; see `Exchange.discard`."""
+        engine, transport = self._engine, self._engine.transport
+        assert isinstance(transport, HorovodTransport)
+        step = engine.step if self._before is None else self._before.step
+        steps = [step]
+        if transport.rank >= 0:
+            steps = transport.discard(self.hand_over, f"{self._name}/discard", int(step))
+        if self._before is not None:
+            engine.restore(self._before)
+        self._before, self._failed = None, False
+        self.forget()
+        if len(set(steps)) > 1:
+            raise MismatchError(
+                f"the steps under way were dropped, but the ranks are not before the same step: expected one step, "
+                f"received {steps}. Some ranks have applied a step that others have not: let all ranks load a "
+                "checkpoint of the same step."
+            )

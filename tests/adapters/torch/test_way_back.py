@@ -1,0 +1,77 @@
+"""Steps that fail or are dropped, and the way back, in real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import TORCH, Launch
+from tests.support.ranks import on, same, scenario
+
+pytestmark = pytest.mark.distributed
+
+TWO = Launch(TORCH, "horovodrun-gloo", 2)
+
+
+@on(TWO)
+def test_training_goes_on_after_a_dropped_step_as_if_it_had_never_begun(launch):
+    ranks = scenario("discarded", launch)
+    for label in ranks[0]:
+        assert same([rank[label]["weights"] for rank in ranks]), label
+        assert all(rank[label]["equal"] for rank in ranks), label
+
+
+@on(TWO)
+def test_a_step_that_failed_is_refused_with_the_way_back(launch):
+    ranks = scenario("discarded", launch)
+    for label in ranks[0]:
+        failed = [rank for rank in ranks if rank[label]["errors"]["attempt"]]
+        assert len(failed) == {"merge": 2, "compress": 1, "proposal": 1}.get(
+            label, 2 * ("wait" in label or label == "settled")
+        ), label
+        for rank in ranks:
+            errors = dict(rank[label]["errors"])
+            told = errors.pop("attempt").partition(":")[0]
+            assert told in ("", "ZeroDivisionError", "WaitError"), label
+            for text in errors.values():
+                assert text.startswith("StepError: "), label
+                assert "optimizer.grace.discard() on all ranks" in text, label
+
+
+@on(TWO)
+def test_a_step_can_be_dropped_with_every_argument(launch):
+    ranks = scenario("discarded_with_options", launch)
+    for label in ranks[0]:
+        assert same([rank[label]["weights"] for rank in ranks]), label
+        assert all(rank[label]["equal"] for rank in ranks), label
+
+
+@on(TWO)
+def test_a_checkpoint_brings_ranks_together_that_an_error_parted(launch):
+    ranks = scenario("parted", launch)
+    assert same(ranks)
+    assert ranks[0]["discarded"].startswith("MismatchError: the steps under way were dropped, but the ranks are not")
+    assert "received [3, 2]" in ranks[0]["discarded"]
+    assert ranks[0]["equal"]
+
+
+@on(TWO)
+def test_a_rank_that_waits_says_for_what_and_ends(launch):
+    ranks = scenario("waits", launch)
+    assert same([rank.pop("weights") for rank in ranks])
+    for label, waiting, words in (
+        ("change", 0, "rank 0 of 2 has waited 2 s for rank 1: optimizer.grace.change()"),
+        ("change", 1, "rank 1 of 2 has waited 2 s for rank 0: step 1, the gradient of '"),
+        ("one more step", 0, "has waited 2 s for rank 1: step 1, the gradient of '"),
+        ("one more dense step", 0, "has waited 2 s for rank 1: step 1, the gradient of '"),
+        ("order", 0, "has waited 2 s for rank 1: step 1, the gradient of '"),
+        ("order", 1, "has waited 2 s for rank 0: step 1, the gradient of '"),
+        ("wrap", 1, "has waited 2 s for rank 0: grace.torch.DistributedOptimizer()"),
+    ):
+        result = ranks[waiting][label]
+        assert result["error"].startswith("WaitError: rank "), label
+        assert words in result["error"], label
+        assert 2 <= result["seconds"] < 20, label
+        # It said so before it ended.
+        assert label == "wrap" or len(result["told"]) == 1, label
+    assert not any(ranks[1][label]["error"] for label in ("one more step", "one more dense step"))
+    assert ranks[0]["wrap"]["error"] == ""

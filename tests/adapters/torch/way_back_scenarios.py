@@ -1,0 +1,210 @@
+"""Scenarios about steps that fail or are dropped, and the way back, run by each rank."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+
+from grace.core.compressors.powersgd import PowerSGD
+from grace.core.compressors.topk import TopK
+from tests.adapters.torch.model import batches, digest, make_net, sgd, train, wrap
+
+# One collective per tensor, so that some are complete and others not begun when a step fails.
+LAYERS = {"granularity": "layer", "bucket_bytes": 0}
+# What a rank waits in vain, in seconds.
+SHORT = 2
+Attempt = Callable[[torch.nn.Module, Any], None]
+
+
+def backward(model: torch.nn.Module, optimizer: Any) -> None:
+    """Compute gradients that belong to no step, of a batch that nothing else uses."""
+    x, y = next(batches(1, hvd.rank(), seed=7))
+    F.cross_entropy(model(x), y).backward()
+
+
+def failing(kind: type, method: str, ranks: tuple[int, ...], call: int, *, step: bool = True) -> Attempt:
+    """Return an attempt at a step in which a method raises an error on some ranks, in its call of that number."""
+
+    def attempt(model: torch.nn.Module, optimizer: Any) -> None:
+        real, calls = getattr(kind, method), 0
+
+        def fail(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if hvd.rank() in ranks and calls == call:
+                raise ZeroDivisionError("for this test")
+            return real(*arguments)
+
+        with mock.patch.object(kind, method, fail):
+            backward(model, optimizer)
+            if step:
+                optimizer.step()
+
+    return attempt
+
+
+def synchronized(model: torch.nn.Module, optimizer: Any) -> None:
+    """Exchange gradients and apply none of them."""
+    backward(model, optimizer)
+    optimizer.synchronize()
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """Return the error of a call as text, empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+TOPK = {"compressor": "topk", "compress_ratio": 0.2}
+POWERSGD = {"compressor": "powersgd", "compress_rank": 2}
+ATTEMPTS: dict[str, tuple[dict[str, Any], Attempt]] = {
+    # Dense tensors, which Horovod exchanges, are on their way as well.
+    "compress, others wait": ({**TOPK, **LAYERS, "timeout": SHORT}, failing(TopK, "compress", (1,), 2)),
+    "compress": ({**TOPK, **LAYERS}, failing(TopK, "compress", (1,), 1, step=False)),
+    "merge": ({**TOPK, **LAYERS}, failing(TopK, "merge", (0, 1, 2, 3), 2)),
+    "proposal": ({**POWERSGD, **LAYERS}, failing(PowerSGD, "agree", (0,), 2, step=False)),
+    "settled": ({**POWERSGD, **LAYERS, "timeout": SHORT}, failing(PowerSGD, "compress", (0,), 1)),
+    "no error": (TOPK, backward),
+    "no error, dense": ({"compressor": "none"}, backward),
+    "synchronized": ({**TOPK, "memory": "dgc"}, synchronized),
+}
+
+
+def discarded() -> dict[str, Any]:
+    """Drop steps in several ways, and compare the training with one that never saw them."""
+    results = {}
+    for label, (config, attempt) in ATTEMPTS.items():
+        weights, errors = [], {}
+        for interrupted in (False, True):
+            model = make_net()
+            optimizer = wrap(model, config, optimizer=sgd(model, momentum=0.0))
+            train(model, optimizer, 2)
+            if interrupted:
+                optimizer.zero_grad()
+                errors["attempt"] = outcome(lambda a=attempt, m=model, o=optimizer: a(m, o))
+                if label != "synchronized":
+                    errors["zero_grad"] = outcome(optimizer.zero_grad)
+                    errors["load"] = outcome(lambda o=optimizer: o.load_state_dict(o.state_dict()))
+                if errors["attempt"]:
+                    errors["step"] = outcome(optimizer.step)
+                optimizer.grace.discard()
+            train(model, optimizer, 2, start=2)
+            weights.append([digest(model.parameters()), optimizer.grace.engine.step])
+        results[label] = {"weights": weights[1], "equal": weights[0] == weights[1], "errors": errors}
+    return results
+
+
+def discarded_with_options() -> dict[str, Any]:
+    """Drop a step of optimizers with further arguments, on some ranks before its exchange began."""
+    results = {}
+    embedding = {"compressor": "topk", "rules": [{"match": "weight", "compressor": "none"}], "default_rules": False}
+
+    def rows(model: torch.nn.Module, optimizer: Any, number: int) -> None:
+        model(torch.arange(number, number + 4 + hvd.rank())).square().sum().backward()
+
+    def images(model: torch.nn.Module, optimizer: Any, number: int) -> None:
+        x, y = next(batches(1, hvd.rank(), seed=number))
+        F.cross_entropy(model(x), y).backward()
+
+    cases: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+        "views": (make_net, images, TOPK, {"gradient_as_bucket_view": True}),
+        "passes": (make_net, images, TOPK, {"backward_passes_per_step": 2}),
+        "local": (make_net, images, TOPK, {"local_steps": 2}),
+        "sparse": (_embedding, rows, embedding, {}),
+    }
+    for label, (make, go, config, arguments) in cases.items():
+        passes = arguments.get("backward_passes_per_step", 1)
+        weights = []
+        for interrupted in (False, True):
+            model = make()
+            optimizer = wrap(model, config, optimizer=sgd(model, momentum=0.0), **arguments)
+            for number in range(4):
+                if interrupted and number == 2:
+                    optimizer.zero_grad()
+                    for _ in range(passes if hvd.rank() else 0):
+                        go(model, optimizer, 9)
+                    if label == "local" and hvd.rank():
+                        optimizer.step()
+                    optimizer.grace.discard()
+                optimizer.zero_grad()
+                for i in range(passes):
+                    go(model, optimizer, 10 * number + i)
+                optimizer.step()
+            weights.append(digest(model.parameters()))
+        results[label] = {"weights": weights[1], "equal": weights[0] == weights[1]}
+    return results
+
+
+def _embedding() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Embedding(64, 32, sparse=True)
+
+
+def parted() -> dict[str, Any]:
+    """Let one rank fail when the others apply the step already, and go on from a checkpoint."""
+    model = make_net()
+    optimizer = wrap(model, {**TOPK, **LAYERS}, optimizer=sgd(model, momentum=0.0))
+    train(model, optimizer, 2)
+    saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    backward(model, optimizer)
+    optimizer.synchronize()
+    if hvd.rank() != 1:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    discarded = outcome(optimizer.grace.discard)
+    model.load_state_dict(before)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 2, start=2)
+    weights, fresh = digest(model.parameters()), make_net()
+    train(fresh, wrap(fresh, {**TOPK, **LAYERS}, optimizer=sgd(fresh, momentum=0.0)), 4)
+    return {"discarded": discarded, "weights": weights, "equal": weights == digest(fresh.parameters())}
+
+
+def waits() -> dict[str, Any]:
+    """Make calls on one rank only. Return what it and the others are told, and whether they train on together."""
+    first, results, config = hvd.rank() == 0, {}, {**TOPK, **LAYERS, "timeout": SHORT}
+    told: list[str] = []
+    model, twin = make_net(), make_net()
+    optimizer, other = wrap(model, config), wrap(twin, {"compressor": "none", "timeout": SHORT})
+    train(model, optimizer, 1)
+    train(twin, other, 1)
+    cases: dict[str, Callable[[], Any]] = {
+        "change": lambda: optimizer.grace.change(compress_ratio=0.5) if first else train(model, optimizer, 1, start=1),
+        "one more step": lambda: train(model, optimizer, 1, start=1) if first else None,
+        "one more dense step": lambda: train(twin, other, 1, start=1) if first else None,
+        "order": lambda: train(model, optimizer, 1, start=1) if first else train(twin, other, 1, start=1),
+    }
+    for label, call in cases.items():
+        told.clear()
+        began = time.monotonic()
+        with mock.patch.object(
+            logging.getLogger("grace"), "warning", lambda *words, t=told: t.append(words[0] % words[1:])
+        ):
+            error = outcome(call)
+        results[label] = {"error": error, "told": list(told), "seconds": time.monotonic() - began}
+        optimizer.grace.discard()
+        other.grace.discard()
+    train(model, optimizer, 1, start=1)
+    train(twin, other, 1, start=1)
+    late = make_net()
+    began = time.monotonic()
+    error = outcome(lambda: None if first else wrap(late, config))
+    results["wrap"] = {"error": error, "told": [], "seconds": time.monotonic() - began}
+    hvd.barrier()
+    if first:
+        # The other rank's message is still there.
+        wrap(late, config)
+    results["weights"] = digest([*model.parameters(), *twin.parameters()])
+    return results
