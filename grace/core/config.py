@@ -139,7 +139,7 @@ class Config:
     buffer and one collective (0: one collective per tensor); with "model" there is one per kind of collective.
     `index_coding` is the coding of gathered sparse indices: int32, delta, bitmap, or the smallest of these (see
     `grace.core.indices`). `timeout` is the number of seconds that a rank waits for the others before it raises
-    WaitError.
+    WaitError. `checksum` gives every gathered buffer a checksum (see `grace.core.checksum`).
     """
 
     parts: Parts
@@ -152,6 +152,7 @@ class Config:
     split_bytes: int = 32 * 1024 * 1024
     index_coding: str = "int32"
     timeout: int = TIMEOUT
+    checksum: bool = False
 
     def __post_init__(self) -> None:
         steps = [0, *(stage.step for stage in self.schedule)]
@@ -207,8 +208,8 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready part), `rules` (a list of
     tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or parts that
     change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.schedule.ladder`), `default_rules`,
-    `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, and the options of the chosen
-    parts, such as `compress_ratio`.
+    `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`, and the options of the
+    chosen parts, such as `compress_ratio`.
     Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for parts that do not work
     together.
     """

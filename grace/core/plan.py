@@ -183,6 +183,7 @@ def make_plan(
         units = fuse(bucket) if config.granularity != "layer" or bucket[0].dense else bucket
         communicator = bucket[0].communicator
         layout = communicator.layout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
+        layout = layout.checked() if config.checksum else layout
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
     _check_units(unit.spec.name for bucket in buckets for unit in bucket.parts)
     told = (*_warnings(parts, config), *_swollen([unit for bucket in buckets for unit in bucket.parts]))
@@ -223,6 +224,13 @@ def _warnings(parts: Sequence[Part], config: Config) -> tuple[str, ...]:
         if not any(rule is other for other in used)
     ]
     texts += [text for part in parts if (text := _harm(part.parts, part.spec))]
+    bare = [part.spec.name for part in parts if part.communicator.sums or part.agreement]
+    if config.checksum and bare:
+        more = f" and {len(bare) - 8} more" if len(bare) > 8 else ""
+        texts.append(
+            f"checksum = true does not cover what is summed on the way: {len(bare)} of {len(parts)} tensors "
+            f"({', '.join(bare[:8])}{more}), whole or in part"
+        )
     return tuple(dict.fromkeys(texts))
 
 

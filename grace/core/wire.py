@@ -2,22 +2,27 @@
 
 Gathered buckets travel as one uint8 buffer per rank:
 
-    fixed fields, int32 counts, words of coded indices and stamp, widest dtype first | one flag byte per guarded tensor
+    checksum if asked for | fixed fields, int32 counts, words of coded indices and stamp, widest dtype first
+    one flag byte per guarded tensor
     padding to 8 | fields of run-time length, widest dtype first | coded indices, each padded to 4 | padding to 16
 
 This aligns every field to its own width without padding between fields. The counts give the lengths of the rest, so a
 receiver finds the end of each rank's buffer without another exchange, and a rank that selects nothing sends only a
-header. Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their flags are float32
-elements. A flag means that this rank's gradient was not finite. The stamp is the step number: random numbers follow
-from it, so payloads of ranks at different steps (after only one of them loaded a checkpoint) must not be added.
+header. The checksum is that of the rest of the rank's buffer; its 8 bytes leave all fields aligned.
+
+Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their flags are float32 elements. A
+flag means that this rank's gradient was not finite. The stamp is the step number: random numbers follow from it, so
+payloads of ranks at different steps (after only one of them loaded a checkpoint) must not be added.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from grace.core import indices
+from grace.core.checksum import CHECKSUM_BYTES, checksum
 from grace.core.errors import PayloadError
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
@@ -87,10 +92,17 @@ class Received(NamedTuple):
 class GatherLayout:
     """Layout of a bucket whose payloads are gathered or broadcast: one byte buffer per rank."""
 
-    def __init__(self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        fields: Sequence[Sequence[Field]],
+        guarded: Sequence[bool],
+        checksum: bool = False,
+    ) -> None:
         self.specs = tuple(specs)
         self.fields = tuple(tuple(f) for f in fields)
         self.guarded = tuple(guarded)
+        self._start = CHECKSUM_BYTES if checksum else 0
         self.counts: list[tuple[int, str]] = []
         self._coded: list[tuple[int, Field]] = []
         fixed: list[tuple[int, int, Field]] = []
@@ -109,7 +121,7 @@ class GatherLayout:
                     fixed.append((-ITEMSIZE[f.dtype], i, f))
         fixed.sort(key=lambda entry: entry[0])
         variable.sort(key=lambda entry: entry[0])
-        offset = 0
+        offset = self._start
         slots: list[_Slot] = []
         for width, i, f in fixed:
             if width > -4:
@@ -126,6 +138,10 @@ class GatherLayout:
         self._fixed_end = offset
         self._fixed = slots
         self._variable = [_Slot(i, f, None) for _, i, f in variable]
+
+    def checked(self) -> GatherLayout:
+        """Return this layout with a checksum in every buffer."""
+        return GatherLayout(self.specs, self.fields, self.guarded, checksum=True)
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +167,7 @@ class GatherLayout:
         for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
             _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
         pieces: list[Array] = []
-        position = 0
+        position: int = self._start
 
         def pad(offset: int) -> None:
             nonlocal position
@@ -189,25 +205,68 @@ class GatherLayout:
             length = indices.size(ops, word, k, below)
             put(indices.encode(ops, payloads[i][f.name], word, below), length)
         pad(_align(position, ALIGNMENT))
-        return ops.concat(pieces)
+        body = ops.concat(pieces)
+        return ops.concat([ops.to_bytes(checksum(ops, body)), body]) if self._start else body
 
     def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
-        """Return the contents of `size` buffers in a row."""
+        """Return the contents of `size` buffers in a row.
+
+        Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
+        """
         received = Received([[] for _ in self.specs], [[] for _ in self.specs], [])
         base, mine = 0, ops.full(1, stamp & _INT32, "int32")
-        for _ in range(size):
-            base = self._decode_rank(ops, data, base, received, mine)
+        for rank in range(size):
+            base = self._decode_rank(ops, data, base, received, mine, rank)
+        if self._start:
+            total = ops.length(data)
+            require = functools.partial(_require, ops, size - 1)
+            # Nothing reads the bytes after the last buffer. A graph checks them if something waits for the check.
+            received.in_step[-1] = require(base == total, f"{base} bytes in all", total, received.in_step[-1])
         return received
 
-    def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: Array) -> int:
+    def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: Array, rank: int) -> int:
         mine: list[Payload] = [{} for _ in self.specs]
         total = ops.length(data)
+        require = functools.partial(_require, ops, rank)
         fits = base + self._open_end <= total
-        data = _require(ops, fits, "a buffer that holds all fields of fixed length", total, data)
+        data = require(fits, "a buffer that holds all fields of fixed length", total, data)
 
         def take(offset: int, dtype: str, length: int) -> Array:
             return ops.from_bytes(data[offset : offset + length * ITEMSIZE[dtype]], dtype)
 
+        end = base + self._open_end
+        values = take(base + self._counts_offset, "int32", len(self.counts) + len(self._coded))
+        counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
+        for key, length in counts.items():
+            counts[key] = require(length >= 0, "lengths from 0 on", length, length)
+        # The header tells where everything lies: check that all of it is there before reading any of it.
+        slots: list[tuple[_Slot, int, int]] = []
+        for slot in self._variable:
+            length = counts[slot.tensor, str(slot.field.length)]
+            # Check before the product: TensorFlow counts in int32, which could wrap around to a length that fits.
+            data = require(length <= (total - end) // ITEMSIZE[slot.field.dtype], _ALL_THERE, total, data)
+            slots.append((slot, end, length))
+            end = end + length * ITEMSIZE[slot.field.dtype]
+        coded: list[tuple[int, Field, int, int, Array, int]] = []
+        for j, (i, f) in enumerate(self._coded, len(self.counts)):
+            end, below = _align(end, 4), int(f.below or 0)
+            k = counts[i, f.length] if isinstance(f.length, str) else f.length
+            # Gaps of 0 bits take no bytes, so that only the tensor bounds the number of indices, not the buffer.
+            k = require(k <= below, f"at most {below} indices, which differ and are below it", k, k)
+            word = ops.cast(values[j], "int64")
+            word = require(indices.is_known(ops, word, below), f"a coding of indices below {below}", word, word)
+            fits = indices.nbytes(ops, word, k, below) <= ops.cast(total - end, "int64")
+            data = require(fits, _ALL_THERE, total, data)
+            length = indices.size(ops, word, k, below)
+            coded.append((i, f, end, length, word, k))
+            end = end + length
+        end = _align(end, ALIGNMENT)
+        if self._start:
+            data = require(end <= total, _ALL_THERE, total, data)
+            right = take(base, "int64", 1)[0] == checksum(ops, data[base + self._start : end])[0]
+            data = require(right, "a buffer that gives the checksum in its header", None, data)
+        stamped = take(base + self._counts_offset + 4 * (len(self.counts) + len(self._coded)), "int32", 1)
+        received.in_step.append(stamped[0] == stamp[0])
         for slot in self._fixed:
             length = int(slot.field.length)
             value = take(base + (slot.offset or 0), slot.field.dtype, length)
@@ -218,33 +277,6 @@ class GatherLayout:
             if guard:
                 received.flags[i].append(data[flag])
                 flag += 1
-        end = base + self._open_end
-        values = take(base + self._counts_offset, "int32", len(self.counts) + len(self._coded) + 1)
-        received.in_step.append(values[len(self.counts) + len(self._coded)] == stamp[0])
-        counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
-        for key, length in counts.items():
-            counts[key] = _require(ops, length >= 0, "lengths from 0 on", length, length)
-        # The header tells where everything lies: check that all of it is there before reading any of it.
-        slots: list[tuple[_Slot, int, int]] = []
-        for slot in self._variable:
-            length = counts[slot.tensor, str(slot.field.length)]
-            # Check before the product: TensorFlow counts in int32, which could wrap around to a length that fits.
-            data = _require(ops, length <= (total - end) // ITEMSIZE[slot.field.dtype], _ALL_THERE, total, data)
-            slots.append((slot, end, length))
-            end = end + length * ITEMSIZE[slot.field.dtype]
-        coded: list[tuple[int, Field, int, int, Array, int]] = []
-        for j, (i, f) in enumerate(self._coded, len(self.counts)):
-            end, below = _align(end, 4), int(f.below or 0)
-            k = counts[i, f.length] if isinstance(f.length, str) else f.length
-            # Gaps of 0 bits take no bytes, so that only the tensor bounds the number of indices, not the buffer.
-            k = _require(ops, k <= below, f"at most {below} indices, which differ and are below it", k, k)
-            word = ops.cast(values[j], "int64")
-            word = _require(ops, indices.is_known(ops, word, below), f"a coding of indices below {below}", word, word)
-            fits = indices.nbytes(ops, word, k, below) <= ops.cast(total - end, "int64")
-            data = _require(ops, fits, _ALL_THERE, total, data)
-            length = indices.size(ops, word, k, below)
-            coded.append((i, f, end, length, word, k))
-            end = end + length
         for slot, offset, length in slots:
             mine[slot.tensor][slot.field.name] = take(offset, slot.field.dtype, length)
         for i, f, offset, length, word, k in coded:
@@ -253,7 +285,7 @@ class GatherLayout:
             mine[i][f.name] = found if isinstance(f.length, str) else ops.reshape(found, (f.length,))
         for i, payload in enumerate(mine):
             received.payloads[i].append(payload)
-        return _align(end, ALIGNMENT)
+        return end
 
 
 class SumLayout:
@@ -270,6 +302,10 @@ class SumLayout:
                     self.groups.setdefault(f.dtype, []).append((i, f))
         if any(self.guarded):
             self.groups.setdefault("float32", [])
+
+    def checked(self) -> SumLayout:
+        """Return this layout: the sum is made under way, so that no checksum of one rank can be checked."""
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -328,8 +364,8 @@ class SumLayout:
 Layout = GatherLayout | SumLayout
 
 
-def _require(ops: ArrayOps, condition: Any, expected: str, received: Any, then: Any) -> Any:
-    """Return `then`; raise PayloadError unless the condition holds.
+def _require(ops: ArrayOps, rank: int, condition: Any, expected: str, received: Any, then: Any) -> Any:
+    """Return `then`; raise PayloadError, which blames the buffer of `rank`, unless the condition holds.
 
     The message shows `received` if it is a number now, not in a traced graph.
     """
@@ -337,7 +373,7 @@ def _require(ops: ArrayOps, condition: Any, expected: str, received: Any, then: 
         return then
     shown = f": {received}" if isinstance(received, int) else ""
     error = PayloadError(
-        f"wire buffer of a rank: expected {expected}, received another{shown}. "
+        f"wire buffer of rank {rank}: expected {expected}, received another{shown}. "
         "The buffer is truncated or damaged, or comes from another version or configuration; check all ranks."
     )
     if isinstance(condition, bool):

@@ -130,6 +130,13 @@ class OpsContract:
             x = array(ops, [1, 2], dtype)
             assert (ops.dtype(ops.sum(x)), ops.dtype(ops.norm(x)), ops.dtype(ops.max(x))) == (dtype,) * 3
 
+    def test_wrapping_sums_wrap_and_keep_every_bit(self, ops: ArrayOps) -> None:
+        x = array(ops, [2**62 + 1, 2**62, 2**62, 2**62, 2**53, 2], "int64")
+        assert int(ops.wrapping_sum(x)) == 2**53 + 3
+        rows = ops.reshape(x, (2, 3))
+        assert host(ops, ops.wrapping_sum(rows, axis=1)).tolist() == [3 * 2**62 + 1 - 2**64, 2**62 + 2**53 + 2]
+        assert int(ops.wrapping_sum(x[:0])) == 0
+
     def test_reductions_of_nothing(self, ops: ArrayOps) -> None:
         empty = ops.zeros(0, "float32")
         assert (float(ops.sum(empty)), float(ops.max(empty)), float(ops.norm(empty))) == (0, 0, 0)

@@ -21,6 +21,13 @@ class SumsInFloat32(NumpyOps):
         return np.asarray(np.cumsum(x, dtype=x.dtype)[-1] if axis is None else np.sum(x, axis=axis))
 
 
+@breaks("test_wrapping_sums_wrap_and_keep_every_bit")
+class SumsInFloat64(NumpyOps):
+    def wrapping_sum(self, x, axis=None):
+        with np.errstate(invalid="ignore"):
+            return self.sum(x, axis)
+
+
 @breaks("test_finite_sees_every_bad_element_and_no_other")
 class LooksAtTheSumOnly(NumpyOps):
     def finite(self, x):

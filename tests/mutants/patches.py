@@ -43,6 +43,7 @@ UNIT_CHANGES = "tests/core/test_unit_changes.py"
 PLACEMENT = "tests/core/test_gradient_placement.py"
 ERRORS = "tests/core/test_errors.py"
 DAMAGED = "tests/core/test_damaged_payloads.py"
+CHECKSUM = "tests/core/test_checksum.py"
 OPS = "tests/core/test_array_ops.py"
 STEPS = "tests/core/test_engine.py"
 GOLDEN = "tests/core/test_golden_bytes.py"
@@ -572,16 +573,16 @@ PATCHES = [
     Patch(
         "wire-length-not-checked",
         WIRE,
-        "_require(ops, length <= (total - end) // ITEMSIZE[slot.field.dtype],",
-        "_require(ops, True,",
+        "require(length <= (total - end) // ITEMSIZE[slot.field.dtype],",
+        "require(True,",
         "a truncated buffer is read as far as it goes",
         ("tests/core/test_wire.py -k count", "tests/kernels/test_corrupt_buffers.py"),
     ),
     Patch(
         "wire-indices-not-bounded",
         WIRE,
-        "_require(ops, k <= below,",
-        "_require(ops, k <= 2**20,",
+        "require(k <= below,",
+        "require(k <= 2**20,",
         "the header of coded indices asks for more than the tensor can hold",
         (f"{DAMAGED} -k 'delta and numpy'",),
     ),
@@ -629,10 +630,58 @@ PATCHES = [
     Patch(
         "wire-step-not-compared",
         WIRE,
-        "received.in_step.append(values[len(self.counts) + len(self._coded)] == stamp[0])",
+        "received.in_step.append(stamped[0] == stamp[0])",
         "received.in_step.append(stamp[0] == stamp[0])",
         "gathered payloads of different steps are added up",
         ("tests/core/test_wire.py -k different_steps", f"{ERRORS} -k different_steps"),
+    ),
+    Patch(
+        "wire-checksum-not-compared",
+        WIRE,
+        'right = take(base, "int64", 1)[0] == checksum(ops, data[base + self._start : end])[0]',
+        "right = True",
+        "checksums travel, and nobody looks at them",
+        (f"{CHECKSUM} -k 'damaged and numpy'", "tests/core/test_fuzz.py -k checksum-numpy"),
+    ),
+    Patch(
+        "wire-checksum-without-the-end",
+        WIRE,
+        "        if self._start:\n            total = ops.length(data)\n",
+        "        if False:\n            total = ops.length(data)\n",
+        "bytes behind the last buffer pass",
+        (f"{CHECKSUM} -k longer",),
+    ),
+    Patch(
+        "wire-damage-blamed-on-rank-0",
+        WIRE,
+        "require = functools.partial(_require, ops, rank)",
+        "require = functools.partial(_require, ops, 0)",
+        "the error names another rank than the one whose buffer is damaged",
+        (f"{CHECKSUM} -k 'named and numpy'",),
+    ),
+    Patch(
+        "checksum-of-rows-in-any-order",
+        "grace/core/checksum.py",
+        "ops.wrapping_sum(ops.concat(sums) * _weights(ops, rows + 1, _COLUMNS))",
+        "ops.wrapping_sum(ops.concat(sums))",
+        "rows of a buffer may change places, and two signs may change",
+        (f"{CHECKSUM} -k 'stored_numbers or other_damage'",),
+    ),
+    Patch(
+        "checksum-option-ignored",
+        PLAN,
+        "layout = layout.checked() if config.checksum else layout",
+        "layout = layout",
+        "the option has no effect",
+        (f"{CHECKSUM} -k stops_the_step",),
+    ),
+    Patch(
+        "checksum-gaps-not-told",
+        PLAN,
+        "if config.checksum and bare:",
+        "if config.checksum and not bare:",
+        "nobody learns that sums have no checksum",
+        (f"{CHECKSUM} -k lists",),
     ),
     Patch(
         "wire-sum-step-not-compared",

@@ -23,7 +23,7 @@ import numpy as np
 import grace
 from grace.core.compressor import Compressor
 from grace.core.config import make_config
-from grace.core.errors import GraceError, StateError
+from grace.core.errors import GraceError, PayloadError, StateError
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan import make_plans
 from grace.core.registry import communicators, compressors, fields_of, memories
@@ -33,14 +33,17 @@ from grace.testing.harness import Exchange, draw, exchange, host
 from tests.support import covering
 from tests.support.registered import all_compressors, ops_of
 
-# Kinds with the cases of an ordinary run and those under `--all`, which are a million together. TensorFlow is slow at
+# Kinds with the cases of an ordinary run and those under `--all`, which are a million together. Each case of "checksum"
+# must be refused. TensorFlow is slow at
 # small operations; tests/core/test_damaged_payloads.py runs the finds on it every time.
 COUNTS = {
-    "wire numpy": (2000, 450_000),
+    "wire numpy": (2000, 400_000),
     "wire numpy-reference": (1000, 150_000),
     "wire torch": (500, 100_000),
     "wire torch-reference": (300, 50_000),
     "wire tensorflow": (0, 1_000),
+    "checksum numpy": (1000, 45_000),
+    "checksum torch": (200, 5_000),
     "state": (2000, 120_000),
     "config": (1500, 120_000),
     "gradient": (200, 9_000),
@@ -67,6 +70,7 @@ def run(kind: str, first: int, number: int) -> int:
     word, _, backend = kind.partition(" ")
     case: Callable[[Draw], bool] = {
         "wire": partial(_wire, backend),
+        "checksum": partial(_checksum, backend),
         "state": _state,
         "config": _config,
         "gradient": _gradient,
@@ -142,11 +146,11 @@ def fits(compressor: Compressor, spec: TensorSpec) -> bool:
 
 
 @cache
-def _bucket(backend: str, index: int) -> Bucket:
+def _bucket(backend: str, index: int, checked: bool = False) -> Bucket:
     compressor, spec, coding = _methods()[index]
     ops = ops_of(backend)
     fields = [f if f.below is None or not f.wire else f._replace(coding=coding) for f in compressor.wire(spec)]
-    layout = GatherLayout([spec], [fields], [True])
+    layout = GatherLayout([spec], [fields], [True], checked)
     made = exchange(compressor, ops, spec, [draw(spec, rank) for rank in range(RANKS)], step=STEP)
     buffers = [bytes(host(ops, layout.encode(ops, [payload], [False], STEP))) for payload in made.payloads]
     return Bucket(compressor, layout, made, buffers)
@@ -167,6 +171,20 @@ def _wire(backend: str, rng: Draw) -> bool:
         bucket.compressor.learn(payloads, at)
         bucket.compressor.tally(payloads, at)
     except GraceError:
+        return False
+    return True
+
+
+def _checksum(backend: str, rng: Draw) -> bool:
+    bucket = _bucket(backend, rng.randrange(len(_methods())), checked=True)
+    rank, good = rng.randrange(RANKS), bucket.buffers
+    buffers = list(good)
+    while b"".join(buffers) == b"".join(good):
+        buffers[rank] = _damaged(rng, good[rank], bucket.layout, backend)
+    ops = ops_of(backend)
+    try:
+        bucket.layout.decode(ops, _array(ops, b"".join(buffers)), RANKS, STEP)
+    except PayloadError:
         return False
     return True
 

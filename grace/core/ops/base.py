@@ -173,6 +173,10 @@ class Primitives(ABC):
         """Return the sum, in x's dtype."""
 
     @abstractmethod
+    def wrapping_sum(self, x: Array, axis: int | None = None) -> Array:
+        """Return the sum of int64 numbers modulo 2^64, for checksums."""
+
+    @abstractmethod
     def max(self, x: Array, axis: int | None = None) -> Array:
         """Return the largest element; 0 for an empty array."""
 

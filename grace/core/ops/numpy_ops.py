@@ -111,6 +111,9 @@ class NumpyOps(ArrayOps):
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(np.add.reduce(x, axis=axis, dtype=np.float64).astype(x.dtype))
 
+    def wrapping_sum(self, x: Array, axis: int | None = None) -> Array:
+        return np.asarray(np.add.reduce(x, axis=axis))
+
     def max(self, x: Array, axis: int | None = None) -> Array:
         if x.size == 0:
             return np.zeros(() if axis is None else np.delete(x.shape, axis), x.dtype)

@@ -143,6 +143,9 @@ class TensorflowOps(ArrayOps):
     def sum(self, x: Array, axis: int | None = None) -> Array:
         return tf.cast(tf.reduce_sum(tf.cast(x, tf.float64), axis=axis), x.dtype)
 
+    def wrapping_sum(self, x: Array, axis: int | None = None) -> Array:
+        return tf.reduce_sum(x, axis=axis)
+
     def max(self, x: Array, axis: int | None = None) -> Array:
         if x.shape.num_elements() == 0:
             return tf.zeros([] if axis is None else [s for i, s in enumerate(x.shape) if i != axis], x.dtype)

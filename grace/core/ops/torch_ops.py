@@ -105,6 +105,9 @@ class TorchOps(ArrayOps):
     def sum(self, x: Array, axis: int | None = None) -> Array:
         return torch.sum(x, dim=axis, dtype=torch.float64).to(x.dtype)
 
+    def wrapping_sum(self, x: Array, axis: int | None = None) -> Array:
+        return torch.sum(x, dim=axis)
+
     def max(self, x: Array, axis: int | None = None) -> Array:
         if x.numel() == 0:
             shape = () if axis is None else tuple(s for i, s in enumerate(x.shape) if i != axis)
