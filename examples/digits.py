@@ -260,7 +260,9 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
     """Return the runs of the command line. Raises GraceError for a wrong configuration, before any run starts."""
     sources: list[Any] = [args.config]
     if not args.config:
-        sources = [{"compressor": name, **SETTINGS.get(name, Setting()).options} for name in args.compressor]
+        # Every 100 steps the ranks compare their weights, by 8 bytes.
+        always = {"check_replicas": 100}
+        sources = [{"compressor": name, **always, **SETTINGS.get(name, Setting()).options} for name in args.compressor]
     runs = []
     for source in sources:
         config = make_config(source, **dict(args.set))

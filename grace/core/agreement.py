@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from grace.core.compressor import Compressor
@@ -66,18 +66,6 @@ def agree(
                 "the same version of grace, all ranks with kernels or all without."
             )
     return everyone
-
-
-def check_weights(digests: Sequence[Mapping[str, str]], advice: str) -> None:
-    """Raise MismatchError unless the digests of all ranks, by tensor and in rank order, are those of rank 0."""
-    for rank, mine in enumerate(digests):
-        differing = [name for name, digest in digests[0].items() if mine.get(name) != digest]
-        if differing:
-            raise MismatchError(
-                f"the weights of rank {rank} and rank 0 differ before the first step, in '{differing[0]}' and "
-                f"{len(differing) - 1} other tensors: expected equal weights, or every rank trains a model of its own. "
-                f"{advice}"
-            )
 
 
 def _shared(description: dict[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class Config:
     `index_coding` is the coding of gathered sparse indices: int32, delta, bitmap, or the smallest of these (see
     `grace.core.indices`). `timeout` is the number of seconds that a rank waits for the others before it raises
     WaitError. `checksum` gives every gathered buffer a checksum (see `grace.core.checksum`).
+    Every `check_replicas` steps the ranks compare a digest of their weights (see `grace.core.replicas`; 0: never).
     """
 
     parts: Parts
@@ -153,6 +154,7 @@ class Config:
     index_coding: str = "int32"
     timeout: int = TIMEOUT
     checksum: bool = False
+    check_replicas: int = 0
 
     def __post_init__(self) -> None:
         steps = [0, *(stage.step for stage in self.schedule)]
@@ -167,6 +169,10 @@ class Config:
                 raise ConfigError(f"{name} must be a number of bytes, at least 0; received {getattr(self, name)!r}.")
         if self.timeout < 1:
             raise ConfigError(f"timeout must be a number of seconds, at least 1; received {self.timeout!r}.")
+        if self.check_replicas < 0:
+            raise ConfigError(
+                f"check_replicas must be a number of steps, at least 0; received {self.check_replicas!r}."
+            )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must lie in [0, 2^63), received {self.seed!r}.")
 
@@ -208,8 +214,8 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready part), `rules` (a list of
     tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or parts that
     change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.schedule.ladder`), `default_rules`,
-    `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`, and the options of the
-    chosen parts, such as `compress_ratio`.
+    `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`, `check_replicas`, and
+    the options of the chosen parts, such as `compress_ratio`.
     Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for parts that do not work
     together.
     """

@@ -24,6 +24,7 @@ from grace.core.engine import Engine
 from grace.core.errors import MismatchError, StepError
 from grace.core.ops import get_ops
 from grace.core.plan import Plan, make_plans
+from grace.core.replicas import SUMMARY_BYTES, compare, digest, is_due, shared_states
 from grace.core.spec import Array, TensorSpec
 from grace.core.transport import Handle, Reduction, Transport
 
@@ -330,6 +331,8 @@ class MPIExchange:
                     f"{gradient.dtype}; convert it on every rank, or create the exchange with TensorSpec(name, shape, "
                     "dtype)."
                 )
+        if is_due(self.engine.step, self.config.check_replicas):
+            self.check_replicas()
         try:
             # All ranks start their collectives in the order of the plan.
             for part in self.plan.parts:
@@ -338,6 +341,26 @@ class MPIExchange:
         except Exception:
             self.engine.drop()
             raise
+
+    def check_replicas(self, weights: Mapping[str, Array] | None = None) -> None:
+        """Compare the weights, if given, and the shared states of all ranks; all ranks must call it between two steps.
+
+        The option `check_replicas` compares the states every so many steps. The exchange does not know the weights.
+        Raises MismatchError, which names the first tensor that differs, on every rank.
+        """
+        arrays = {**(weights or {}), **shared_states(self.engine.snapshot())}
+        transport = self.transport
+
+        def exchange(mine: bytes) -> list[bytes]:
+            everyone = transport.allgather(np.frombuffer(mine, np.uint8), name="grace/replicas").wait().tobytes()
+            return [everyone[i : i + SUMMARY_BYTES] for i in range(0, len(everyone), SUMMARY_BYTES)]
+
+        compare(
+            {name: digest(get_ops("numpy"), x) for name, x in arrays.items()},
+            exchange,
+            lambda mine: transport.gather_objects(mine, "grace/replicas in detail"),
+            f"before step {self.engine.step}",
+        )
 
     def stats(self) -> dict[str, Any]:
         """Return what the last call sent; see `grace.core.engine.Engine.stats`."""

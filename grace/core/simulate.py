@@ -12,6 +12,7 @@ from grace.core.errors import ConfigError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan import Plan, change_plan, make_plans
+from grace.core.replicas import ADVICE, STATES, check_digests, digest, is_due, shared_states
 from grace.core.spec import HALF_DTYPES, Array, TensorSpec
 from grace.core.transport import Handle, Reduction, Transport
 
@@ -134,11 +135,12 @@ class Simulation:
         def ops(device: str) -> ArrayOps:
             return get_ops(framework, device)
 
+        self._ops = ops("cpu")
         self.engines = [
             Engine(
                 plan,
                 ops,
-                SimulatedTransport(rank, self.exchange, ops("cpu")),
+                SimulatedTransport(rank, self.exchange, self._ops),
                 seed=self.config.seed,
                 average=average,
                 later=later,
@@ -171,9 +173,19 @@ class Simulation:
 
         `lr` is the learning rate with which they will be applied, for memories that correct for it.
         """
+        if is_due(self.engines[0].step, self.config.check_replicas):
+            self._check_states()
         for engine, mine in zip(self.engines, gradients, strict=True):
             for name, gradient in mine.items():
                 engine.ready(name, gradient, lr)
         for engine in self.engines:
             engine.advance()
         return [engine.finish() for engine in self.engines]
+
+    def _check_states(self) -> None:
+        """Raise MismatchError if states differ that must be equal on all ranks. A simulation knows no weights."""
+        digests = [
+            {name: digest(self._ops, state) for name, state in shared_states(engine.snapshot()).items()}
+            for engine in self.engines
+        ]
+        check_digests(digests, STATES, f"before step {self.engines[0].step}", ADVICE)

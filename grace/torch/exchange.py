@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +11,15 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.agreement import agree, check_weights, formats
+from grace.core.agreement import agree, formats
 from grace.core.config import Config
 from grace.core.engine import Engine
 from grace.core.errors import GraceWarning, StateError, StepError
 from grace.core.ops import get_ops
+from grace.core.ops.composites import ArrayOps
 from grace.core.part import Part
 from grace.core.plan import Plan, change_plan
+from grace.core.replicas import SUMMARY_BYTES, WEIGHTS, check_digests, compare, digest, is_due, shared_states
 from grace.core.spec import TensorSpec
 from grace.torch.loss_scale import LossScale
 from grace.torch.transport import HorovodTransport
@@ -46,6 +47,8 @@ class Exchange:
         self._parameters = parameters
         self._changes = 0
         self._met = False
+        # The last step before which the replicas were compared.
+        self._compared = -1
         self._merged: dict[str, torch.Tensor] = {}
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
@@ -74,8 +77,7 @@ class Exchange:
             description["formats"] = formats([plan], functools.partial(get_ops, "torch"))
         except Exception as error:
             failure = error
-        transport = self.engine.transport
-        assert isinstance(transport, HorovodTransport)
+        transport = self._transport
         meet = (
             (lambda mine: transport.gather_objects(mine, prefix, "optimizer.grace.change()"))
             if transport.rank >= 0
@@ -156,27 +158,64 @@ class Exchange:
                 stacklevel=3,
             )
 
-    def meet_once(self) -> None:
-        """Check before the first step that all ranks begin with the same weights, in the same stage of a schedule.
+    def meet(self) -> None:
+        """Compare the ranks before the first gradient of a step, if it is the first step or the replicas are due.
 
-        Otherwise replicas would part silently, or ranks would start different collectives and wait forever. Raises
-        MismatchError on every rank.
+        Raises MismatchError on every rank.
         """
-        if self._met:
-            return
-        self._met = True
-        transport = self.engine.transport
-        assert isinstance(transport, HorovodTransport)
+        if not self._met:
+            self._met = True
+            self._meet_first()
+        if is_due(self.engine.step, self.config.check_replicas) and self._compared != self.engine.step:
+            self._compared = self.engine.step
+            self.check_replicas()
+
+    def _meet_first(self) -> None:
+        """Check that all ranks begin with the same weights, in the same stage of a schedule.
+
+        Otherwise replicas would part silently, or ranks would start different collectives and wait forever.
+        """
         name = f"{self.prefix}/first step"
-        digests = {name: _digest(p) for name, p in self._parameters.items()}
-        description = {"step of the loaded checkpoint": int(self.engine.step), "of this rank": digests}
+        description = {"step of the loaded checkpoint": int(self.engine.step), "of this rank": self._digests()}
+        transport = self._transport
         everyone = agree(
             description, None, lambda m: transport.gather_objects(m, name, "the first step"), "the first step"
         )
-        check_weights(
+        check_digests(
             [other["of this rank"] for other in everyone],
+            WEIGHTS,
+            "before the first step",
             "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before you train.",
         )
+
+    def check_replicas(self) -> None:
+        """Compare the weights and the shared states of all ranks now; all ranks must call it between the same steps.
+
+        The option `check_replicas` does it every so many steps. Raises MismatchError, which names the first tensor that
+        differs, on every rank.
+        """
+        states = {name: digest(_ops_of(x), x) for name, x in shared_states(self.engine.snapshot()).items()}
+        transport, name = self._transport, f"{self.prefix}/replicas"
+
+        def exchange(mine: bytes) -> list[bytes]:
+            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            everyone = bytes(transport.allgather(sent, name=name).wait().tolist())
+            return [everyone[i : i + SUMMARY_BYTES] for i in range(0, len(everyone), SUMMARY_BYTES)]
+
+        compare(
+            {**self._digests(), **states},
+            exchange,
+            lambda mine: transport.gather_objects(mine, f"{name} in detail", "the comparison of replicas"),
+            f"before step {int(self.engine.step)}",
+        )
+
+    @property
+    def _transport(self) -> HorovodTransport:
+        assert isinstance(self.engine.transport, HorovodTransport)
+        return self.engine.transport
+
+    def _digests(self) -> dict[str, int]:
+        return {name: digest(_ops_of(p), p.detach()) for name, p in self._parameters.items()}
 
     def _result(self, name: str) -> torch.Tensor:
         if name not in self._merged:
@@ -188,10 +227,8 @@ class Exchange:
         return self._merged.pop(name)
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's bits."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
+def _ops_of(x: torch.Tensor) -> ArrayOps:
+    return get_ops("torch", str(x.device))
 
 
 def _place(saved: Any, current: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
         nonlocal steps
         exchange.way_back.check()
         if steps % every == 0:
-            exchange.meet_once()
+            exchange.meet()
             # The weights may have been loaded or broadcast since the last exchange.
             for p in names:
                 met[p].copy_(p.detach())

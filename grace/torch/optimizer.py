@@ -295,7 +295,7 @@ def _attach(
             return handle
 
     def hand_over(p: torch.nn.Parameter) -> Any:
-        exchange.meet_once()
+        exchange.meet()
         name = names[p]
         if not p.requires_grad:
             # Frozen in mid-run. It takes part with zeros, but neither its residual nor its weight may move.

@@ -26,6 +26,7 @@ ASSEMBLY = "grace/core/assembly.py"
 STATE = "grace/core/state.py"
 WIRE = "grace/core/wire.py"
 PLAN = "grace/core/plan.py"
+REPLICAS = "grace/core/replicas.py"
 PART = "grace/core/part.py"
 CODINGS = "grace/core/ops/codings.py"
 COMPOSITES = "grace/core/ops/composites.py"
@@ -822,11 +823,51 @@ PATCHES = [
     ),
     Patch(
         "agreement-weights-not-compared",
-        "grace/core/agreement.py",
-        "if mine.get(name) != digest]",
+        REPLICAS,
+        "if mine.get(name) != value]",
         "if mine.get(name) is None]",
         "a forgotten broadcast goes unnoticed, and every rank trains a model of its own",
         ("tests/adapters/torch/test_optimizer.py -k 'other_weights and mpirun-2'",),
+    ),
+    Patch(
+        "replicas-summaries-not-compared",
+        REPLICAS,
+        "if any(other != mine_in_brief for other in exchange(mine_in_brief)):",
+        "if not exchange(mine_in_brief):",
+        "replicas that part are never noticed",
+        ("tests/core/test_replicas.py",),
+    ),
+    Patch(
+        "replicas-compared-always",
+        REPLICAS,
+        "return every > 0 and step % every == 0",
+        "return every > 0",
+        "the ranks compare their weights before every step",
+        ("tests/core/test_replicas.py",),
+    ),
+    Patch(
+        "replicas-without-shared-memories",
+        REPLICAS,
+        'if kind == "compressor" or unit.memory.shared:',
+        'if kind == "compressor":',
+        "a snapshot of svrg that differs goes unnoticed",
+        ("tests/core/test_replicas.py",),
+    ),
+    Patch(
+        "torch-replicas-not-compared",
+        "grace/torch/exchange.py",
+        "            self._compared = self.engine.step\n            self.check_replicas()\n",
+        "            self._compared = self.engine.step\n",
+        "the option check_replicas has no effect in PyTorch",
+        ("tests/adapters/torch/test_replicas.py",),
+    ),
+    Patch(
+        "mpi-replicas-not-compared",
+        MPI,
+        "if is_due(self.engine.step, self.config.check_replicas):",
+        "if False:",
+        "the option check_replicas has no effect with mpi4py",
+        ("tests/adapters/mpi/test_exchange.py -k 'part_are_named and mpirun-2'",),
     ),
     Patch(
         "torch-samples-not-compared",

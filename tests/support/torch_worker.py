@@ -13,6 +13,7 @@ from horovod.torch import mpi_ops
 
 from tests.adapters.torch import (
     exchange_scenarios,
+    replica_scenarios,
     schedule_scenarios,
     timeline_scenarios,
     usage_scenarios,
@@ -49,7 +50,14 @@ def main() -> None:
     PROCESS_SETS[:] = map(hvd.ProcessSet, members)
     hvd.init(process_sets=PROCESS_SETS)
     sleep_while_waiting()
-    modules = (exchange_scenarios, schedule_scenarios, timeline_scenarios, usage_scenarios, way_back_scenarios)
+    modules = (
+        exchange_scenarios,
+        replica_scenarios,
+        schedule_scenarios,
+        timeline_scenarios,
+        usage_scenarios,
+        way_back_scenarios,
+    )
     rank.serve(hvd.rank(), modules)
     hvd.shutdown()
 

@@ -175,6 +175,17 @@ def test_differing_configurations_are_told_on_every_rank(launch):
 
 
 @each_size
+def test_replicas_that_part_are_named(launch):
+    for rank in scenario("replicas", launch):
+        assert (rank["equal"], rank["weights"]) == ("", "")
+        began = (
+            f"MismatchError: the weights or shared states of rank {launch.ranks - 1} and rank 0 differ before step 4"
+        )
+        assert rank["other weights"].startswith(f"{began}, in 'w' and 0 other tensors")
+        assert rank["states"].startswith(f"{began}, in 'q of the compressor of w' and 0 other")
+
+
+@each_size
 def test_wrong_gradients_are_refused_before_anything_is_sent(launch):
     results = scenario("wrong_gradients", launch)
     for label, error in results[0]["errors"].items():

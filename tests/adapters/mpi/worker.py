@@ -348,6 +348,24 @@ def resume() -> dict[str, Any]:
     return results
 
 
+def replicas() -> dict[str, Any]:
+    """Compare shared states every second step and weights by hand, and change each of them on the last rank."""
+    tensors = {"w": (20, 10)}
+    config = {"compressor": "powersgd", "default_rules": False, "check_replicas": 2}
+    exchange = mpi.MPIExchange(tensors, config)
+    weights = {"w": np.ones(tensors["w"], np.float32)}
+    results: dict[str, Any] = {"equal": outcome(lambda: [exchange(weights) for _ in range(4)])}
+    results["weights"] = outcome(lambda: exchange.check_replicas(weights))
+    if RANK == SIZE - 1:
+        weights["w"][3, 3] = 2.0
+    results["other weights"] = outcome(lambda: exchange.check_replicas(weights))
+    if RANK == SIZE - 1:
+        exchange.engine.snapshot().units["w"]["compressor"]["q"][0] += 1
+    results["states"] = outcome(lambda: exchange(weights))
+    exchange.close()
+    return results
+
+
 def communicators_apart() -> dict[str, Any]:
     """Run two exchanges within separate communicators, in opposite orders on even and odd ranks."""
     half = WORLD.Split(RANK % 2, RANK)

@@ -1,0 +1,61 @@
+"""Scenarios about the comparison of replicas, run by each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from tests.adapters.torch.model import digest, make_net, spy, train, wrap
+from tests.support.cases import EVERYTHING, LAYERS
+
+EVERY = 2
+
+
+def _outcome(model: Any, optimizer: Any, steps: int) -> str:
+    try:
+        train(model, optimizer, steps)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def drifting_replicas() -> dict[str, Any]:
+    """Change something on the last rank alone after four steps, and return the errors of four more steps."""
+    last, errors = hvd.rank() == hvd.size() - 1, {}
+    for label, config, options in (
+        ("weight", {"compressor": "topk", **EVERYTHING}, {}),
+        ("none", {"compressor": "none"}, {}),
+        ("local", {"compressor": "topk", **EVERYTHING}, {"local_steps": 2}),
+        ("state", {"compressor": "powersgd", **LAYERS}, {}),
+        ("svrg", {"compressor": "topk", "memory": "svrg", **LAYERS}, {}),
+        ("residual", {"compressor": "topk", **LAYERS}, {}),
+        ("off", {"compressor": "topk", **EVERYTHING, "check_replicas": 0}, {}),
+    ):
+        model = make_net()
+        optimizer = wrap(model, {"check_replicas": EVERY, **config}, **options)
+        train(model, optimizer, 4)
+        if last and label in ("weight", "none", "local", "off"):
+            with torch.no_grad():
+                model.head.bias[3] += 1e-3
+        elif last:
+            state = optimizer.grace.engine.snapshot().units["left.weight"]
+            kind = "compressor" if label == "state" else "memory"
+            next(iter(state[kind].values())).view(-1)[0] += 1
+        errors[label] = _outcome(model, optimizer, 4)
+    return errors
+
+
+def compared_replicas() -> dict[str, Any]:
+    """Train with and without comparisons, and compare once more by hand."""
+    weights, sent = [], []
+    for every in (0, EVERY):
+        model = make_net()
+        optimizer = wrap(model, {"compressor": "powersgd", "check_replicas": every, **EVERYTHING})
+        with spy(optimizer) as seen:
+            train(model, optimizer, 5)
+        sent.append([(name.rpartition("/")[2], nbytes) for name, nbytes in seen if "replicas" in name])
+        weights.append(digest(model.parameters()))
+    optimizer.grace.check_replicas()
+    return {"weights": weights, "sent": sent}
