@@ -68,6 +68,16 @@ def agree(
     return everyone
 
 
+def check_steps(steps: Sequence[int]) -> None:
+    """Raise MismatchError unless all ranks are before the same step, after they have dropped one."""
+    if len(set(steps)) > 1:
+        raise MismatchError(
+            "the steps under way were dropped, but the ranks are not before the same step: expected one step, "
+            f"received {list(steps)}. Some ranks have applied a step that others have not: let all ranks load a "
+            "checkpoint of the same step."
+        )
+
+
 def _shared(description: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in description.items() if key != "of this rank"}
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -18,20 +17,23 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from grace.core.agreement import agree, formats
+from grace.core.agreement import agree, check_steps, formats
 from grace.core.config import Config, make_config
 from grace.core.engine import Engine
-from grace.core.errors import MismatchError, StepError
+from grace.core.errors import MismatchError, StepError, WaitError
+from grace.core.mpi_notes import Notes
 from grace.core.ops import get_ops
 from grace.core.plan import Plan, make_plans
 from grace.core.replicas import SUMMARY_BYTES, compare, digest, is_due, shared_states
 from grace.core.spec import Array, TensorSpec
-from grace.core.transport import Handle, Reduction, Transport
+from grace.core.transport import TIMEOUT, Handle, Reduction, Transport
+from grace.core.waiting import wait_until
 
 logger = logging.getLogger("grace")
 
-# A rank that has waited this many seconds warns what it waits for, and again after each such time.
-STALL_SECONDS = 60.0
+# A rank that waits looks after this many seconds whether another has said that it will not come: until then, what that
+# one has sent before may still arrive.
+NOTES_SECONDS = 3.0
 
 _HALF_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 # Header of every collective: its length, a digest of its description, and the beginning of the description.
@@ -48,7 +50,12 @@ _Phases = Generator[MPI.Request, None, Array]
 class _Collective(Handle):
     """Collective under way through its phases, each of which is an MPI request."""
 
-    def __init__(self, what: str, phases: _Phases, progress: Callable[[Callable[[], bool], str], None]) -> None:
+    def __init__(
+        self,
+        what: Callable[[], str],
+        phases: _Phases,
+        progress: Callable[[Callable[[], bool], Callable[[], str]], None],
+    ) -> None:
         self._what, self._phases, self._progress = what, phases, progress
         self._request = next(phases)
         self.phase = 0
@@ -84,24 +91,33 @@ class MPITransport(Transport):
 
     MPI matches collectives by the order of the calls, so all ranks must start them in the same order. Before each
     collective the ranks exchange 128 bytes that describe it; if they differ, every rank raises MismatchError and no
-    data move. A rank that waits for a collective which others did not start warns every minute. Data move only during
-    calls of the transport. A collective may send up to 2 GiB per rank and receive as much.
+    data move. A rank that waits longer than `timeout` seconds raises WaitError, and so does one that waits while
+    another rank has failed or ended. Data move only during calls of the transport. A collective may send up to 2 GiB
+    per rank and receive as much.
 
     MPI cannot add 16-bit floats. The ranks exchange slices of them, add these in float32 in rank order, round once and
     gather the sums, which takes the bytes of a ring allreduce.
     """
 
-    def __init__(self, comm: Any = MPI.COMM_WORLD) -> None:
+    def __init__(self, comm: Any = MPI.COMM_WORLD, *, timeout: float = TIMEOUT) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.timeout = timeout
+        self._parent = comm
         self._pending: list[_Collective] = []
         self._failure: Exception | None = None
+        self._notes: Notes | None = None
+        self._connect("all ranks to make their transport")
+
+    def _connect(self, what: str) -> None:
         # One communicator per phase: within each, all ranks follow the order of starting, and a rank that is behind may
-        # still be in another phase.
+        # still be in another phase. Notes and collectives on one communicator do not disturb each other.
         self._comms: list[Any] = []
         for _ in range(3 if self.size > 1 else 0):
-            duplicate, request = comm.Idup()
-            self._until(request.Test, "all ranks to make their transport")
+            duplicate, request = self._parent.Idup()
+            self._until(request.Test, lambda: what)
             self._comms.append(duplicate)
+        if self._comms:
+            self._notes = Notes(self._comms[0])
 
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
         """Reduce x over all ranks; see `Transport.allreduce`."""
@@ -134,8 +150,29 @@ class MPITransport(Transport):
             start += 8 + length
         return values
 
+    def discard(self) -> None:
+        """Drop all collectives that are under way, and any failure, on all ranks; waits for all of them.
+
+        The ranks continue on new communicators. The old ones are not freed, because some of their collectives will
+        never be complete.
+        """
+        notes, self._notes = self._notes, None
+        if notes is not None:
+            notes.send("drops the step")
+            notes.close()
+        _abandoned.extend(self._pending)
+        self._pending, self._failure = [], None
+        # Another rank may learn only at the end of its own limit that it waits in vain.
+        self.timeout *= 2
+        try:
+            self._connect("all ranks to call discard()")
+        finally:
+            self.timeout /= 2
+
     def close(self) -> None:
         """Free the communicators, on all ranks; no collective can be started afterwards."""
+        if self._notes is not None:
+            self._notes.close()
         if self._failure is None:
             for comm in self._comms:
                 comm.Free()
@@ -148,7 +185,11 @@ class MPITransport(Transport):
     ) -> Handle:
         if self._failure is not None:
             raise self._failure
-        handle = _Collective(f"'{name}' ({kind})", self._checked(kind, name, x, body, equal), self._until_done)
+
+        def what() -> str:
+            return f"{self.explain(name)} ({kind})"
+
+        handle = _Collective(what, self._checked(kind, name, x, body, equal), self._until_done)
         self._pending.append(handle)
         self._progress()
         return handle
@@ -217,24 +258,31 @@ class MPITransport(Transport):
             raise
         self._pending = [handle for handle in self._pending if not handle.done]
 
-    def _until_done(self, done: Callable[[], bool], what: str) -> None:
+    def _until_done(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
         def step() -> bool:
             self._progress()
             return done()
 
         if not done():
-            self._until(step, f"the collective {what}, which other ranks may not have started")
+            self._until(step, what)
 
-    def _until(self, step: Callable[[], bool], what: str) -> None:
-        began = time.monotonic()
-        warned = began
-        while not step():
+    def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
+        looked = 0.0
+
+        def pause(waited: float) -> None:
+            nonlocal looked
             # Other ranks may share this core.
             os.sched_yield()
-            now = time.monotonic()
-            if now - warned >= STALL_SECONDS:
-                warned = now
-                logger.warning("rank %d has waited %.0f s for %s", self.rank, now - began, what)
+            if self._notes is not None and waited >= looked + NOTES_SECONDS:
+                looked = waited
+                absent = [f"rank {rank} {text}" for rank, text in self._notes.received().items()]
+                if absent:
+                    raise WaitError(
+                        f"rank {self.rank} of {self.size} waits in vain for {what()}: {'; '.join(absent)}. Correct it "
+                        "on that rank, or let all ranks call the exchange equally often."
+                    )
+
+        wait_until(step, what, rank=self.rank, size=self.size, timeout=self.timeout, pause=pause)
 
 
 def _header(text: str, length: int) -> bytes:
@@ -264,13 +312,20 @@ class MPIExchange:
         comm: Any = MPI.COMM_WORLD,
         average: bool = True,
     ) -> None:
-        self.transport = MPITransport(comm)
-        self.rank, self.size = self.transport.rank, self.transport.size
         failure: Exception | None = None
         description: dict[str, Any] = {}
+        timeout = TIMEOUT
         try:
-            specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else tensors
             self.config = make_config(config)
+            timeout = self.config.timeout
+        except Exception as error:
+            failure = error
+        self.transport = MPITransport(comm, timeout=timeout)
+        self.rank, self.size = self.transport.rank, self.transport.size
+        try:
+            if failure is not None:
+                raise failure
+            specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else tensors
             (_, plan), *later = make_plans(specs, self.config)
             ops = functools.partial(get_ops, "numpy")
             self.engine = Engine(
@@ -333,13 +388,14 @@ class MPIExchange:
                 )
         if is_due(self.engine.step, self.config.check_replicas):
             self.check_replicas()
+        before = self.engine.snapshot()
         try:
             # All ranks start their collectives in the order of the plan.
             for part in self.plan.parts:
                 self.engine.ready(part.spec.name, gradients[part.spec.name])
             return self.engine.finish()
-        except Exception:
-            self.engine.drop()
+        except BaseException:
+            self.engine.restore(before)
             raise
 
     def check_replicas(self, weights: Mapping[str, Array] | None = None) -> None:
@@ -361,6 +417,16 @@ class MPIExchange:
             lambda mine: transport.gather_objects(mine, "grace/replicas in detail"),
             f"before step {self.engine.step}",
         )
+
+    def discard(self) -> None:
+        """Drop a call that failed on some ranks or on all; every rank must call it instead of the exchange.
+
+        A call that fails leaves residuals and all other states as they were before it. This method drops what it has
+        started, waits for the other ranks for up to twice the `timeout` of the configuration, and lets the exchange go
+        on. Raises MismatchError on every rank if the call has succeeded on some of them: then load a checkpoint.
+        """
+        self.transport.discard()
+        check_steps(self.transport.gather_objects(int(self.engine.step), "grace/discard"))
 
     def stats(self) -> dict[str, Any]:
         """Return what the last call sent; see `grace.core.engine.Engine.stats`."""

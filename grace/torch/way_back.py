@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from grace.core.agreement import check_steps
 from grace.core.engine import Engine, Snapshot
-from grace.core.errors import MismatchError, StepError
+from grace.core.errors import StepError
 from grace.torch.transport import HorovodTransport
 
 
@@ -61,9 +62,4 @@ class WayBack:
             engine.restore(self._before)
         self._before, self._failed = None, False
         self.forget()
-        if len(set(steps)) > 1:
-            raise MismatchError(
-                f"the steps under way were dropped, but the ranks are not before the same step: expected one step, "
-                f"received {steps}. Some ranks have applied a step that others have not: let all ranks load a "
-                "checkpoint of the same step."
-            )
+        check_steps(steps)

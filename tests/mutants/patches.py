@@ -36,6 +36,7 @@ TORCH = "grace/core/ops/torch_ops.py"
 TENSORFLOW = "grace/core/ops/tensorflow_ops.py"
 MPI = "grace/core/mpi.py"
 
+MPI_TESTS = "tests/adapters/mpi/test_exchange.py"
 WAY_BACK = "tests/adapters/torch/test_way_back.py"
 NONFINITE = "tests/core/test_nonfinite.py"
 SCHEDULE = "tests/core/test_schedule.py"
@@ -128,7 +129,7 @@ PATCHES = [
     ),
     Patch(
         "discard-of-parted-ranks",
-        "grace/torch/way_back.py",
+        "grace/core/agreement.py",
         "if len(set(steps)) > 1:",
         "if len(set(steps)) > 2:",
         "ranks train on apart if only some have applied a step",
@@ -149,6 +150,38 @@ PATCHES = [
         "dict(names)",
         "two models with equal names exchange gradients with each other",
         (f"{WAY_BACK} -k waits",),
+    ),
+    Patch(
+        "mpi-ends-without-a-word",
+        "grace/core/mpi_notes.py",
+        "    atexit.register(_say_goodbye)\n",
+        "",
+        "ranks wait until the time limit for one that has ended",
+        (f"{MPI_TESTS} -k lets_the_others_end",),
+    ),
+    Patch(
+        "mpi-discard-without-a-word",
+        MPI,
+        '            notes.send("drops the step")\n',
+        "",
+        "ranks wait until the time limit for one that has dropped the step",
+        (f"{MPI_TESTS} -k dropped_on_all",),
+    ),
+    Patch(
+        "mpi-discard-on-the-old-communicators",
+        MPI,
+        "        self._pending, self._failure = [], None\n",
+        "        self._failure = None\n",
+        "collectives of a dropped step hold up those of the next one",
+        (f"{MPI_TESTS} -k dropped_on_all",),
+    ),
+    Patch(
+        "mpi-failed-call-leaves-states",
+        MPI,
+        "self.engine.restore(before)",
+        "self.engine.drop()",
+        "a call that failed has changed residuals",
+        (f"{MPI_TESTS} -k dropped_on_all",),
     ),
     Patch(
         "timeline-broken-by-a-full-disk",
@@ -1826,8 +1859,8 @@ PATCHES = [
     Patch(
         "mpi-error-keeps-gradients",
         MPI,
-        "        except Exception:\n            self.engine.drop()\n            raise\n",
-        "        except Exception:\n            raise\n",
+        "        except BaseException:\n            self.engine.restore(before)\n            raise\n",
+        "        except BaseException:\n            raise\n",
         "after a failed call the next one finds its gradients there already",
         ("tests/adapters/mpi/test_exchange.py -k after_one_that_failed",),
     ),

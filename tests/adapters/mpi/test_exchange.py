@@ -152,7 +152,7 @@ def test_a_rank_that_waits_says_so(launch):
     for number, rank in enumerate(scenario("stalled", launch)):
         assert rank["total"] == launch.ranks
         if number != 1:
-            assert any("the collective 'late' (allreduce sum float32)" in message for message in rank["messages"])
+            assert any("collective 'late' (allreduce sum float32)" in message for message in rank["messages"])
             assert any("all ranks to make their transport" in message for message in rank["messages"])
 
 
@@ -224,8 +224,55 @@ names = "xyz" if transport.rank else "yx"
 handles = [transport.allreduce(np.zeros(3, np.float32), op="sum", name=name) for name in names]
 handles[0].wait()
 """
-    done = subprocess.run(
-        [*command("mpirun", 2), sys.executable, "-c", code],
+    done = run_script(code, ranks=2)
+    assert done.returncode != 0
+    assert "MismatchError: rank" in done.stderr
+
+
+@each_size
+def test_calls_that_fail_on_one_rank_are_dropped_on_all(launch):
+    results = scenario("discarded", launch)
+    for number, rank in enumerate(results):
+        last = number == launch.ranks - 1
+        assert [label for label, result in rank.items() if not result["equal"]] == []
+        assert rank["merge"]["error"] == "ZeroDivisionError: for this test"
+        assert rank["compress"]["error"].startswith("ZeroDivisionError" if last else "WaitError"), number
+        assert rank["parted"]["error"].startswith("MismatchError: the steps under way were dropped")
+        if not last:
+            for label in ("compress", "skipped"):
+                assert "step 2, the gradient of '" in rank[label]["error"]
+                assert f"rank {launch.ranks - 1} drops the step" in rank[label]["error"]
+            assert "'timeout' = 1 s" in rank["limit"]["error"]
+
+
+ENDINGS = {"raises": "1 / 0", "ends": "break"}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_rank_that_ends_lets_the_others_end(ending):
+    """They would wait for ever. Nobody has called `MPI_Abort`, so every rank says what it knows."""
+    code = f"""
+import numpy as np
+from grace.core import mpi
+mpi.NOTES_SECONDS = 0.5
+exchange = mpi.MPIExchange({{"w": (40, 40)}}, {{"compressor": "topk"}})
+for step in range(3):
+    if step == 2 and exchange.rank == 1:
+        {ENDINGS[ending]}
+    exchange({{"w": np.ones((40, 40), np.float32)}})
+"""
+    done = run_script(code, ranks=3)
+    assert done.returncode != 0
+    told = "has failed with ZeroDivisionError: division by zero" if ending == "raises" else "has ended"
+    for rank in (0, 2):
+        assert f"WaitError: rank {rank} of 3 waits in vain for step 2, the gradient of 'w'" in done.stderr
+    # The first of them may have told the other of its own error.
+    assert done.stderr.count(f"rank 1 {told}") >= 2
+
+
+def run_script(code, ranks):
+    return subprocess.run(
+        [*command("mpirun", ranks), sys.executable, "-c", code],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -233,8 +280,6 @@ handles[0].wait()
         timeout=120,
         check=False,
     )
-    assert done.returncode != 0
-    assert "MismatchError: rank" in done.stderr
 
 
 def test_one_process_alone_compresses_too():

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core import mpi
+from grace.core import mpi, waiting
+from grace.core.compressors.topk import TopK
 from grace.core.ops import get_ops
 from grace.core.plan import make_plan
 from grace.core.registry import communicators, compressors
@@ -253,7 +254,7 @@ def stalled() -> dict[str, Any]:
 
     keep = Keep()
     logging.getLogger("grace").addHandler(keep)
-    before, mpi.STALL_SECONDS = mpi.STALL_SECONDS, 0.2
+    before, waiting.WARN_SECONDS = waiting.WARN_SECONDS, 0.2
     try:
         if RANK == 1:
             time.sleep(0.7)
@@ -262,7 +263,7 @@ def stalled() -> dict[str, Any]:
             time.sleep(0.7)
         total = transport.allreduce(np.ones(1, np.float32), op="sum", name="late").wait()
     finally:
-        mpi.STALL_SECONDS = before
+        waiting.WARN_SECONDS = before
         logging.getLogger("grace").removeHandler(keep)
     return {"total": float(total[0]), "messages": messages}
 
@@ -363,6 +364,46 @@ def replicas() -> dict[str, Any]:
         exchange.engine.snapshot().units["w"]["compressor"]["q"][0] += 1
     results["states"] = outcome(lambda: exchange(weights))
     exchange.close()
+    return results
+
+
+def discarded() -> dict[str, Any]:
+    """Fail or skip calls on rank 1, drop them on all ranks, and compare with a run without them."""
+    spec, last = {"w": (30, 20), "v": (40, 20)}, SIZE - 1 == RANK
+    config = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False, "bucket_bytes": 0}
+
+    def given(step: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng((step, RANK))
+        return {name: rng.normal(size=shape).astype(np.float32) for name, shape in spec.items()}
+
+    def run(exchange: mpi.MPIExchange, numbers: range) -> str:
+        return "".join(digest(exchange(given(number))) for number in numbers)
+
+    whole, results = run(mpi.MPIExchange(spec, config), range(4)), {}
+    real = TopK.compress, TopK.merge
+    for label, method in {"compress": "compress", "merge": "merge", "skipped": "", "limit": ""}.items():
+        exchange = mpi.MPIExchange(spec, {**config, "timeout": 1 if label == "limit" else 60})
+        begun, calls = run(exchange, range(2)), []
+
+        def fail(*arguments: Any, m: str = method, c: list[int] = calls) -> Any:
+            c.append(1)
+            if len(c) == 2 and (last or m == "merge"):
+                raise ZeroDivisionError("for this test")
+            return real[m == "merge"](*arguments)
+
+        method_fails = mock.patch.object(TopK, method or "compress", fail if method else real[0])
+        with method_fails, mock.patch.object(mpi, "NOTES_SECONDS", 0.5):
+            skips = not method and last
+            error = "" if skips else outcome(lambda e=exchange: e(given(9)))
+        if label == "limit":
+            # The others shall learn by the limit alone.
+            time.sleep(1.5 * skips)
+        exchange.discard()
+        results[label] = {"error": error, "equal": begun + run(exchange, range(2, 4)) == whole}
+    # The last rank has one step less.
+    if last:
+        exchange.load_state_dict({**exchange.state_dict(), "step": 3})
+    results["parted"] = {"error": outcome(exchange.discard), "equal": True}
     return results
 
 
