@@ -11,6 +11,7 @@ Only the last two phases wait for other ranks. Memories are committed as payload
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -73,6 +74,8 @@ class Engine:
         self.transport = transport
         transport.explain = lambda name: explained(self.plan, self.step, name)
         self.times = times or Times()
+        # It is called several times per unit and step, and looks at the environment each time.
+        ops = functools.cache(ops)
         self._ops = ops
         self._average = average
         self._slots = slots or Slots()

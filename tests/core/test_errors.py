@@ -174,7 +174,7 @@ def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(config, t
 
 def test_a_checkpoint_of_another_version_is_refused():
     state = {**saved(trained()), "version": 99}
-    with pytest.raises(StateError, match="version 1, received 99"):
+    with pytest.raises(StateError, match="version 2, received 99"):
         simulation().engines[0].load_state_dict(state, copy)
 
 
