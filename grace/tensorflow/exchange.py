@@ -20,6 +20,7 @@ from grace.core.errors import ConfigError, MismatchError, StepError
 from grace.core.ops import get_ops
 from grace.core.plan import Plan
 from grace.core.registry import compressors
+from grace.core.replicas import compare
 from grace.core.spec import TensorSpec
 from grace.tensorflow.gradients import (
     Gradient,
@@ -32,6 +33,7 @@ from grace.tensorflow.gradients import (
     names_of,
     nothing,
 )
+from grace.tensorflow.replicas import Replicas, digests_of
 from grace.tensorflow.stages import Stages
 from grace.tensorflow.times import GraphTimes, Measured
 from grace.tensorflow.traced import Traced
@@ -91,6 +93,8 @@ class Exchange(Measured, tf.Module):
         self.iterations: Callable[[], int] = lambda: 0
         # Returns the learning rate of the current step. Tapes do not know it.
         self.learning_rate: Callable[[], tf.Tensor] | None = None
+        # Returns the variables that are equal on all ranks before a step, by name, if these are not the weights.
+        self.equal_weights: Callable[[], Sequence[tf.Variable]] | None = None
         # Makes a variable from a name and an initial value. An optimizer sets its own function.
         self.make_variable: Callable[[str, tf.Tensor], tf.Variable] = self._make_variable
         self._variables: list[tf.Variable] = []
@@ -155,6 +159,17 @@ class Exchange(Measured, tf.Module):
             stages.change(plan)
             if self._transport is not None:
                 self._trace_anew()
+
+    def check_replicas(self) -> None:
+        """Compare the weights and the shared states of all ranks now; all ranks must call it between the same steps.
+
+        The option `check_replicas` does it every so many steps. Raises MismatchError, which names the first tensor that
+        differs, on every rank.
+        """
+        stages = self._known()
+        send = gather(self.process_set, "replicas")
+        mine = digests_of({**self._weights(), **stages.slots.shared_states})
+        compare(mine, send, send, f"before step {int(stages.slots.step)}")
 
     # --- before the first step ----------------------------------------------------------------------------------
 
@@ -273,6 +288,7 @@ class Exchange(Measured, tf.Module):
         _meetings[set_id] = number + 1
         self._transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}")
         self._kinds = common_kinds([other["of this rank"]["kinds"] for other in everyone])
+        self._replicas = Replicas(self.config.check_replicas)
         rows = [name for name, kind in self._kinds.items() if kind not in (None, "dense")]
         stages.start(
             self._transport,
@@ -380,6 +396,11 @@ class Exchange(Measured, tf.Module):
         rows = isinstance(gradient, tf.IndexedSlices) and spec.name in self._known().rows
         return f"rows of {gradient.indices.dtype.name}" if rows else "dense"
 
+    def _weights(self) -> dict[str, tf.Variable]:
+        """Return the variables that must be equal on all ranks before a step, as far as they still exist."""
+        variables = self.equal_weights() if self.equal_weights else [watched() for watched in self._watched]
+        return {name: v for name, v in zip(self.names, variables, strict=True) if v is not None}
+
     def _exchange(
         self, gradients: Sequence[Gradient], absent: frozenset[int], loss_scale: tf.Tensor | None
     ) -> list[Gradient]:
@@ -387,6 +408,7 @@ class Exchange(Measured, tf.Module):
         self.traces += 1
         assert self._transport is not None
         stages = self._known()
+        self._replicas.compare(self._weights(), stages.slots.shared_states, stages.slots.step, self._transport)
         stages.slots.belong_to(self._transport.rank, self._transport.size)
         stages.enter()
         before = stages.slots.snapshot() if absent or loss_scale is not None else []

@@ -81,6 +81,18 @@ class VariableSlots(Slots):
         ]
         return list({id(variable): variable for variable in every}.values())
 
+    @property
+    def shared_states(self) -> dict[str, tf.Variable]:
+        """The states that are equal on all ranks, by a name that says what they are."""
+        own = {id(variable) for variable in self.of_this_rank}
+        return {
+            f"{key} of the {kind} of {name}": variable
+            for (_, name), states in self._variables.items()
+            for kind, state in states.items()
+            for key, variable in state.items()
+            if id(variable) not in own
+        }
+
     def snapshot(self) -> list[tuple[str, tf.Variable, tf.Tensor]]:
         """Return unit name, variable and current value of all states in all stages."""
         places = {

@@ -48,11 +48,12 @@ def drifting_replicas() -> dict[str, Any]:
 
 
 def compared_replicas() -> dict[str, Any]:
-    """Train with and without comparisons, and compare once more by hand."""
+    """Train with and without comparisons and checksums, and compare once more by hand."""
     weights, sent = [], []
-    for every in (0, EVERY):
+    for every, checksum in ((0, False), (EVERY, True)):
         model = make_net()
-        optimizer = wrap(model, {"compressor": "powersgd", "check_replicas": every, **EVERYTHING})
+        config = {"compressor": "topk", "check_replicas": every, "checksum": checksum, **EVERYTHING}
+        optimizer = wrap(model, config)
         with spy(optimizer) as seen:
             train(model, optimizer, 5)
         sent.append([(name.rpartition("/")[2], nbytes) for name, nbytes in seen if "replicas" in name])
