@@ -62,8 +62,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     """Change a Keras optimizer so that its gradients are compressed and exchanged over Horovod. Return the optimizer.
 
     It works in `model.compile` and `fit`, in `apply` and `apply_gradients`, in eager mode and inside `tf.function`.
-    Wrap it before `model.compile` and the first step, because a function that was traced with the plain optimizer does
-    not exchange.
+    Wrap it before the first step: a `tf.function` of your own that was traced with the plain optimizer does not
+    exchange. `fit` and `train_on_batch` make their function anew.
 
     `config` is a mapping, a `Config` or the path of a TOML file. `options` are further keys of the configuration (see
     `grace.make_config`). If they name no compressor, the environment variable GRACE_CONFIG gives the configuration.
@@ -100,12 +100,12 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             **options,
         )
         if process_set.included() and process_set.rank() == 0:
-            warn_of_momentum(exchange.config, _momentum(_innermost(optimizer)))
+            warn_of_momentum(exchange.config, _momentum(innermost(optimizer)))
         if process_set.included():
             exchange.times.start_as_told(hvd.rank(), hvd.size())
-        _check_passes(_innermost(optimizer), backward_passes_per_step)
+        _check_passes(innermost(optimizer), backward_passes_per_step)
         if local_steps != 1:
-            check_local(_innermost(optimizer), exchange, local_steps, backward_passes_per_step)
+            check_local(innermost(optimizer), exchange, local_steps, backward_passes_per_step)
         description = {
             **exchange.describe(),
             "backward_passes_per_step": backward_passes_per_step,
@@ -122,16 +122,18 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     if included and process_set.rank() == 0:
         for text in exchange.warned:
             logger.warning("%s", text)
-    inner = _innermost(optimizer)
+    inner = innermost(optimizer)
     if backward_passes_per_step > 1:
         inner.gradient_accumulation_steps = backward_passes_per_step
-    if inner.built and int(inner.iterations) > 0:
+    late = inner.built and int(inner.iterations) > 0
+    if late:
         logger.warning(
-            "%s: the optimizer has taken steps already; call model.compile() again. Otherwise a train function that "
-            "was traced before does not exchange gradients.",
+            "%s: the optimizer has taken steps already. fit() makes its train function anew, but a tf.function of your "
+            "own that was traced before does not exchange gradients; make a new one.",
             _WHERE,
         )
     _distribute(inner, exchange, 1 if average_aggregated_gradients else backward_passes_per_step, local_steps)
+    inner.wrapped_late = late
     return optimizer
 
 
@@ -176,8 +178,8 @@ def _check(optimizer: Any) -> None:
             f"{_WHERE}: expected a Keras 3 optimizer (keras.optimizers), received {type(optimizer).__qualname__} "
             f"from module {type(optimizer).__module__}."
         )
-    inner = _innermost(optimizer)
-    if any(isinstance(_innermost(o), Distributed) for o in (inner, *getattr(inner, "optimizers", ()))):
+    inner = innermost(optimizer)
+    if any(isinstance(innermost(o), Distributed) for o in (inner, *getattr(inner, "optimizers", ()))):
         raise ConfigError(f"{_WHERE}: the optimizer is already wrapped; its exchange is the attribute 'grace'.")
 
 
@@ -197,7 +199,7 @@ def _check_passes(optimizer: Any, passes: int) -> None:
         )
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
     """Return the optimizer inside LossScaleOptimizers, which applies the gradients."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
@@ -224,6 +226,8 @@ class Distributed:
     """Mixin for the class of a Keras optimizer, which exchanges the gradients."""
 
     grace: Exchange
+    # True if it has taken steps before it was wrapped: functions may exist that were traced without an exchange.
+    wrapped_late = False
     # The class without the mixin.
     _plain: type
     _call: _Call

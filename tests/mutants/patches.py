@@ -258,7 +258,7 @@ PATCHES = [
     Patch(
         "tensorflow-momentum-unnoticed",
         "grace/tensorflow/optimizer.py",
-        "warn_of_momentum(exchange.config, _momentum(_innermost(optimizer)))",
+        "warn_of_momentum(exchange.config, _momentum(innermost(optimizer)))",
         "warn_of_momentum(exchange.config, _momentum(optimizer))",
         "the momentum of an optimizer inside a LossScaleOptimizer gets no warning",
         ("tests/adapters/tensorflow/test_refusals.py -k momentum_twice",),
@@ -925,6 +925,14 @@ PATCHES = [
         "pass",
         "local steps are refused, because the weights between two exchanges differ",
         ("tests/adapters/tensorflow/test_replicas.py -k that_parts",),
+    ),
+    Patch(
+        "keras-train-function-kept",
+        "grace/tensorflow/train_function.py",
+        "force or (exchanges and inner.wrapped_late and self.train_function not in _made)",
+        "force",
+        "an optimizer that is wrapped after fit exchanges nothing in the next fit",
+        ("tests/adapters/tensorflow/test_rare_usage.py -k wrapped_after_steps",),
     ),
     Patch(
         "torch-samples-not-compared",

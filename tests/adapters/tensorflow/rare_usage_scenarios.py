@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.tensorflow import BroadcastGlobalVariablesCallback, DistributedGradientTape, DistributedOptimizer, Exchange
+from tests.adapters.tensorflow.loss_scaling_scenarios import scaled
 from tests.adapters.tensorflow.model import digest, sgd, state_of, wrap
 from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples
 from tests.support.cases import EVERYTHING
@@ -40,6 +41,30 @@ def two_steps_in_one_graph() -> dict[str, list[float]]:
 
         both()
         results[method] = [float(total[0]) for total in both()]
+    return results
+
+
+def wrapped_after_steps() -> dict[str, Any]:
+    """Wrap an optimizer that has trained, with and without compiling again, and return the steps of the exchange."""
+    results: dict[str, Any] = {}
+    for label in ("compiled again", "kept", "scaled"):
+        model, plain = net(seed=hvd.rank()), sgd()
+        model.compile(scaled(plain) if label == "scaled" else plain, "mse")
+        fit(model, 2)
+        traced = model.train_function
+        wrap(TOPK, plain)
+        if label == "compiled again":
+            model.compile(plain, "mse")
+        broadcast = BroadcastGlobalVariablesCallback(0)
+        fit(model, 2, start=2, callbacks=[broadcast])
+        kept = model.train_function
+        fit(model, 1, start=4)
+        results[label] = {
+            "weights": digest(model.weights),
+            "step": plain.grace.stats()["step"],
+            "new": kept is not traced,
+            "kept": model.train_function is kept,
+        }
     return results
 
 

@@ -26,6 +26,15 @@ def test_two_steps_in_one_graph_do_not_mix(launch):
 
 
 @on(TWO)
+def test_an_optimizer_that_is_wrapped_after_steps_exchanges_in_fit(launch):
+    ranks = scenario("wrapped_after_steps", launch)
+    assert same(ranks)
+    for label, result in ranks[0].items():
+        assert (result["step"], result["new"], result["kept"]) == (3, True, True), label
+    assert ranks[0]["kept"]["weights"] == ranks[0]["compiled again"]["weights"]
+
+
+@on(TWO)
 def test_an_exchange_knows_its_variables(launch):
     ranks = scenario("lists_of_variables", launch)
     assert same(ranks)
