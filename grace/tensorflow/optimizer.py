@@ -26,6 +26,7 @@ from grace.core.plan import early_warnings, warn_of_momentum
 from grace.tensorflow.exchange import Exchange, gather
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.local import check_local, step_locally
+from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport
 
 logger = logging.getLogger("grace")
@@ -367,6 +368,15 @@ class Distributed:
             "summed_passes": self._summed_passes,
             "local_steps": self._local_steps,
         }
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Load what Keras has saved, all or nothing.
+
+        Raises StateError if it is damaged or belongs to another optimizer. `load_model` makes a ValueError of it.
+        """
+        if self.built:
+            check_saved_variables(self.variables, store)
+        super().load_own_variables(store)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:

@@ -935,6 +935,14 @@ PATCHES = [
         ("tests/adapters/tensorflow/test_rare_usage.py -k wrapped_after_steps",),
     ),
     Patch(
+        "keras-states-not-checked",
+        "grace/tensorflow/optimizer.py",
+        "            check_saved_variables(self.variables, store)\n",
+        "            pass\n",
+        "a damaged state of Keras is loaded in part",
+        ("tests/adapters/tensorflow/test_saved_states.py -k 'another_shape or few'",),
+    ),
+    Patch(
         "torch-samples-not-compared",
         "grace/torch/optimizer.py",
         "if len(samples) < 4 and gradient.is_contiguous():",
