@@ -50,13 +50,17 @@ class LossScale:
         scaler: Any = self._scaler
         unscale, scaler_step = scaler.unscale_, scaler.step
 
+        def is_ours(which: Any) -> bool:
+            # A wrapper such as Lightning's forwards the attribute.
+            return getattr(which, "grace", None) is optimizer.grace
+
         def unscale_(which: torch.optim.Optimizer) -> None:
-            if which is optimizer:
+            if is_ours(which):
                 optimizer.synchronize()
             unscale(which)
 
         def step(which: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if which is not optimizer:
+            if not is_ours(which):
                 return scaler_step(which, *args, **kwargs)
             optimizer.synchronize()
             self._applied = False

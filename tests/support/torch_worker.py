@@ -14,6 +14,7 @@ from horovod.torch import mpi_ops
 from tests.adapters.torch import (
     exchange_scenarios,
     replica_scenarios,
+    scaler_scenarios,
     schedule_scenarios,
     timeline_scenarios,
     usage_scenarios,
@@ -53,6 +54,7 @@ def main() -> None:
     modules = (
         exchange_scenarios,
         replica_scenarios,
+        scaler_scenarios,
         schedule_scenarios,
         timeline_scenarios,
         usage_scenarios,

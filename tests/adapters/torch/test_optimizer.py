@@ -372,6 +372,13 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
 
 
 @on(Launch(TORCH, "horovodrun-gloo", 2))
+def test_a_scaler_may_get_the_optimizer_or_the_wrapper_around_it(launch):
+    for rank in scenario("scaled_inside_a_wrapper", launch):
+        assert rank["plain"] == rank["inside"] == rank["wrapper"]
+        assert rank["plain"][2] == [1024.0, 512.0, 512.0, 512.0]
+
+
+@on(Launch(TORCH, "horovodrun-gloo", 2))
 def test_a_wrapper_that_takes_on_the_class_trains_alike(launch):
     for rank in scenario("inside_a_wrapper", launch):
         assert rank["wrapper"] == rank["plain"]
