@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from grace.core.errors import ConfigError, MismatchError
 from grace.core.schedule import as_changes
-from grace.tensorflow.exchange import gather
+from grace.tensorflow.waiting import gather
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

@@ -38,6 +38,7 @@ from grace.tensorflow.stages import Stages
 from grace.tensorflow.times import GraphTimes, Measured
 from grace.tensorflow.traced import Traced
 from grace.tensorflow.transport import HorovodTransport
+from grace.tensorflow.waiting import Watch, gather
 
 _OPS = functools.partial(get_ops, "tensorflow")
 
@@ -152,7 +153,7 @@ class Exchange(Measured, tf.Module):
             description["configuration"] = config.to_dict()
         except Exception as error:
             failure = error
-        agree(description, failure, gather(self.process_set, "change"), "optimizer.grace.change")
+        agree(description, failure, gather(self.process_set, "change", self.config.timeout), "optimizer.grace.change")
         before, self.config = self.config, config
         if stages is not None and plan is not None:
             self.history.append(before)
@@ -282,11 +283,13 @@ class Exchange(Measured, tf.Module):
                 "kinds": {spec.name: self._kind(spec, g) for spec, g in zip(self._specs, gradients, strict=False)},
             },
         }
-        everyone = agree(description, failure, gather(self.process_set, "first step"), "the first step")
+        meet = gather(self.process_set, "first step", self.config.timeout)
+        everyone = agree(description, failure, meet, "the first step")
         # Horovod may reuse the identifier of a removed set with other ranks. So the ranks' counts may differ.
         number = max(other["of this rank"]["meetings"] for other in everyone)
         _meetings[set_id] = number + 1
         self._transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}")
+        self._watch = Watch(self._transport.rank, self._transport.size, self.config.timeout, self._under_way)
         self._kinds = common_kinds([other["of this rank"]["kinds"] for other in everyone])
         self._replicas = Replicas(self.config.check_replicas)
         rows = [name for name, kind in self._kinds.items() if kind not in (None, "dense")]
@@ -300,6 +303,13 @@ class Exchange(Measured, tf.Module):
             warned=self.warned,
         )
         self._trace_anew()
+
+    def _under_way(self) -> str:
+        more = f" and {len(self.names) - 1} other variables" if len(self.names) > 1 else ""
+        return (
+            f"the gradient of '{self.names[0]}'{more}; Horovod's warning on rank 0 names the collective and the ranks "
+            "that are missing"
+        )
 
     def _trace_anew(self) -> None:
         self._traced = Traced(self._exchange, [spec.shape for spec in self._specs])
@@ -408,6 +418,7 @@ class Exchange(Measured, tf.Module):
         self.traces += 1
         assert self._transport is not None
         stages = self._known()
+        self._watch.begin(stages.slots.step, flat(gradients)[:1])
         self._replicas.compare(self._weights(), stages.slots.shared_states, stages.slots.step, self._transport)
         stages.slots.belong_to(self._transport.rank, self._transport.size)
         stages.enter()
@@ -421,10 +432,5 @@ class Exchange(Measured, tf.Module):
         names = {self._specs[place].name for place in absent}
         stages.slots.restore_tensors(before, names, stages.units)
         self._transport.end_turn(results)
+        self._watch.end(results)
         return merged
-
-
-def gather(process_set: Any, purpose: str) -> Callable[[Any], list[Any]]:
-    """Return a function that gathers one object from each rank of the process set. The function blocks."""
-    name = f"grace.{process_set.process_set_id}.{purpose}".replace(" ", ".")
-    return lambda mine: hvd.allgather_object(mine, name=name, process_set=process_set)

@@ -23,11 +23,13 @@ from grace.core.agreement import agree
 from grace.core.config import Config, make_config, refuse_typos
 from grace.core.errors import ConfigError, StepError
 from grace.core.plan import early_warnings, warn_of_momentum
-from grace.tensorflow.exchange import Exchange, gather
+from grace.core.transport import TIMEOUT
+from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.local import check_local, step_locally
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport
+from grace.tensorflow.waiting import gather
 
 logger = logging.getLogger("grace")
 
@@ -117,7 +119,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # Report the error to the other ranks; otherwise they would wait for this rank.
         failure = error
     included = process_set.process_set_id is not None and process_set.included()
-    meet = gather(process_set, "optimizer") if included else lambda mine: [mine]
+    timeout = TIMEOUT if failure is not None else exchange.config.timeout
+    meet = gather(process_set, "optimizer", timeout) if included else lambda mine: [mine]
     agree(description, failure, meet, _WHERE)
     exchange.warned = early_warnings(exchange.config)
     if included and process_set.rank() == 0:

@@ -1,0 +1,135 @@
+"""Waits with TensorFlow: meetings of the ranks end at the time limit, and a thread watches over the steps of graphs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from grace.core.errors import WaitError
+from grace.core.transport import TIMEOUT
+from grace.core.waiting import wait_until
+
+# Set when Python exits: a thread inside TensorFlow would then end the process by an abort.
+_exiting = threading.Event()
+atexit.register(_exiting.set)
+
+
+def gather(process_set: Any, purpose: str, timeout: float = TIMEOUT) -> Callable[[Any], list[Any]]:
+    """Return a function that gathers one object from each rank of the process set. The function blocks.
+
+    It raises WaitError after `timeout` seconds. Horovod's collective then stays behind on a thread of its own.
+    """
+    name = f"grace.{process_set.process_set_id}.{purpose}".replace(" ", ".")
+
+    def meet(mine: Any) -> list[Any]:
+        results: list[list[Any]] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                results.append(hvd.allgather_object(mine, name=name, process_set=process_set))
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        rank, size = process_set.rank(), len(process_set.ranks)
+        what = f"the meeting of all ranks for '{purpose}'"
+        wait_until(lambda: not thread.is_alive(), lambda: what, rank=rank, size=size, timeout=timeout)
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    return meet
+
+
+class Watch:
+    """A watch over steps in graphs. Nothing can raise an error in a graph that waits, so it ends the process.
+
+    The graph notes the steps that it begins and ends, and a thread reads these notes. It takes a step for one that
+    waits if the step has begun and not ended, and if the same call of TensorFlow has been running since: after an error
+    in a step, no call does. `what` tells what a step exchanges.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float, what: Callable[[], str]) -> None:
+        self._rank, self._size, self._timeout, self._what = rank, size, timeout, what
+        with tf.device("CPU:0"):
+            self._begun, self._ended = (tf.Variable(0, trainable=False, dtype=tf.int64) for _ in range(2))
+        if size > 1:
+            threading.Thread(target=_watch, args=(weakref.ref(self),), name="grace watch", daemon=True).start()
+
+    def begin(self, step: tf.Tensor, inputs: list[tf.Tensor]) -> None:
+        """Note that a step begins when the inputs exist. It is traced into a graph."""
+        with tf.control_dependencies(inputs):
+            self._begun.assign(step + 1)
+
+    def end(self, results: list[tf.Tensor]) -> None:
+        """Note that the step ends when the results exist. It is traced into a graph."""
+        with tf.control_dependencies(results):
+            self._ended.assign(self._begun.read_value())
+
+    def under_way(self) -> int | None:
+        """Return the number of the step under way, None between steps."""
+        begun = int(self._begun.numpy())
+        return begun - 1 if begun != int(self._ended.numpy()) else None
+
+    def wait(self, step: int, done: Callable[[], bool]) -> None:
+        """Wait for the end of a step, and end the process if that takes too long."""
+        try:
+            wait_until(
+                done,
+                lambda: f"step {step}, {self._what()}",
+                rank=self._rank,
+                size=self._size,
+                timeout=self._timeout,
+                pause=_pause,
+            )
+        except WaitError as error:
+            end_process(error)
+
+
+def _pause(waited: float) -> None:
+    _exiting.wait(min(1.0, 0.05 + waited / 20))
+
+
+def _watch(watched: weakref.ref[Watch]) -> None:
+    """Look every second at the steps of an exchange, for as long as it exists."""
+    step: int | None = None
+    calls: list[FrameType] = []
+    while not _exiting.wait(1.0) and (watch := watched()) is not None:
+        before, step = step, watch.under_way()
+        calls = _running(calls) if step is not None and step == before else []
+        if calls:
+            watch.wait(step, lambda w=watch, s=step, c=calls: w.under_way() != s or not _running(c))  # type: ignore[misc]
+        elif step is not None:
+            calls = _calls()
+        del watch
+
+
+def _running(calls: list[FrameType]) -> list[FrameType]:
+    """Return those of the calls that still run."""
+    now = _calls()
+    return [call for call in calls if any(call is other for other in now)]
+
+
+def _calls() -> list[FrameType]:
+    """Return the innermost frames of all threads that are inside TensorFlow."""
+    place = f"{os.sep}tensorflow{os.sep}python{os.sep}"
+    return [frame for frame in sys._current_frames().values() if place in frame.f_code.co_filename]
+
+
+def end_process(error: WaitError) -> None:
+    """Write the error to standard error and end this process with status 1."""
+    print(f"{type(error).__module__}.{type(error).__name__}: {error}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)

@@ -1,0 +1,50 @@
+"""Scenarios in which some ranks wait for others, run by each rank."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from grace.tensorflow import Exchange, waiting
+from tests.adapters.tensorflow.model import wrap
+from tests.adapters.tensorflow.usage_model import error_of
+
+SHORT = {"compressor": "topk", "compress_ratio": 0.5, "default_rules": False, "timeout": 2}
+
+
+def meet() -> None:
+    hvd.allreduce(tf.zeros([]), name="meet")
+
+
+def waits(folder: str) -> dict[str, Any]:
+    """Wrap, change and step on one rank only, and then on the others as well."""
+    first, ended = hvd.rank() == 0, Path(folder) / "ended"
+    results = {"wrap": "" if first else error_of(lambda: wrap(SHORT))}
+    meet()
+    if first:
+        # The other rank's message is still there.
+        wrap(SHORT)
+    meet()
+    exchange, variable = Exchange(SHORT), tf.Variable(tf.zeros([40, 40]), name="w")
+    exchange.build([variable])
+    gradient = tf.fill([40, 40], 1.0 + hvd.rank())
+    exchange([gradient])
+    results["change"] = error_of(lambda: exchange.change(compress_ratio=0.1)) if first else ""
+    meet()
+    if not first:
+        waiting.gather(hvd.global_process_set, "change")(None)
+    meet()
+    began = time.monotonic()
+    with mock.patch.object(waiting, "end_process", lambda error: ended.write_text(str(error))):
+        while not first and not ended.exists() and time.monotonic() < began + 60:
+            time.sleep(0.1)
+        merged = exchange([gradient])[0]
+    results["step"] = ended.read_text()
+    results["merged"] = float(tf.reduce_max(merged))
+    results["under way"] = exchange._watch.under_way()
+    return results
