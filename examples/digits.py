@@ -55,7 +55,7 @@ SETTINGS = {
     "signsgd": Setting(lr=0.0005),
     # The memory contains the momentum, so the optimizer must have none.
     "signum": Setting(lr=0.001, momentum=0.0),
-    "efsignsgd": Setting(options={"lr": 0.05}),  # an option of the memory: the optimizer's initial learning rate
+    "efsignsgd": Setting(),
     "onebit": Setting(),
     "chain": Setting(options={"sparsifier": "topk", "quantizer": {"name": "qsgd", "quantum_num": 15}}),
     "qsparse": Setting(options={"compress_ratio": 0.01}),
