@@ -12,6 +12,8 @@ from grace.core.timeline import tensors_of
 # A rank that has waited this many seconds, or half of its limit, logs what it waits for, and again each time that the
 # wait has doubled.
 WARN_SECONDS = 25.0
+# What a look at the collective counts at most. More seconds pass only if this process was stopped, which is no wait.
+_LOOK_SECONDS = 10.0
 
 
 def wait_until(
@@ -31,10 +33,11 @@ def wait_until(
     if done():
         return
     pause = pause or _sleep
-    began = time.monotonic()
+    waited, last = 0.0, time.monotonic()
     tell = min(WARN_SECONDS, timeout / 2)
     while not done():
-        waited = time.monotonic() - began
+        now = time.monotonic()
+        waited, last = waited + min(now - last, _LOOK_SECONDS), now
         if waited >= timeout:
             raise WaitError(
                 f"{_waiting(rank, size, waited, what())}. Expected all ranks to make the same calls within 'timeout' = "

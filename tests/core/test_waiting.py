@@ -54,6 +54,14 @@ def test_a_wait_that_succeeds_says_nothing(clock, caplog):
     assert not caplog.records
 
 
+def test_the_time_in_which_a_process_is_stopped_does_not_count(clock, caplog):
+    def pause(waited):
+        clock[0] += 1000 if clock[0] == 3 else 1
+
+    wait_until(lambda: clock[0] > 1010, lambda: "", rank=0, size=2, timeout=60, pause=pause)
+    assert not caplog.records
+
+
 def test_what_a_collective_carries_is_told_in_words():
     plan = grace.Simulation(1, {f"w{i}": (64, 64) for i in range(3)}, {"compressor": "powersgd"}).plan
     (bucket,) = plan.buckets

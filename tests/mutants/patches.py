@@ -96,6 +96,14 @@ PATCHES = [
         ("tests/core/test_waiting.py -k ends_at_the_limit", f"{WAY_BACK} -k waits"),
     ),
     Patch(
+        "wait-counts-stops",
+        "grace/core/waiting.py",
+        "waited + min(now - last, _LOOK_SECONDS), now",
+        "waited + now - last, now",
+        "a process that the scheduler had stopped for minutes ends when it goes on",
+        ("tests/core/test_waiting.py -k stopped",),
+    ),
+    Patch(
         "wait-in-silence",
         "grace/core/waiting.py",
         "if waited >= tell:",
