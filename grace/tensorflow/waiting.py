@@ -86,7 +86,8 @@ class Watch:
         """Wait for the end of a step, and end the process if that takes too long."""
         try:
             wait_until(
-                done,
+                # This thread must not run on while Python exits.
+                lambda: _exiting.is_set() or done(),
                 lambda: f"step {step}, {self._what()}",
                 rank=self._rank,
                 size=self._size,

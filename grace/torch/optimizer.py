@@ -29,6 +29,7 @@ from grace.core.plan import make_plans, warn_of_momentum
 from grace.core.spec import TensorSpec
 from grace.core.state import check_mapping
 from grace.core.timeline import Times
+from grace.torch.delegated import Delegated
 from grace.torch.exchange import Exchange
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
@@ -268,13 +269,11 @@ def _attach(
     exchange: Exchange = wrapped.grace
     engine, way_back = exchange.engine, exchange.way_back
     names: dict[torch.nn.Parameter, str] = wrapped._parameter_names
-    parameter_of = {name: p for p, name in names.items()}
-    # Horovod names its collectives after the parameters. Two models may have the same names.
-    wrapped._parameter_names = {p: f"{exchange.prefix}/{name}" for p, name in names.items()}
+    assert isinstance(engine.transport, HorovodTransport)
+    delegated = Delegated(wrapped, engine.transport, exchange.prefix, sparse_as_dense)
     # Keep the index of the group, because loading a checkpoint replaces the group objects.
     group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
-    horovod_start, horovod_load = wrapped._allreduce_grad_async, wrapped.load_state_dict
-    horovod_synchronize, horovod_step = wrapped.synchronize, wrapped.step
+    horovod_load, horovod_synchronize, horovod_step = wrapped.load_state_dict, wrapped.synchronize, wrapped.step
     # Horovod registers no hooks for these.
     frozen = [p for group in wrapped.param_groups for p in group["params"] if not p.requires_grad]
     # The gradients that the exchange has taken in this step, each with its version.
@@ -302,7 +301,7 @@ def _attach(
             gradients_of_frozen[p] = p.grad
             p.grad = torch.zeros_like(p)
         if not engine.exchanges(name):
-            return delegate(p)
+            return delegated.start(p)
         if p.requires_grad:
             engine.release(name)
         else:
@@ -329,14 +328,6 @@ def _attach(
                 gradient = loss_scale.unscaled(gradient)
             engine.ready(name, gradient, wrapped.param_groups[group_of[p]]["lr"])
         return (lambda: exchange._result(name)), None
-
-    def delegate(p: torch.nn.Parameter) -> Any:
-        name, transport = names[p], engine.transport
-        assert isinstance(transport, HorovodTransport)
-        if p.grad is not None and p.grad.is_sparse and not sparse_as_dense:
-            return transport.delegated_rows(p.grad, name, wrapped.op, wrapped._parameter_names[p]).wait, None
-        handle, context = horovod_start(p)
-        return transport.delegated(name, handle).wait, context
 
     def synchronize() -> None:
         with way_back.attempt():
@@ -406,14 +397,6 @@ def _attach(
                 "exchanged; call it after step(). To drop this step, call optimizer.grace.discard() on all ranks first."
             )
 
-    def start_with_zeros(call: Mapping[str, Any]) -> None:
-        p = parameter_of[call["delegated"]]
-        p.grad = torch.zeros_like(p)
-        if "sparse_dim" in call:
-            indices = torch.zeros(call["sparse_dim"], 0, dtype=torch.int64, device=p.device)
-            p.grad = torch.sparse_coo_tensor(indices, p.new_zeros(0, *p.shape[call["sparse_dim"] :]), p.shape)
-        delegate(p)
-
     def forget() -> None:
         for p, gradient in gradients_of_frozen.items():
             p.grad = gradient
@@ -453,7 +436,7 @@ def _attach(
             "exchanged; add the group before you wrap the optimizer."
         )
 
-    way_back.hand_over, way_back.forget = start_with_zeros, forget
+    way_back.hand_over, way_back.forget = delegated.start_with_zeros, forget
     wrapped._allreduce_grad_async = start
     wrapped.synchronize = synchronize
     # A bound method, because learning-rate schedulers read its __func__.

@@ -153,9 +153,9 @@ PATCHES = [
     ),
     Patch(
         "dense-names-without-the-optimizer",
-        "grace/torch/optimizer.py",
-        '{p: f"{exchange.prefix}/{name}" for p, name in names.items()}',
-        "dict(names)",
+        "grace/torch/delegated.py",
+        '{p: f"{prefix}/{name}" for p, name in self._names.items()}',
+        "dict(self._names)",
         "two models with equal names exchange gradients with each other",
         (f"{WAY_BACK} -k waits",),
     ),
