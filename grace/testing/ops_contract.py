@@ -326,8 +326,17 @@ class OpsContract:
         assert host(ops, ops.binary_sum(bits, levels, 3)).tolist() == [2.0**24, 9, 2.0**24 + 4]
         onto = array(ops, [-(2.0**24), 1, 0], "float32")
         assert host(ops, ops.binary_sum(bits, levels, 3, onto=onto)).tolist() == [2, 10, 2.0**24 + 4]
+        # A row of three columns, whose three low levels come before the three high ones.
+        pairs = [array(ops, [5, 3, 7, *high], "float32") for high in ([2.0**24, 0, 1], [1, 0, 0], [1, 0, 1])]
+        assert host(ops, ops.binary_sum(bits, pairs, 3, columns=3)).tolist() == [2.0**24, 9, 9]
         assert host(ops, ops.majority(bits, 3, "float32")).tolist() == [1, -1, 1]
         assert host(ops, ops.majority(bits[:2], 3, "float64")).tolist() == [1, -1, 0]
+
+    def test_every_column_of_a_matrix_has_means_of_its_own(self, ops: ArrayOps) -> None:
+        bits, means = ops.binarize_means(array(ops, [1, -2, 3, 4, 5, -6], "float32"), 0.0, 2)
+        assert host(ops, bits).tolist() == [0b011101]
+        assert (ops.dtype(means), host(ops, means).tolist()) == ("float32", [0, -4, 3, 4])
+        assert host(ops, ops.binary_sum([bits], [means], 6, columns=2)).tolist() == [3, -4, 3, 4, 3, -4]
 
     def test_select_knows_which_side_the_bound_is_on(self, ops: ArrayOps) -> None:
         x = array(ops, [-2, 1, 0, 2, -1, 3], "float32")

@@ -23,6 +23,16 @@ int64_t width_at(const Call& call, int i) {
     return std::min(width, kMost);
 }
 
+// Integer i as the number of columns of a matrix of n elements; throws Error(value) if they make no whole rows.
+int64_t columns_at(const Call& call, int i, int64_t n) {
+    const int64_t columns = call.integer(i);
+    if (columns < 1 || columns > std::max<int64_t>(1, n) || n % columns != 0) {
+        call.fail(Error::Kind::value, "expected columns that divide " + std::to_string(n) + " elements, received " +
+                                          std::to_string(columns));
+    }
+    return columns;
+}
+
 // The required number of scales, -1 for any: an empty array may have a scale for the whole array, or none.
 int64_t buckets_of(int64_t n, int64_t width) { return n == 0 ? -1 : divide_up(n, width); }
 
@@ -173,6 +183,76 @@ void binary_sum_kernel(Call& call) {
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             const T* onto = to.onto == nullptr ? nullptr : to.onto + begin;
             loops<T>().binary_sum(moved(bits, begin).data(), levels.data(), ranks, onto, to.out + begin, end - begin,
+                                  to.around);
+        });
+    });
+}
+
+void binarize_columns_kernel(Call& call) {
+    call.expect(1, 1, 1);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, columns = columns_at(call, 0, n), rows = n / columns;
+        const T* x = call.input<T>(0);
+        uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
+        T* means = call.output<T>(2 * columns);
+        const T threshold = static_cast<T>(call.number(0));
+        GRACE_GPU(call, binarize_columns, x, threshold, columns, bits, means, n);
+        // Tiles of kPiece elements or a few times as many: wide, so that memory is read in long stretches, and high, so
+        // that there are few sums to add.
+        const int64_t width = divide_up(divide_up(columns, divide_up(columns, 4096)), 16) * 16;
+        const int64_t each = std::max<int64_t>(128, kPiece / width / 8 * 8);
+        const int64_t across = divide_up(columns, width), blocks = std::max<int64_t>(1, divide_up(rows, each));
+        Scratch<double> of_block(3 * columns * blocks);
+        call.parallel(blocks * across, [&](int64_t task) {
+            const int64_t block = task / across, begin = task % across * width;
+            const Tile tile{columns, block * each, std::min(rows, (block + 1) * each), begin,
+                            std::min(columns, begin + width)};
+            loops<T>().binarize_columns(x, threshold, bits, n, &tile, of_block.data() + 3 * columns * block + begin);
+        });
+        call.parallel(across, [&](int64_t task) {
+            double* sums = of_block.data();
+            const int64_t begin = task * width, end = std::min(columns, begin + width);
+            for (int64_t list = 3; list < 3 * blocks; ++list) {
+                // Of one block after the other, because the sums of one column lie far apart.
+                double *total = sums + list % 3 * columns, *more = sums + list * columns;
+                for (int64_t j = begin; j < end; ++j) total[j] += more[j];
+            }
+            for (int64_t j = begin; j < end; ++j) {
+                T pair[2];
+                means_of(Sides{sums[j], sums[columns + j], sums[2 * columns + j]}, rows, pair);
+                means[j] = pair[0];
+                means[columns + j] = pair[1];
+            }
+        });
+    });
+}
+
+void column_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(4) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks, 5, 0);
+    const int64_t n = call.length(1), columns = columns_at(call, 2, n);
+    const bool negate = call.integer(3) != 0;
+    dispatch(call, call.input(first + ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const auto bits = bits_of<T>(call, first, ranks, n);
+        std::vector<Coded<T>> payloads;
+        for (int r = 0; r < ranks; ++r) payloads.push_back({bits[r], call.input<T>(first + ranks + r, 2 * columns)});
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, column_sum, payloads, columns, negate, to.onto, to.out, n);
+        // Levels that repeat after each row let a block begin in any column and go on in the next row.
+        const int64_t length = columns + kBeyond;
+        Scratch<T> repeated(2 * ranks * length);
+        std::vector<const T*> levels;
+        for (int i = 0; i < 2 * ranks; ++i) {
+            const T* from = payloads[i / 2].scales + (i % 2) * columns;
+            T* to_levels = repeated.data() + i * length;
+            for (int64_t j = 0; j < columns; ++j) to_levels[j] = negate ? -from[j] : from[j];
+            for (int64_t j = columns; j < length; ++j) to_levels[j] = to_levels[j - columns];
+            levels.push_back(to_levels);
+        }
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().column_sum(bits.data(), levels.data(), columns, ranks, n, to.onto, to.out, begin, end,
                                   to.around);
         });
     });

@@ -322,6 +322,8 @@ template <class T> static constexpr Loops<T> make_loops() {
             binarize<T>,
             binarize_sums<T>,
             binary_sum<T>,
+            binarize_columns<T>,
+            column_sum<T>,
             majority<T>,
             bucket_norms<T>,
             levels_into<T, uint8_t>,

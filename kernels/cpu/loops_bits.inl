@@ -110,6 +110,21 @@ GRACE_LOCAL int64_t binary_vectors(const uint8_t* const*, const T*, int, const T
 }
 #endif
 
+// Writes base + value, or value without a base, for up to 32 elements from element i of a block on.
+template <class T>
+GRACE_LOCAL void add_values(const T* value, const T* base, T* target, int64_t i, int64_t length) {
+    const int64_t here = lesser(32, length - i);
+    if (here == 32) {
+        if (base == nullptr) {
+            for (int j = 0; j < 32; ++j) target[i + j] = value[j];
+        } else {
+            for (int j = 0; j < 32; ++j) target[i + j] = base[i + j] + value[j];
+        }
+    } else {
+        for (int64_t j = 0; j < here; ++j) target[i + j] = base == nullptr ? value[j] : base[i + j] + value[j];
+    }
+}
+
 template <class T>
 static void binary_sum(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T* out, int64_t n,
                        bool around) {
@@ -126,16 +141,164 @@ static void binary_sum(const uint8_t* const* bits, const T* levels, int ranks, c
                 for (uint32_t j = 0; j < 32; ++j) {
                     value[j] = bits_as<T>(low ^ (differ & (Word(0) - Word(word >> j & 1u))));
                 }
-                const int64_t here = lesser(32, length - i);
-                if (here == 32) {
-                    if (base == nullptr) {
-                        for (int j = 0; j < 32; ++j) target[i + j] = value[j];
-                    } else {
-                        for (int j = 0; j < 32; ++j) target[i + j] = base[i + j] + value[j];
-                    }
-                } else {
-                    for (int64_t j = 0; j < here; ++j) target[i + j] = base == nullptr ? value[j] : base[i + j] + value[j];
+                add_values(value, base, target, i, length);
+            }
+        }
+    });
+}
+
+// Adds the elements of some columns to their sums, in the order of the rows. Returns the number of columns.
+template <class T>
+GRACE_LOCAL int64_t add_columns(const T* x, int64_t stride, int64_t rows, int64_t, T threshold, double* count,
+                                double* high, double* low) {
+    using Values = typename Eight<T>::Values;
+    using Words = typename Eight<T>::Words;
+    EightDoubles sum, above_sum, below_sum;
+    memcpy(&sum, count, sizeof(sum));
+    memcpy(&above_sum, high, sizeof(sum));
+    memcpy(&below_sum, low, sizeof(sum));
+    Words counted = {};
+    for (int64_t r = 0; r < rows; ++r) {
+        Values value;
+        memcpy(&value, x + r * stride, sizeof(value));
+        const Words above = value >= threshold;
+        counted -= above;
+        above_sum += __builtin_convertvector((Values)((Words)value & above), EightDoubles);
+        below_sum += __builtin_convertvector((Values)((Words)value & ~above), EightDoubles);
+    }
+    sum += __builtin_convertvector(counted, EightDoubles);
+    memcpy(count, &sum, sizeof(sum));
+    memcpy(high, &above_sum, sizeof(sum));
+    memcpy(low, &below_sum, sizeof(sum));
+    return 8;
+}
+#if defined(__AVX512F__)
+// Whole cache lines, `groups` times 8 columns: rows whose lines share a set of the cache would displace each other.
+template <int groups>
+GRACE_LOCAL int64_t add_groups(const float* x, int64_t stride, int64_t rows, float threshold, double* count,
+                               double* high, double* low) {
+    const __m512d one = _mm512_set1_pd(1.0), edge = _mm512_set1_pd(double(threshold));
+    __m512d sum[groups], above_sum[groups], below_sum[groups];
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; ++g) {
+        sum[g] = _mm512_loadu_pd(count + 8 * g);
+        above_sum[g] = _mm512_loadu_pd(high + 8 * g);
+        below_sum[g] = _mm512_loadu_pd(low + 8 * g);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+        for (int g = 0; g < groups; ++g) {
+            const __m512d value = _mm512_cvtps_pd(_mm256_loadu_ps(x + r * stride + 8 * g));
+            const __mmask8 above = _mm512_cmp_pd_mask(value, edge, _CMP_GE_OQ);
+            sum[g] = _mm512_mask_add_pd(sum[g], above, sum[g], one);
+            above_sum[g] = _mm512_mask_add_pd(above_sum[g], above, above_sum[g], value);
+            below_sum[g] = _mm512_mask_add_pd(below_sum[g], __mmask8(~above), below_sum[g], value);
+        }
+    }
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; ++g) {
+        _mm512_storeu_pd(count + 8 * g, sum[g]);
+        _mm512_storeu_pd(high + 8 * g, above_sum[g]);
+        _mm512_storeu_pd(low + 8 * g, below_sum[g]);
+    }
+    return 8 * groups;
+}
+GRACE_LOCAL int64_t add_columns(const float* x, int64_t stride, int64_t rows, int64_t left, float threshold,
+                                double* count, double* high, double* low) {
+    return left >= 16 ? add_groups<2>(x, stride, rows, threshold, count, high, low)
+                      : add_groups<1>(x, stride, rows, threshold, count, high, low);
+}
+#endif
+
+template <class T>
+static void binarize_columns(const T* x, T threshold, uint8_t* bits, int64_t n, const Tile* tile, double* sums) {
+    const int64_t columns = tile->columns, width = tile->end - tile->begin;
+    double *count = sums, *high = sums + columns, *low = sums + 2 * columns;
+    for (int64_t j = 0; j < width; ++j) count[j] = high[j] = low[j] = 0;
+    // Eight rows at once: the second pass reads them from the cache, and each sum is loaded and stored once for them.
+    for (int64_t first = tile->first; first < tile->last; first += 8) {
+        const int64_t rows = lesser(8, tile->last - first);
+        if (width == columns) {
+            binarize(x + first * columns, threshold, bits + first * columns / 8, rows * columns);
+        } else {
+            for (int64_t row = first; row < first + rows; ++row) {
+                // From one whole byte to another: a byte that two tiles share belongs to the one it ends in.
+                const int64_t from = (row * columns + tile->begin + 7) / 8 * 8;
+                const int64_t to = lesser(n, (row * columns + tile->end + 7) / 8 * 8);
+                if (from < to) binarize(x + from, threshold, bits + from / 8, to - from);
+            }
+        }
+        const T* at = x + first * columns + tile->begin;
+        // In short rows, the processor itself fetches the next rows in time.
+        const int64_t ahead = columns < kBlock ? 0 : lesser(16, tile->last - first);
+        int64_t j = 0;
+        while (j + 8 <= width) {
+            if (j * int64_t(sizeof(T)) % 64 == 0) {
+                for (int64_t r = 8; r < ahead; ++r) __builtin_prefetch(at + r * columns + j);
+            }
+            j += add_columns(at + j, columns, rows, width - j, threshold, count + j, high + j, low + j);
+        }
+        for (; j < width; ++j) {
+            for (int64_t r = 0; r < rows; ++r) {
+                const T value = at[r * columns + j];
+                const bool above = value >= threshold;
+                count[j] += above ? 1.0 : 0.0;
+                (above ? high : low)[j] += double(value);
+            }
+        }
+    }
+}
+
+// Handles the elements of a block that fill whole vectors. Returns their number.
+#if defined(__AVX512F__)
+GRACE_LOCAL int64_t column_vectors(const uint8_t* const* bits, const float* const* levels, int64_t column, int ranks,
+                                   const float* base, float* target, int64_t at, int64_t length) {
+    int64_t i = 0;
+    for (; i + 16 <= length; i += 16) {
+        const auto carried = [&](int r) {
+            uint16_t mask;
+            memcpy(&mask, bits[r] + (at + i) / 8, sizeof(mask));
+            return _mm512_mask_blend_ps(mask, _mm512_loadu_ps(levels[2 * r] + column + i),
+                                        _mm512_loadu_ps(levels[2 * r + 1] + column + i));
+        };
+        // The levels, which begin again with every row, keep the processor from seeing this stream.
+        if (base != nullptr) __builtin_prefetch(base + i + kBlock, 1);
+        __m512 sum = base == nullptr ? carried(0) : _mm512_add_ps(_mm512_loadu_ps(base + i), carried(0));
+        for (int r = 1; r < ranks; ++r) sum = _mm512_add_ps(sum, carried(r));
+        _mm512_storeu_ps(target + i, sum);
+    }
+    return i;
+}
+GRACE_LOCAL int64_t column_vectors(const uint8_t* const*, const double* const*, int64_t, int, const double*, double*,
+                                   int64_t, int64_t) {
+    return 0;
+}
+#else
+template <class T>
+GRACE_LOCAL int64_t column_vectors(const uint8_t* const*, const T* const*, int64_t, int, const T*, T*, int64_t, int64_t) {
+    return 0;
+}
+#endif
+
+template <class T>
+static void column_sum(const uint8_t* const* bits, const T* const* levels, int64_t columns, int ranks, int64_t n,
+                       const T* onto, T* out, int64_t begin, int64_t end, bool around) {
+    using Word = typename Format<T>::Word;
+    in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
+        const int64_t at = begin + from, column = at % columns;
+        const T* start = onto == nullptr ? nullptr : onto + at;
+        const int64_t done = column_vectors(bits, levels, column, ranks, start, target, at, length);
+        for (int r = 0; r < ranks; ++r) {
+            const T *low = levels[2 * r] + column, *high = levels[2 * r + 1] + column;
+            const T* base = r > 0 ? target : start;
+            for (int64_t i = done; i < length; i += 32) {
+                alignas(64) T value[32];
+                const uint32_t word = bits32(bits[r], at + i, n);
+                for (uint32_t j = 0; j < 32; ++j) {
+                    const Word zero = bits_as<Word>(low[i + j]), differ = zero ^ bits_as<Word>(high[i + j]);
+                    value[j] = bits_as<T>(zero ^ (differ & (Word(0) - Word(word >> j & 1u))));
                 }
+                add_values(value, base, target, i, length);
             }
         }
     });

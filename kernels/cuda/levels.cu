@@ -14,6 +14,15 @@ template <class T> struct BinaryValue {
         return level_of(rank.scales, single, negate, code_at(rank.codes, 1, i) != 0);
     }
 };
+template <class T> struct ColumnValue {
+    Divisor columns;
+    bool negate;
+    __device__ T operator()(const Coded<T>& rank, int64_t i) const {
+        const int64_t width = int64_t(columns.number), column = i - quotient(i, columns) * width;
+        const T level = rank.scales[code_at(rank.codes, 1, i) != 0 ? width + column : column];
+        return negate ? -level : level;
+    }
+};
 template <class T> struct LevelValue {
     Divisor width;
     int levels, bits;
@@ -193,6 +202,44 @@ void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool singl
     sum_parts(on, ranks, onto, out, n, BinaryValue<T>{single, negate});
 }
 
+template <class T>
+void binarize_columns(const Stream& on, const T* x, T threshold, int64_t columns, uint8_t* bits, T* means, int64_t n) {
+    binarize(on, x, threshold, bits, n);
+    // Neighbouring threads sum neighbouring columns. A column is divided so that there are enough threads.
+    const int64_t rows = n / columns, most = divide_up(kMostParts * kThreads, columns);
+    const int64_t length = std::max<int64_t>(8, divide_up(rows, most)), stretches = divide_up(rows, length);
+    Sides* found = scratch<Sides>(on, stretches * columns);
+    const Divisor by = divisor(columns);
+    each(on, stretches * columns, [=] __device__(int64_t i) {
+        const int64_t stretch = quotient(i, by), column = i - stretch * columns;
+        const int64_t first = stretch * length, end = first + length < rows ? first + length : rows;
+        Sides sides{0, 0, 0};
+#pragma unroll 4
+        for (int64_t row = first; row < end; ++row) {
+            const T value = x[row * columns + column];
+            const bool above = value >= threshold;
+            sides.count += above ? 1.0 : 0.0;
+            sides.high += double(above ? value : T(0));
+            sides.low += double(above ? T(0) : value);
+        }
+        found[i] = sides;
+    });
+    each(on, columns, [=] __device__(int64_t column) {
+        Sides sides{0, 0, 0};
+        for (int64_t s = 0; s < stretches; ++s) sides = JoinSides()(sides, found[s * columns + column]);
+        T pair[2];
+        means_of(sides, rows, pair);
+        means[column] = pair[0];
+        means[columns + column] = pair[1];
+    });
+}
+
+template <class T>
+void column_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t columns, bool negate, const T* onto,
+                T* out, int64_t n) {
+    sum_parts(on, ranks, onto, out, n, ColumnValue<T>{divisor(columns), negate});
+}
+
 template <class T> void majority(const Stream& on, const std::vector<const uint8_t*>& bits, T* out, int64_t n) {
     in_turns(bits, [&](const Ranks<const uint8_t*>& some, bool begins, bool ends) {
         map(on, out, n, Votes<T>{some, out, begins, ends});
@@ -231,6 +278,8 @@ void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_
     template void binarize<T>(const Stream&, const T*, T, uint8_t*, int64_t);                                         \
     template void binarize_means<T>(const Stream&, const T*, T, bool, uint8_t*, T*, int64_t);                         \
     template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, bool, bool, const T*, T*, int64_t);       \
+    template void binarize_columns<T>(const Stream&, const T*, T, int64_t, uint8_t*, T*, int64_t);                     \
+    template void column_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, bool, const T*, T*, int64_t);    \
     template void majority<T>(const Stream&, const std::vector<const uint8_t*>&, T*, int64_t);                        \
     template void bucket_norms<T>(const Stream&, const T*, int64_t, int64_t, bool, T*);                               \
     template void quantize_packed<T>(const Stream&, const T*, const T*, int64_t, int, int, const T*, const RandomKey&, \

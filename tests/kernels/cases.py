@@ -385,10 +385,20 @@ def binarize(ops, g):
         yield ops.binarize(g.x(), threshold, True)
 
 
+def matrices(g: Given) -> Sequence[tuple[int, int]]:
+    """Return (rows, columns) of matrices of up to n elements, narrow ones and ones that are divided across."""
+    widths = [2, 3, 8, 13, 16, 65] if g.is_small else [3, 64, 1000, 4100]
+    return [(g.n // columns, columns) for columns in g.some(widths) if columns <= g.n]
+
+
 @case
 def binarize_means(ops, g):
     for threshold in g.some([0.0, 0.25, -0.5]):
         bits, means = ops.binarize_means(g.x(), threshold)
+        yield bits
+        yield free(ops, g, means)
+    for rows, columns in matrices(g):
+        bits, means = ops.binarize_means(g.x(rows * columns), 0.25, columns)
         yield bits
         yield free(ops, g, means)
 
@@ -408,6 +418,10 @@ def binary_sum(ops, g):
         bits = [g.bytes(size) for _ in range(g.ranks)]
         levels = [g.x(2, offset=1) for _ in range(g.ranks)]
         yield ops.binary_sum(bits, levels, g.n, g.x() if onto else None, negate=onto)
+        for rows, columns in matrices(g):
+            n, some = rows * columns, [data[: packed_size(rows * columns, 1)] for data in bits]
+            levels = [g.x(2 * columns, offset=1) for _ in range(g.ranks)]
+            yield ops.binary_sum(some, levels, n, g.x(n) if onto else None, onto, columns)
 
 
 @case

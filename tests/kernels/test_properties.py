@@ -124,6 +124,16 @@ def test_sums_of_signs_and_votes(data, n, dtype, ranks, onto):
 
 
 @settings
+@hypothesis.given(st.data(), st.integers(1, 80), st.integers(1, 300), st.integers(1, 3), st.booleans())
+def test_means_of_columns(data, rows, columns, ranks, negate):
+    n = rows * columns
+    xs = [data.draw(numbers("float32", n)) for _ in range(ranks)]
+    bits, levels = zip(*(agree(lambda ops, x=x: ops.binarize_means(x, 0.5, columns)) for x in xs), strict=True)
+    base = data.draw(numbers("float32", n))
+    agree(lambda ops: ops.binary_sum(bits, levels, n, base.copy(), negate, columns))
+
+
+@settings
 @hypothesis.given(st.data(), numbers(), st.integers(1, 2000), st.integers(1, 32767), KEYS)
 def test_levels(data, x, width, levels, key):
     width, bits = min(width, max(1, x.size)), int(2 * levels).bit_length()

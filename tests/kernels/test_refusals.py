@@ -130,6 +130,31 @@ REFUSED = {
         PayloadError,
         "expected 10 .*, received 11",
     ),
+    "columns: truncated": (
+        lambda o, m: o.binary_sum([m.b(1)], [m.f(4)], 10, columns=2),
+        PayloadError,
+        "expected 2 .*, received 1",
+    ),
+    "columns: levels of another": (
+        lambda o, m: o.binary_sum([m.b(2)], [m.f(2)], 10, columns=2),
+        PayloadError,
+        "expected 4 .*, received 2",
+    ),
+    "columns: no whole rows": (
+        lambda o, m: o.binary_sum([m.b(2)], [m.f(6)], 10, columns=3),
+        ValueError,
+        "divide 10 elements, received 3",
+    ),
+    "columns: of nothing": (
+        lambda o, m: o.binarize_means(m.f(10), 0.0, 0),
+        ValueError,
+        "divide 10 elements, received 0",
+    ),
+    "columns: more than elements": (
+        lambda o, m: o.binarize_means(m.f(0), 0.0, 2**30),
+        ValueError,
+        f"divide 0 elements, received {2**30}",
+    ),
     "votes: truncated": (
         lambda o, m: o.majority([m.b(2), m.b(1)], 10, "float32"),
         PayloadError,

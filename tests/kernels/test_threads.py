@@ -37,11 +37,17 @@ def step(ops, seed, n=N):
     values, indices = ops.sparsify(x, n // 100)
     powers, base = ops.natural_encode(x, key, True)
     bits, means = ops.binarize_means(x, 0.0)
+    # Numbers of every size, so that another order of the sums shows in their last bits.
+    matrix = (x**9).astype(np.float64)[: n // 300 * 300]
+    column_bits, column_means = ops.binarize_means(matrix, 0.0, 300)
     results = [
         ops.dequantize_sum([codes, codes], [norms, norms], 512, 127, 8, n),
         ops.sparse_sum([values], [indices], n, x.copy()),
         ops.natural_sum([powers], [base], n, "float32", True),
         ops.binary_sum([bits], [means], n),
+        column_bits,
+        column_means,
+        ops.binary_sum([column_bits], [column_means], matrix.size, columns=300),
         ops.ternary_encode(x, np.array([1.0], np.float32)),
         *ops.select(x, 2.0, strict=True),
         ops.words(n, key),

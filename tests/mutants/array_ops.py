@@ -213,8 +213,8 @@ class RoundsOnce(NumpyOps):
 
 @breaks("test_sums_over_ranks_add_in_their_order")
 class AddsTheLastRankFirst(NumpyOps):
-    def binary_sum(self, bits, levels, n, onto=None, negate=False):
-        return super().binary_sum(bits[::-1], levels[::-1], n, onto, negate)
+    def binary_sum(self, bits, levels, n, onto=None, negate=False, columns=1):
+        return super().binary_sum(bits[::-1], levels[::-1], n, onto, negate, columns)
 
 
 @breaks("test_select_knows_which_side_the_bound_is_on")

@@ -156,6 +156,20 @@ def sparse_sum(n, dtype):
 # --- bits -------------------------------------------------------------------------------------------------------
 
 
+# Numbers of columns of matrices; they divide 1000, and some of them 8 and 9.
+COLUMNS = (2, 4, 9, 25, 1000)
+
+
+def columns_of(n: int) -> list[int]:
+    return [columns for columns in COLUMNS if n and n % columns == 0]
+
+
+def side_means(x: np.ndarray, threshold: float) -> list[float]:
+    """Return the mean of the numbers below the threshold and that of the others."""
+    high, low = (x.astype(np.float64)[side] for side in (x >= threshold, x < threshold))
+    return [side.sum().astype(x.dtype).astype(np.float64) / max(1, len(side)) for side in (low, high)]
+
+
 @case
 def binarize(n, dtype):
     x = numbers(n, dtype)
@@ -163,10 +177,11 @@ def binarize(n, dtype):
     for threshold in (0, 0.25, -0.5):
         bits = packed(x >= threshold, 1)
         yield Call("binarize", (x, threshold, True), {}, (packed(x > threshold, 1),))
-        high, low = (x.astype(np.float64)[side] for side in (x >= threshold, x < threshold))
         yield Call("binarize", (x, threshold), {}, (bits,))
-        means = [side.sum().astype(dtype).astype(np.float64) / max(1, len(side)) for side in (low, high)]
-        yield Call("binarize_means", (x, threshold), {}, (bits, np.array(means).astype(dtype)))
+        yield Call("binarize_means", (x, threshold), {}, (bits, np.array(side_means(x, threshold)).astype(dtype)))
+        for columns in columns_of(n):
+            pairs = np.array([side_means(column, threshold) for column in x.reshape(-1, columns).T]).astype(dtype)
+            yield Call("binarize_means", (x, threshold, columns), {}, (bits, pairs.T.reshape(-1)))
     mean = np.abs(x).sum(dtype=np.float64).astype(dtype) / np.array(max(1, n), dtype)
     yield Call("sign_mean", (x,), {}, (packed(x >= 0, 1), mean.reshape(1)))
     yield Call("sign_mean", (x, True), {}, (packed(x > 0, 1), mean.reshape(1)))
@@ -179,6 +194,15 @@ def binary_sum(n, dtype):
     values = [np.array([level[int(v >= 0)] for v in x], dtype) for x, level in zip(xs, levels, strict=True)]
     base = numbers(n, dtype, 9)
     yield from sums("binary_sum", values, lambda count: (bits[:count], levels[:count], n), base)
+    for columns in columns_of(n):
+        pairs = [numbers(2 * columns, dtype, 5 + rank) for rank in range(RANKS)]
+        rows = [np.arange(n) % columns + np.where(x >= 0, columns, 0) for x in xs]
+        found = [pair[row] for pair, row in zip(pairs, rows, strict=True)]
+
+        def arguments(count, pairs=pairs):
+            return bits[:count], pairs[:count], n
+
+        yield from sums("binary_sum", found, arguments, base, columns=columns)
     scales = [level[:1] for level in levels]
     values = [np.where(x >= 0, scale, -scale) for x, scale in zip(xs, scales, strict=True)]
     yield from sums("sign_sum", values, lambda count: (bits[:count], scales[:count], n), base)

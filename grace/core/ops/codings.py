@@ -34,16 +34,17 @@ class Codings(Helpers):
             above = self.bit_or(x > threshold, self.bit_and(x >= threshold, ~strict))
         return self.pack(self.cast(above, "uint8"), 1)
 
-    def binarize_means(self, x: Array, threshold: float) -> tuple[Array, Array]:
+    def binarize_means(self, x: Array, threshold: float, columns: int = 1) -> tuple[Array, Array]:
         """Return the bits of `binarize` and the means of the elements with bit 0 and bit 1, in x's dtype.
 
-        The mean of no elements is 0.
+        x is a matrix with that many columns, each with means of its own: first all of bit 0, then all of bit 1. The
+        mean of no elements is 0.
         """
-        count, high, low = self._sides(x, threshold)
-        rest, dtype = self.cast(self.length(x), "float64") - count, self.dtype(x)
+        count, high, low = self._sides(x, threshold, columns)
+        rest, dtype = self.cast(self.length(x) // columns, "float64") - count, self.dtype(x)
         sums = (self.cast(self.cast(side, dtype), "float64") for side in (low, high))
         means = [s / self.where(m > 0, m, 1.0) for s, m in zip(sums, (rest, count), strict=True)]
-        return self.binarize(x, threshold), self.cast(self.stack(means, axis=0), dtype)
+        return self.binarize(x, threshold), self.reshape(self.cast(self.stack(means, axis=0), dtype), (-1,))
 
     def sign_mean(self, x: Array, strict: Array | bool = False) -> tuple[Array, Array]:
         """Return the packed bits of x >= 0, or x > 0, and the mean magnitude (x's dtype, (1,)); 0 for an empty array.
@@ -55,23 +56,36 @@ class Codings(Helpers):
         mean = self.cast(high - low, dtype) / self.cast(self.where(n > 0, n, 1.0), dtype)
         return self.binarize(x, 0, strict), self.reshape(mean, (1,))
 
-    def _sides(self, x: Array, threshold: float) -> tuple[Array, Array, Array]:
-        """Return in float64 the number of elements with bit 1, their sum, and the sum of the others."""
+    def _sides(self, x: Array, threshold: float, columns: int = 1) -> tuple[Array, Array, Array]:
+        """Return in float64 the number of elements with bit 1, their sum, and the sum of the others.
+
+        They are 0-d for one column, else arrays over the columns.
+        """
         high, wide = x >= threshold, self.cast(x, "float64")
         sides = self.cast(high, "float64"), self.where(high, wide, 0.0), self.where(high, 0.0, wide)
-        count, above, below = (self.sum(side) for side in sides)
+        count, above, below = (
+            self.sum(side) if columns == 1 else self.sum(self.reshape(side, (-1, columns)), axis=0) for side in sides
+        )
         return count, above, below
 
     def binary_sum(
-        self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
+        self,
+        bits: Sequence[Array],
+        levels: Sequence[Array],
+        n: int,
+        onto: Array | None = None,
+        negate: bool = False,
+        columns: int = 1,
     ) -> Array:
-        """Return the sum over ranks of levels[1] for set bits and levels[0] for the others.
+        """Return the sum over ranks of the levels that the bits stand for.
 
-        Each rank has n bits. `negate` subtracts instead of adding.
+        Each rank has n bits, of a matrix with that many columns, and the levels of its columns: first all of bit 0,
+        then all of bit 1. `negate` subtracts instead of adding.
         """
         for data, level in zip(bits, levels, strict=True):
-            signed = -level if negate else level
-            onto = self._plus(onto, self.where(self.unpack(data, 1, n) > 0, signed[1], signed[0]))
+            signed = self.reshape(-level if negate else level, (2, columns))
+            above = self.reshape(self.unpack(data, 1, n) > 0, (-1, columns))
+            onto = self._plus(onto, self.reshape(self.where(above, signed[1], signed[0]), (-1,)))
         return onto
 
     def sign_sum(

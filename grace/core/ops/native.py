@@ -340,9 +340,15 @@ class Native(ArrayOps):
         first, second = (self.full(1, number, "float64")[0] for number in (above, threshold))
         return self.where(strict, first, second)
 
-    def binarize_means(self, x: Array, threshold: float) -> tuple[Array, Array]:
+    def binarize_means(self, x: Array, threshold: float, columns: int = 1) -> tuple[Array, Array]:
         dtype = self._floating(x)
-        return super().binarize_means(x, threshold) if dtype is None else self._means(x, dtype, threshold, 2)
+        if dtype is None:
+            return super().binarize_means(x, threshold, columns)
+        if columns == 1:
+            return self._means(x, dtype, threshold, 2)
+        outputs, lengths = ["uint8", dtype], [packed_size(self.length(x), 1), 2 * columns]
+        bits, means = self._run("binarize_columns", [x], [columns], [threshold], outputs=outputs, lengths=lengths)
+        return bits, means
 
     def sign_mean(self, x: Array, strict: Array | bool = False) -> tuple[Array, Array]:
         dtype = self._floating(x)
@@ -358,10 +364,17 @@ class Native(ArrayOps):
         return bits, means
 
     def binary_sum(
-        self, bits: Sequence[Array], levels: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
+        self,
+        bits: Sequence[Array],
+        levels: Sequence[Array],
+        n: int,
+        onto: Array | None = None,
+        negate: bool = False,
+        columns: int = 1,
     ) -> Array:
-        integers = [len(bits), n, 0, int(negate)]
-        return self._total("binary_sum", [*bits, *levels], integers, n, self.dtype(levels[0]), onto)
+        kernel, kind = ("binary_sum", 0) if columns == 1 else ("column_sum", columns)
+        integers = [len(bits), n, kind, int(negate)]
+        return self._total(kernel, [*bits, *levels], integers, n, self.dtype(levels[0]), onto)
 
     def sign_sum(
         self, bits: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False

@@ -104,6 +104,12 @@ void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint
 template <class T>
 void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T* out,
                 int64_t n);
+// `means` has the low means of all columns, then the high means, as Coded::scales of column_sum.
+template <class T>
+void binarize_columns(const Stream& on, const T* x, T threshold, int64_t columns, uint8_t* bits, T* means, int64_t n);
+template <class T>
+void column_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t columns, bool negate, const T* onto,
+                T* out, int64_t n);
 template <class T> void majority(const Stream& on, const std::vector<const uint8_t*>& bits, T* out, int64_t n);
 template <class T>
 void bucket_norms(const Stream& on, const T* x, int64_t n, int64_t width, bool largest, T* norms);

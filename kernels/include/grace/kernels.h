@@ -32,6 +32,8 @@ namespace grace {
     X(binarize)       /* x; ; threshold -> bits */                                                               \
     X(binarize_means) /* x; single; threshold -> bits, T[2], or T[1]: the mean magnitude */                      \
     X(binary_sum)     /* [onto], bits..., levels...; ranks, n, single, negate, has_onto -> T[n] */               \
+    X(binarize_columns) /* x; columns; threshold -> bits, T[2 columns]: all low means, all high means */          \
+    X(column_sum)     /* [onto], bits..., levels...; ranks, n, columns, negate, has_onto -> T[n] */              \
     X(majority)       /* bits...; n, wide (0: float32, 1: float64) -> T[n] */                                    \
     X(bucket_norms)   /* x; width, largest -> T[buckets] */                                                      \
     X(quantize_packed) /* x, scales, [limit]; width, levels, bits, key -> uint8 */                               \

@@ -12,6 +12,14 @@ namespace grace {
 
 constexpr int64_t kBlock = 1024;  // elements that stay in the first-level cache between two passes
 
+constexpr int64_t kBeyond = kBlock + 32;  // elements after the first of a block, up to whole groups of 32
+
+// Rows first .. last - 1 and columns begin .. end - 1 of a matrix. `first` is a multiple of 8, so that its bits begin at
+// a byte.
+struct Tile {
+    int64_t columns, first, last, begin, end;
+};
+
 // Growing lists of the elements that a pass selects.
 template <class T> struct Selected {
     T* values;
@@ -75,6 +83,13 @@ template <class T> struct Loops {
     // piece.
     void (*binary_sum)(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T* out, int64_t n,
                        bool around);
+    // The bits of a tile of the whole matrix x, which has n elements. For column j of the tile, sets sums[j] to the number
+    // of set bits, sums[columns + j] to the sum of their elements, and sums[2 columns + j] to the sum of the others.
+    void (*binarize_columns)(const T* x, T threshold, uint8_t* bits, int64_t n, const Tile* tile, double* sums);
+    // out = onto + sum over ranks of levels[2 r + bit][column], elements begin .. end - 1 of all arrays. The levels of the
+    // columns repeat, up to kBeyond elements after those of one row.
+    void (*column_sum)(const uint8_t* const* bits, const T* const* levels, int64_t columns, int ranks, int64_t n,
+                       const T* onto, T* out, int64_t begin, int64_t end, bool around);
     void (*majority)(const uint8_t* const* bits, int ranks, T* out, int64_t n, bool around);
 
     // Elements begin .. end - 1 of the whole x.

@@ -70,6 +70,9 @@ def test_payloads_of_more_ranks_than_one_kernel_takes(ranks):
             o.binary_sum(bits, levels, 1000, None if onto is None else onto.clone()) for o in (ops, reference)
         )
         assert torch.equal(one, other)
+    levels = [torch.randn(50) for _ in range(ranks)]
+    one, other = (o.binary_sum(bits, levels, 1000, columns=25) for o in (ops, reference))
+    assert torch.equal(one, other)
 
 
 def test_a_bad_index_is_left_out_and_told_by_the_next_kernel():
