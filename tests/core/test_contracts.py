@@ -93,6 +93,21 @@ class TestCompressors(CompressorContract):
         return any(isinstance(compressor, compressors.get(name)) and case in cases for name, cases in TIED.items())
 
 
+class TestTallMatrices(CompressorContract):
+    """Columns of onebit have means of their own from 64 rows on."""
+
+    shape = (64, 9)
+    shapes = ((64, 9), (70, 3), (65, 2, 3), (64, 0), (200,))
+    few_shapes = ((70, 3), (64, 9))
+
+    @pytest.fixture(params=[{}, {"threshold": 0.5}], ids=str)
+    def compressor(self, request):
+        return compressors.make({"name": "onebit", **request.param})
+
+    def reordered(self, compressor, dtype):
+        return reordered(compressor, dtype)
+
+
 MEMORIES = registered.by_name(registered.all_memories())
 MEMORIES_ELSEWHERE = covering.rows({"promise": of_ops(MemoryContract), "name": list(MEMORIES), "way": WAYS})
 SERVED_ELSEWHERE = covering.rows({"memory": list(MEMORIES), "compressor": list(compressors), "way": WAYS})

@@ -18,7 +18,8 @@ every_case = pytest.mark.parametrize("name", list(CASES))
 
 def decode(compressor, ops, data):
     """Decode stored bytes. Fields that are not sent are drawn again."""
-    layout = GatherLayout([golden.SPEC], [compressor.wire(golden.SPEC)], [True])
+    spec = golden.spec(compressor)
+    layout = GatherLayout([spec], [compressor.wire(spec)], [True])
     buffer = ops.cast(np.frombuffer(data, np.uint8).copy(), "uint8")
     payloads, flags, in_step = layout.decode(ops, buffer, 1, golden.STEP)
     ex = golden.made(compressor, ops)

@@ -55,6 +55,7 @@ EXTRA_COMPRESSORS = [
     {"name": "natural", "clipped": True},
     {"name": "onebit", "threshold": 0.5},
     {"name": "onebit", "threshold": -0.5},
+    {"name": "onebit", "columns": False},
     {"name": "powersgd", "compress_rank": 1},
     {"name": "powersgd", "compress_rank": 9},
     {"name": "qsgd", "quantum_num": 1},

@@ -6,46 +6,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressor import Compressor
+from grace.core.lowrank import matrix_shape
 from grace.core.ops.base import packed_size
 from grace.core.registry import compressors
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+# Fewest rows of a matrix whose columns have means of their own: two float32 means take as many bytes as 64 bits.
+MIN_ROWS = 64
 
 
 @compressors.register("onebit")
 @dataclass(frozen=True)
 class OneBit(Compressor):
-    r"""1-bit SGD: one bit per element, decoded to the mean of its side; needs error feedback.
+    r"""1-bit SGD: one bit per element, decoded to the mean of its side in its column; needs error feedback.
 
-    Formula: C(x)_i = \begin{cases} \mu_1 & x_i \ge \tau \\ \mu_0 & x_i < \tau \end{cases}
+    Formula: C(x)_{ij} = \begin{cases} \mu_{1j} & x_{ij} \ge \tau \\ \mu_{0j} & x_{ij} < \tau \end{cases}
 
-    tau is `threshold`; mu_1 and mu_0 are the means of the elements on each side, sent along. The decoded gradient is
-    the projection of x on two-valued gradients, so the error never exceeds |x|. With threshold 0, delta >= 1/d.
+    tau is `threshold`; mu_1j and mu_0j are the means of the elements of column j on each side, sent along. A tensor of
+    more axes is the matrix that powersgd makes of it. Vectors have one pair of means, and so have matrices of fewer
+    than 64 rows, whose means would take more bytes than their bits; `columns=False` sends one pair for every tensor.
+    Each decoded column is the projection of x on two-valued columns, so the error never exceeds |x|. With threshold 0,
+    delta >= 1/r if a pair stands for r elements.
 
     Error: 0.36 |x|^2 for normal x.
 
     Cost: three passes for the two means, and bit packing; no random numbers, no sorting.
 
-    When: as efsignsgd, but the memory needs no learning rate and the two sides may differ in size. Use error feedback.
-    Not where a few elements of a tensor are large.
+    When: as efsignsgd, but the memory needs no learning rate, and columns and their two sides may differ in size. Use
+    error feedback. Not where a few elements of a column are large.
 
     Reference: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
     training of speech DNNs", Interspeech 2014.
     """
 
     threshold: float = 0.0
+    columns: bool = True
 
     default_memory = "residual"
     linear_in = ("means",)
+    # 2: a pair of means for each column.
+    payload_format = 2
+
+    @property
+    def flat(self) -> bool:
+        return not self.columns
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        return 1.0 / max(1, spec.numel) if self.threshold == 0 else 0.0
+        return self._pairs(spec) / max(1, spec.numel) if self.threshold == 0 else 0.0
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        return Field("means", spec.work_dtype, 2), Field("bits", "uint8", packed_size(spec.numel, 1))
+        means = Field("means", spec.work_dtype, 2 * self._pairs(spec))
+        return means, Field("bits", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
         # The mean of an empty side is 0 and is never decoded.
-        bits, means = at.ops.binarize_means(x, self.threshold)
+        bits, means = at.ops.binarize_means(x, self.threshold, self._pairs(at.spec))
         return {"means": means, "bits": bits}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -53,7 +68,13 @@ class OneBit(Compressor):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         bits, means = ([payload[name] for payload in payloads] for name in ("bits", "means"))
-        return at.ops.binary_sum(bits, means, at.spec.numel)
+        return at.ops.binary_sum(bits, means, at.spec.numel, columns=self._pairs(at.spec))
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        return at.ops.binary_sum([payload["bits"]], [payload["means"]], at.spec.numel, onto=x, negate=True)
+        bits, means, columns = payload["bits"], payload["means"], self._pairs(at.spec)
+        return at.ops.binary_sum([bits], [means], at.spec.numel, onto=x, negate=True, columns=columns)
+
+    def _pairs(self, spec: TensorSpec) -> int:
+        """Return the number of pairs of means: one for each column, or one."""
+        rows, columns = matrix_shape(spec) if self.columns and spec.ndim > 1 else (0, 0)
+        return max(1, columns) if rows >= MIN_ROWS else 1
