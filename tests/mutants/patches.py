@@ -1446,6 +1446,14 @@ PATCHES = [
         ("tests/papers/test_onebit.py -k contraction",),
     ),
     Patch(
+        "onebit-short-columns-apart",
+        "grace/core/compressors/onebit.py",
+        "if rows >= MIN_ROWS else 1",
+        "if rows > 0 else 1",
+        "the means of short columns take more bytes than their bits",
+        ("tests/papers/test_onebit.py -k 64_rows",),
+    ),
+    Patch(
         "powersgd-vanished-columns-stay",
         "grace/core/compressors/powersgd.py",
         "q = self.renewed(q / ops.where(vanished, 1.0, length), vanished, at)",
@@ -1730,6 +1738,14 @@ PATCHES = [
         (f"{BYTES} -k binarize",),
     ),
     Patch(
+        "codings-columns-count-the-matrix",
+        CODINGS,
+        'self.cast(self.length(x) // columns, "float64") - count',
+        'self.cast(self.length(x), "float64") - count',
+        "in the reference, the low means of columns are divided by the elements of the matrix",
+        (f"{OPS} -k 'plain_numpy and binarize'", f"{BYTES} -k binarize_means"),
+    ),
+    Patch(
         "codings-vote-in-integers",
         CODINGS,
         "self.cast(2 * votes - len(bits), dtype)",
@@ -2000,6 +2016,14 @@ PATCHES = [
         "integer_loops().pack(high, bits - 8, length, out + n + at / 8);",
         "beyond 1024 elements, the high bits of codes of more than 9 bits lie in the wrong place",
         (f"{BYTES} -k 'pack or quantize'",),
+    ),
+    Patch(
+        "kernel-bits-between-tiles",
+        "kernels/cpu/loops_bits.inl",
+        "lesser(n, (row * columns + tile->end + 7) / 8 * 8);",
+        "lesser(n, (row * columns + tile->end) / 8 * 8);",
+        "the bits of a byte in which a row or a tile of columns ends are not written",
+        (f"{BYTES} -k binarize_means",),
     ),
     Patch(
         "kernel-natural-base-never-rises",
