@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What the compressors in use advise."""
+        """Advice of the compressors in use."""
         used = dict.fromkeys(unit.compressor for unit in self.units)
         return [f"{compressor}: {text}" for compressor in used if (text := compressor.advice)]
 

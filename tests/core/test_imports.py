@@ -15,6 +15,7 @@ FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "mpi4py", "jax")
 # The files of the core that may import a framework.
 FRAMEWORK_FILES = {
     "grace.core.mpi",
+    "grace.core.mpi_notes",
     "grace.core.ops.native_tensorflow",
     "grace.core.ops.native_torch",
     "grace.core.ops.tensorflow_ops",

@@ -119,18 +119,16 @@ class HardThreshold(Sparsifier):
 
     def retune(self, state: State, first: Array, second: Array, at: Site) -> State:
         ops = at.ops
-        wanted, target, begins = (
-            ops.full(1, self.compress_ratio, "float64"),
-            second * self.compress_ratio,
-            self._begins(at),
-        )
+        wanted, begins = ops.full(1, self.compress_ratio, "float64"), self._begins(at)
+        elements = ops.where(second > 0, second, 1.0)
+        target = elements * self.compress_ratio
         surplus = state["surplus"] + (first - target) / target
         # What was sent too much is to be saved within _HORIZON steps. With error feedback, what is held back now comes
         # back later, so the threshold moves slowly.
         share = ops.clip(1.0 - surplus / _HORIZON, 0.1, 3.0)
         tuned = state["threshold"] * ops.clip((first + 1.0) / (share * target + 1.0), 0.01, 100.0) ** _GAIN
         # Powers differ in the last bit between frameworks.
-        tuned = ops.cast(ops.cast(ops.where(begins, first / second, tuned), "float32"), "float64")
+        tuned = ops.cast(ops.cast(ops.where(begins, first / elements, tuned), "float32"), "float64")
         steps = ops.where(begins, 0.0, state["steps"])
         if self.tune_steps is not None:
             tuned = ops.where(steps < self.tune_steps, tuned, state["threshold"])
