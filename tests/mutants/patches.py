@@ -1400,8 +1400,8 @@ PATCHES = [
     Patch(
         "hardthreshold-density-of-all-ranks",
         "grace/core/compressors/hardthreshold.py",
-        "ops.cast(total * len(payloads), \"float64\")",
-        "ops.cast(total, \"float64\")",
+        'ops.cast(total * len(payloads), "float64")',
+        'ops.cast(total, "float64")',
         "the tuner takes what all ranks send for what one sends",
         ("tests/papers/test_hardthreshold.py -k 'tuner'",),
     ),
