@@ -46,7 +46,7 @@ def test_compressors_shows_defaults_flags_bits_frameworks_and_options(capsys, mo
     assert rows["qsgd"][7] == rows["signsgd"][7] == "harms"
     assert rows["fp16"][7] == rows["natural"][7] == "optional"
     assert "compress_ratio = 0.01" in output
-    assert 'norm = "l2"' in output
+    assert 'norm = "max"' in output
     assert "momentum = 0.9, gradient_clipping = null" in output
 
 

@@ -217,6 +217,12 @@ class AddsTheLastRankFirst(NumpyOps):
         return super().binary_sum(bits[::-1], levels[::-1], n, onto, negate, columns)
 
 
+@breaks("test_every_column_of_a_matrix_has_means_of_its_own")
+class MeansOfRows(NumpyOps):
+    def binarize_means(self, x, threshold, columns=1):
+        return super().binarize_means(np.ascontiguousarray(x.reshape(columns, -1).T).reshape(-1), threshold, columns)
+
+
 @breaks("test_select_knows_which_side_the_bound_is_on")
 class SelectsTheBoundAlways(NumpyOps):
     def select(self, x, bound, strict, nonzero=False):
