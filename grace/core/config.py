@@ -134,13 +134,14 @@ class Config:
     `default_rules=False` drops the rules that keep biases, norms, small tensors and embeddings uncompressed. `seed`
     feeds the counter-based random numbers. `schedule` names parts that replace `parts` from later steps on.
     `granularity` is the unit of compression: each "layer" by itself; the tensors of one "bucket" together, with layers
-    above `split_bytes` of gradients cut into several units (0: never); or the whole "model". Methods that depend on a
-    tensor's shape always compress layer by layer. `bucket_bytes` is the number of gradient bytes that share one wire
-    buffer and one collective (0: one collective per tensor); with "model" there is one per kind of collective.
-    `index_coding` is the coding of gathered sparse indices: int32, delta, bitmap, or the smallest of these (see
-    `grace.core.indices`). `timeout` is the number of seconds that a rank waits for the others before it raises
-    WaitError. `checksum` gives every gathered buffer a checksum (see `grace.core.checksum`).
-    Every `check_replicas` steps the ranks compare a digest of their weights (see `grace.core.replicas`; 0: never).
+    above `split_bytes` of gradients cut into several units (0: never); or the whole "model". Only methods whose tensors
+    share no scale compress several tensors together, and those that depend on a tensor's shape cut none. `bucket_bytes`
+    is the number of gradient bytes that share one wire buffer and one collective (0: one collective per tensor); with
+    "model" there is one per kind of collective. `index_coding` is the coding of gathered sparse indices: int32, delta,
+    bitmap, or the smallest of these (see `grace.core.indices`). `timeout` is the number of seconds that a rank waits
+    for the others before it raises WaitError. `checksum` gives every gathered buffer a checksum (see
+    `grace.core.checksum`). Every `check_replicas` steps the ranks compare a digest of their weights (see
+    `grace.core.replicas`; 0: never).
     """
 
     parts: Parts
