@@ -111,11 +111,15 @@ class HardThreshold(Sparsifier):
         if not self._tunes:
             return None
         ops, total = at.ops, float(at.spec.numel)
+
+        def sizes() -> Array:
+            most, dtype = MAX_MAGNITUDE[at.spec.work_dtype], at.spec.work_dtype
+            found = [_smallest(payload["values"], ops, dtype)[0] for payload in payloads]
+            return sum(ops.cast(ops.where(size > most, 0.0, size), "float64") for size in found) * total
+
         kept = ops.cast(sum(ops.count(payload["indices"]) for payload in payloads), "float64")
-        sizes = [_smallest(payload["values"], ops, at.spec.work_dtype)[0] for payload in payloads]
-        most = MAX_MAGNITUDE[at.spec.work_dtype]
-        size = sum(ops.cast(ops.where(size > most, 0.0, size), "float64") for size in sizes) * total
-        return ops.where(self._begins(at)[0], size, kept), ops.cast(total * len(payloads), "float64")
+        # The values are read in the first step only.
+        return ops.choose(self._begins(at)[0], sizes, lambda: kept), ops.cast(total * len(payloads), "float64")
 
     def retune(self, state: State, first: Array, second: Array, at: Site) -> State:
         ops = at.ops
