@@ -266,7 +266,7 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
     runs = []
     for source in sources:
         config = make_config(source, **dict(args.set))
-        name = compressors.name_of(config.parts.compressor)
+        name = compressors.name_of(config.method.compressor)
         setting = SETTINGS.get(name, Setting())
         runs.append(Run(name, config, args.lr or setting.lr, setting.momentum))
     return runs

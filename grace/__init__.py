@@ -10,7 +10,7 @@ from typing import Any
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Sparsifier
-from grace.core.config import Config, Parts, Rule, make_config
+from grace.core.config import Config, Method, Rule, make_config
 from grace.core.memory import Memory
 from grace.core.registry import communicators, compressors, memories
 from grace.core.simulate import Simulation
@@ -29,7 +29,7 @@ __all__ = [
     "DistributedOptimizer",
     "Field",
     "Memory",
-    "Parts",
+    "Method",
     "Payload",
     "Proposal",
     "Rule",

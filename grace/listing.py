@@ -96,8 +96,8 @@ def _rows() -> list[list[str]]:
             continue
         c = compressors.make(name)
         words = ["yes" if flag else "no" for flag in (c.summable, c.unbiased, c.fixed_size, c.sparsifies)]
-        parts = [c.default_memory, c.default_communicator]
-        rows.append([name, *parts, *words, feedback(c), _bits(c), runs_on])
+        components = [c.default_memory, c.default_communicator]
+        rows.append([name, *components, *words, feedback(c), _bits(c), runs_on])
     return rows
 
 

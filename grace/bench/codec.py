@@ -9,11 +9,11 @@ from typing import NamedTuple
 from grace.core.config import make_config
 from grace.core.memory import FINITE
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part
 from grace.core.plan import make_plan
 from grace.core.simulate import reduced
 from grace.core.spec import HALF_DTYPES, Array, Key, Payload, Proposal, Site, State, TensorSpec
 from grace.core.state import initial
+from grace.core.unit import Unit
 from grace.core.wire import sent_bytes
 
 SEED = 0
@@ -30,19 +30,19 @@ def near_square(numel: int) -> tuple[int, int]:
     return rows, numel // rows
 
 
-def make_part(compressor: str, numel: int, device: str = "cpu") -> Part:
+def make_unit(compressor: str, numel: int, device: str = "cpu") -> Unit:
     """Return a near-square float32 matrix with the default options, memory and communicator of a method.
 
-    If the method cannot compress the matrix, the part's `reason` says why. Raises ConfigError for an unknown name.
+    If the method cannot compress the matrix, the unit's `reason` says why. Raises ConfigError for an unknown name.
     """
     spec = TensorSpec("tensor", near_square(numel), device=device)
     # The default rules do not compress small tensors.
-    (part,) = make_plan([spec], make_config({"compressor": compressor, "default_rules": False})).parts
-    return part
+    (unit,) = make_plan([spec], make_config({"compressor": compressor, "default_rules": False})).units
+    return unit
 
 
 class Begun(NamedTuple):
-    """The first part of a rank's step: the array to compress, the memory's new state, and the proposal if any."""
+    """The first half of a rank's step: the array to compress, the memory's new state, and the proposal if any."""
 
     site: Site
     x: Array
@@ -89,37 +89,37 @@ class LocalStep:
     mean.)
     """
 
-    def __init__(self, part: Part, ops: ArrayOps, ranks: int) -> None:
-        part.compressor.check_ranks(ranks)
-        self.part, self.ops, self.ranks = part, ops, ranks
-        self._states = [initial(part, ops, SEED) for _ in range(ranks)]
+    def __init__(self, unit: Unit, ops: ArrayOps, ranks: int) -> None:
+        unit.compressor.check_ranks(ranks)
+        self.unit, self.ops, self.ranks = unit, ops, ranks
+        self._states = [initial(unit, ops, SEED) for _ in range(ranks)]
         self._others: list[_Other] = []
-        self._seed = Key.derive(SEED, part.spec.name)
+        self._seed = Key.derive(SEED, unit.spec.name)
 
     def receive(self, gradients: Sequence[Array], step: int) -> Arrived:
         """Return the data that rank 0 receives in a step. `gradients` holds one gradient per rank."""
-        part, ops = self.part, self.ops
-        sums = part.communicator.sums
-        ranks = range(0 if sums or part.agreement else 1, self.ranks)
+        unit, ops = self.unit, self.ops
+        sums = unit.communicator.sums
+        ranks = range(0 if sums or unit.agreement else 1, self.ranks)
         begun = {rank: self.begin(gradients[rank], self.states(rank), rank, step) for rank in ranks}
         agreed = None
-        if part.agreement:
+        if unit.agreement:
             proposals = [b.proposal for b in begun.values() if b.proposal is not None]
             arrays, op = [p.array for p in proposals], proposals[0].op
             agreed = arrays[step % self.ranks] if op == "leader" else reduced(ops, arrays, op)
         payloads, self._others = [], []
         for rank in range(0 if sums else 1, self.ranks):
             site = begun[rank].site._replace(agreed=agreed)
-            payload = part.compressor.compress(begun[rank].x, site)
+            payload = unit.compressor.compress(begun[rank].x, site)
             if rank > 0:
-                memory = part.memory.update(begun[rank].x, payload, part.compressor, begun[rank].memory, site)
+                memory = unit.memory.update(begun[rank].x, payload, unit.compressor, begun[rank].memory, site)
                 self._others.append(_Other(site, memory))
-            payloads.append({f.name: payload[f.name] for f in part.fields if f.wire})
+            payloads.append({f.name: payload[f.name] for f in unit.fields if f.wire})
         return Arrived(agreed, [self._summed(payloads)] if sums else payloads)
 
     def _summed(self, payloads: Sequence[Payload]) -> Payload:
         total: Payload = {}
-        for f in self.part.fields:
+        for f in self.unit.fields:
             if f.wire:
                 arrays = [payload[f.name] for payload in payloads]
                 if f.dtype in ("float32", "float64"):
@@ -128,7 +128,7 @@ class LocalStep:
         return total
 
     def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:
-        """Run the step of rank 0. This is the timed part."""
+        """Run the step of rank 0. This part is timed."""
         done, self._states[0] = self.whole(gradient, self._states[0], step, arrived)
         return done
 
@@ -136,7 +136,7 @@ class LocalStep:
         """End the step on the other ranks."""
         compressor = self.states(0)["compressor"]
         for rank, other in enumerate(self._others, 1):
-            _, memory = self.part.memory.finish(done.merged, other.memory, other.site)
+            _, memory = self.unit.memory.finish(done.merged, other.memory, other.site)
             # The compressor's state depends on the payloads of all ranks; so it is equal on all ranks.
             self._states[rank] = {"memory": memory, "compressor": compressor}
         self._others = []
@@ -147,44 +147,44 @@ class LocalStep:
 
     def wire_bytes(self, done: Done) -> int:
         """Return the bytes that rank 0 sent in a step: payload and proposal."""
-        return int(sent_bytes(self.ops, self.part.fields, done.payload)) + self.part.settled_bytes
+        return int(sent_bytes(self.ops, self.unit.fields, done.payload)) + self.unit.settled_bytes
 
     # --- one rank's step ----------------------------------------------------------------------------------------
 
     def begin(self, gradient: Array, states: dict[str, State], rank: int, step: int) -> Begun:
         """Compensate the gradient and make the proposal."""
-        part, ops = self.part, self.ops
+        unit, ops = self.unit, self.ops
         site = Site(
             ops=ops,
-            spec=part.spec,
+            spec=unit.spec,
             key=Key(self._seed, step),
             rank=rank,
             size=self.ranks,
             state=states["compressor"],
-            lr=ops.full(1, LR, "float64")[0] if part.memory.needs_lr else None,
+            lr=ops.full(1, LR, "float64")[0] if unit.memory.needs_lr else None,
         )
-        x, memory = part.memory.compensate(gradient, states["memory"], site)
+        x, memory = unit.memory.compensate(gradient, states["memory"], site)
         memory = {key: value for key, value in memory.items() if key != FINITE}
         if memory:
             site = site._replace(memory=memory)
-        return Begun(site, x, memory, part.compressor.agree(x, site))
+        return Begun(site, x, memory, unit.compressor.agree(x, site))
 
     def whole(
         self, gradient: Array, states: dict[str, State], step: int, arrived: Arrived
     ) -> tuple[Done, dict[str, State]]:
         """Run the step of rank 0 from the given states. Return its results and its new states."""
-        part, c = self.part, self.part.compressor
+        unit, c = self.unit, self.unit.compressor
         site, x, memory, proposal = self.begin(gradient, states, 0, step)
         if proposal is not None:
             site = site._replace(agreed=arrived.agreed)
         payload = c.compress(x, site)
-        memory = part.memory.update(x, payload, c, memory, site)
-        home = {f.name: payload[f.name] for f in part.fields if not f.wire}
+        memory = unit.memory.update(x, payload, c, memory, site)
+        home = {f.name: payload[f.name] for f in unit.fields if not f.wire}
         payloads = [{**other, **home} for other in arrived.payloads]
-        if not part.communicator.sums:
+        if not unit.communicator.sums:
             payloads = [payload, *payloads]
         merged = c.merge(payloads, site)
-        result, memory = part.memory.finish(merged, memory, site)
+        result, memory = unit.memory.finish(merged, memory, site)
         learnt, tally = c.learn(payloads, site), c.tally(payloads, site)
         if tally is not None:
             learnt = c.retune(learnt, *tally, site)

@@ -18,7 +18,7 @@ from grace.listing import required
 
 if TYPE_CHECKING:
     from grace.bench.measure import Result, Setting
-    from grace.core.part import Part
+    from grace.core.unit import Unit
 
 NUMEL = 25_000_000
 # 1 KB to 100 MB of float32, the sizes of GRACE's Figure 8.
@@ -61,7 +61,7 @@ def run_codec(args: argparse.Namespace) -> int:
     for path in filter(None, (args.json, args.plot)):
         check_writable(path)
     # Local imports: NumPy reads the number of threads when it is imported, and `set_up` sets it.
-    from grace.bench.codec import make_part
+    from grace.bench.codec import make_unit
     from grace.bench.frameworks import set_up
 
     framework = set_up(args.framework, args.device, args.threads, not args.no_native)
@@ -70,15 +70,15 @@ def run_codec(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot(args.plot)
     setting = Setting(framework, args.ranks, args.threads, args.repetitions)
-    parts = [(name, make_part(name, numel, args.device)) for numel in sizes for name in names]
-    for _, part in parts:
-        part.compressor.check_ranks(args.ranks)
+    units = [(name, make_unit(name, numel, args.device)) for numel in sizes for name in names]
+    for _, unit in units:
+        unit.compressor.check_ranks(args.ranks)
     results: list[Result] = []
     try:
-        _measure(parts, setting, results)
+        _measure(units, setting, results)
         status = 0
     except KeyboardInterrupt:
-        print(f"grace bench: interrupted after {len(results)} of {len(parts)} results", file=sys.stderr)
+        print(f"grace bench: interrupted after {len(results)} of {len(units)} results", file=sys.stderr)
         status = INTERRUPTED
     finally:
         # After an error or Ctrl-C, the results so far are written.
@@ -99,7 +99,7 @@ def names_of(given: Sequence[str] | None) -> list[str]:
 
 
 def _sizes(given: Sequence[str]) -> list[int]:
-    sizes = list(dict.fromkeys(_size(part) for text in given for part in text.split(",") if part))
+    sizes = list(dict.fromkeys(_size(unit) for text in given for unit in text.split(",") if unit))
     if not sizes:
         raise ConfigError(f"--numel: expected numbers of elements, received {given!r}.")
     return sizes
@@ -141,22 +141,22 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot: '{path}' has no known image format.{nearest(path.suffix[1:], formats())}")
 
 
-def _measure(parts: Sequence[tuple[str, Part]], setting: Setting, results: list[Result]) -> None:
-    """Time the parts in order. Append each result to `results` and print it."""
+def _measure(units: Sequence[tuple[str, Unit]], setting: Setting, results: list[Result]) -> None:
+    """Time the units in order. Append each result to `results` and print it."""
     from grace.bench.measure import WARM_UP, Bench
     from grace.bench.table import Table
 
-    table = Table([name for name, _ in parts])
+    table = Table([name for name, _ in units])
     print(table.title(setting), table.head(), sep="\n", flush=True)
-    with Progress(len(parts) * (WARM_UP + setting.repetitions)) as progress:
+    with Progress(len(units) * (WARM_UP + setting.repetitions)) as progress:
         bench, shape = None, ()
-        for name, part in parts:
-            if bench is None or part.spec.shape != shape:
+        for name, unit in units:
+            if bench is None or unit.spec.shape != shape:
                 # Free the old gradients before new ones are made.
-                bench, shape = None, part.spec.shape
+                bench, shape = None, unit.spec.shape
                 bench = Bench(shape, setting)
-            progress.say(f"{name}, {part.spec.numel:,}")
-            results.append(bench.measure(name, part, progress.update))
+            progress.say(f"{name}, {unit.spec.numel:,}")
+            results.append(bench.measure(name, unit, progress.update))
             progress.write(table.row(results[-1]))
 
 

@@ -15,8 +15,8 @@ from grace.bench.codec import LocalStep
 from grace.core.errors import ConfigError, nearest
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part
 from grace.core.spec import Array
+from grace.core.unit import Unit
 from grace.machine import installed
 
 T = TypeVar("T")
@@ -54,9 +54,9 @@ class Framework:
         """Return a window of a loaded array in the form that a step expects."""
         return loaded
 
-    def step(self, part: Part, ranks: int) -> LocalStep:
+    def step(self, unit: Unit, ranks: int) -> LocalStep:
         """Return the local step to time."""
-        return LocalStep(part, self.ops, ranks)
+        return LocalStep(unit, self.ops, ranks)
 
     def clock(self, work: Callable[[], T]) -> tuple[float, T]:
         """Run the work. Return its time in seconds and its result."""

@@ -15,9 +15,9 @@ from grace import __version__
 from grace.bench.codec import LocalStep
 from grace.bench.frameworks import Framework, versions
 from grace.bench.gradients import Gradients
-from grace.core.part import Part
 from grace.core.registry import communicators, memories
 from grace.core.spec import Array
+from grace.core.unit import Unit
 from grace.machine import processor
 
 WARM_UP = 3
@@ -40,7 +40,7 @@ class Result:
     """The measurements of one method at one size: times in seconds, and bytes sent in each step."""
 
     compressor: str
-    part: Part
+    unit: Unit
     setting: Setting
     times: list[float]
     copy_times: list[float]
@@ -49,7 +49,7 @@ class Result:
     @property
     def numel(self) -> int:
         """Number of elements of the gradient."""
-        return self.part.spec.numel
+        return self.unit.spec.numel
 
     @property
     def median(self) -> float:
@@ -75,7 +75,7 @@ class Result:
     @property
     def gb_per_s(self) -> float:
         """Throughput: size of the gradient / time of the step, in 10^9 bytes per second."""
-        return self.part.spec.nbytes / self.median / 1e9
+        return self.unit.spec.nbytes / self.median / 1e9
 
     @property
     def wire_bytes(self) -> int:
@@ -93,7 +93,7 @@ class Result:
 
         On a faster network, sending the saved bytes takes less time than the compression does.
         """
-        saved = self.part.spec.nbytes - self.wire_bytes
+        saved = self.unit.spec.nbytes - self.wire_bytes
         return 8 * saved / self.median / 1e9 if saved > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,11 +101,11 @@ class Result:
         setting, framework = self.setting, self.setting.framework
         return {
             "compressor": self.compressor,
-            "memory": memories.name_of(self.part.memory),
-            "communicator": communicators.name_of(self.part.communicator),
-            "dense": self.part.reason or None,
+            "memory": memories.name_of(self.unit.memory),
+            "communicator": communicators.name_of(self.unit.communicator),
+            "dense": self.unit.reason or None,
             "numel": self.numel,
-            "shape": list(self.part.spec.shape),
+            "shape": list(self.unit.spec.shape),
             "framework": framework.name,
             "device": framework.device,
             "ranks": setting.ranks,
@@ -140,17 +140,17 @@ def machine(framework: Framework) -> dict[str, Any]:
 
 
 class Bench:
-    """Measurements of parts of one size, all on the same gradients."""
+    """Measurements of methods on one size, all on the same gradients."""
 
     def __init__(self, shape: tuple[int, int], setting: Setting) -> None:
         self._setting = setting
         self._gradients = Gradients(shape, (WARM_UP + setting.repetitions) * setting.ranks)
         self._loaded = setting.framework.load(self._gradients.array())
 
-    def measure(self, name: str, part: Part, progress: Callable[[int], None]) -> Result:
+    def measure(self, name: str, unit: Unit, progress: Callable[[int], None]) -> Result:
         """Time the step of a method. Call `progress(n)` when n more steps are done or skipped."""
         setting, times = self._setting, []
-        step = setting.framework.step(part, setting.ranks)
+        step = setting.framework.step(unit, setting.ranks)
         copy = setting.framework.copier(self._loaded[self._gradients.window(0)])
         warm_up, repetitions = WARM_UP, setting.repetitions
         while len(times) < warm_up + repetitions:
@@ -163,7 +163,7 @@ class Bench:
                 progress(WARM_UP - 2 + repetitions - fewer)
                 warm_up, repetitions = 2, fewer
         of_step, of_copy, sent = zip(*times[warm_up:], strict=True)
-        return Result(name, part, setting, list(of_step), list(of_copy), list(sent))
+        return Result(name, unit, setting, list(of_step), list(of_copy), list(sent))
 
     def _once(self, step: LocalStep, copy: Callable[[Array], None], number: int) -> tuple[float, float, int]:
         """Run one step and one copy. Return the seconds of both, and the bytes sent."""

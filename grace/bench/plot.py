@@ -36,7 +36,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         panel.violinplot(logs, widths=0.8, showmedians=True)
         copy = sorted(result.copy for result in of_size)[len(of_size) // 2]
         panel.axhline(math.log10(copy), color="gray", linestyle="--", linewidth=1)
-        panel.set_title(f"{_size(of_size[0].part.spec.nbytes)} ({numel:,} float32)", fontsize="medium")
+        panel.set_title(f"{_size(of_size[0].unit.spec.nbytes)} ({numel:,} float32)", fontsize="medium")
         panel.set_xticks(range(1, len(of_size) + 1), [result.compressor for result in of_size], rotation=90)
         panel.set_ylabel("seconds")
         panel.yaxis.set_major_locator(MultipleLocator(1))

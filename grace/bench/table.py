@@ -43,7 +43,7 @@ class Table:
             "never" if result.break_even is None else scaled(result.break_even, GBITS),
             str(len(result.times)),
         )
-        note = f"  not compressed: {result.part.reason}" if result.part.reason else ""
+        note = f"  not compressed: {result.unit.reason}" if result.unit.reason else ""
         return self._line(result.compressor, cells) + note
 
     def _line(self, first: str, cells: Sequence[str]) -> str:

@@ -9,8 +9,8 @@ import tensorflow as tf
 from grace.bench.codec import Arrived, Done, LocalStep
 from grace.bench.frameworks import Framework
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part
 from grace.core.spec import Array, Field, State
+from grace.core.unit import Unit
 
 
 class Tensorflow(Framework):
@@ -29,23 +29,23 @@ class Tensorflow(Framework):
     def gradient(self, loaded: Array) -> Array:
         return tf.constant(loaded)
 
-    def step(self, part: Part, ranks: int) -> LocalStep:
-        return TracedStep(part, self.ops, ranks)
+    def step(self, unit: Unit, ranks: int) -> LocalStep:
+        return TracedStep(unit, self.ops, ranks)
 
 
 class TracedStep(LocalStep):
     """A local step whose timed part is one graph, traced once. The states of rank 0 are variables."""
 
-    def __init__(self, part: Part, ops: ArrayOps, ranks: int) -> None:
-        super().__init__(part, ops, ranks)
+    def __init__(self, unit: Unit, ops: ArrayOps, ranks: int) -> None:
+        super().__init__(unit, ops, ranks)
         self._variables = {
             kind: {key: tf.Variable(value, trainable=False) for key, value in state.items()}
             for kind, state in super().states(0).items()
         }
-        signature = [tf.TensorSpec([part.spec.numel], tf.float32), tf.TensorSpec([], tf.int64)]
-        signature += [_form(f) for f in part.agreement]
-        self._wire = [f for f in part.fields if f.wire]
-        signature += [_form(f) for f in self._wire] * (1 if part.communicator.sums else ranks - 1)
+        signature = [tf.TensorSpec([unit.spec.numel], tf.float32), tf.TensorSpec([], tf.int64)]
+        signature += [_form(f) for f in unit.agreement]
+        self._wire = [f for f in unit.fields if f.wire]
+        signature += [_form(f) for f in self._wire] * (1 if unit.communicator.sums else ranks - 1)
         self._graph = tf.function(self._traced, input_signature=signature, autograph=False)
 
     def states(self, rank: int) -> dict[str, State]:
@@ -62,7 +62,7 @@ class TracedStep(LocalStep):
         return Done(*self._graph(gradient, tf.constant(step, tf.int64), *agreed, *payloads))
 
     def _traced(self, gradient: Array, step: Array, *arrays: Array) -> tuple[Any, ...]:
-        first, width = len(self.part.agreement), len(self._wire)
+        first, width = len(self.unit.agreement), len(self._wire)
         agreed, flat = arrays[0] if first else None, arrays[first:]
         names = [f.name for f in self._wire]
         payloads = [dict(zip(names, flat[i : i + width], strict=True)) for i in range(0, len(flat), width)]

@@ -19,17 +19,17 @@ def formats(plans: Iterable[Plan], ops: Callable[[str], ArrayOps]) -> dict[str, 
 
     `ops(device)` returns the array operations.
     """
-    parts = [part for plan in plans for part in plan.exchanged]
+    items = [item for plan in plans for item in plan.exchanged]
     found: dict[str, Any] = {
         "wire format": WIRE_FORMAT,
         "payload format": {
-            compressors.name_of(c): c.payload_format for part in parts for c in _methods(part.compressor)
+            compressors.name_of(c): c.payload_format for item in items for c in _methods(item.compressor)
         },
     }
-    multiplying = [part for part in parts if any(c.multiplies for c in _methods(part.compressor))]
+    multiplying = [item for item in items if any(c.multiplies for c in _methods(item.compressor))]
     if multiplying:
         # Other last bits let the replicas drift apart.
-        found["matrix products by"] = sorted({ops(part.spec.device).products for part in multiplying})
+        found["matrix products by"] = sorted({ops(item.spec.device).products for item in multiplying})
     return found
 
 
@@ -47,7 +47,7 @@ def agree(
     """Return the descriptions of all ranks, in rank order, after checking that they are equal.
 
     `description` must be JSON-able and equal on every rank, except for the key "of this rank". `failure` is the error
-    that keeps this rank from taking part; passing it tells the other ranks, so that they do not wait. `gather`
+    that keeps this rank from taking item; passing it tells the other ranks, so that they do not wait. `gather`
     exchanges one object per rank. Raises the failure, or MismatchError on every rank if descriptions differ or another
     rank failed.
     """

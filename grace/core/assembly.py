@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part, Piece, offsets
 from grace.core.plan import Plan
 from grace.core.spec import Array
+from grace.core.unit import Piece, Unit, offsets
 
 
 class Incoming:
@@ -18,7 +18,7 @@ class Incoming:
         self._waiting: dict[str, dict[Piece, Array]] = {}
         self.names: set[str] = set()
 
-    def add(self, name: str, gradient: Array) -> list[tuple[Part, Array]]:
+    def add(self, name: str, gradient: Array) -> list[tuple[Unit, Array]]:
         """Take a tensor's gradient and return the units that it completes, each with its flat gradient."""
         self.names.add(name)
         complete = []
@@ -43,13 +43,13 @@ class Outgoing:
 
     def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps], into: Mapping[str, Array]) -> None:
         self._plan, self._ops, self._into = plan, ops, into
-        self._specs = {part.spec.name: part.spec for part in plan.exchanged}
+        self._specs = {item.spec.name: item.spec for item in plan.exchanged}
         self._pieces: dict[str, list[tuple[int, Array]]] = {}
         self._places: dict[str, Array] = {}
         self._written: dict[str, int] = {}
         self.merged: dict[str, Array] = {}
 
-    def target(self, unit: Part) -> Array | None:
+    def target(self, unit: Unit) -> Array | None:
         """Return the array slice that receives the merged gradient of a unit, or None.
 
         There is one if the unit is one contiguous stretch of an array that can be written to.
@@ -60,7 +60,7 @@ class Outgoing:
             return None
         return self._whole(piece.tensor, ops)[piece.start : piece.stop]
 
-    def add(self, unit: Part, x: Array, factor: float, target: Array | None) -> None:
+    def add(self, unit: Unit, x: Array, factor: float, target: Array | None) -> None:
         """Take the merged gradient of a unit, x times the factor; consumes x, which may be the target."""
         ops = self._ops(unit.spec.device)
         direct = [self._goes_into_place(piece, ops) for piece in unit.pieces]

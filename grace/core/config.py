@@ -1,4 +1,4 @@
-"""Configuration: the parts that serve each tensor, from a dictionary, keywords, a TOML file or GRACE_CONFIG."""
+"""Configuration: the method of each tensor, from a dictionary, keywords, a TOML file or GRACE_CONFIG."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ else:
 
 ENVIRONMENT_VARIABLE = "GRACE_CONFIG"
 GRANULARITIES = ("layer", "bucket", "model")
-_PARTS = ("compressor", "memory", "communicator")
+_COMPONENTS = ("compressor", "memory", "communicator")
 _REGISTRIES: dict[str, Any] = {"compressor": compressors, "memory": memories, "communicator": communicators}
 
 
 @dataclass(frozen=True)
-class Parts:
+class Method:
     """Compressor with its memory and its communicator. Raises IncompatibleError if they do not work together."""
 
     compressor: Compressor
@@ -51,14 +51,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule that gives parts to the tensors of some name, size, number of dimensions, dtype or kind of gradient.
+    """Rule that gives a method to the tensors of some name, size, number of dimensions, dtype or kind of gradient.
 
     `match` holds shell patterns; one of them must fit the name. The other conditions are `min_numel <= elements <=
     max_numel`, `min_ndim <= dimensions <= max_ndim`, `dtype`, and `sparse`, which is True for gradients that come as
     rows (embeddings). The start-up report shows `reason`.
     """
 
-    parts: Parts
+    method: Method
     match: tuple[str, ...] = ("*",)
     min_numel: int = 0
     max_numel: int | None = None
@@ -95,17 +95,17 @@ class Rule:
         )
 
 
-_RULE_CONDITIONS = {f: t for f, t in fields_of(Rule).items() if f not in ("parts", "reason")}
+_RULE_CONDITIONS = {f: t for f, t in fields_of(Rule).items() if f not in ("method", "reason")}
 
 
-def dense_parts() -> Parts:
-    """Return the parts of an uncompressed tensor: compressor none, memory none, allreduce."""
-    return Parts(compressors.make("none"), memories.make("none"), communicators.make("allreduce"))
+def dense_method() -> Method:
+    """Return the method of an uncompressed tensor: compressor none, memory none, allreduce."""
+    return Method(compressors.make("none"), memories.make("none"), communicators.make("allreduce"))
 
 
 def default_rules() -> tuple[Rule, ...]:
     """Return the rules that follow the user's: biases, norms, small tensors and embeddings stay uncompressed."""
-    dense = dense_parts()
+    dense = dense_method()
     small = "default rule: fewer than 1,024 elements"
     named = "default rule: a bias or norm by its name"
     vector = "default rule: a vector under 65,536 elements, as biases and norms are"
@@ -121,18 +121,18 @@ def default_rules() -> tuple[Rule, ...]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage of a schedule: the parts that serve from `step` on."""
+    """Stage of a schedule: the method from `step` on."""
 
     step: int
-    parts: Parts
+    method: Method
 
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of a whole run: the first rule that fits a tensor names its parts, else `parts` serve it.
+    """Configuration of a whole run: the first rule that fits a tensor names its method, else it has `method`.
 
     `default_rules=False` drops the rules that keep biases, norms, small tensors and embeddings uncompressed. `seed`
-    feeds the counter-based random numbers. `schedule` names parts that replace `parts` from later steps on.
+    feeds the counter-based random numbers. `schedule` names methods that replace `method` from later steps on.
     `granularity` is the unit of compression: each "layer" by itself; the tensors of one "bucket" together, with layers
     above `split_bytes` of gradients cut into several units (0: never); or the whole "model". Only methods whose tensors
     share no scale compress several tensors together, and those that depend on a tensor's shape cut none. `bucket_bytes`
@@ -144,7 +144,7 @@ class Config:
     `grace.core.replicas`; 0: never).
     """
 
-    parts: Parts
+    method: Method
     rules: tuple[Rule, ...] = ()
     schedule: tuple[Stage, ...] = ()
     default_rules: bool = True
@@ -180,11 +180,11 @@ class Config:
     @property
     def stages(self) -> tuple[tuple[int, Config], ...]:
         """Stages of the run: first step (0 for the first stage) and configuration without schedule."""
-        later = ((stage.step, dataclasses.replace(self, parts=stage.parts, schedule=())) for stage in self.schedule)
+        later = ((stage.step, dataclasses.replace(self, method=stage.method, schedule=())) for stage in self.schedule)
         return (0, dataclasses.replace(self, schedule=())), *later
 
     def rule_for(self, spec: TensorSpec) -> Rule | None:
-        """Return the first rule that fits a tensor; None if the configuration's own parts serve it."""
+        """Return the first rule that fits a tensor; None if it gets the configuration's own method."""
         rules = self.rules + (default_rules() if self.default_rules else ())
         return next((rule for rule in rules if rule.fits(spec)), None)
 
@@ -193,17 +193,17 @@ class Config:
         rules = []
         for rule in self.rules:
             conditions = {name: getattr(rule, name) for name in _RULE_CONDITIONS}
-            rules.append({**conditions, "match": list(rule.match), **_describe(rule.parts)})
+            rules.append({**conditions, "match": list(rule.match), **_describe(rule.method)})
         rest = {name: getattr(self, name) for name in _TOP_LEVEL}
-        schedule = [{"step": stage.step, **_describe(stage.parts)} for stage in self.schedule]
-        return {**_describe(self.parts), "rules": rules, "schedule": schedule, **rest}
+        schedule = [{"step": stage.step, **_describe(stage.method)} for stage in self.schedule]
+        return {**_describe(self.method), "rules": rules, "schedule": schedule, **rest}
 
 
-_TOP_LEVEL = {f: t for f, t in fields_of(Config).items() if f not in ("parts", "rules", "schedule")}
+_TOP_LEVEL = {f: t for f, t in fields_of(Config).items() if f not in ("method", "rules", "schedule")}
 
 
-def _describe(parts: Parts) -> dict[str, Any]:
-    return {kind: _REGISTRIES[kind].config_of(getattr(parts, kind)) for kind in _PARTS}
+def _describe(method: Method) -> dict[str, Any]:
+    return {kind: _REGISTRIES[kind].config_of(getattr(method, kind)) for kind in _COMPONENTS}
 
 
 def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:
@@ -212,13 +212,13 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     If none of them names a compressor, the values of GRACE_CONFIG (the path of a TOML file, or a JSON object) fill the
     gaps.
 
-    Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready part), `rules` (a list of
-    tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or parts that
-    change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.schedule.ladder`), `default_rules`,
-    `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`, `check_replicas`, and
-    the options of the chosen parts, such as `compress_ratio`.
-    Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for parts that do not work
-    together.
+    Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready component), `rules` (a list of
+    tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or components
+    that change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.schedule.ladder`),
+    `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`,
+    `check_replicas`, and the options of the chosen components, such as `compress_ratio`.
+    Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for components that do not
+    work together.
     """
     if isinstance(config, Config):
         return _replace(config, options)
@@ -237,7 +237,7 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
 def refuse_typos(options: Mapping[str, Any], function: Callable[..., Any], where: str) -> None:
     """Raise ConfigError for an option that is no key of a configuration, but almost an argument of the function."""
     arguments = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    keys = {*_TOP_LEVEL, *_PARTS, "rules", "schedule", "warmup_steps"}
+    keys = {*_TOP_LEVEL, *_COMPONENTS, "rules", "schedule", "warmup_steps"}
     for registry in _REGISTRIES.values():
         keys |= {key for name in registry for key in fields_of(registry.get(name))}
     for option in options:
@@ -301,16 +301,16 @@ def _from_mapping(config: Mapping[str, Any]) -> Config:
     warmup = values.pop("warmup_steps", 0)
     if type(warmup) is not int or warmup < 0:
         raise ConfigError(f"option 'warmup_steps': expected a number of steps, received {warmup!r}.")
-    parts = _make_parts(values, [*_TOP_LEVEL, "rules", "schedule", "warmup_steps"], "the configuration")
-    stages = _warm_up(parts, warmup) if warmup else [Stage(0, parts)]
+    method = _make_method(values, [*_TOP_LEVEL, "rules", "schedule", "warmup_steps"], "the configuration")
+    stages = _warm_up(method, warmup) if warmup else [Stage(0, method)]
     for i, table in enumerate(schedule):
         changes, where = dict(table), f"stage {i + 1} of the schedule"
         step = changes.pop("step", None)
         if type(step) is not int:
             raise ConfigError(f"{where}: expected the key 'step' with a whole number, received {step!r}.")
-        stages.append(Stage(step, change_parts(stages[-1].parts, changes, where)))
+        stages.append(Stage(step, change_method(stages[-1].method, changes, where)))
     made = tuple(_make_rule(rule, i) for i, rule in enumerate(rules))
-    return Config(stages[0].parts, made, tuple(stages[1:]), **top)
+    return Config(stages[0].method, made, tuple(stages[1:]), **top)
 
 
 def _tables(key: str, value: Any) -> Sequence[Mapping[str, Any]]:
@@ -319,13 +319,13 @@ def _tables(key: str, value: Any) -> Sequence[Mapping[str, Any]]:
     return value
 
 
-def _warm_up(parts: Parts, steps: int) -> list[Stage]:
-    rungs = ladder(ratio_of(parts.compressor), steps)
-    return [Stage(step, change_parts(parts, {"compress_ratio": ratio}, "warmup_steps")) for step, ratio in rungs]
+def _warm_up(method: Method, steps: int) -> list[Stage]:
+    rungs = ladder(ratio_of(method.compressor), steps)
+    return [Stage(step, change_method(method, {"compress_ratio": ratio}, "warmup_steps")) for step, ratio in rungs]
 
 
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return the configuration with other options or parts.
+    """Return the configuration with other options or components.
 
     Raises ConfigError if the configuration has a schedule, which would undo the change.
     """
@@ -333,24 +333,24 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
         raise ConfigError(
             "the configuration has a schedule, and its next stage would undo the change; change the schedule instead."
         )
-    return dataclasses.replace(config, parts=change_parts(config.parts, changes))
+    return dataclasses.replace(config, method=change_method(config.method, changes))
 
 
-def change_parts(parts: Parts, changes: Mapping[str, Any], where: str = "the change") -> Parts:
-    """Return the parts with other options, or other parts; a new compressor brings its own memory and communicator.
+def change_method(method: Method, changes: Mapping[str, Any], where: str = "the change") -> Method:
+    """Return the method with other options or components; a new compressor brings its own memory and communicator.
 
-    Raises ConfigError for options that no part has, IncompatibleError for parts that do not work together.
+    Raises ConfigError for options that no component has, IncompatibleError for components that do not work together.
     """
     values = dict(changes)
     if "compressor" not in values:
-        kept = {kind: getattr(parts, kind) for kind in _PARTS if kind not in values}
+        kept = {kind: getattr(method, kind) for kind in _COMPONENTS if kind not in values}
         dealt: set[str] = set()
-        for kind, part in kept.items():
-            mine = {key: changes[key] for key in fields_of(type(part)) if key in changes}
+        for kind, component in kept.items():
+            mine = {key: changes[key] for key in fields_of(type(component)) if key in changes}
             dealt |= set(mine)
-            values[kind] = {**_REGISTRIES[kind].config_of(part), **mine}
+            values[kind] = {**_REGISTRIES[kind].config_of(component), **mine}
         values = {key: value for key, value in values.items() if key not in dealt}
-    return _make_parts(values, [], where)
+    return _make_method(values, [], where)
 
 
 def _make_rule(table: Mapping[str, Any], index: int) -> Rule:
@@ -359,14 +359,14 @@ def _make_rule(table: Mapping[str, Any], index: int) -> Rule:
     conditions = {key: values.pop(key) for key in list(values) if key in _RULE_CONDITIONS}
     if isinstance(conditions.get("match"), str):
         conditions["match"] = (conditions["match"],)
-    parts = _make_parts(values, list(_RULE_CONDITIONS), where)
-    rule = build(Rule, {**conditions, "parts": parts, "reason": f"{where} of the configuration"}, where)
+    method = _make_method(values, list(_RULE_CONDITIONS), where)
+    rule = build(Rule, {**conditions, "method": method, "reason": f"{where} of the configuration"}, where)
     return dataclasses.replace(rule, match=tuple(rule.match))
 
 
-def _make_parts(values: Mapping[str, Any], other_keys: list[str], where: str) -> Parts:
-    """Choose the parts and give each flat option to the parts that have a field of that name."""
-    options = {key: value for key, value in values.items() if key not in _PARTS}
+def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -> Method:
+    """Choose the components and give each flat option to those that have a field of that name."""
+    options = {key: value for key, value in values.items() if key not in _COMPONENTS}
     if "compressor" not in values:
         unknown = f" It has the unknown keys {', '.join(map(repr, options))}." if options else ""
         raise ConfigError(
@@ -376,7 +376,7 @@ def _make_parts(values: Mapping[str, Any], other_keys: list[str], where: str) ->
     known: list[str] = []
     used: set[str] = set()
     made: dict[str, Any] = {}
-    for kind in _PARTS:
+    for kind in _COMPONENTS:
         registry = _REGISTRIES[kind]
         choice = values[kind] if kind in values else getattr(made["compressor"], f"default_{kind}")
         if isinstance(choice, str):
@@ -398,9 +398,9 @@ def _make_parts(values: Mapping[str, Any], other_keys: list[str], where: str) ->
     for key in options:
         if key not in used:
             place = "belongs to the top level" if key in _TOP_LEVEL else f"is no option of {_chosen(made)}"
-            raise ConfigError(f"{where}: '{key}' {place}.{nearest(str(key), [*_PARTS, *other_keys, *known])}")
-    return Parts(**made)
+            raise ConfigError(f"{where}: '{key}' {place}.{nearest(str(key), [*_COMPONENTS, *other_keys, *known])}")
+    return Method(**made)
 
 
 def _chosen(made: Mapping[str, Any]) -> str:
-    return ", ".join(f"{kind} '{_REGISTRIES[kind].name_of(part)}'" for kind, part in made.items())
+    return ", ".join(f"{kind} '{_REGISTRIES[kind].name_of(component)}'" for kind, component in made.items())

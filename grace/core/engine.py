@@ -20,7 +20,6 @@ from grace.core.communicator import Route
 from grace.core.entry import Entry, Run, Works, either
 from grace.core.errors import MismatchError, StepError
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part
 from grace.core.plan import Bucket, Plan
 from grace.core.registry import memories
 from grace.core.spec import Array, State
@@ -38,6 +37,7 @@ from grace.core.state import (
 from grace.core.statistics import statistics
 from grace.core.timeline import Times
 from grace.core.transport import Transport
+from grace.core.unit import Unit
 from grace.core.waiting import explained
 from grace.core.wire import Received
 
@@ -85,8 +85,8 @@ class Engine:
         )
         self._stages = [(0, plan), *later]
         for _, stage in self._stages:
-            for part in stage.parts:
-                part.compressor.check_ranks(transport.size)
+            for item in stage.assignments:
+                item.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
         self._done = plan
         # By tensor and unit, what `hold` has set aside.
@@ -112,9 +112,9 @@ class Engine:
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self._part_of = {part.spec.name: part for part in plan.exchanged}
+        self._assignment_of = {item.spec.name: item for item in plan.exchanged}
         self._units = {unit.spec.name: unit for unit in plan.units}
-        self._bucket_of = {unit.spec.name: bucket for bucket in plan.buckets for unit in bucket.parts}
+        self._bucket_of = {unit.spec.name: bucket for bucket in plan.buckets for unit in bucket.units}
         self.drop()
 
     def _stage_at(self, step: int) -> Plan:
@@ -127,7 +127,7 @@ class Engine:
 
     def exchanges(self, name: str) -> bool:
         """Return whether the engine exchanges the tensor now, rather than the adapter."""
-        return name in self._part_of
+        return name in self._assignment_of
 
     def hold(self, tensor: str) -> None:
         """Set aside what memories hold for a tensor that does not train, until `release`; its gradients are zeros.
@@ -160,8 +160,8 @@ class Engine:
         """
         if self.under_way:
             raise StepError("the plan cannot be changed in the middle of a step; change it after step().")
-        for part in plan.parts:
-            part.compressor.check_ranks(self.transport.size)
+        for item in plan.assignments:
+            item.compressor.check_ranks(self.transport.size)
         self._stages = [(0, plan)]
         self._carry_on(plan)
 
@@ -209,21 +209,21 @@ class Engine:
 
         Raises StepError for a wrong name, shape, dtype or order, or if the learning rate is missing.
         """
-        if name not in self._part_of:
+        if name not in self._assignment_of:
             raise StepError(
                 f"no tensor '{name}' in the plan, which was made from the parameters at the start; "
                 "create the optimizer after all parameters exist."
             )
-        part = self._part_of[name]
-        if tuple(gradient.shape) != part.spec.shape:
+        item = self._assignment_of[name]
+        if tuple(gradient.shape) != item.spec.shape:
             raise StepError(
-                f"tensor '{name}': expected a gradient of shape {part.spec.shape}, "
+                f"tensor '{name}': expected a gradient of shape {item.spec.shape}, "
                 f"received {tuple(gradient.shape)}; parameters must keep their shape."
             )
-        dtype = self._ops(part.spec.device).dtype(gradient)
-        if dtype != part.spec.dtype:
+        dtype = self._ops(item.spec.device).dtype(gradient)
+        if dtype != item.spec.dtype:
             raise StepError(
-                f"expected a gradient of {part.spec.dtype} for tensor '{name}', received {dtype}; convert it, or name "
+                f"expected a gradient of {item.spec.dtype} for tensor '{name}', received {dtype}; convert it, or name "
                 "its dtype in the TensorSpec."
             )
         if name in self._incoming.names:
@@ -231,9 +231,9 @@ class Engine:
                 f"tensor '{name}' got a second gradient before step {self.step} was finished; "
                 "expected one gradient per tensor and step."
             )
-        if part.memory.needs_lr and lr is None:
+        if item.memory.needs_lr and lr is None:
             raise StepError(
-                f"tensor '{name}': memory '{memories.name_of(part.memory)}' corrects for the learning rate, but "
+                f"tensor '{name}': memory '{memories.name_of(item.memory)}' corrects for the learning rate, but "
                 "received none. Only optimizers know it: wrap one, or leave lr_correction out."
             )
         self.times.mark("ready", name, (gradient,))
@@ -241,13 +241,13 @@ class Engine:
             bucket = self._bucket_of[unit.spec.name]
             run = self._runs.setdefault(bucket.name, Run())
             run.entries[unit.spec.name] = self._works.begin(unit, flat, lr)
-            if len(run.entries) == len(bucket.parts) and not self._propose(bucket, run):
+            if len(run.entries) == len(bucket.units) and not self._propose(bucket, run):
                 self._send(bucket, run)
                 self._collect()
 
     def advance(self) -> None:
         """Wait for the proposals, compress with them and send. Raises StepError if a gradient is missing."""
-        missing = [name for name in self._part_of if name not in self._incoming.names]
+        missing = [name for name in self._assignment_of if name not in self._incoming.names]
         if missing:
             raise StepError(
                 f"step {self.step} cannot finish: received no gradient for {', '.join(missing)}. "
@@ -294,12 +294,12 @@ class Engine:
     def _propose(self, bucket: Bucket, run: Run) -> bool:
         """Start one collective for all proposals of one kind; return False if the bucket has none."""
         kinds: dict[tuple[Literal["sum", "max", "leader"], str], list[Array]] = {}
-        for part in bucket.parts:
-            entry = run.entries[part.spec.name]
+        for unit in bucket.units:
+            entry = run.entries[unit.spec.name]
             if entry.proposal is not None:
                 kind = (entry.proposal.op, entry.site.ops.dtype(entry.proposal.array))
                 kinds.setdefault(kind, []).append(entry.proposal.array)
-        ops = self._ops(bucket.parts[0].spec.device)
+        ops = self._ops(bucket.units[0].spec.device)
         for (op, dtype), arrays in kinds.items():
             buffer = ops.concat(arrays)
             if op == "leader":
@@ -319,8 +319,8 @@ class Engine:
         if settled:
             self.times.mark("settled", bucket.name, settled.values())
         places: dict[Any, int] = dict.fromkeys(settled, 0)
-        for part in bucket.parts:
-            entry = run.entries[part.spec.name]
+        for unit in bucket.units:
+            entry = run.entries[unit.spec.name]
             if entry.proposal is None:
                 continue
             kind = (entry.proposal.op, entry.site.ops.dtype(entry.proposal.array))
@@ -329,17 +329,17 @@ class Engine:
             places[kind] += length
 
     def _send(self, bucket: Bucket, run: Run) -> None:
-        entries = [run.entries[part.spec.name] for part in bucket.parts]
+        entries = [run.entries[unit.spec.name] for unit in bucket.units]
         payloads, flags = [self._works.to_send(e) for e in entries], [e.bad for e in entries]
         run.sent = bucket.communicator.start(payloads, flags, self._route(bucket))
         self.times.mark("handed", bucket.name, [array for payload in payloads for array in payload.values()])
-        self._slots.note("bucket", bucket.name, run.sent.nbytes + sum(part.settled_bytes for part in bucket.parts))
+        self._slots.note("bucket", bucket.name, run.sent.nbytes + sum(unit.settled_bytes for unit in bucket.units))
         # Update the memories while the payload travels.
         for entry in entries:
             self._works.remember(entry)
 
     def _route(self, bucket: Bucket) -> Route:
-        ops = self._ops(bucket.parts[0].spec.device)
+        ops = self._ops(bucket.units[0].spec.device)
         return Route(bucket.layout, self.transport, ops, bucket.name, self.step, self._average)
 
     def _collect(self) -> None:
@@ -348,7 +348,7 @@ class Engine:
         On a GPU this would have to wait for the flags, and in a traced graph nothing has arrived yet.
         """
         for bucket in self.plan.buckets:
-            run, spec = self._runs.get(bucket.name), bucket.parts[0].spec
+            run, spec = self._runs.get(bucket.name), bucket.units[0].spec
             if run is None or run.sent is None or run.received is not None:
                 continue
             if spec.device != "cpu" or not self._ops(spec.device).in_place:
@@ -356,8 +356,8 @@ class Engine:
             if all(handle.arrived() for handle in run.sent.handles.values()):
                 run.received = self._receive(bucket, run)
                 if all(run.received.in_step):
-                    for part, flags in zip(bucket.parts, run.received.flags, strict=True):
-                        self._works.settle(run.entries[part.spec.name], flags)
+                    for unit, flags in zip(bucket.units, run.received.flags, strict=True):
+                        self._works.settle(run.entries[unit.spec.name], flags)
 
     def _receive(self, bucket: Bucket, run: Run) -> Received:
         assert run.sent is not None
@@ -369,7 +369,7 @@ class Engine:
     def _merge(self, bucket: Bucket, run: Run, outgoing: Outgoing) -> None:
         received = run.received or self._receive(bucket, run)
         for in_step in received.in_step:
-            self._ops(bucket.parts[0].spec.device).require(
+            self._ops(bucket.units[0].spec.device).require(
                 in_step,
                 MismatchError(
                     f"the ranks are not at the same step (seen by rank {self.transport.rank}): "
@@ -378,11 +378,11 @@ class Engine:
                     "file; instead of hvd.join(), which is not supported, let all ranks take equally many steps."
                 ),
             )
-        for part, payloads, bad_flags in zip(bucket.parts, received.payloads, received.flags, strict=True):
-            entry, target = run.entries[part.spec.name], outgoing.target(part)
+        for unit, payloads, bad_flags in zip(bucket.units, received.payloads, received.flags, strict=True):
+            entry, target = run.entries[unit.spec.name], outgoing.target(unit)
             x, factor = self._works.conclude(entry, payloads, bad_flags, target)
-            outgoing.add(part, x, factor, target)
-            self.times.mark("merged", part.spec.name, (x,))
+            outgoing.add(unit, x, factor, target)
+            self.times.mark("merged", unit.spec.name, (x,))
             # Free its memory for the next unit.
             del x
 
@@ -429,8 +429,8 @@ class Engine:
 
         States of another rank, or of a run with another number of ranks, cannot be continued exactly. Then only values
         that are equal on all ranks are loaded (step, compressor states), the memories start from zero, and the result
-        is False. Raises StateError if the checkpoint belongs to other tensors, parts, shapes or dtypes, or is damaged;
-        then nothing was loaded.
+        is False. Raises StateError if the checkpoint belongs to other tensors, methods, shapes or dtypes, or is
+        damaged; then nothing was loaded.
         """
         check_saved(state)
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
@@ -459,9 +459,9 @@ class Engine:
             self._done = plan
             self._leave()
             self._adopt(plan)
-            for name, part in self._units.items():
-                self._slots.write(name, self._initial(part))
+            for name, unit in self._units.items():
+                self._slots.write(name, self._initial(unit))
         self._slots.go_to(step)
 
-    def _initial(self, part: Part) -> dict[str, State]:
-        return initial(part, self._ops(part.spec.device), self._seed)
+    def _initial(self, unit: Unit) -> dict[str, State]:
+        return initial(unit, self._ops(unit.spec.device), self._seed)

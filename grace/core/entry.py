@@ -12,11 +12,11 @@ from grace.core.compressor import Compressor
 from grace.core.errors import PayloadError
 from grace.core.memory import FINITE, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part
 from grace.core.spec import Array, Key, Payload, Proposal, Site, State
 from grace.core.state import Slots
 from grace.core.timeline import Times
 from grace.core.transport import Handle
+from grace.core.unit import Unit
 from grace.core.wire import Received, sent_bytes
 
 
@@ -24,7 +24,7 @@ from grace.core.wire import Received, sent_bytes
 class Entry:
     """One unit under way in a step."""
 
-    part: Part
+    unit: Unit
     site: Site
     x: Array
     memory_state: State
@@ -65,10 +65,10 @@ class Works:
         self._ops, self._slots, self._times, self._rank, self._size = ops, slots, times, rank, size
         self._seed, self._average = seed, average
 
-    def begin(self, part: Part, gradient: Array, lr: Any) -> Entry:
+    def begin(self, unit: Unit, gradient: Array, lr: Any) -> Entry:
         """Compensate a unit's flat gradient, which is only read, and compress it unless the ranks must agree first."""
-        self._times.mark("begun", part.spec.name, (gradient,))
-        spec, ops, states = part.spec, self._ops(part.spec.device), self._slots.read(part.spec.name)
+        self._times.mark("begun", unit.spec.name, (gradient,))
+        spec, ops, states = unit.spec, self._ops(unit.spec.device), self._slots.read(unit.spec.name)
         site = Site(
             ops=ops,
             spec=spec,
@@ -76,65 +76,65 @@ class Works:
             rank=self._rank,
             size=self._size,
             state=states["compressor"],
-            lr=ops.full(1, lr, "float64")[0] if part.memory.needs_lr else None,
+            lr=ops.full(1, lr, "float64")[0] if unit.memory.needs_lr else None,
         )
-        x, memory_state = part.memory.compensate(ops.cast(gradient, spec.work_dtype), states["memory"], site)
+        x, memory_state = unit.memory.compensate(ops.cast(gradient, spec.work_dtype), states["memory"], site)
         finite = memory_state.get(FINITE)
         memory_state = {key: value for key, value in memory_state.items() if key != FINITE}
-        if part.memory.stateless and part.agreement:
+        if unit.memory.stateless and unit.agreement:
             # x may be the caller's own buffer, and it is still needed after this call.
             x = ops.copy(x)
         bad = False
-        if part.guarded and not part.checks:
+        if unit.guarded and not unit.checks:
             # Codecs may rely on finite input: zeros replace a bad gradient, and its flag tells the other ranks.
             bad = ~(ops.finite(x) if finite is None else finite)
             good = x
             x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
         site = site._replace(memory=memory_state)
-        proposal = part.compressor.agree(x, site)
-        _check_proposal(part, proposal, ops)
-        entry = Entry(part, site, x, memory_state, bad, proposal)
+        proposal = unit.compressor.agree(x, site)
+        _check_proposal(unit, proposal, ops)
+        entry = Entry(unit, site, x, memory_state, bad, proposal)
         if proposal is None:
             self.compress(entry)
         return entry
 
     def compress(self, entry: Entry, agreed: Array | None = None) -> None:
         """Make the payload, with the result that the ranks agreed on."""
-        part, ops = entry.part, entry.site.ops
+        unit, ops = entry.unit, entry.site.ops
         entry.site = entry.site._replace(agreed=agreed)
-        if part.checks:
-            entry.payload, finite = part.compressor.compress_checked(entry.x, entry.site)
+        if unit.checks:
+            entry.payload, finite = unit.compressor.compress_checked(entry.x, entry.site)
             entry.bad = ~finite
         else:
-            entry.payload = part.compressor.compress(entry.x, entry.site)
-        if part.guarded:
+            entry.payload = unit.compressor.compress(entry.x, entry.site)
+        if unit.guarded:
             # A finite gradient can still overflow in the payload (float16, a norm); then no state may keep it.
-            for f in part.fields:
+            for f in unit.fields:
                 if f.dtype.startswith(("float", "bfloat")):
                     entry.bad = ops.bit_or(entry.bad, ~ops.finite(entry.payload[f.name]))
         size = error = None
         if self.track_norms:
             size = ops.norm(entry.x)
-            error = ops.norm(entry.x - part.compressor.decompress(entry.payload, entry.site))
-        self._slots.note("size", part.spec.name, size)
-        self._slots.note("error", part.spec.name, error)
+            error = ops.norm(entry.x - unit.compressor.decompress(entry.payload, entry.site))
+        self._slots.note("size", unit.spec.name, size)
+        self._slots.note("error", unit.spec.name, error)
 
     def to_send(self, entry: Entry) -> Payload:
         """Return the payload as it travels."""
-        halves = self._average and self._size > 1 and entry.part.half_sum
-        return divided(entry.payload, entry.part, self._size, entry.site.ops) if halves else entry.payload
+        halves = self._average and self._size > 1 and entry.unit.half_sum
+        return divided(entry.payload, entry.unit, self._size, entry.site.ops) if halves else entry.payload
 
     def remember(self, entry: Entry) -> None:
         """Update the memory with the payload under way; the buffer of x becomes the new residual."""
-        part = entry.part
-        entry.memory_state = part.memory.update(entry.x, entry.payload, part.compressor, entry.memory_state, entry.site)
+        unit = entry.unit
+        entry.memory_state = unit.memory.update(entry.x, entry.payload, unit.compressor, entry.memory_state, entry.site)
 
     def settle(self, entry: Entry, flags: list[Array]) -> None:
         """Commit the memory early if no rank saw NaN or infinity, so that its last state can be freed."""
-        part = entry.part
-        if not (_finishes(part) or any(flag > 0 for flag in flags)):
-            states = self._slots.read(part.spec.name)
-            self._slots.write(part.spec.name, {**states, "memory": entry.memory_state})
+        unit = entry.unit
+        if not (_finishes(unit) or any(flag > 0 for flag in flags)):
+            states = self._slots.read(unit.spec.name)
+            self._slots.write(unit.spec.name, {**states, "memory": entry.memory_state})
 
     def conclude(
         self, entry: Entry, payloads: list[Payload], flags: list[Array], out: Array | None
@@ -143,50 +143,50 @@ class Works:
 
         The array is `out` if it could be written to, else in its own memory.
         """
-        part, site, ops, spec = entry.part, entry.site, entry.site.ops, entry.part.spec
-        home = {f.name: entry.payload[f.name] for f in part.fields if not f.wire}
+        unit, site, ops, spec = entry.unit, entry.site, entry.site.ops, entry.unit.spec
+        home = {f.name: entry.payload[f.name] for f in unit.fields if not f.wire}
         payloads = [{**payload, **home} for payload in payloads]
-        size = self._size if part.compressor.averages else 1
-        already_mean = size == 1 or (self._average and part.half_sum)
-        finishes = _finishes(part)
+        size = self._size if unit.compressor.averages else 1
+        already_mean = size == 1 or (self._average and unit.half_sum)
+        finishes = _finishes(unit)
         # Memories work on means; a sum, if the caller asked for one, is made from their result.
-        factor, back = part.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
+        factor, back = unit.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
         if not finishes:
             factor, back = factor * back, 1.0
         # A site of its own for this merge: no other engine, and no later call, may write to `out`.
         there = site if finishes or out is None else site._replace(ops=ops.writing_to(out))
-        if part.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
+        if unit.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
             # A power of two is exact, and the payload is small compared with the dense result.
-            gradient = part.compressor.merge([_scaled(payload, factor, part, ops) for payload in payloads], there)
+            gradient = unit.compressor.merge([_scaled(payload, factor, unit, ops) for payload in payloads], there)
             factor = 1.0
         else:
-            gradient = part.compressor.merge(payloads, there)
+            gradient = unit.compressor.merge(payloads, there)
         memory_state = entry.memory_state
         if finishes:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
-            gradient, memory_state = part.memory.finish(mean, entry.memory_state, site)
+            gradient, memory_state = unit.memory.finish(mean, entry.memory_state, site)
             factor = 1.0
-        states = {"memory": memory_state, "compressor": part.compressor.learn(payloads, site)}
+        states = {"memory": memory_state, "compressor": unit.compressor.learn(payloads, site)}
         bad: Any = False
-        if part.guarded:
+        if unit.guarded:
             bad = flags[0] > 0
             for flag in flags[1:]:
                 bad = ops.bit_or(bad, flag > 0)
             gradient, states = self._unless(bad, gradient, states, entry)
         self._slots.write(spec.name, states)
-        tally = part.compressor.tally(payloads, site)
+        tally = unit.compressor.tally(payloads, site)
         if tally is not None:
             first, second = tally
-            entry.tally = (ops.where(bad, float("nan"), first), second) if part.guarded else tally
-        sent = sent_bytes(ops, part.fields, entry.payload)
-        self._slots.note("unit", spec.name, sent + part.settled_bytes)
+            entry.tally = (ops.where(bad, float("nan"), first), second) if unit.guarded else tally
+        sent = sent_bytes(ops, unit.fields, entry.payload)
+        self._slots.note("unit", spec.name, sent + unit.settled_bytes)
         return gradient, factor * back
 
     def _unless(
         self, bad: Array, gradient: Array, states: dict[str, State], entry: Entry
     ) -> tuple[Array, dict[str, State]]:
         """Return the gradient and the new states; NaN and the old states if the condition `bad` holds."""
-        ops, spec = entry.site.ops, entry.part.spec
+        ops, spec = entry.site.ops, entry.unit.spec
         old = self._slots.read(spec.name)
         places = [(kind, key) for kind, state in states.items() for key in state]
         kept = [states[kind][key] for kind, key in places]
@@ -208,7 +208,7 @@ class Works:
         groups: dict[Compressor, list[tuple[Site, tuple[Array, Array]]]] = {}
         for entry in entries:
             if entry.tally is not None:
-                groups.setdefault(entry.part.compressor, []).append((entry.site, entry.tally))
+                groups.setdefault(entry.unit.compressor, []).append((entry.site, entry.tally))
         for compressor, group in groups.items():
             # The tensors of a model may lie on several devices.
             ops = group[0][0].ops
@@ -230,29 +230,29 @@ def either(ops: ArrayOps, condition: Array, a: Array, b: Array) -> Array:
     return ops.choose(condition, lambda: a, lambda: b)
 
 
-def _finishes(part: Part) -> bool:
+def _finishes(unit: Unit) -> bool:
     """Return whether the memory changes the mean (it overrides `finish`)."""
-    return type(part.memory).finish is not Memory.finish
+    return type(unit.memory).finish is not Memory.finish
 
 
-def _scaled(payload: Payload, factor: float, part: Part, ops: ArrayOps) -> Payload:
+def _scaled(payload: Payload, factor: float, unit: Unit, ops: ArrayOps) -> Payload:
     """Return a payload that carries its gradient times a factor."""
-    fields = part.compressor.linear_in
+    fields = unit.compressor.linear_in
     return {name: v * ops.cast(factor, ops.dtype(v)) if name in fields else v for name, v in payload.items()}
 
 
-def divided(payload: Payload, part: Part, size: int, ops: ArrayOps) -> Payload:
+def divided(payload: Payload, unit: Unit, size: int, ops: ArrayOps) -> Payload:
     """Return a payload whose 16-bit floats will be averaged, with its other floats divided by the number of ranks."""
-    wide = [f for f in part.fields if f.wire and f.dtype in ("float32", "float64")]
+    wide = [f for f in unit.fields if f.wire and f.dtype in ("float32", "float64")]
     return {**payload, **{f.name: payload[f.name] * ops.cast(1.0 / size, f.dtype) for f in wide}}
 
 
-def _check_proposal(part: Part, proposal: Proposal | None, ops: ArrayOps) -> None:
+def _check_proposal(unit: Unit, proposal: Proposal | None, ops: ArrayOps) -> None:
     """Raise PayloadError if a proposal is not what the compressor announced."""
-    announced = [(f.dtype, f.length) for f in part.agreement]
+    announced = [(f.dtype, f.length) for f in unit.agreement]
     proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
     if announced != proposed:
         raise PayloadError(
-            f"tensor '{part.spec.name}': agreement announced {announced}, but agree proposed {proposed}; "
+            f"tensor '{unit.spec.name}': agreement announced {announced}, but agree proposed {proposed}; "
             "make the two agree."
         )

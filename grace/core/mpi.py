@@ -371,14 +371,14 @@ class MPIExchange:
 
         Raises StepError before anything is sent if a gradient is missing, unknown or of another shape or dtype.
         """
-        shapes = {part.spec.name: part.spec.shape for part in self.plan.parts}
+        shapes = {item.spec.name: item.spec.shape for item in self.plan.assignments}
         given = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         if given != shapes:
             raise StepError(
                 f"step {self.engine.step}: expected gradients of the shapes {shapes}, received {given}; "
                 "pass one gradient per tensor of the plan."
             )
-        dtypes = {part.spec.name: part.spec.dtype for part in self.plan.parts}
+        dtypes = {item.spec.name: item.spec.dtype for item in self.plan.assignments}
         for name, gradient in gradients.items():
             if str(gradient.dtype) != dtypes[name]:
                 raise StepError(
@@ -391,8 +391,8 @@ class MPIExchange:
         before = self.engine.snapshot()
         try:
             # All ranks start their collectives in the order of the plan.
-            for part in self.plan.parts:
-                self.engine.ready(part.spec.name, gradients[part.spec.name])
+            for item in self.plan.assignments:
+                self.engine.ready(item.spec.name, gradients[item.spec.name])
             return self.engine.finish()
         except BaseException:
             self.engine.restore(before)

@@ -11,11 +11,11 @@ from typing import Any
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, keep_count
-from grace.core.config import Config, Parts, change_config, dense_parts
+from grace.core.config import Config, Method, change_config, dense_method
 from grace.core.errors import ConfigError, GraceWarning
-from grace.core.part import Part, Piece, cut, fuse, offsets
 from grace.core.registry import communicators, compressors, memories
 from grace.core.spec import ITEMSIZE, TensorSpec
+from grace.core.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
 from grace.core.wire import Layout
 
 
@@ -24,14 +24,14 @@ class Bucket:
     """Units that share one wire buffer and one collective per phase."""
 
     name: str
-    parts: tuple[Part, ...]
+    units: tuple[Unit, ...]
     communicator: Communicator
     layout: Layout
 
     @property
     def nbytes(self) -> int:
         """Bytes per step and rank, with header and padding, and with every run-time length taken as zero."""
-        return self.layout.nbytes + sum(part.settled_bytes for part in self.parts)
+        return self.layout.nbytes + sum(unit.settled_bytes for unit in self.units)
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Plan:
     """
 
     buckets: tuple[Bucket, ...]
-    exchanged: tuple[Part, ...]
-    delegated: tuple[Part, ...]
+    exchanged: tuple[Assignment, ...]
+    delegated: tuple[Assignment, ...]
     warnings: tuple[str, ...] = ()
 
     @cached_property
-    def units(self) -> list[Part]:
+    def units(self) -> list[Unit]:
         """Units of all buckets; each is compressed as one."""
-        return [part for bucket in self.buckets for part in bucket.parts]
+        return [unit for bucket in self.buckets for unit in bucket.units]
 
     @cached_property
-    def places(self) -> dict[str, list[tuple[Part, int, Piece]]]:
+    def places(self) -> dict[str, list[tuple[Unit, int, Piece]]]:
         """Places of each tensor, in element order: the unit, the offset in it, and the piece of the tensor there."""
-        found: dict[str, list[tuple[Part, int, Piece]]] = {part.spec.name: [] for part in self.exchanged}
+        found: dict[str, list[tuple[Unit, int, Piece]]] = {item.spec.name: [] for item in self.exchanged}
         for unit in self.units:
             for piece, offset in offsets(unit):
                 found[piece.tensor].append((unit, offset, piece))
@@ -69,19 +69,19 @@ class Plan:
         return [f"{compressor}: {text}" for compressor in used if (text := compressor.advice)]
 
     @property
-    def parts(self) -> list[Part]:
+    def assignments(self) -> list[Assignment]:
         """Every tensor of the plan."""
         return [*self.exchanged, *self.delegated]
 
-    def bytes_of(self, part: Part) -> int | None:
+    def bytes_of(self, item: Assignment) -> int | None:
         """Return a tensor's bytes per step, its share of its units by elements; None if they depend on the data.
 
         The shares of all tensors of a unit add up to the bytes of the unit.
         """
-        if part.spec.name not in self.places:
-            return part.wire_bytes
+        if item.spec.name not in self.places:
+            return item.wire_bytes
         total = 0
-        for unit, offset, piece in self.places[part.spec.name]:
+        for unit, offset, piece in self.places[item.spec.name]:
             if unit.wire_bytes is None:
                 return None
             total += share(unit.wire_bytes, unit, offset, piece)
@@ -90,22 +90,22 @@ class Plan:
     def report(self) -> str:
         """Return a table: per tensor the method, memory, collective, bytes per step, and why it stays dense."""
         rows = [("tensor", "shape", "compressor", "memory", "collective", "dense bytes", "wire bytes", "why")]
-        wire_total = sum(b.nbytes for b in self.buckets) + sum(part.spec.nbytes for part in self.delegated)
+        wire_total = sum(b.nbytes for b in self.buckets) + sum(item.spec.nbytes for item in self.delegated)
         dense_total, open_ended = 0, False
-        for part in sorted(self.parts, key=lambda p: p.spec.name):
-            spec, wire = part.spec, self.bytes_of(part)
+        for item in sorted(self.assignments, key=lambda p: p.spec.name):
+            spec, wire = item.spec, self.bytes_of(item)
             dense_total += spec.nbytes
             open_ended |= wire is None
             rows.append(
                 (
                     spec.name,
                     "x".join(map(str, spec.shape)) or "scalar",
-                    compressors.name_of(part.compressor),
-                    memories.name_of(part.memory),
-                    communicators.name_of(part.communicator),
+                    compressors.name_of(item.compressor),
+                    memories.name_of(item.memory),
+                    communicators.name_of(item.communicator),
                     f"{spec.nbytes:,}",
                     "by data" if wire is None else f"{wire:,}",
-                    part.reason,
+                    item.reason,
                 )
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -126,7 +126,7 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def share(total: int, unit: Part, offset: int, piece: Piece) -> int:
+def share(total: int, unit: Unit, offset: int, piece: Piece) -> int:
     """Return the part of a unit's `total` for its piece at `offset`; the parts of all pieces add up to the total."""
     n = unit.spec.numel
     if not n:
@@ -139,40 +139,40 @@ def make_plan(
     config: Config,
     *,
     prefix: str = "grace",
-    delegate: Callable[[Part], bool] = lambda part: False,
+    delegate: Callable[[Assignment], bool] = lambda item: False,
     holding: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Return a plan that gives every tensor its parts, its units and its bucket.
+    """Return a plan that gives every tensor its method, its units and its bucket.
 
     A bucket holds tensors of one communicator and device, dense tensors apart, in reverse order of `specs` (the order
     in which the backward pass finishes them). `config.granularity`, `config.bucket_bytes` and `config.split_bytes`
-    decide how much goes into one bucket, and which of it is compressed as one. Tensors for which `delegate(part)` holds
+    decide how much goes into one bucket, and which of it is compressed as one. Tensors for which `delegate(item)` holds
     are left to the caller, except dense vectors beside compressed tensors: together they take one collective. Tensors
-    in `holding` carry a residual of an earlier plan, which their parts send once if they have no memory.
+    in `holding` carry a residual of an earlier plan, which their method sends once if they have no memory.
     Raises ConfigError if two tensors have one name.
     """
     model_numel = sum(spec.numel for spec in specs)
-    parts = [
-        _make_part(dataclasses.replace(spec, model_numel=model_numel), config, spec.name in holding) for spec in specs
+    items = [
+        _assign(dataclasses.replace(spec, model_numel=model_numel), config, spec.name in holding) for spec in specs
     ]
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
             raise ConfigError(f"two tensors are called '{spec.name}'; give every tensor its own name.")
         seen.add(spec.name)
-    compresses = not all(part.dense for part in parts)
-    delegated = [part for part in parts if delegate(part) and not (compresses and _rides(part))]
-    left = {part.spec.name for part in delegated}
-    exchanged = [part for part in reversed(parts) if part.spec.name not in left]
-    groups: dict[tuple[Communicator, str, bool], list[list[Part]]] = {}
-    for part in exchanged:
-        group = groups.setdefault((part.communicator, part.spec.device, part.dense), [])
+    compresses = not all(item.dense for item in items)
+    delegated = [item for item in items if delegate(item) and not (compresses and _rides(item))]
+    left = {item.spec.name for item in delegated}
+    exchanged = [item for item in reversed(items) if item.spec.name not in left]
+    groups: dict[tuple[Communicator, str, bool], list[list[Unit]]] = {}
+    for item in exchanged:
+        group = groups.setdefault((item.communicator, item.spec.device, item.dense), [])
         cuts = config.granularity == "bucket" and config.split_bytes > 0
-        for item in cut(part, config.split_bytes) if cuts else [part]:
-            if not group or _is_full(group[-1], item, config):
+        for unit in cut(item, config.split_bytes) if cuts else [whole(item)]:
+            if not group or _is_full(group[-1], unit, config):
                 group.append([])
-            group[-1].append(item)
-    position = {part.spec.name: i for i, part in enumerate(exchanged)}
+            group[-1].append(unit)
+    position = {item.spec.name: i for i, item in enumerate(exchanged)}
     # Sort by the last tensor to be ready: ranks wait for buckets in this order, so the first should be ready first.
     members = sorted(
         (m for group in groups.values() for m in group),
@@ -185,8 +185,8 @@ def make_plan(
         layout = communicator.layout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
         layout = layout.checked() if config.checksum else layout
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
-    _check_units(unit.spec.name for bucket in buckets for unit in bucket.parts)
-    told = (*_warnings(parts, config), *_swollen([unit for bucket in buckets for unit in bucket.parts]))
+    _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
+    told = (*_warnings(items, config), *_swollen([unit for bucket in buckets for unit in bucket.units]))
     return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), told)
 
 
@@ -202,42 +202,42 @@ def _check_units(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _rides(part: Part) -> bool:
+def _rides(item: Assignment) -> bool:
     """Return whether a dense tensor shares a collective with its kind: the many small biases and norms."""
-    spec = part.spec
-    return part.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype == spec.work_dtype
+    spec = item.spec
+    return item.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype == spec.work_dtype
 
 
-def _is_full(bucket: Sequence[Part], item: Part, config: Config) -> bool:
+def _is_full(bucket: Sequence[Unit], unit: Unit, config: Config) -> bool:
     if config.granularity == "model":
         # int32 indices reach this far.
-        return sum(other.spec.numel for other in bucket) + item.spec.numel >= 2**31
-    return sum(other.spec.nbytes for other in bucket) + item.spec.nbytes > config.bucket_bytes
+        return sum(other.spec.numel for other in bucket) + unit.spec.numel >= 2**31
+    return sum(other.spec.nbytes for other in bucket) + unit.spec.nbytes > config.bucket_bytes
 
 
-def _warnings(parts: Sequence[Part], config: Config) -> tuple[str, ...]:
+def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:
     """Return warnings about settings that are valid but probably not intended."""
-    used = [config.rule_for(part.spec) for part in parts]
+    used = [config.rule_for(item.spec) for item in items]
     texts = [
         f"{rule.reason} (match {', '.join(rule.match)}) fits no tensor; check its conditions against the names above"
         for rule in config.rules
         if not any(rule is other for other in used)
     ]
-    texts += [text for part in parts if (text := _harm(part.parts, part.spec))]
-    bare = [part.spec.name for part in parts if part.communicator.sums or part.agreement]
+    texts += [text for item in items if (text := _harm(item.method, item.spec))]
+    bare = [item.spec.name for item in items if item.communicator.sums or item.agreement]
     if config.checksum and bare:
         more = f" and {len(bare) - 8} more" if len(bare) > 8 else ""
         texts.append(
-            f"checksum = true does not cover what is summed on the way: {len(bare)} of {len(parts)} tensors "
+            f"checksum = true does not cover what is summed on the way: {len(bare)} of {len(items)} tensors "
             f"({', '.join(bare[:8])}{more}), whole or in part"
         )
     return tuple(dict.fromkeys(texts))
 
 
-def _harm(parts: Parts, spec: TensorSpec | None = None) -> str | None:
+def _harm(method: Method, spec: TensorSpec | None = None) -> str | None:
     """Return the reason why error feedback harms the method, without `spec` only what holds for every tensor."""
-    c, memory = parts.compressor, memories.name_of(parts.memory)
-    if not parts.memory.feeds_back or c.carries_nonfinite:
+    c, memory = method.compressor, memories.name_of(method.memory)
+    if not method.memory.feeds_back or c.carries_nonfinite:
         return None
     why = c.harmed_by_feedback
     # Methods that are published with error feedback are trusted to converge with it.
@@ -249,9 +249,9 @@ def _harm(parts: Parts, spec: TensorSpec | None = None) -> str | None:
     )
 
 
-def _swollen(units: Sequence[Part]) -> list[str]:
+def _swollen(units: Sequence[Unit]) -> list[str]:
     """Return warnings about compressors whose payloads are larger than the gradients."""
-    found: dict[Compressor, list[tuple[int, Part]]] = {}
+    found: dict[Compressor, list[tuple[int, Unit]]] = {}
     for unit in units:
         sent = _expected_bytes(unit)
         # A header of some bytes swells a short vector, and no option of the method changes that.
@@ -264,7 +264,7 @@ def _swollen(units: Sequence[Part]) -> list[str]:
     ]
 
 
-def _expected_bytes(unit: Part) -> int | None:
+def _expected_bytes(unit: Unit) -> int | None:
     """Return the bytes of a unit's payload, or about how many if the method aims at a ratio; None if unknown."""
     if unit.wire_bytes is not None:
         return unit.wire_bytes
@@ -277,8 +277,8 @@ def _expected_bytes(unit: Part) -> int | None:
 
 def warn_of_momentum(config: Config, momentum: float) -> None:
     """Issue a GraceWarning if the optimizer has momentum and a memory holds momentum too."""
-    parts = [stage.parts for _, stage in config.stages] + [rule.parts for rule in config.rules]
-    for memory in dict.fromkeys(p.memory for p in parts if p.memory.accelerates):
+    methods = [stage.method for _, stage in config.stages] + [rule.method for rule in config.rules]
+    for memory in dict.fromkeys(m.memory for m in methods if m.memory.accelerates):
         if momentum > 0:
             warnings.warn(
                 f"the optimizer has momentum {momentum:g}, and so has {memory}: gradients are accelerated twice. Set "
@@ -290,8 +290,8 @@ def warn_of_momentum(config: Config, momentum: float) -> None:
 
 def early_warnings(config: Config) -> tuple[str, ...]:
     """Return the part of `Plan.warnings` that follows from the configuration alone, before the tensors are known."""
-    parts = [stage.parts for _, stage in config.stages] + [rule.parts for rule in config.rules]
-    return tuple(dict.fromkeys(text for p in parts if (text := _harm(p))))
+    methods = [stage.method for _, stage in config.stages] + [rule.method for rule in config.rules]
+    return tuple(dict.fromkeys(text for m in methods if (text := _harm(m))))
 
 
 def make_plans(
@@ -299,12 +299,12 @@ def make_plans(
     config: Config,
     *,
     prefix: str = "grace",
-    delegate: Callable[[Part], bool] = lambda part: False,
+    delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> list[tuple[int, Plan]]:
     """Return the plan of every stage of the schedule with its first step; see `make_plan`."""
     plans: list[tuple[int, Plan]] = []
     for step, stage in config.stages:
-        holding = frozenset(part.spec.name for _, plan in plans for part in plan.parts if part.holds)
+        holding = frozenset(item.spec.name for _, plan in plans for item in plan.assignments if item.holds)
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
         plans.append((step, make_plan(specs, stage, prefix=name, delegate=delegate, holding=holding)))
     return plans
@@ -317,9 +317,9 @@ def change_plan(
     changes: Mapping[str, Any],
     *,
     prefix: str,
-    delegate: Callable[[Part], bool] = lambda part: False,
+    delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> tuple[Config, Plan]:
-    """Return the configuration with other options or parts in mid-run, and its plan, which keeps all residuals.
+    """Return the configuration with other options or components in mid-run, and its plan, which keeps all residuals.
 
     Raises what `make_config` raises for them, and ConfigError if a schedule would undo the change.
     """
@@ -333,19 +333,19 @@ def next_plan(
     before: Plan,
     *,
     prefix: str,
-    delegate: Callable[[Part], bool] = lambda part: False,
+    delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> Plan:
     """Return the plan of a configuration that follows another plan and keeps all of its residuals."""
-    holding = frozenset(part.spec.name for part in before.parts if part.holds)
+    holding = frozenset(item.spec.name for item in before.assignments if item.holds)
     return make_plan(specs, config, prefix=prefix, delegate=delegate, holding=holding)
 
 
-def _make_part(spec: TensorSpec, config: Config, holding: bool) -> Part:
+def _assign(spec: TensorSpec, config: Config, holding: bool) -> Assignment:
     rule = config.rule_for(spec)
-    parts = rule.parts if rule else config.parts
-    unfit = parts.compressor.unfit(spec)
+    method = rule.method if rule else config.method
+    unfit = method.compressor.unfit(spec)
     if unfit:
-        parts = dense_parts()
-    if holding and parts.memory.stateless:
-        parts = dataclasses.replace(parts, memory=memories.make("leftover"))
-    return Part(spec, parts, unfit or (rule.reason if rule else ""), config.index_coding)
+        method = dense_method()
+    if holding and method.memory.stateless:
+        method = dataclasses.replace(method, memory=memories.make("leftover"))
+    return Assignment(spec, method, unfit or (rule.reason if rule else ""), config.index_coding)

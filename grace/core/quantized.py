@@ -16,7 +16,7 @@ _PREFIX = "values/"
 
 @dataclass(frozen=True)
 class QuantizedSparsifier(Compressor):
-    """Base of methods that send the values of a sparsifier through a quantizer; they define `parts`.
+    """Base of methods that send the values of a sparsifier through a quantizer; they define `pair`.
 
     The quantizer sees the k kept values as a separate tensor, `<name>/values`, with its own random numbers.
     """
@@ -27,12 +27,12 @@ class QuantizedSparsifier(Compressor):
 
     @property
     @abstractmethod
-    def parts(self) -> tuple[Sparsifier, Compressor]:
+    def pair(self) -> tuple[Sparsifier, Compressor]:
         """The sparsifier and the quantizer."""
 
     @property
     def fixed_size(self) -> bool:
-        return self.parts[1].fixed_size
+        return self.pair[1].fixed_size
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -40,54 +40,54 @@ class QuantizedSparsifier(Compressor):
 
     @property
     def flat(self) -> bool:
-        return all(part.flat for part in self.parts)
+        return all(inner.flat for inner in self.pair)
 
     @property
     def joins(self) -> bool:
-        return all(part.joins for part in self.parts)
+        return all(inner.joins for inner in self.pair)
 
     def contraction(self, spec: TensorSpec) -> float | None:
         # The kept and the dropped elements are orthogonal. The sparsifier loses |x|^2 - E|S|^2; of E|S|^2, which is at
         # least delta_S |x|^2, the quantizer loses at most a share of 1 - delta_Q.
-        left, rounded = self.parts[0].contraction(spec), self.values_contraction(self.values_spec(spec))
+        left, rounded = self.pair[0].contraction(spec), self.values_contraction(self.values_spec(spec))
         return None if left is None or rounded is None else left * rounded
 
     def values_contraction(self, values: TensorSpec) -> float | None:
         """Return the quantizer's delta on the kept values."""
-        return self.parts[1].contraction(values)
+        return self.pair[1].contraction(values)
 
     def values_spec(self, spec: TensorSpec) -> TensorSpec:
         """Return the spec of the kept values as a tensor."""
-        return _values_spec(self.parts[0], spec)
+        return _values_spec(self.pair[0], spec)
 
     def unfit(self, spec: TensorSpec) -> str | None:
-        sparsifier, quantizer = self.parts
+        sparsifier, quantizer = self.pair
         return sparsifier.unfit(spec) or quantizer.unfit(self.values_spec(spec))
 
     def check_ranks(self, size: int) -> None:
-        for part in self.parts:
-            part.check_ranks(size)
+        for inner in self.pair:
+            inner.check_ranks(size)
 
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
-        return self.parts[0].init(spec, ops, key_seed)
+        return self.pair[0].init(spec, ops, key_seed)
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:
-        sparsifier = self.parts[0]
+        sparsifier = self.pair[0]
         if type(sparsifier).learn is Compressor.learn:
             # It learns nothing, so the values need no decoding, which would take time.
             return at.state
         return sparsifier.learn([self._dequantized(payload, at) for payload in payloads], at)
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        places = (f for f in self.parts[0].wire(spec) if f.name != "values")
+        places = (f for f in self.pair[0].wire(spec) if f.name != "values")
         values = (
             f._replace(name=_PREFIX + f.name, length=f.length if isinstance(f.length, int) else _PREFIX + f.length)
-            for f in self.parts[1].wire(self.values_spec(spec))
+            for f in self.pair[1].wire(self.values_spec(spec))
         )
         return *places, *values
 
     def compress(self, x: Array, at: Site) -> Payload:
-        sparsifier, quantizer = self.parts
+        sparsifier, quantizer = self.pair
         places = dict(sparsifier.compress(x, at))
         values = quantizer.compress(places.pop("values"), self._values_site(at))
         return {**places, **{_PREFIX + name: array for name, array in values.items()}}
@@ -99,7 +99,7 @@ class QuantizedSparsifier(Compressor):
     def values(self, payload: Payload, at: Site) -> Array:
         """Return the kept values as they arrive."""
         fields = {name.removeprefix(_PREFIX): v for name, v in payload.items() if name.startswith(_PREFIX)}
-        return self.parts[1].decompress(fields, self._values_site(at))
+        return self.pair[1].decompress(fields, self._values_site(at))
 
     def _dequantized(self, payload: Payload, at: Site) -> Payload:
         """Return the payload that the sparsifier alone would have sent, except for rounding."""
@@ -107,16 +107,16 @@ class QuantizedSparsifier(Compressor):
         return {**places, "values": self.values(payload, at)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return self.parts[0].decompress(self._dequantized(payload, at), at)
+        return self.pair[0].decompress(self._dequantized(payload, at), at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return self.parts[0].merge([self._dequantized(payload, at) for payload in payloads], at)
+        return self.pair[0].merge([self._dequantized(payload, at) for payload in payloads], at)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return at.ops.sparse_sum([-self.values(payload, at)], [payload["indices"]], at.spec.numel, onto=x)
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
-        return self.parts[0].erase_(x, payload, at)
+        return self.pair[0].erase_(x, payload, at)
 
 
 @cache

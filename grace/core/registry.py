@@ -25,9 +25,9 @@ C = TypeVar("C", bound=type)
 
 
 class Registry(Generic[T]):
-    """Registry of one kind of part: name -> class. Built-in parts are the modules of `package`.
+    """Registry of one kind of component: name -> class. Built-in ones are the modules of `package`.
 
-    Other distributions announce a part in the entry-point group `grace.<plural>`, or register it at import.
+    Other distributions announce one in the entry-point group `grace.<plural>`, or register it at import.
     """
 
     def __init__(self, kind: str, plural: str, package: str) -> None:
@@ -55,7 +55,7 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         if self._loaded:
             return
-        # Set first, because an outside module may ask for a part during its import.
+        # Set first, because an outside module may ask for a component during its import.
         self._loaded = True
         try:
             package = importlib.import_module(self._package)
@@ -84,19 +84,19 @@ class Registry(Generic[T]):
             raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(str(name), self._classes)}")
         return self._classes[name]
 
-    def name_of(self, part: T) -> str:
-        """Return the name that the part's class is registered by; raises ConfigError if it is not registered."""
+    def name_of(self, component: T) -> str:
+        """Return the name that the component's class is registered by; raises ConfigError if it is not registered."""
         self._load()
         for name, cls in self._classes.items():
-            if type(part) is cls:
+            if type(component) is cls:
                 return name
         raise ConfigError(
-            f"{type(part).__qualname__} is not registered as a {self.kind}; "
+            f"{type(component).__qualname__} is not registered as a {self.kind}; "
             f"decorate it with @grace.register_{self.kind}('name')."
         )
 
     def make(self, config: str | Mapping[str, Any] | T) -> T:
-        """Build a part from its name or from {"name": ..., **fields}, or return a ready part.
+        """Build a component from its name or from {"name": ..., **fields}, or return a ready component.
 
         Raises ConfigError for unknown names, unknown fields, and values of the wrong type.
         """
@@ -113,11 +113,11 @@ class Registry(Generic[T]):
         self.name_of(config)
         return config
 
-    def config_of(self, part: T) -> dict[str, Any]:
-        """Return a JSON-able description, nested parts included; make(config_of(part)) == part."""
-        values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
+    def config_of(self, component: T) -> dict[str, Any]:
+        """Return a JSON-able description, nested components included; make(config_of(component)) == component."""
+        values = {f.name: getattr(component, f.name) for f in dataclasses.fields(component)}  # type: ignore[arg-type]
         inner = {name: compressors.config_of(v) for name, v in values.items() if isinstance(v, Compressor)}
-        return {"name": self.name_of(part), **values, **inner}
+        return {"name": self.name_of(component), **values, **inner}
 
 
 def fields_of(cls: type) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def fields_of(cls: type) -> dict[str, Any]:
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Return cls(**values) after checking names and types; integers pass as floats. Raises ConfigError.
 
-    A field of type Compressor accepts what `compressors.make` accepts: a name, a table, or a ready part.
+    A field of type Compressor accepts what `compressors.make` accepts: a name, a table, or a ready component.
     """
     fields = fields_of(cls)
     for key, value in values.items():
@@ -144,7 +144,7 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     missing = [f.name for f in dataclasses.fields(cls) if f.init and _required(f) and f.name not in values]  # type: ignore[arg-type]
     if missing:
         raise ConfigError(f"{where} needs a value for {', '.join(missing)}.")
-    # JSON and TOML have no tuples; a frozen part with a list could not be hashed and would not equal the original.
+    # JSON and TOML have no tuples; a frozen component with a list could not be hashed and would not equal the original.
     return cls(**{k: compressors.make(v) if fields[k] is Compressor else _plain(v) for k, v in values.items()})
 
 

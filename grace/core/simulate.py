@@ -149,7 +149,7 @@ class Simulation:
         ]
 
     def change(self, **changes: Any) -> None:
-        """Continue with other options or parts, for instance change(compress_ratio=0.1); residuals are carried over.
+        """Continue with other options or components, as in change(compress_ratio=0.1); residuals are carried over.
 
         Raises what `make_config` raises for them, ConfigError if the configuration has a schedule, StepError in the
         middle of a step.

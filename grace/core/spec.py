@@ -18,7 +18,7 @@ Array: TypeAlias = Any
 State: TypeAlias = dict[str, Array]
 Payload: TypeAlias = dict[str, Array]
 
-# The state of parts that keep nothing; states are never changed.
+# The state of components that keep nothing; states are never changed.
 NO_STATE: State = {}
 
 ITEMSIZE = {

@@ -8,10 +8,10 @@ from typing import Any
 
 from grace.core.errors import StateError
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part, Piece, offsets
 from grace.core.plan import Plan
 from grace.core.registry import compressors, memories
 from grace.core.spec import Array, Key, State
+from grace.core.unit import Piece, Unit, offsets
 
 STATE_VERSION = 2
 # What the memory of a unit held for the elements of one tensor: by key of the state and first element.
@@ -63,43 +63,43 @@ class Slots:
         """Return the stored note; None if there is none."""
         return self._notes.get((kind, name))
 
-    def save(self, parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
-        """Return each unit's states and the names of the parts that they belong to."""
-        return {name: {"parts": _names(part), **self.read(name)} for name, part in parts.items()}
+    def save(self, units: Mapping[str, Unit]) -> dict[str, dict[str, Any]]:
+        """Return each unit's states and the names of the components that they belong to."""
+        return {name: {"parts": _names(unit), **self.read(name)} for name, unit in units.items()}
 
     def load(
         self,
-        parts: Mapping[str, Part],
+        units: Mapping[str, Unit],
         saved: Mapping[str, dict[str, Any]],
         convert: Callable[[Array, Array], Array],
-        initial: Callable[[Part], dict[str, State]] | None,
+        initial: Callable[[Unit], dict[str, State]] | None,
     ) -> None:
         """Load what `save` returned, all or nothing; with `initial`, memories start from its result instead.
 
-        Raises StateError if the checkpoint belongs to other tensors, parts, shapes or dtypes, or is damaged.
+        Raises StateError if the checkpoint belongs to other tensors, methods, shapes or dtypes, or is damaged.
         """
-        if set(saved) != set(parts):
-            different = sorted(map(str, set(saved) ^ set(parts)))
+        if set(saved) != set(units):
+            different = sorted(map(str, set(saved) ^ set(units)))
             raise StateError(
                 f"checkpoint: the units of compression differ: {', '.join(different[:5])} "
                 f"{'is' if len(different) == 1 else 'are'} only on one side. Use the configuration it was saved with, "
                 "including granularity, bucket_bytes and split_bytes."
             )
         new: dict[str, dict[str, State]] = {}
-        for name, part in parts.items():
+        for name, unit in units.items():
             current = self.read(name)
             missing = {"parts", *current} - set(check_mapping(saved[name], f"tensor '{name}'"))
             if missing:
                 raise _unreadable(f"tensor '{name}'", ", ".join(sorted(missing)), "nothing of this name")
             named = check_mapping(saved[name]["parts"], f"tensor '{name}', parts")
-            if {kind: str(other) for kind, other in named.items()} != _names(part):
+            if {kind: str(other) for kind, other in named.items()} != _names(unit):
                 raise StateError(
-                    f"checkpoint, tensor '{name}': expected {_names(part)}, received {dict(named)}; "
+                    f"checkpoint, tensor '{name}': expected {_names(unit)}, received {dict(named)}; "
                     "use the configuration it was saved with."
                 )
             new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in current}
-            if initial is not None and not part.memory.shared:
-                new[name]["memory"] = initial(part)["memory"]
+            if initial is not None and not unit.memory.shared:
+                new[name]["memory"] = initial(unit)["memory"]
         self._states.update(new)
 
 
@@ -155,24 +155,24 @@ def shown(value: Any) -> str:
 def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int) -> None:
     """Write the initial states of units that have none yet; needs no transport."""
     for bucket in plan.buckets:
-        for part in bucket.parts:
-            if part.spec.name not in slots:
-                slots.write(part.spec.name, initial(part, ops(part.spec.device), seed))
+        for unit in bucket.units:
+            if unit.spec.name not in slots:
+                slots.write(unit.spec.name, initial(unit, ops(unit.spec.device), seed))
 
 
-def initial(part: Part, ops: ArrayOps, seed: int) -> dict[str, State]:
+def initial(unit: Unit, ops: ArrayOps, seed: int) -> dict[str, State]:
     """Return the initial states of a unit."""
     return {
-        "memory": part.memory.init(part.spec, ops),
-        "compressor": part.compressor.init(part.spec, ops, Key.derive(seed, part.spec.name)),
+        "memory": unit.memory.init(unit.spec, ops),
+        "compressor": unit.compressor.init(unit.spec, ops, Key.derive(seed, unit.spec.name)),
     }
 
 
 def carried(
-    before: Sequence[Part],
-    after: Sequence[Part],
+    before: Sequence[Unit],
+    after: Sequence[Unit],
     read: Callable[[str], dict[str, State]],
-    fresh: Callable[[Part], dict[str, State]],
+    fresh: Callable[[Unit], dict[str, State]],
     ops: Callable[[str], ArrayOps],
 ) -> dict[str, dict[str, State]]:
     """Return the states of the units `after` a change: states that fit are kept, the others start as `fresh`.
@@ -193,7 +193,7 @@ def carried(
 
 
 def _continued(
-    old: Part, new: Part, states: dict[str, State], fresh: dict[str, State], ops: Callable[[str], ArrayOps]
+    old: Unit, new: Unit, states: dict[str, State], fresh: dict[str, State], ops: Callable[[str], ArrayOps]
 ) -> dict[str, State]:
     same = compressors.name_of(old.compressor) == compressors.name_of(new.compressor)
     kept = {
@@ -206,13 +206,13 @@ def _continued(
     return kept
 
 
-def _rescaled(residual: Array, old: Part, new: Part, ops: ArrayOps) -> Array:
+def _rescaled(residual: Array, old: Unit, new: Unit, ops: ArrayOps) -> Array:
     factor = new.memory.residual_scale / old.memory.residual_scale
     return residual if factor == 1 else residual * ops.cast(factor, new.spec.work_dtype)
 
 
 def _recut(
-    before: Sequence[Part], unit: Part, read: Callable[[str], dict[str, State]], fresh: State, ops: ArrayOps
+    before: Sequence[Unit], unit: Unit, read: Callable[[str], dict[str, State]], fresh: State, ops: ArrayOps
 ) -> State:
     """Return the state that the memories of other units hold for the elements of this one."""
     made = {}
@@ -236,7 +236,7 @@ def _recut(
     return made
 
 
-def _holders(before: Sequence[Part], piece: Piece) -> list[tuple[int, int, Part, int]]:
+def _holders(before: Sequence[Unit], piece: Piece) -> list[tuple[int, int, Unit, int]]:
     """Return the units that hold elements of a piece, in element order, as (from, to, unit, offset in the unit)."""
     found = []
     for unit in before:
@@ -247,7 +247,7 @@ def _holders(before: Sequence[Part], piece: Piece) -> list[tuple[int, int, Part,
     return sorted(found, key=lambda holder: holder[0])
 
 
-def taken_out(unit: Part, memory: State, tensor: str, ops: ArrayOps) -> tuple[State, Held]:
+def taken_out(unit: Unit, memory: State, tensor: str, ops: ArrayOps) -> tuple[State, Held]:
     """Return the state of a unit's memory with zeros for the elements of a tensor, and what it held for them."""
     rest, held = dict(memory), {}
     for key, value in memory.items():
@@ -278,8 +278,8 @@ def _alike(a: Array, b: Array) -> bool:
     return tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype
 
 
-def _names(part: Part) -> dict[str, str]:
-    return {"memory": memories.name_of(part.memory), "compressor": compressors.name_of(part.compressor)}
+def _names(unit: Unit) -> dict[str, str]:
+    return {"memory": memories.name_of(unit.memory), "compressor": compressors.name_of(unit.compressor)}
 
 
 def _convert(name: str, saved: Any, current: State, convert: Callable[[Array, Array], Array]) -> State:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part
 from grace.core.plan import Plan, share
 from grace.core.registry import communicators, compressors
 from grace.core.state import Slots
 from grace.core.timeline import Times, spans, tensors_of
+from grace.core.unit import Assignment
 
 
 def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:
@@ -20,10 +20,10 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
     def noted(kind: str, name: str) -> int:
         return int(slots.noted(kind, name) or 0)
 
-    def wire_bytes(part: Part) -> int:
-        if part.spec.name not in plan.places:
-            return part.spec.nbytes
-        places = plan.places[part.spec.name]
+    def wire_bytes(item: Assignment) -> int:
+        if item.spec.name not in plan.places:
+            return item.spec.nbytes
+        places = plan.places[item.spec.name]
         return sum(share(noted("unit", unit.spec.name), unit, offset, piece) for unit, offset, piece in places)
 
     def relative_error(name: str) -> float | None:
@@ -49,12 +49,12 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
         return math.sqrt(squares) if name in plan.places else None
 
     tensors: dict[str, dict[str, Any]] = {}
-    for part in plan.parts:
-        name = part.spec.name
+    for item in plan.assignments:
+        name = item.spec.name
         tensors[name] = {
-            "compressor": compressors.name_of(part.compressor),
-            "dense_bytes": part.spec.nbytes,
-            "wire_bytes": wire_bytes(part),
+            "compressor": compressors.name_of(item.compressor),
+            "dense_bytes": item.spec.nbytes,
+            "wire_bytes": wire_bytes(item),
             "relative_error": relative_error(name),
             "residual_norm": residual_norm(name),
         }
@@ -72,11 +72,11 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
         }
         for bucket in plan.buckets
     }
-    dense = sum(part.spec.nbytes for part in plan.delegated)
+    dense = sum(item.spec.nbytes for item in plan.delegated)
     collectives = {"allreduce": dense}
     for bucket in plan.buckets:
         # Before the first step there was no agreement either.
-        settled = min(sent[bucket.name], sum(part.settled_bytes for part in bucket.parts))
+        settled = min(sent[bucket.name], sum(unit.settled_bytes for unit in bucket.units))
         name = communicators.name_of(bucket.communicator)
         for collective, nbytes in (("allreduce", settled), (name, sent[bucket.name] - settled)):
             collectives[collective] = collectives.get(collective, 0) + nbytes
@@ -84,9 +84,9 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
         "step": int(slots.step),
         "wire_bytes": sum(sent.values()) + dense,
         "collectives": collectives,
-        "dense_bytes": sum(part.spec.nbytes for part in plan.parts),
-        "compressed_dense_bytes": sum(part.spec.nbytes for part in plan.parts if not part.dense),
-        "compressed_wire_bytes": sum(sent[b.name] for b in plan.buckets if not b.parts[0].dense),
+        "dense_bytes": sum(item.spec.nbytes for item in plan.assignments),
+        "compressed_dense_bytes": sum(item.spec.nbytes for item in plan.assignments if not item.dense),
+        "compressed_wire_bytes": sum(sent[b.name] for b in plan.buckets if not b.units[0].dense),
         "buckets": buckets,
         "tensors": tensors,
     }

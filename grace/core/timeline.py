@@ -76,17 +76,17 @@ class Times:
 
 def moments_of(plan: Plan) -> list[tuple[str, str]]:
     """Return the moments of a step that exist in a graph, too: those at which arrays become available."""
-    found = [("ready", part.spec.name) for part in plan.exchanged]
+    found = [("ready", item.spec.name) for item in plan.exchanged]
     for bucket in plan.buckets:
-        found += [(moment, unit.spec.name) for moment in ("begun", "merged") for unit in bucket.parts]
-        settles = any(unit.agreement for unit in bucket.parts)
+        found += [(moment, unit.spec.name) for moment in ("begun", "merged") for unit in bucket.units]
+        settles = any(unit.agreement for unit in bucket.units)
         found += [(m, bucket.name) for m in (("proposed", "settled") if settles else ()) + ("handed", "arrived")]
     return found
 
 
 def tensors_of(bucket: Bucket) -> list[str]:
     """Return the tensors of which a bucket holds pieces, in its order."""
-    return list(dict.fromkeys(piece.tensor for unit in bucket.parts for piece in unit.pieces))
+    return list(dict.fromkeys(piece.tensor for unit in bucket.units for piece in unit.pieces))
 
 
 def spans(plan: Plan, moments: Moments) -> Spans:
@@ -97,7 +97,7 @@ def spans(plan: Plan, moments: Moments) -> Spans:
     found: Spans = {}
     for bucket in plan.buckets:
         ready = [moments["ready", name] for name in tensors_of(bucket)]
-        begun, merged = ([moments[m, unit.spec.name] for unit in bucket.parts] for m in ("begun", "merged"))
+        begun, merged = ([moments[m, unit.spec.name] for unit in bucket.units] for m in ("begun", "merged"))
         handed, arrived = (moments[moment, bucket.name] for moment in ("handed", "arrived"))
         waiting = min(arrived, moments.get(("waiting", bucket.name), idle))
         # A graph may read the clock a little late.

@@ -276,7 +276,8 @@ class Exchange(Measured, tf.Module):
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in self._specs},
             "formats": formats(stages.plans, _OPS),
             "methods": [
-                {part.spec.name: compressors.name_of(part.compressor) for part in plan.parts} for plan in stages.plans
+                {item.spec.name: compressors.name_of(item.compressor) for item in plan.assignments}
+                for plan in stages.plans
             ],
             "of this rank": {
                 "meetings": _meetings[set_id],

@@ -29,7 +29,7 @@ def check_local(optimizer: Any, exchange: Exchange, local_steps: int, passes: in
             f"{_WHERE}: local_steps cannot be combined with gradient accumulation or a MultiOptimizer; "
             "leave local_steps out, or use a plain optimizer."
         )
-    needing = [stage.parts.memory for _, stage in exchange.config.stages if stage.parts.memory.needs_lr]
+    needing = [stage.method.memory for _, stage in exchange.config.stages if stage.method.memory.needs_lr]
     if needing:
         raise ConfigError(
             f"{_WHERE}: with local_steps the residual already includes the learning rate, and {needing[0]} would "

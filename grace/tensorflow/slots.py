@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.core.part import Part, offsets
 from grace.core.plan import Plan
 from grace.core.spec import Array, State
 from grace.core.state import Slots
+from grace.core.unit import Unit, offsets
 
 
 class VariableSlots(Slots):
@@ -110,7 +110,7 @@ class VariableSlots(Slots):
         return tf.constant(False)
 
     def restore_tensors(
-        self, snapshot: list[tuple[str, tf.Variable, tf.Tensor]], names: set[str], units: Mapping[str, Part]
+        self, snapshot: list[tuple[str, tf.Variable, tf.Tensor]], names: set[str], units: Mapping[str, Unit]
     ) -> None:
         """Write the states of some tensors back, even if their units also contain other tensors."""
         for unit, variable, value in snapshot:
@@ -152,10 +152,10 @@ class VariableSlots(Slots):
         a function twice if it makes variables.
         """
         for bucket in plan.buckets:
-            by_data = [part for part in bucket.parts if part.wire_bytes is None]
-            places = [("bucket", bucket.name)] * bool(by_data) + [("unit", part.spec.name) for part in by_data]
+            by_data = [unit for unit in bucket.units if unit.wire_bytes is None]
+            places = [("bucket", bucket.name)] * bool(by_data) + [("unit", unit.spec.name) for unit in by_data]
             if norms:
-                places += [(kind, part.spec.name) for kind in ("size", "error") for part in bucket.parts]
+                places += [(kind, unit.spec.name) for kind in ("size", "error") for unit in bucket.units]
             for kind, name in places:
                 dtype = tf.float64 if kind in ("size", "error") else tf.int64
                 self._counts[self._of_stage(kind), name] = tf.Variable(tf.zeros([], dtype), trainable=False)

@@ -13,10 +13,10 @@ from grace.core.config import Config
 from grace.core.engine import Engine
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part
 from grace.core.plan import Plan, make_plans, next_plan
 from grace.core.spec import TensorSpec
 from grace.core.state import carried, initial, prepare
+from grace.core.unit import Assignment, Unit
 from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.slots import VariableSlots
 from grace.tensorflow.times import GraphTimes
@@ -49,7 +49,7 @@ class Stages:
         # The first step and the plan of each stage, by its number. After `change`, only the last stage is live.
         self._stages = dict(enumerate(make_plans(specs, config, prefix="bucket", delegate=_delegated)))
         self._live = list(self._stages)
-        always = set.intersection(*({part.spec.name for part in plan.delegated} for plan in self.plans))
+        always = set.intersection(*({item.spec.name for item in plan.delegated} for plan in self.plans))
         self.rows = frozenset(() if sparse_as_dense else always)
         self.slots = VariableSlots(make_variable)
         for number in self._stages:
@@ -66,7 +66,7 @@ class Stages:
         return [plan for _, plan in self._stages.values()]
 
     @property
-    def units(self) -> dict[str, Part]:
+    def units(self) -> dict[str, Unit]:
         """The units of all stages by name. A unit is compressed as a whole."""
         return {unit.spec.name: unit for plan in self.plans for unit in plan.units}
 
@@ -81,7 +81,7 @@ class Stages:
     def _prepare(self, number: int) -> None:
         """Make the variables of a stage."""
         self.slots.stage = number
-        self.slots.shared |= {(number, part.spec.name) for part in self._stages[number][1].units if part.memory.shared}
+        self.slots.shared |= {(number, unit.spec.name) for unit in self._stages[number][1].units if unit.memory.shared}
         prepare(self.slots, self._stages[number][1], _ops, self._seed)
 
     def start(
@@ -126,13 +126,13 @@ class Stages:
     def plan_of(self, config: Config) -> Plan:
         """Return the plan for `change` under a changed configuration. Raises ConfigError if no engine can run it."""
 
-        def delegated(part: Part) -> bool:
-            return _delegated(part) or part.spec.name in self._rows
+        def delegated(item: Assignment) -> bool:
+            return _delegated(item) or item.spec.name in self._rows
 
         prefix = f"bucket.change{len(self._stages)}"
         plan = next_plan(self._specs, config, self.plan, prefix=prefix, delegate=delegated)
-        for part in plan.parts if self._engines else ():
-            part.compressor.check_ranks(self._transport.size)
+        for item in plan.assignments if self._engines else ():
+            item.compressor.check_ranks(self._transport.size)
         return plan
 
     def change(self, plan: Plan) -> None:
@@ -142,7 +142,7 @@ class Stages:
         # Until the next step, statistics describe the last step of the old plan.
         self._done = step, self._number_at(max(0, step - 1))
         # The tensors that are sent as rows are known since the first step, and the new plan takes them into account.
-        self.rows &= {part.spec.name for part in plan.delegated}
+        self.rows &= {item.spec.name for item in plan.delegated}
         self._stages[number] = 0, plan
         self._live = [number]
         self._prepare(number)
@@ -197,8 +197,8 @@ class Stages:
         names = [spec.name for spec in self._specs]
         mine = dict(zip(names, gradients, strict=True))
         merged: dict[str, Gradient] = {}
-        for part in plan.delegated:
-            name = part.spec.name
+        for item in plan.delegated:
+            name = item.spec.name
             if isinstance(mine[name], tf.IndexedSlices):
                 self.slots.note("rows", name, nbytes(mine[name]))
             merged[name] = self._transport.average(
@@ -206,8 +206,8 @@ class Stages:
             )
         # An earlier trace may have failed midway.
         engine.drop()
-        for part in plan.exchanged:
-            engine.ready(part.spec.name, mine[part.spec.name], lr)
+        for item in plan.exchanged:
+            engine.ready(item.spec.name, mine[item.spec.name], lr)
         merged.update(engine.finish())
         return [merged[name] for name in names]
 
@@ -228,6 +228,6 @@ def _ops(device: str) -> ArrayOps:
     return get_ops("tensorflow", device)
 
 
-def _delegated(part: Part) -> bool:
+def _delegated(item: Assignment) -> bool:
     """Return whether Horovod reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
-    return part.dense and part.spec.dtype != "bfloat16"
+    return item.dense and item.spec.dtype != "bfloat16"

@@ -46,17 +46,17 @@ class Traced:
         return get_ops("tensorflow")
 
 
-def traced(part: P) -> P:
+def traced(component: P) -> P:
     """Return a copy of a compressor or memory whose array methods run as graphs on TensorFlow's arrays.
 
     Arrays, states and the step number are inputs of a graph. The tensor's spec, seed, rank and size are constants in
     it. Payload fields of run-time length have an unknown length in it. On arrays of other frameworks the methods are
     unchanged.
     """
-    result = copy.copy(part)
-    for name in _COMPRESSOR if isinstance(part, Compressor) else _MEMORY:
-        # Set it on the instance, because the registry identifies a part by its class.
-        object.__setattr__(result, name, TracedMethod(part, name))
+    result = copy.copy(component)
+    for name in _COMPRESSOR if isinstance(component, Compressor) else _MEMORY:
+        # Set it on the instance, because the registry identifies a component by its class.
+        object.__setattr__(result, name, TracedMethod(component, name))
     return result
 
 
@@ -136,9 +136,9 @@ def _filled(structure: Any, forms: list[Any], values: Any) -> Any:
 class TracedMethod:
     """A method of a compressor or memory that runs as a graph on TensorFlow's arrays."""
 
-    def __init__(self, part: Compressor | Memory, name: str) -> None:
-        self._part = part
-        self._graphs = _Graphs(getattr(part, name))
+    def __init__(self, component: Compressor | Memory, name: str) -> None:
+        self._part = component
+        self._graphs = _Graphs(getattr(component, name))
 
     @property
     def traces(self) -> dict[Any, int]:

@@ -17,10 +17,10 @@ from grace.core.engine import Engine
 from grace.core.errors import GraceWarning, StateError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.part import Part
 from grace.core.plan import Plan, change_plan
 from grace.core.replicas import SUMMARY_BYTES, WEIGHTS, check_digests, compare, digest, is_due, shared_states
 from grace.core.spec import TensorSpec
+from grace.core.unit import Assignment
 from grace.torch.loss_scale import LossScale
 from grace.torch.transport import HorovodTransport
 from grace.torch.views import apart
@@ -36,7 +36,7 @@ class Exchange:
         engine: Engine,
         specs: Sequence[TensorSpec],
         prefix: str,
-        delegate: Callable[[Part], bool],
+        delegate: Callable[[Assignment], bool],
         parameters: Mapping[str, torch.Tensor],
     ) -> None:
         self.config = config

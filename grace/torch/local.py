@@ -33,7 +33,7 @@ def check_local(config: Config, local_steps: int, op: int, backward_passes_per_s
             "gradient_predivide_factor have no effect; leave them out. To accumulate gradients, call step() after "
             "several backward passes."
         )
-    needing = [stage.parts.memory for _, stage in config.stages if stage.parts.memory.needs_lr]
+    needing = [stage.method.memory for _, stage in config.stages if stage.method.memory.needs_lr]
     if needing:
         raise ConfigError(
             f"{where}: with local_steps the residual already includes the learning rate, and {needing[0]} would "

@@ -24,11 +24,11 @@ from grace.core.config import Config, make_config, refuse_typos
 from grace.core.engine import Engine
 from grace.core.errors import ConfigError, GraceError, GraceWarning, StepError
 from grace.core.ops import get_ops
-from grace.core.part import Part
 from grace.core.plan import make_plans, warn_of_momentum
 from grace.core.spec import TensorSpec
 from grace.core.state import check_mapping
 from grace.core.timeline import Times
+from grace.core.unit import Assignment
 from grace.torch.delegated import Delegated
 from grace.torch.exchange import Exchange
 from grace.torch.local import check_local, local_names, step_locally
@@ -137,7 +137,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
         }
         # With local steps, the engine exchanges all tensors.
-        delegate = _delegated if local_steps == 1 else lambda part: False
+        delegate = _delegated if local_steps == 1 else lambda item: False
         (_, plan), *later = make_plans(specs, made, prefix=prefix, delegate=delegate)
         ops = functools.partial(get_ops, "torch")
         description["formats"] = formats([plan, *(stage for _, stage in later)], ops)
@@ -182,7 +182,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     if included and transport.rank == 0:
         for text in plan.warnings:
             logger.warning("%s", text)
-        logger.info("grace exchanges over %d ranks with %s\n%s", transport.size, made.parts, plan.report())
+        logger.info("grace exchanges over %d ranks with %s\n%s", transport.size, made.method, plan.report())
     return wrapped
 
 
@@ -250,9 +250,9 @@ def _specs(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Paramete
     ]
 
 
-def _delegated(part: Part) -> bool:
+def _delegated(item: Assignment) -> bool:
     """Return whether Horovod reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
-    return part.dense and part.spec.dtype != "bfloat16"
+    return item.dense and item.spec.dtype != "bfloat16"
 
 
 def _attach(

@@ -19,8 +19,8 @@ class GradientViews:
         self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._storage: list[torch.Tensor] = []
         alike: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-        for part in sorted(plan.exchanged, key=lambda part: _place(plan, part.spec.name)):
-            p = parameters[part.spec.name]
+        for item in sorted(plan.exchanged, key=lambda item: _place(plan, item.spec.name)):
+            p = parameters[item.spec.name]
             if p.is_contiguous():
                 alike.setdefault((p.dtype, p.device), []).append(p)
         for (dtype, device), group in alike.items():

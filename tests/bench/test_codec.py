@@ -12,7 +12,7 @@ import pytest
 
 from grace import Simulation, cli, compressors
 from grace.bench import command, frameworks, measure, table
-from grace.bench.codec import LocalStep, make_part, near_square
+from grace.bench.codec import LocalStep, make_unit, near_square
 from grace.bench.gradients import DEVIATION, Gradients
 from grace.core.ops import get_ops
 from grace.core.wire import payload_bytes
@@ -55,8 +55,8 @@ def check(results, output, names, sizes, repetitions):
         saved = 4 * r["numel"] - r["wire_bytes"]
         pays_below = pytest.approx(8e-9 * saved / r["median_s"]) if saved > 0 else None
         assert r["break_even_gbit_per_s"] == pays_below
-        part = make_part(r["compressor"], r["numel"])
-        fixed = payload_bytes([*part.fields, *part.agreement])
+        unit = make_unit(r["compressor"], r["numel"])
+        fixed = payload_bytes([*unit.fields, *unit.agreement])
         assert fixed is None or r["wire_bytes"] == fixed
 
 
@@ -71,15 +71,15 @@ def drawn(numel, step):
 @pytest.mark.parametrize("name", list(compressors))
 def test_the_timed_step_is_that_of_the_engine(name):
     numel = 2000
-    part = make_part(name, numel)
-    step = LocalStep(part, get_ops("numpy"), RANKS)
-    simulation = Simulation(RANKS, [part.spec], {"compressor": name, "default_rules": False})
+    unit = make_unit(name, numel)
+    step = LocalStep(unit, get_ops("numpy"), RANKS)
+    simulation = Simulation(RANKS, [unit.spec], {"compressor": name, "default_rules": False})
     # LocalStep adds gathered payloads. The engine also divides by the number of ranks and applies the memory's gain.
-    factor = (1 if part.communicator.sums or not part.compressor.averages else RANKS) / part.memory.gain
+    factor = (1 if unit.communicator.sums or not unit.compressor.averages else RANKS) / unit.memory.gain
     # gradiveq starts to compress after ten steps.
     for number in range(12):
         gradients = drawn(numel, number)
-        expected = simulation.step([{"tensor": g.reshape(part.spec.shape)} for g in gradients])[0]["tensor"]
+        expected = simulation.step([{"tensor": g.reshape(unit.spec.shape)} for g in gradients])[0]["tensor"]
         arrived = step.receive(gradients, number)
         before = [g.copy() for g in gradients]
         done = step.run(gradients[0], number, arrived)
@@ -95,8 +95,8 @@ def test_the_graph_of_tensorflow_does_the_same(name):
     tf = pytest.importorskip("tensorflow")
     from grace.bench.traced import TracedStep
 
-    numel, part = 2000, make_part(name, 2000)
-    eager, traced = LocalStep(part, get_ops("numpy"), RANKS), TracedStep(part, get_ops("tensorflow"), RANKS)
+    numel, unit = 2000, make_unit(name, 2000)
+    eager, traced = LocalStep(unit, get_ops("numpy"), RANKS), TracedStep(unit, get_ops("tensorflow"), RANKS)
     for number in range(12):
         gradients = drawn(numel, number)
         tensors = [tf.constant(g) for g in gradients]
@@ -226,10 +226,10 @@ def test_which_bodies_were_timed(bench, kernels):
 def test_an_interrupted_run_leaves_what_it_has(bench, monkeypatch):
     measured = measure.Bench.measure
 
-    def interrupted(self, name, part, progress):
+    def interrupted(self, name, unit, progress):
         if name == "none":
             raise KeyboardInterrupt
-        return measured(self, name, part, progress)
+        return measured(self, name, unit, progress)
 
     monkeypatch.setattr(measure.Bench, "measure", interrupted)
     arguments = ["--compressors", "topk", "none", "fp16", "--numel", "1000", "--repetitions", "2"]
@@ -255,10 +255,10 @@ def test_sizes_of_the_figure(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_measure", lambda parts, setting, results: seen.extend(parts))
     assert bench("--compressors", "none", "--plot", str(tmp_path / "times.svg"))[0] == 0
     # 1 KB to 100 MB
-    assert [part.spec.nbytes for _, part in seen] == [10**i for i in range(3, 9)]
+    assert [unit.spec.nbytes for _, unit in seen] == [10**i for i in range(3, 9)]
     seen.clear()
     bench("--compressors", "none")
-    assert [part.spec.numel for _, part in seen] == [25_000_000]
+    assert [unit.spec.numel for _, unit in seen] == [25_000_000]
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import pytest
 from grace.core.communicator import Allgather
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
-from grace.core.config import Config, Parts, Rule, dense_parts, make_config
+from grace.core.config import Config, Method, Rule, dense_method, make_config
 from grace.core.errors import ConfigError, GraceError, IncompatibleError
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
 from grace.core.registry import communicators, compressors, memories
 from tests.support import registered
 
-TOPK = Config(Parts(TopK(0.05), Residual(beta=0.9), Allgather()), seed=7)
+TOPK = Config(Method(TopK(0.05), Residual(beta=0.9), Allgather()), seed=7)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_keywords_say_it():
 def test_keywords_win_over_the_mapping():
     assert make_config({"compressor": "topk", "compress_ratio": 0.5, "beta": 0.9}, compress_ratio=0.05, seed=7) == TOPK
     assert make_config(TOPK, seed=8).seed == 8
-    assert make_config(TOPK, bucket_bytes=0).parts == TOPK.parts
+    assert make_config(TOPK, bucket_bytes=0).parts == TOPK.method
 
 
 def test_a_toml_file_says_it(toml):
@@ -89,10 +89,10 @@ def test_toml_tables_nest(tmp_path):
     )
     config = make_config(path)
     assert not config.default_rules
-    assert config.parts.compressor == TopK(0.05)
+    assert config.method.compressor == TopK(0.05)
     assert [rule.match for rule in config.rules] == [("*.bias", "*.scale"), ("embedding.*",)]
-    assert config.rules[0].parts == dense_parts()
-    assert config.rules[1].parts.compressor == QSGD(quantum_num=7)
+    assert config.rules[0].parts == dense_method()
+    assert config.rules[1].method.compressor == QSGD(quantum_num=7)
     assert (config.rules[1].min_numel, config.rules[1].reason) == (1000, "rule 2 of the configuration")
 
 
@@ -103,13 +103,13 @@ def test_the_environment_says_it_by_path_or_inline(monkeypatch, toml):
     inline = {"compressor": "topk", "compress_ratio": 0.05, "beta": 0.9, "seed": 7}
     monkeypatch.setenv("GRACE_CONFIG", json.dumps(inline))
     assert make_config() == TOPK
-    assert make_config(compressor="none").parts == dense_parts(), "what is given in the script wins"
-    assert make_config({"compressor": "none"}).parts == dense_parts()
+    assert make_config(compressor="none").parts == dense_method(), "what is given in the script wins"
+    assert make_config({"compressor": "none"}).parts == dense_method()
 
 
 @pytest.mark.parametrize("part", registered.all_compressors(), ids=registered.name)
 def test_every_configuration_survives_a_round_trip(part):
-    chosen = registered.default_parts(part)
+    chosen = registered.default_method(part)
     rule = Rule(chosen, match=("a", "b*"), max_numel=5, dtype="float16", reason="rule 1 of the configuration")
     config = Config(chosen, (rule,), default_rules=False, seed=3, bucket_bytes=0)
     assert make_config(config.to_dict()) == config
@@ -122,15 +122,15 @@ def test_every_configuration_survives_a_round_trip(part):
 
 def test_everything_follows_from_the_compressor():
     config = make_config(compressor="topk")
-    assert config == Config(Parts(TopK(), Residual(), Allgather()))
+    assert config == Config(Method(TopK(), Residual(), Allgather()))
     assert (config.seed, config.default_rules, config.bucket_bytes) == (0, True, 4 * 2**20)
 
 
 @pytest.mark.parametrize("name", list(compressors))
 def test_every_compressor_has_parts_that_suit_it(name):
     config = make_config(compressor=name)
-    assert memories.name_of(config.parts.memory) == config.parts.compressor.default_memory
-    assert communicators.name_of(config.parts.communicator) == config.parts.compressor.default_communicator
+    assert memories.name_of(config.method.memory) == config.method.compressor.default_memory
+    assert communicators.name_of(config.method.communicator) == config.method.compressor.default_communicator
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_every_compressor_has_parts_that_suit_it(name):
 )
 def test_the_keys_of_the_original_framework_mean_what_they_mean_there(config, expected):
     made = make_config(config)
-    fields = {**vars(made.parts.compressor), **vars(made.parts.memory)}
+    fields = {**vars(made.method.compressor), **vars(made.method.memory)}
     assert {key: fields[key] for key in expected} == expected
 
 
 def test_a_named_memory_replaces_the_default():
-    assert make_config(compressor="topk", memory="none").parts.memory == NoMemory()
+    assert make_config(compressor="topk", memory="none").method.memory == NoMemory()
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
@@ -282,8 +282,8 @@ def test_numbers_of_numpy_are_numbers():
 def test_the_environment_is_put_under_options_without_a_compressor(monkeypatch, toml):
     monkeypatch.setenv("GRACE_CONFIG", str(toml))
     assert make_config({"seed": 9}).seed == 9
-    assert make_config({"seed": 9}).parts == TOPK.parts
-    assert make_config(compress_ratio=0.5).parts.compressor == TopK(0.5)
+    assert make_config({"seed": 9}).parts == TOPK.method
+    assert make_config(compress_ratio=0.5).method.compressor == TopK(0.5)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -57,9 +57,9 @@ def elsewhere(promise, way):
 
 
 @cache
-def in_graphs(part):
+def in_graphs(component):
     """Return the same object for all promises, so that a graph is traced once."""
-    return traced(part)
+    return traced(component)
 
 
 class TestCompressors(CompressorContract):
@@ -177,9 +177,9 @@ class OneTensor(TestTracedCompressors):
 @pytest.mark.parametrize("compressor", registered.params(registered.extra_compressors()))
 def test_extra_configurations_keep_promises_in_graphs(compressor):
     pytest.importorskip("tensorflow")
-    contract, part = OneTensor(), traced(compressor)
-    contract.test_bytes_are_equal_in_every_framework(part)
-    contract.test_kept_plus_residual_is_the_gradient(part, get_ops("tensorflow"))
+    contract, component = OneTensor(), traced(compressor)
+    contract.test_bytes_are_equal_in_every_framework(component)
+    contract.test_kept_plus_residual_is_the_gradient(component, get_ops("tensorflow"))
 
 
 class TestTracedMemories(Traced, TestMemories):

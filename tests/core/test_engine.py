@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.config import Parts, make_config
+from grace.core.config import Method, make_config
 from grace.core.registry import communicators, compressors, memories
 from grace.testing import PoisonOps
 from grace.testing.harness import EPS, FRAMEWORKS, draw, same
@@ -84,7 +84,7 @@ def test_sum_is_the_size_times_the_average(chosen):
 @pytest.mark.parametrize("compressor", ["none", "fp16", "bf16"])
 @pytest.mark.parametrize("communicator", list(communicators))
 def test_no_compression_is_the_mean(communicator, compressor):
-    chosen = Parts(compressors.make(compressor), memories.make("none"), communicators.make(communicator))
+    chosen = Method(compressors.make(compressor), memories.make("none"), communicators.make(communicator))
     sim = simulate(chosen)
     merged = step(sim, 0)[2]
     for spec in SPECS:
@@ -98,7 +98,7 @@ def test_no_compression_is_the_mean(communicator, compressor):
 @pytest.mark.parametrize("name", [name for name in compressors if compressors.make(name).summable])
 def test_gathered_payloads_give_what_summed_ones_give(name):
     summed, gathered = (
-        Parts(compressors.make(name), memories.make("none"), communicators.make(communicator))
+        Method(compressors.make(name), memories.make("none"), communicators.make(communicator))
         for communicator in ("allreduce", "allgather")
     )
     expected, got = (step(simulate(chosen), 0)[0] for chosen in (summed, gathered))
@@ -111,11 +111,11 @@ def test_gathered_payloads_give_what_summed_ones_give(name):
 def test_one_rank_works(chosen):
     sim = simulate(chosen, size=1)
     merged = step(sim, 0)[0]
-    for part in sim.plan.parts:
-        assert np.isfinite(merged[part.spec.name].astype(np.float64)).all()
-        if part.dense:
-            expected = gradient(part.spec, 0, 0).astype(merged[part.spec.name].dtype)
-            assert same(merged[part.spec.name], np.asarray(expected))
+    for item in sim.plan.assignments:
+        assert np.isfinite(merged[item.spec.name].astype(np.float64)).all()
+        if item.dense:
+            expected = gradient(item.spec, 0, 0).astype(merged[item.spec.name].dtype)
+            assert same(merged[item.spec.name], np.asarray(expected))
 
 
 # --- error feedback ---------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_error_feedback_loses_nothing(chosen, memory):
     # The memory efsignsgd keeps its residual in units of the weights. With lr 0.5, this is exact in binary.
     feedback = memories.make({"name": memory, "lr": 0.5} if memory == "efsignsgd" else memory)
     lr = getattr(feedback, "lr", 1.0)
-    chosen = Parts(compressor, feedback, communicators.make(compressor.default_communicator))
+    chosen = Method(compressor, feedback, communicators.make(compressor.default_communicator))
     sim = simulate(chosen)
     applied = {spec.name: np.zeros(spec.shape) for spec in SPECS}
     given = {spec.name: np.zeros(spec.shape) for spec in SPECS}
@@ -165,7 +165,7 @@ def test_error_feedback_loses_nothing(chosen, memory):
 def test_a_sparsifier_moves_values_without_rounding(chosen, framework):
     """With one rank, old residual + gradient == applied gradient + new residual, exactly."""
     compressor = chosen.compressor
-    chosen = Parts(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
+    chosen = Method(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
     specs = [s for s in SPECS if s.dtype in ("float32", "float64") and compressor.unfit(s) is None]
     assert specs
     sim = simulate(chosen, framework, size=1, specs=specs)
@@ -362,7 +362,7 @@ def test_stats_tell_compressed_from_dense():
 @every_framework
 def test_ranks_that_select_nothing_take_part(framework):
     """In the first step only rank 1 has an element above the threshold, in the second step no rank has one."""
-    chosen = registered.default_parts(compressors.make({"name": "threshold", "threshold": 100.0}))
+    chosen = registered.default_method(compressors.make({"name": "threshold", "threshold": 100.0}))
     sim = simulate(chosen, framework, specs=SPECS[:2])
 
     def loud(name, rank, x):
@@ -395,7 +395,7 @@ def test_dense_and_compressed_tensors_of_several_methods_share_a_step():
             ],
         ),
     )
-    used = {part.spec.name: compressors.name_of(part.compressor) for part in sim.plan.parts}
+    used = {item.spec.name: compressors.name_of(item.compressor) for item in sim.plan.assignments}
     assert used == {
         "matrix": "powersgd",
         "vector": "threshold",
@@ -412,7 +412,7 @@ def test_dense_and_compressed_tensors_of_several_methods_share_a_step():
 
 
 def test_every_combination_has_a_memory_and_a_way_to_travel():
-    reached = {compressors.name_of(chosen.compressor) for chosen in registered.valid_parts()}
+    reached = {compressors.name_of(chosen.compressor) for chosen in registered.valid_methods()}
     assert reached == set(compressors)
-    assert {memories.name_of(chosen.memory) for chosen in registered.valid_parts()} == set(memories)
-    assert {communicators.name_of(chosen.communicator) for chosen in registered.valid_parts()} == set(communicators)
+    assert {memories.name_of(chosen.memory) for chosen in registered.valid_methods()} == set(memories)
+    assert {communicators.name_of(chosen.communicator) for chosen in registered.valid_methods()} == set(communicators)

@@ -81,7 +81,7 @@ def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
 @pytest.mark.parametrize("framework", IN_PLACE)
 @pytest.mark.parametrize("cut", ["layer", "small buckets", "model"])
 def test_only_what_was_offered_is_written_to(cut, framework):
-    chosen = registered.default_parts(compressors.make({"name": "topk", "compress_ratio": 0.1}))
+    chosen = registered.default_method(compressors.make({"name": "topk", "compress_ratio": 0.1}))
     plain, placed = (simulate(chosen, framework, size=1, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
     (engine,), ops = placed.engines, placed.engines[0]._ops("cpu")
     (expected,) = step(plain, 0)
@@ -100,7 +100,7 @@ def test_only_what_was_offered_is_written_to(cut, framework):
     assert_same([{name: expected[name] for name in places}], on_host(placed, [places]))
 
 
-TOP_HALF = registered.default_parts(compressors.make({"name": "topk", "compress_ratio": 0.5}))
+TOP_HALF = registered.default_method(compressors.make({"name": "topk", "compress_ratio": 0.5}))
 
 
 @pytest.mark.parametrize("framework", IN_PLACE)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.config import Parts, make_config
+from grace.core.config import Method, make_config
 from grace.core.ops import get_ops
-from grace.core.part import GRAIN
 from grace.core.plan import make_plan
 from grace.core.registry import communicators, compressors, memories
 from grace.core.spec import TensorSpec
+from grace.core.unit import GRAIN
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.reference_step import Reference, reference
 from tests.support.steps import (
@@ -76,10 +76,10 @@ def pieces(plan):
 def test_every_element_lies_in_one_unit():
     for chosen, options in itertools.product(DEFAULTS.values(), [{"granularity": "layer"}, *CUTS.values()]):
         plan = make_plan(MIXED, config(chosen, **options))
-        for part in plan.exchanged:
-            ends = [0, *(piece.stop for _, _, piece in plan.places[part.spec.name])]
-            assert [piece.start for _, _, piece in plan.places[part.spec.name]] == ends[:-1]
-            assert ends[-1] == part.spec.numel
+        for item in plan.exchanged:
+            ends = [0, *(piece.stop for _, _, piece in plan.places[item.spec.name])]
+            assert [piece.start for _, _, piece in plan.places[item.spec.name]] == ends[:-1]
+            assert ends[-1] == item.spec.numel
         assert len({unit.spec.name for unit in plan.units}) == len(plan.units)
         for unit in plan.units:
             assert unit.spec.numel == sum(piece.numel for piece in unit.pieces)
@@ -211,8 +211,8 @@ def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
     by_hand = units_by_hand(sim, get_ops("numpy"))
     whole = {piece.tensor for unit in sim.plan.units for piece in unit.pieces if len(unit.pieces) > 1}
     split = {name for name, places in sim.plan.places.items() if len(places) > 1}
-    assert bool(whole) == any(part.joins for part in sim.plan.exchanged)
-    cuttable = next(part for part in sim.plan.exchanged if part.spec.name == "long").compressor.flat
+    assert bool(whole) == any(item.joins for item in sim.plan.exchanged)
+    cuttable = next(item for item in sim.plan.exchanged if item.spec.name == "long").compressor.flat
     assert split == ({"long"} if cut == "small buckets" and cuttable else set())
     for number in range(3):
         given = gradients(sim, number)
@@ -256,7 +256,7 @@ def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, traffic
     predicted = sum(bucket.nbytes for bucket in sim.plan.buckets)
     if chosen.compressor.fixed_size:
         assert predicted == sum(traffic[0].values())
-        assert sum(sim.plan.bytes_of(part) for part in sim.plan.parts) == fields
+        assert sum(sim.plan.bytes_of(item) for item in sim.plan.assignments) == fields
     else:
         assert predicted <= sum(traffic[0].values())
 
@@ -304,7 +304,7 @@ def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
 def test_a_sparsifier_moves_values_without_rounding(chosen, cut, framework):
     """With one rank, old residual + gradient == applied gradient + new residual, exactly."""
     compressor = chosen.compressor
-    chosen = Parts(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
+    chosen = Method(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
     specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64") and compressor.unfit(spec) is None]
     sim = simulate(chosen, framework, size=1, specs=specs, **CUTS[cut])
     old = states(sim)[0]

@@ -128,13 +128,13 @@ def test_training_is_the_same_with_fewer_bytes(name, coding):
         assert stats[1]["tensors"]["a"]["wire_bytes"] <= stats[0]["tensors"]["a"]["wire_bytes"] or coding == "bitmap"
     if coding == "smallest":
         assert stats[1]["wire_bytes"] < stats[0]["wire_bytes"]
-    assert (sims[1].plan.parts[0].wire_bytes, sims[1].plan.parts[1].wire_bytes) == (None, None)
+    assert (sims[1].plan.assignments[0].wire_bytes, sims[1].plan.assignments[1].wire_bytes) == (None, None)
 
 
 def test_broadcast_keeps_its_fixed_size():
     config = make_config({"compressor": "topk", "communicator": "broadcast", "index_coding": "smallest"})
     sim = grace.Simulation(2, {"a": (60, 50)}, config)
-    assert sim.plan.parts[0].wire_bytes == 30 * 8
+    assert sim.plan.assignments[0].wire_bytes == 30 * 8
 
 
 def test_unknown_codings_are_refused():

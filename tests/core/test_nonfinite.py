@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.config import Parts
+from grace.core.config import Method
 from grace.core.registry import communicators, compressors, memories
 from grace.core.spec import MAX_MAGNITUDE, TensorSpec
 from grace.testing.harness import FRAMEWORKS, same
@@ -41,11 +41,11 @@ def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
 
     before = states(hit)
     expected, got = step(clean, 1), step(hit, 1, change=poison)
-    part = next(part for part in hit.plan.parts if part.spec.name == "matrix")
+    item = next(item for item in hit.plan.assignments if item.spec.name == "matrix")
     for mine, theirs in zip(got, expected, strict=True):
         matrix = mine.pop("matrix")
         assert not np.isfinite(matrix[3, 5])
-        if part.guarded:
+        if item.guarded:
             assert np.isnan(matrix).all()
         theirs.pop("matrix")
     assert_same(expected, got)
@@ -102,7 +102,7 @@ def test_large_finite_gradients_overflow_no_state(chosen):
 @pytest.mark.parametrize("communicator", ["allreduce", "allgather"])
 def test_a_gradient_that_only_bfloat16_makes_infinite_enters_no_state(communicator):
     """The largest float32 is beyond the largest bfloat16."""
-    parts = Parts(compressors.make("bf16"), memories.make("residual"), communicators.make(communicator))
+    parts = Method(compressors.make("bf16"), memories.make("residual"), communicators.make(communicator))
     sim = simulate(parts, specs=[TensorSpec("matrix", (24, 40))])
     step(sim, 0)
     before = states(sim)
@@ -116,7 +116,7 @@ def test_a_gradient_that_only_bfloat16_makes_infinite_enters_no_state(communicat
 def test_an_infinite_gradient_enters_no_memory(memory):
     """Memories compute before the check: clipping divides by an infinite norm."""
     compressor = compressors.make({"name": "topk", "compress_ratio": 0.1})
-    sim = simulate(Parts(compressor, memory, communicators.make("allgather")), specs=SPECS[:2])
+    sim = simulate(Method(compressor, memory, communicators.make("allgather")), specs=SPECS[:2])
     step(sim, 0)
     before = states(sim)
 
@@ -131,7 +131,7 @@ def test_an_infinite_gradient_enters_no_memory(memory):
 
 
 def test_a_bad_gradient_of_a_rank_that_selects_nothing_is_announced():
-    chosen = registered.default_parts(compressors.make({"name": "threshold", "threshold": 1e9}))
+    chosen = registered.default_method(compressors.make({"name": "threshold", "threshold": 1e9}))
     sim = simulate(chosen, specs=SPECS[:1])
     merged = step(sim, 0, change=lambda name, rank, x: x * (np.float32(np.nan) if rank == 2 else np.float32(1)))
     assert all(np.isnan(mine["matrix"]).all() for mine in merged)

@@ -7,10 +7,10 @@ import pytest
 import grace
 from grace.core.config import default_rules, make_config
 from grace.core.errors import ConfigError, GraceWarning
-from grace.core.part import GRAIN
 from grace.core.plan import early_warnings, make_plan, warn_of_momentum
 from grace.core.registry import compressors
 from grace.core.spec import TensorSpec
+from grace.core.unit import GRAIN
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.01}
 
@@ -18,7 +18,7 @@ TOPK = {"compressor": "topk", "compress_ratio": 0.01}
 def used(specs, **config):
     """Return the compressor of every tensor by name."""
     plan = make_plan(specs, make_config({**TOPK, **config}))
-    return {part.spec.name: compressors.name_of(part.compressor) for part in plan.parts}
+    return {item.spec.name: compressors.name_of(item.compressor) for item in plan.assignments}
 
 
 def rule(compressor="qsgd", **conditions):
@@ -99,7 +99,7 @@ def test_default_rules_keep_small_tensors_biases_and_norms_dense(name, shape, de
 def test_a_tensor_that_does_not_suit_the_method_stays_dense_with_the_reason():
     config = make_config(compressor="powersgd", default_rules=False)
     plan = make_plan([TensorSpec("v", (5000,)), TensorSpec("w", (100, 100))], config)
-    reasons = {part.spec.name: (compressors.name_of(part.compressor), part.reason) for part in plan.parts}
+    reasons = {item.spec.name: (compressors.name_of(item.compressor), item.reason) for item in plan.assignments}
     assert reasons["w"] == ("powersgd", "")
     assert reasons["v"][0] == "none"
     assert "matrix" in reasons["v"][1]
@@ -110,7 +110,7 @@ def test_a_tensor_that_does_not_suit_the_method_stays_dense_with_the_reason():
 
 def names(plan):
     """Return the names of the tensors in every bucket."""
-    return [[piece.tensor for unit in bucket.parts for piece in unit.pieces] for bucket in plan.buckets]
+    return [[piece.tensor for unit in bucket.units for piece in unit.pieces] for bucket in plan.buckets]
 
 
 def test_buckets_follow_the_backward_pass():
@@ -145,11 +145,11 @@ def test_a_plan_is_the_same_however_often_it_is_made():
 
 def test_delegated_tensors_are_left_to_the_caller():
     specs = [TensorSpec("w", (64, 64)), TensorSpec("small", (16, 16))]
-    plan = make_plan(specs, make_config(TOPK), delegate=lambda part: part.dense)
+    plan = make_plan(specs, make_config(TOPK), delegate=lambda item: item.dense)
     assert names(plan) == [["w"]]
-    assert [part.spec.name for part in plan.exchanged] == ["w"]
-    assert [part.spec.name for part in plan.delegated] == ["small"]
-    assert {part.spec.name for part in plan.parts} == {"w", "small"}
+    assert [item.spec.name for item in plan.exchanged] == ["w"]
+    assert [item.spec.name for item in plan.delegated] == ["small"]
+    assert {item.spec.name for item in plan.assignments} == {"w", "small"}
 
 
 def test_small_dense_vectors_beside_compressed_tensors_ride_along_in_one_collective():
@@ -167,13 +167,13 @@ def test_small_dense_vectors_beside_compressed_tensors_ride_along_in_one_collect
     left = {"half", "rows", "small", "longer.bias"}
     for granularity in ("layer", "bucket", "model"):
         config = make_config({**TOPK, "granularity": granularity})
-        plan = make_plan(specs, config, delegate=lambda part: part.dense)
-        assert {part.spec.name for part in plan.delegated} == left, granularity
+        plan = make_plan(specs, config, delegate=lambda item: item.dense)
+        assert {item.spec.name for item in plan.delegated} == left, granularity
         assert sorted(map(sorted, names(plan))) == [["double", "long", "scale", "w.bias"], ["w"]], granularity
     # If nothing is compressed, all tensors are delegated, as without grace.
-    plan = make_plan(specs, make_config(compressor="none"), delegate=lambda part: part.dense)
+    plan = make_plan(specs, make_config(compressor="none"), delegate=lambda item: item.dense)
     assert not plan.buckets
-    assert {part.spec.name for part in plan.delegated} == {spec.name for spec in specs}
+    assert {item.spec.name for item in plan.delegated} == {spec.name for spec in specs}
 
 
 def test_names_must_be_unique():
@@ -208,7 +208,7 @@ def test_the_report_names_every_tensor_its_bytes_and_why_it_is_dense():
         TensorSpec("scalar", ()),
     ]
     rules = [rule("powersgd", match="table"), rule("threshold", match="loud"), rule("qsgd", match="no such tensor")]
-    plan = make_plan(specs, make_config({**TOPK, "rules": rules}), delegate=lambda part: part.spec.name == "scalar")
+    plan = make_plan(specs, make_config({**TOPK, "rules": rules}), delegate=lambda item: item.spec.name == "scalar")
     report = plan.report()
     lines = {line.split()[0]: line for line in report.splitlines()}
     assert {spec.name for spec in specs} <= set(lines)

@@ -9,7 +9,7 @@ import pytest
 
 from grace.core.communicator import Allreduce
 from grace.core.compressor import Compressor, Sparsifier
-from grace.core.config import Config, Parts
+from grace.core.config import Config, Method
 from grace.core.errors import PayloadError
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
@@ -72,7 +72,7 @@ class Forgetful(LeaderTopK):
 
 
 def simulate(compressor, memory, framework, **options):
-    config = Config(Parts(compressor, memory, Allreduce()), default_rules=False, granularity="layer", **options)
+    config = Config(Method(compressor, memory, Allreduce()), default_rules=False, granularity="layer", **options)
     return Simulation(3, SPECS, config, framework=framework)
 
 

@@ -166,7 +166,7 @@ def test_an_outside_compressor_runs_like_any_other():
             mean = np.mean([mine[name] for mine in given], axis=0)
             largest = max(np.abs(mine[name]).max() for mine in given)
             assert np.abs(expected[0][name] - mean).max() < 2 * (largest + 1) / 15
-    assert grace.make_config(compressor="maxscale", extremes=[0, 1]).parts.compressor.extremes == (0, 1)
+    assert grace.make_config(compressor="maxscale", extremes=[0, 1]).method.compressor.extremes == (0, 1)
 
 
 @pytest.mark.usefixtures("registered")

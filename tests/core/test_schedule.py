@@ -39,7 +39,7 @@ def test_ladder_is_that_of_the_paper():
 
 def test_warm_up_of_the_configuration():
     config = make_config({"compressor": "topk", "compress_ratio": 0.01, "warmup_steps": 30})
-    ratios = [(step, stage.parts.compressor.compress_ratio) for step, stage in config.stages]
+    ratios = [(step, stage.method.compressor.compress_ratio) for step, stage in config.stages]
     assert ratios == ladder(0.01, 30)
     assert make_config(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ConfigError, match="compress_ratio"):
@@ -53,7 +53,7 @@ def test_stages_change_options_or_parts():
         {"step": 9, "communicator": "broadcast"},
     ]
     config = make_config({"compressor": "topk", "compress_ratio": 0.5, "schedule": schedule, "seed": 4})
-    parts = [stage.parts for _, stage in config.stages]
+    parts = [stage.method for _, stage in config.stages]
     assert [step for step, _ in config.stages] == [0, 5, 6, 9]
     assert [getattr(p.compressor, "compress_ratio", None) for p in parts] == [0.5, 0.1, None, None]
     assert (parts[1].memory.beta, parts[2].compressor.quantum_num) == (0.5, 3)
@@ -104,11 +104,11 @@ def test_no_residual_is_lost(change, framework):
             torch = pytest.importorskip("torch")
             mine = [{"w": torch.from_numpy(g["w"])} for g in mine]
         received += np.asarray(sim.step(mine)[0]["w"], np.float64)
-        part = sim.plan.parts[0]
+        item = sim.plan.assignments[0]
         held = 0.0
-        if part.holds:
+        if item.holds:
             kept = [np.asarray(e.state_dict()["tensors"]["w"]["memory"]["residual"]) for e in sim.engines]
-            held = sum(k.astype(np.float64) for k in kept).reshape(SHAPE) / 2 / part.memory.residual_scale
+            held = sum(k.astype(np.float64) for k in kept).reshape(SHAPE) / 2 / item.memory.residual_scale
         assert np.abs(given - received - held).max() < 1e-4, step
 
 
@@ -142,11 +142,11 @@ def test_a_checkpoint_continues_in_its_stage():
         first.step(gradients(step))
     for mine, other in zip(first.engines, second.engines, strict=True):
         other.load_state_dict(mine.state_dict(), lambda saved, current: saved.copy())
-    assert second.plan.parts[0].compressor.compress_ratio == 0.01
+    assert second.plan.assignments[0].compressor.compress_ratio == 0.01
     for step in range(4, 9):
         assert np.array_equal(first.step(gradients(step))[0]["w"], second.step(gradients(step))[0]["w"])
     second.engines[0].reset()
-    assert second.plan.parts[0].compressor.compress_ratio == 0.5
+    assert second.plan.assignments[0].compressor.compress_ratio == 0.5
 
 
 @pytest.mark.parametrize("step", [2, 4])
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_is_refused_changes_nothing(step):
     held, engine = residual(sim, 0), sim.engines[0]
     with pytest.raises(StateError, match="configuration"):
         engine.load_state_dict({**other.engines[0].state_dict(), "step": step}, lambda saved, current: saved.copy())
-    assert (engine.step, grace.compressors.name_of(engine.plan.parts[0].compressor)) == (1, "topk")
+    assert (engine.step, grace.compressors.name_of(engine.plan.assignments[0].compressor)) == (1, "topk")
     assert np.array_equal(residual(sim, 0), held)
 
 
@@ -172,11 +172,11 @@ def test_changes_by_hand():
     assert sim.engines[0].stats()["tensors"]["w"]["wire_bytes"] == 200 * 8
     with pytest.raises(ConfigError, match="compress_ratio"):
         sim.change(compress_rate=0.1)
-    assert sim.config.parts.compressor.compress_ratio == 0.1
+    assert sim.config.method.compressor.compress_ratio == 0.1
     sim.engines[0].ready("w", gradients(2)[0]["w"])
     with pytest.raises(StepError, match="middle"):
         sim.change(compress_ratio=0.2)
-    assert sim.config.parts.compressor.compress_ratio == 0.1
+    assert sim.config.method.compressor.compress_ratio == 0.1
 
 
 def test_a_change_in_the_middle_of_a_step_of_any_rank_changes_none():
@@ -184,7 +184,7 @@ def test_a_change_in_the_middle_of_a_step_of_any_rank_changes_none():
     sim.engines[1].ready("w", gradients(0)[1]["w"])
     with pytest.raises(StepError, match="middle"):
         sim.change(compress_ratio=0.2)
-    assert {engine.plan.parts[0].compressor.compress_ratio for engine in sim.engines} == {0.01}
+    assert {engine.plan.assignments[0].compressor.compress_ratio for engine in sim.engines} == {0.01}
 
 
 def test_a_schedule_is_not_changed_by_hand():

@@ -25,7 +25,7 @@ OPTIONS = {"bucket_bytes": 4096, "split_bytes": 4096}
 
 
 def chosen(name):
-    return registered.default_parts(compressors.make(name))
+    return registered.default_method(compressors.make(name))
 
 
 def check(engine):
@@ -35,10 +35,10 @@ def check(engine):
     check_phases(stats)
     assert list(buckets) == [bucket.name for bucket in engine.plan.buckets]
     assert {name for bucket in buckets.values() for name in bucket["tensors"]} == {
-        part.spec.name for part in engine.plan.exchanged
+        item.spec.name for item in engine.plan.exchanged
     }
     for planned in engine.plan.buckets:
-        assert (buckets[planned.name]["settle"] is not None) == any(unit.agreement for unit in planned.parts)
+        assert (buckets[planned.name]["settle"] is not None) == any(unit.agreement for unit in planned.units)
     assert stats["wire_bytes"] == sum(bucket["wire_bytes"] for bucket in buckets.values())
     return buckets
 
@@ -71,8 +71,8 @@ def test_moments_are_those_of_what_happens():
     for engine, mine in zip(sim.engines, gradients(sim, 0), strict=True):
         engine.ready(first.spec.name, mine[first.spec.name])
         time.sleep(0.02)
-        for part in rest:
-            engine.ready(part.spec.name, mine[part.spec.name])
+        for item in rest:
+            engine.ready(item.spec.name, mine[item.spec.name])
     handle = sim.engines[0]._runs[sim.plan.buckets[0].name].sent.handles["all"]
     waited = type(handle).wait
 

@@ -124,7 +124,7 @@ def payload_size(name, framework):
     The weights are one unit if the method joins tensors.
     """
     options = digits.SETTINGS.get(name, digits.Setting()).options
-    compressor = make_config({"compressor": name, **options}).parts.compressor
+    compressor = make_config({"compressor": name, **options}).method.compressor
     total = 0
     shapes = [(ELEMENTS,)] if compressor.joins else MATRICES[framework]
     for shape in shapes:

@@ -27,7 +27,7 @@ STATE = "grace/core/state.py"
 WIRE = "grace/core/wire.py"
 PLAN = "grace/core/plan.py"
 REPLICAS = "grace/core/replicas.py"
-PART = "grace/core/part.py"
+UNIT = "grace/core/unit.py"
 CODINGS = "grace/core/ops/codings.py"
 COMPOSITES = "grace/core/ops/composites.py"
 HELPERS = "grace/core/ops/helpers.py"
@@ -242,8 +242,8 @@ PATCHES = [
     Patch(
         "plan-momentum-of-rules-unnoticed",
         PLAN,
-        "for memory in dict.fromkeys(p.memory for p in parts if p.memory.accelerates):",
-        "for memory in dict.fromkeys(p.memory for p in parts[:1] if p.memory.accelerates):",
+        "for memory in dict.fromkeys(m.memory for m in methods if m.memory.accelerates):",
+        "for memory in dict.fromkeys(m.memory for m in methods[:1] if m.memory.accelerates):",
         "momentum of a memory that a rule or a stage names, beside the optimizer's, gets no warning",
         ("tests/core/test_plan.py -k momentum_twice",),
     ),
@@ -420,7 +420,7 @@ PATCHES = [
     Patch(
         "entry-wide-fields-beside-halves",
         ENTRY,
-        "halves = self._average and self._size > 1 and entry.part.half_sum",
+        "halves = self._average and self._size > 1 and entry.unit.half_sum",
         "halves = False",
         "float32 fields beside 16-bit ones are summed where those are averaged",
         ("tests/core/test_simulation.py -k 16_bit",),
@@ -428,7 +428,7 @@ PATCHES = [
     Patch(
         "entry-halves-divided-twice",
         ENTRY,
-        "already_mean = size == 1 or (self._average and part.half_sum)",
+        "already_mean = size == 1 or (self._average and unit.half_sum)",
         "already_mean = size == 1",
         "what was averaged on the way is divided by the number of ranks again",
         ("tests/papers/test_half.py",),
@@ -476,7 +476,7 @@ PATCHES = [
     Patch(
         "entry-borrows-the-gradient",
         ENTRY,
-        "if part.memory.stateless and part.agreement:",
+        "if unit.memory.stateless and unit.agreement:",
         "if False:",
         "a gradient that is needed after the ranks settled something is not copied, and its owner may overwrite it",
         (f"{STEPS} -k overwritten",),
@@ -550,7 +550,7 @@ PATCHES = [
     Patch(
         "state-parts-not-compared",
         STATE,
-        "if {kind: str(other) for kind, other in named.items()} != _names(part):",
+        "if {kind: str(other) for kind, other in named.items()} != _names(unit):",
         "if False:",
         "a checkpoint of another method is accepted where the shapes agree",
         (f"{ERRORS} -k checkpoint",),
@@ -558,7 +558,7 @@ PATCHES = [
     Patch(
         "state-shared-memory-cleared",
         STATE,
-        "if initial is not None and not part.memory.shared:",
+        "if initial is not None and not unit.memory.shared:",
         "if initial is not None:",
         "a memory that is equal on all ranks is lost with the checkpoint of another rank",
         (f"{ERRORS} -k 'memory_that_all_ranks_share'",),
@@ -598,7 +598,7 @@ PATCHES = [
     Patch(
         "engine-dtype-not-compared",
         ENGINE,
-        "if dtype != part.spec.dtype:",
+        "if dtype != item.spec.dtype:",
         "if not dtype:",
         "gradients of any dtype are taken",
         ("tests/core/test_fuzz.py -k another_dtype",),
@@ -793,8 +793,8 @@ PATCHES = [
     Patch(
         "plan-forward-order",
         PLAN,
-        "for part in reversed(parts) if part.spec.name not in left",
-        "for part in parts if part.spec.name not in left",
+        "for item in reversed(items) if item.spec.name not in left",
+        "for item in items if item.spec.name not in left",
         "buckets are in the order of the forward pass",
         ("tests/core/test_plan.py -k backward",),
     ),
@@ -809,8 +809,8 @@ PATCHES = [
     Patch(
         "plan-devices-mixed",
         PLAN,
-        "groups.setdefault((part.communicator, part.spec.device, part.dense), [])",
-        'groups.setdefault((part.communicator, "cpu", part.dense), [])',
+        "groups.setdefault((item.communicator, item.spec.device, item.dense), [])",
+        'groups.setdefault((item.communicator, "cpu", item.dense), [])',
         "tensors of several devices share a bucket",
         ("tests/core/test_plan.py -k devices",),
     ),
@@ -832,7 +832,7 @@ PATCHES = [
     ),
     Patch(
         "part-half-with-memory-unguarded",
-        PART,
+        UNIT,
         "return not (self.compressor.carries_nonfinite and self.memory.stateless)",
         "return not self.compressor.carries_nonfinite",
         "with fp16 and a memory, NaN enters the residual",
@@ -840,7 +840,7 @@ PATCHES = [
     ),
     Patch(
         "part-half-sum-when-gathered",
-        PART,
+        UNIT,
         "self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)",
         "any(f.dtype in HALF_DTYPES for f in self.fields)",
         "gathered 16-bit payloads count as averaged",
@@ -1040,8 +1040,8 @@ PATCHES = [
     ),
     Patch(
         "part-fuses-beyond-fit",
-        PART,
-        "if group and item.compressor.unfit(dataclasses.replace(item.spec, shape=(numel,))):",
+        UNIT,
+        "if group and unit.compressor.unfit(dataclasses.replace(unit.spec, shape=(numel,))):",
         "if False:",
         "tensors that fit alone become a unit that the method cannot address",
         (f"{GRANULARITY} -k never_grows",),
@@ -1072,15 +1072,15 @@ PATCHES = [
     ),
     Patch(
         "part-fuses-dtypes",
-        PART,
-        "key = (item.parts, item.spec.dtype, item.index_coding) if item.joins else i",
-        "key = (item.parts, item.index_coding) if item.joins else i",
+        UNIT,
+        "key = (unit.method, unit.spec.dtype, unit.index_coding) if unit.joins else i",
+        "key = (unit.method, unit.index_coding) if unit.joins else i",
         "tensors of float32 and bfloat16 are laid end to end as one unit",
         (f"{GRANULARITY} -k 'one_unit'",),
     ),
     Patch(
         "part-names-by-ends-only",
-        PART,
+        UNIT,
         "if len(pieces) > 2:",
         "if len(pieces) > 99:",
         "units with the same ends and other tensors between them share a checkpoint",
@@ -1088,7 +1088,7 @@ PATCHES = [
     ),
     Patch(
         "part-cut-too-long",
-        PART,
+        UNIT,
         "count = -(-spec.nbytes // most_bytes)",
         "count = max(2, spec.nbytes // most_bytes)",
         "slices of a long tensor are longer than split_bytes",
@@ -1096,7 +1096,7 @@ PATCHES = [
     ),
     Patch(
         "part-momentum-memory-cut",
-        PART,
+        UNIT,
         "return self.compressor.flat and not self.memory.whole",
         "return self.compressor.flat",
         "tensors are cut and fused though a memory needs the norm or learning rate of each",
@@ -1336,7 +1336,7 @@ PATCHES = [
     Patch(
         "chain-takes-lengths-of-data",
         "grace/core/compressors/chain.py",
-        "if not part.fixed_size:",
+        "if not inner.fixed_size:",
         "if False:",
         "a sparsifier whose number of values depends on the data is accepted",
         ("tests/papers/test_chain.py -k refused",),
@@ -1519,7 +1519,7 @@ PATCHES = [
     ),
     Patch(
         "scales-are-shared",
-        PART,
+        UNIT,
         "return self.flat and self.compressor.joins\n",
         "return self.flat\n",
         "tensors of unlike scale share one scale",
@@ -1813,8 +1813,8 @@ PATCHES = [
     Patch(
         "torch-delegates-bfloat16",
         "grace/torch/optimizer.py",
-        'return part.dense and part.spec.dtype != "bfloat16"',
-        "return part.dense",
+        'return item.dense and item.spec.dtype != "bfloat16"',
+        "return item.dense",
         "bfloat16 is left to Horovod, which cannot add it",
         ("tests/adapters/torch/test_optimizer.py -k dtypes",),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import grace
-from grace.core.config import Config, Parts
+from grace.core.config import Config, Method
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.registry import communicators, compressors, memories
 from grace.core.spec import TensorSpec
@@ -50,7 +50,7 @@ def variance(compressor, x: np.ndarray, trials: int) -> tuple[float, float]:
 
 def simulate(size: int, shape: tuple[int, ...], compressor, memory="none", communicator=None, **options):
     """Return a simulation of ranks with one tensor `w`."""
-    chosen = Parts(
+    chosen = Method(
         compressor,
         memories.make(memory),
         communicators.make(communicator or compressor.default_communicator),

@@ -130,7 +130,7 @@ def test_tables_survive_json_and_the_flat_configuration():
     inside = grace.make_config({"compressor": {"name": "chain", **tables}})
     beside = grace.make_config({"compressor": "chain", **tables})
     assert inside == beside
-    assert inside.parts.compressor == make("chain", sparsifier=TopK(0.02), quantizer=QSGD(15))
+    assert inside.method.compressor == make("chain", sparsifier=TopK(0.02), quantizer=QSGD(15))
     assert grace.make_config(json.loads(json.dumps(inside.to_dict()))) == inside
     assert grace.make_config({"compressor": "chain", "sparsifier": "topk", "quantizer": "qsgd"}) == grace.make_config(
         {"compressor": "chain"}

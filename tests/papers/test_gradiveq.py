@@ -82,10 +82,10 @@ def test_cycles_are_the_same_in_every_framework(framework):
 
 
 def _simulation(framework, communicator) -> Simulation:
-    from grace.core.config import Parts
+    from grace.core.config import Method
     from grace.core.registry import memories
 
-    parts = Parts(make("gradiveq", **CYCLE), memories.make("none"), communicator)
+    parts = Method(make("gradiveq", **CYCLE), memories.make("none"), communicator)
     return simulate_in(parts, framework, size=2, specs=[spec(*SHAPE)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.config import Parts
+from grace.core.config import Method
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.ops import get_ops
 from grace.core.registry import communicators, memories
@@ -134,7 +134,7 @@ def test_a_gradient_handed_out_is_not_the_snapshot():
 
 def test_votes_are_refused():
     with pytest.raises(IncompatibleError, match="vote"):
-        Parts(make("signsgd"), memories.make("svrg"), communicators.make("allgather"))
+        Method(make("signsgd"), memories.make("svrg"), communicators.make("allgather"))
 
 
 def test_period_counts_steps():

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.memory import FINITE
-from grace.core.part import Part
 from grace.core.plan import make_plan
 from grace.core.simulate import reduced
 from grace.core.spec import Key, Site
+from grace.core.unit import Assignment
 from grace.testing.harness import settle
 
 
@@ -21,7 +21,7 @@ class Reference:
     """
 
     ops: Any
-    parts: list[Part]
+    parts: list[Assignment]
     size: int
     seed: int
     number: int = 0
@@ -30,11 +30,11 @@ class Reference:
     def __post_init__(self):
         self.states = [
             {
-                part.spec.name: {
-                    "memory": part.memory.init(part.spec, self.ops),
-                    "compressor": part.compressor.init(part.spec, self.ops, Key.derive(self.seed, part.spec.name)),
+                item.spec.name: {
+                    "memory": item.memory.init(item.spec, self.ops),
+                    "compressor": item.compressor.init(item.spec, self.ops, Key.derive(self.seed, item.spec.name)),
                 }
-                for part in self.parts
+                for item in self.parts
             }
             for _ in range(self.size)
         ]
@@ -43,22 +43,22 @@ class Reference:
         """Return the merged gradient per rank and tensor, from one gradient per rank and tensor."""
         merged: list[dict[str, Any]] = [{} for _ in range(self.size)]
         tallies: dict[Any, list[Any]] = {}
-        for part in self.parts:
-            sites, payloads = self._exchange(part, [mine[part.spec.name] for mine in gradients], lr)
+        for item in self.parts:
+            sites, payloads = self._exchange(item, [mine[item.spec.name] for mine in gradients], lr)
             for rank in range(self.size):
-                gradient, tally = self._conclude(part, sites[rank], payloads[rank])
-                merged[rank][part.spec.name] = self.ops.reshape(
-                    self.ops.cast(gradient, part.spec.dtype), part.spec.shape
+                gradient, tally = self._conclude(item, sites[rank], payloads[rank])
+                merged[rank][item.spec.name] = self.ops.reshape(
+                    self.ops.cast(gradient, item.spec.dtype), item.spec.shape
                 )
                 if tally is not None:
-                    tallies.setdefault((part.compressor, rank), []).append((sites[rank], tally))
+                    tallies.setdefault((item.compressor, rank), []).append((sites[rank], tally))
         self._retune(tallies)
         self.number += 1
         return merged
 
-    def _exchange(self, part, gradients, lr):
+    def _exchange(self, item, gradients, lr):
         """Return for each rank the site and the received payloads: one of each rank, or their sum."""
-        ops, spec, compressor = self.ops, part.spec, part.compressor
+        ops, spec, compressor = self.ops, item.spec, item.compressor
         xs, sites = [], []
         for rank, gradient in enumerate(gradients):
             states = self.states[rank][spec.name]
@@ -72,36 +72,36 @@ class Reference:
                 lr=ops.full(1, lr, "float64")[0],
             )
             flat = ops.copy(ops.cast(ops.reshape(gradient, (-1,)), spec.work_dtype))
-            x, memory_state = part.memory.compensate(flat, states["memory"], site)
+            x, memory_state = item.memory.compensate(flat, states["memory"], site)
             memory_state.pop(FINITE, None)
             states["memory"] = memory_state
             xs.append(x)
             sites.append(site._replace(memory=memory_state))
         sites = settle(compressor, xs, sites)
         payloads = [compressor.compress(x, site) for x, site in zip(xs, sites, strict=True)]
-        travelling = [{f.name: payload[f.name] for f in part.fields if f.wire} for payload in payloads]
+        travelling = [{f.name: payload[f.name] for f in item.fields if f.wire} for payload in payloads]
         for rank in range(self.size):
             states = self.states[rank][spec.name]
-            states["memory"] = part.memory.update(xs[rank], payloads[rank], compressor, states["memory"], sites[rank])
-        if part.communicator.sums:
+            states["memory"] = item.memory.update(xs[rank], payloads[rank], compressor, states["memory"], sites[rank])
+        if item.communicator.sums:
             # 16-bit floats are averaged by the allreduce, because their sum may overflow.
-            op = "mean" if part.half_sum and self.size > 1 else "sum"
+            op = "mean" if item.half_sum and self.size > 1 else "sum"
             travelling = [{name: reduced(ops, [sent[name] for sent in travelling], op) for name in travelling[0]}]
-        home = [{f.name: payload[f.name] for f in part.fields if not f.wire} for payload in payloads]
+        home = [{f.name: payload[f.name] for f in item.fields if not f.wire} for payload in payloads]
         # Every rank gets its own copy, because the merged gradient may be a payload and is changed in place.
         return sites, [
             [{**{name: ops.copy(v) for name, v in sent.items()}, **mine} for sent in travelling] for mine in home
         ]
 
-    def _conclude(self, part, site, payloads):
-        states = self.states[site.rank][part.spec.name]
-        gradient = part.compressor.merge(payloads, site)
-        size = self.size if part.compressor.averages and not part.half_sum else 1
-        if part.memory.gain != size:
-            gradient = self.ops.scale_(gradient, part.memory.gain / size)
-        gradient, states["memory"] = part.memory.finish(gradient, states["memory"], site)
-        states["compressor"] = part.compressor.learn(payloads, site)
-        return gradient, part.compressor.tally(payloads, site)
+    def _conclude(self, item, site, payloads):
+        states = self.states[site.rank][item.spec.name]
+        gradient = item.compressor.merge(payloads, site)
+        size = self.size if item.compressor.averages and not item.half_sum else 1
+        if item.memory.gain != size:
+            gradient = self.ops.scale_(gradient, item.memory.gain / size)
+        gradient, states["memory"] = item.memory.finish(gradient, states["memory"], site)
+        states["compressor"] = item.compressor.learn(payloads, site)
+        return gradient, item.compressor.tally(payloads, site)
 
     def _retune(self, tallies):
         ops = self.ops

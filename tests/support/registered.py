@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from grace.core.compressor import Compressor
-from grace.core.config import Parts
+from grace.core.config import Method
 from grace.core.errors import IncompatibleError
 from grace.core.memory import Memory
 from grace.core.ops import get_ops
@@ -117,37 +117,41 @@ def all_memories() -> list[Memory]:
     return [memories.make(name) for name in memories] + [memories.make(extra) for extra in EXTRA_MEMORIES]
 
 
-def default_parts(compressor: Compressor) -> Parts:
+def default_method(compressor: Compressor) -> Method:
     """Return a compressor with its default memory and communicator."""
-    return Parts(
+    return Method(
         compressor,
         memories.make(compressor.default_memory),
         communicators.make(compressor.default_communicator),
     )
 
 
-def valid_parts() -> list[Parts]:
+def valid_methods() -> list[Method]:
     """Return every valid combination of compressor, memory and communicator, all with their defaults."""
     parts = []
     for compressor in default_compressors():
         for memory in memories:
             for communicator in communicators:
                 try:
-                    parts.append(Parts(compressor, memories.make(memory), communicators.make(communicator)))
+                    parts.append(Method(compressor, memories.make(memory), communicators.make(communicator)))
                 except IncompatibleError:
                     continue
     return parts
 
 
-def name(part: Compressor | Memory | Parts) -> str:
+def name(one: Compressor | Memory | Method) -> str:
     """Return a short name for test reports: the options that differ from the defaults."""
-    if isinstance(part, Parts):
-        kinds = ((compressors, part.compressor), (memories, part.memory), (communicators, part.communicator))
+    if isinstance(one, Method):
+        kinds = (
+            (compressors, one.compressor),
+            (memories, one.memory),
+            (communicators, one.communicator),
+        )
         return "-".join(registry.name_of(p) for registry, p in kinds)
-    registry = compressors if isinstance(part, Compressor) else memories
-    config = registry.config_of(part)
+    registry = compressors if isinstance(one, Compressor) else memories
+    config = registry.config_of(one)
     default = _default(registry, config["name"])
-    given = {f: getattr(part, f) for f in config if f != "name" and config[f] != default[f]}
+    given = {f: getattr(one, f) for f in config if f != "name" and config[f] != default[f]}
     changed = [f"{f}={name(v) if isinstance(v, Compressor) else v}" for f, v in given.items()]
     return "-".join([config["name"], *changed])
 
@@ -159,9 +163,9 @@ def _default(registry: Registry, name: str) -> dict:
 
 def by_name(parts: list, kind: str | None = None) -> dict:
     """Return the parts by their short names, or by the name of one kind."""
-    return {name(getattr(part, kind) if kind else part): part for part in parts}
+    return {name(getattr(one, kind) if kind else one): one for one in parts}
 
 
 def params(parts: list) -> list:
     """Return pytest parameters with short names."""
-    return [pytest.param(part, id=name(part)) for part in parts]
+    return [pytest.param(one, id=name(one)) for one in parts]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.config import Config, Parts
+from grace.core.config import Config, Method
 from grace.core.registry import communicators, compressors, memories
 from grace.core.spec import TensorSpec
 from grace.testing.harness import EPS, array, draw, host, same
@@ -39,11 +39,11 @@ LAYOUTS = {
     "fewer pieces": {"granularity": "bucket", "bucket_bytes": 40_000, "split_bytes": 40_000},
 }
 # With the parts that a user gets who names only the compressor: every method, and the extra configurations.
-METHODS = registered.by_name([registered.default_parts(c) for c in registered.default_compressors()], "compressor")
-EXTRAS = registered.by_name([registered.default_parts(c) for c in registered.extra_compressors()], "compressor")
+METHODS = registered.by_name([registered.default_method(c) for c in registered.default_compressors()], "compressor")
+EXTRAS = registered.by_name([registered.default_method(c) for c in registered.extra_compressors()], "compressor")
 DEFAULTS = METHODS | EXTRAS
 PARTS = {"compressor": list(compressors), "memory": list(memories), "communicator": list(communicators)}
-COMBINATIONS = {tuple(registered.name(parts).split("-")): parts for parts in registered.valid_parts()}
+COMBINATIONS = {tuple(registered.name(parts).split("-")): parts for parts in registered.valid_methods()}
 
 
 def each(valid=lambda row: True, **factors):
@@ -115,7 +115,7 @@ def in_turn(factor, values, names=EXTRAS):
     return lambda row: covering.ALL or meets.get(row["chosen"], row[factor]) == row[factor]
 
 
-def config(chosen: Parts, granularity="layer", **options) -> Config:
+def config(chosen: Method, granularity="layer", **options) -> Config:
     """Return a configuration in which every tensor is a unit. test_granularity.py tests other granularities."""
     return Config(chosen, default_rules=False, seed=5, granularity=granularity, **options)
 
@@ -133,8 +133,8 @@ def gradients(sim, step, change=lambda name, rank, x: x):
     result = []
     for rank, engine in enumerate(sim.engines):
         mine = {}
-        for part in sim.plan.parts:
-            spec, ops = part.spec, engine._ops(part.spec.device)
+        for item in sim.plan.assignments:
+            spec, ops = item.spec, engine._ops(item.spec.device)
             x = change(spec.name, rank, gradient(spec, step, rank))
             mine[spec.name] = ops.reshape(array(ops, x, spec.dtype), spec.shape)
         result.append(mine)
@@ -151,7 +151,7 @@ def step(sim, number, **changes):
 
 
 def states(sim):
-    """Return copies of all states: by rank and tensor, part and field."""
+    """Return copies of all states: by rank, unit, component and field."""
     ops = sim.engines[0]._ops("cpu")
     return [
         {
@@ -171,7 +171,7 @@ def assert_same(a, b):
         assert [name for name in mine if not same(mine[name], theirs[name])] == []
 
 
-def wire_eps(chosen: Parts, spec: TensorSpec) -> float:
+def wire_eps(chosen: Method, spec: TensorSpec) -> float:
     """Return the largest relative rounding error of payload, returned gradient and sums."""
     compressor = chosen.compressor if chosen.compressor.unfit(spec) is None else compressors.make("none")
     fields = compressor.wire(spec)

@@ -19,11 +19,11 @@ class Chain(QuantizedSparsifier):
 
     Formula: C(x) = Q(S(x))
 
-    `sparsifier` (S) and `quantizer` (Q) are each a name, a table {"name": ..., options}, or a ready part. The quantizer
-    sees the k kept values as a tensor of shape (k,). The indices travel as the sparsifier sends them (randomk sends
-    none). The errors add up: E|x - C(x)|^2 = E|x - S(x)|^2 + E|S(x) - Q(S(x))|^2. If Q is a contraction, so is C, with
-    delta = delta_S delta_Q. S must have a fixed size and no proposals; Q must have no state and no proposals, and must
-    not be a vote.
+    `sparsifier` (S) and `quantizer` (Q) are each a name, a table {"name": ..., options}, or a ready compressor. The
+    quantizer sees the k kept values as a tensor of shape (k,). The indices travel as the sparsifier sends them (randomk
+    sends none). The errors add up: E|x - C(x)|^2 = E|x - S(x)|^2 + E|S(x) - Q(S(x))|^2. If Q is a contraction, so is C,
+    with delta = delta_S delta_Q. S must have a fixed size and no proposals; Q must have no state and no proposals, and
+    must not be a vote.
 
     Error: 0.91 |x|^2 for normal x.
 
@@ -35,54 +35,54 @@ class Chain(QuantizedSparsifier):
     Reference: Basu et al., "Qsparse-local-SGD", NeurIPS 2019, without the scaling of that method.
     """
 
-    # `__post_init__` replaces names by parts. The defaults are names because users write names, and the list of options
-    # shows the defaults.
+    # `__post_init__` replaces names by compressors. The defaults are names because users write names, and the list of
+    # options shows the defaults.
     sparsifier: Compressor = "topk"  # type: ignore[assignment]
     quantizer: Compressor = "qsgd"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         for kind, why_not in (("sparsifier", _no_sparsifier), ("quantizer", _no_quantizer)):
-            part = compressors.make(getattr(self, kind))
-            object.__setattr__(self, kind, part)
-            if reason := why_not(part):
+            inner = compressors.make(getattr(self, kind))
+            object.__setattr__(self, kind, inner)
+            if reason := why_not(inner):
                 raise ConfigError(
-                    f"chain: '{compressors.name_of(part)}' cannot be its {kind}: {reason}; received {part}. "
+                    f"chain: '{compressors.name_of(inner)}' cannot be its {kind}: {reason}; received {inner}. "
                     f"Valid {kind}s: {', '.join(_valid(why_not))}."
                 )
 
     @property
-    def parts(self) -> tuple[Sparsifier, Compressor]:
+    def pair(self) -> tuple[Sparsifier, Compressor]:
         assert isinstance(self.sparsifier, Sparsifier)
         return self.sparsifier, self.quantizer
 
 
-def _no_sparsifier(part: Compressor) -> str | None:
-    if not isinstance(part, Sparsifier) or not part.sparsifies:
+def _no_sparsifier(inner: Compressor) -> str | None:
+    if not isinstance(inner, Sparsifier) or not inner.sparsifies:
         return "it does not send exact values at indices"
-    if not part.fixed_size:
+    if not inner.fixed_size:
         return "the number of values that it keeps depends on the data"
-    return _proposes(part)
+    return _proposes(inner)
 
 
-def _no_quantizer(part: Compressor) -> str | None:
-    if part.selects:
+def _no_quantizer(inner: Compressor) -> str | None:
+    if inner.selects:
         return "it drops some of the kept values"
-    if not part.averages:
+    if not inner.averages:
         return "it votes, and the kept indices differ between ranks"
-    if type(part).init is not Compressor.init or type(part).learn is not Compressor.learn:
+    if type(inner).init is not Compressor.init or type(inner).learn is not Compressor.learn:
         return "it keeps a state per element, and the kept elements change in every step"
-    return _proposes(part)
+    return _proposes(inner)
 
 
-def _proposes(part: Compressor) -> str | None:
+def _proposes(inner: Compressor) -> str | None:
     values = TensorSpec("values", (64,))
-    if unfit := part.unfit(values):
+    if unfit := inner.unfit(values):
         return unfit
-    return "its ranks exchange a proposal before they compress" if part.agreement(values) else None
+    return "its ranks exchange a proposal before they compress" if inner.agreement(values) else None
 
 
 def _valid(why_not: Callable[[Compressor], str | None]) -> list[str]:
-    """Return the names of the parts that fit with their default options; skip parts that have required options."""
+    """Return the names of the compressors that fit with default options; skip those that have required ones."""
     names = []
     for name in compressors:
         try:

@@ -50,10 +50,10 @@ class QSparse(QuantizedSparsifier):
 
     def __post_init__(self) -> None:
         check_ratio("qsparse", self.compress_ratio)
-        _ = self.parts  # QSGD checks the number of levels
+        _ = self.pair  # QSGD checks the number of levels
 
     @cached_property
-    def parts(self) -> tuple[Sparsifier, Compressor]:
+    def pair(self) -> tuple[Sparsifier, Compressor]:
         quantizer = EFSignSGD() if self.quantizer == "sign" else QSGD(self.quantum_num, bucket_size=0, norm="l2")
         return _SPARSIFIERS[self.sparsifier](self.compress_ratio), quantizer
 

@@ -51,9 +51,9 @@ STEPS = 3
 
 
 def _config(row: dict[str, Any]) -> grace.Config:
-    parts = registered.default_parts(COMPRESSORS[row["compressor"]])
+    parts = registered.default_method(COMPRESSORS[row["compressor"]])
     if row["communicator"] != "default":
-        parts = grace.Parts(parts.compressor, parts.memory, communicators.make(row["communicator"]))
+        parts = grace.Method(parts.compressor, parts.memory, communicators.make(row["communicator"]))
     return steps.config(parts, **steps.CUTS.get(row["cut"], {}))
 
 
@@ -71,7 +71,7 @@ def exchanges(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for number, row in enumerate(rows):
         label, config = f"{row['compressor']}/{row['communicator']}/{row['cut']}", _config(row)
         plan = make_plan(steps.MIXED, config)
-        refused = outcome(lambda p=plan: [part.compressor.check_ranks(SIZE) for part in p.parts])
+        refused = outcome(lambda p=plan: [item.compressor.check_ranks(SIZE) for item in p.assignments])
         if refused:
             results[label] = {"refused": refused, "exchange": outcome(lambda c=config: mpi.MPIExchange(steps.MIXED, c))}
             continue
@@ -85,10 +85,10 @@ def exchanges(rows: list[dict[str, Any]]) -> dict[str, Any]:
         results[label] = {
             "digests": [digest(m) for m in merged],
             "bytes": lengths,
-            "summed": any(p.communicator.sums or p.agreement for p in exchange.plan.parts),
+            "summed": any(p.communicator.sums or p.agreement for p in exchange.plan.assignments),
         }
         if number % SIZE == RANK:
-            results[label] |= _simulated(config, exchange.plan.parts, merged)
+            results[label] |= _simulated(config, exchange.plan.assignments, merged)
         exchange.close()
     return results
 
@@ -100,13 +100,13 @@ def _simulated(config: grace.Config, parts: Any, merged: list[dict[str, np.ndarr
     for step, mine in enumerate(merged):
         expected = simulation.step([_gradients(step, rank) for rank in range(SIZE)])[RANK]
         lengths.append([simulation.engines[RANK].stats()["wire_bytes"]] * 2)
-        for part in parts:
-            name, theirs = part.spec.name, expected[part.spec.name]
+        for item in parts:
+            name, theirs = item.spec.name, expected[item.spec.name]
             equal = equal and same(mine[name], theirs)
             size = float(np.abs(theirs.astype(np.float64)).max(initial=1e-30))
             difference = np.abs(mine[name].astype(np.float64) - theirs.astype(np.float64)).max(initial=0.0)
-            width = "half" if part.spec.dtype in HALF_DTYPES else "wide"
-            width = "half sum" if part.half_sum else width
+            width = "half" if item.spec.dtype in HALF_DTYPES else "wide"
+            width = "half sum" if item.half_sum else width
             worst[width] = max(worst[width], float(difference) / size)
     return {"equal": equal, "worst": worst, "simulated bytes": lengths}
 

@@ -193,7 +193,7 @@ def foreign_checkpoint() -> dict[str, Any]:
             _apply(mine, model, step)
     with _stderr() as fitted:
         fit(loaded, 2, start=1)
-    (tensor,) = (part.spec.name for part in mine.grace.plan.parts if part.spec.name.endswith("only/kernel"))
+    (tensor,) = (part.spec.name for part in mine.grace.plan.assignments if part.spec.name.endswith("only/kernel"))
     states = [state_of(optimizer.grace, tensor) for optimizer in (mine, with_past, without_past)]
     return {
         "messages": [_foreign(restored), _foreign(fitted)],

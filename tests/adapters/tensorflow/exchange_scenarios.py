@@ -65,7 +65,7 @@ def _bytes(exchange: grace.tensorflow.Exchange, sent: dict[str, int]) -> dict[st
     return {
         "reported": exchange.stats()["wire_bytes"],
         "sent": sum(sent.values()),
-        "fixed": all(part.compressor.fixed_size for part in plan.parts),
+        "fixed": all(item.compressor.fixed_size for item in plan.assignments),
         "predicted": sum(b.nbytes for b in plan.buckets) + sum(p.spec.nbytes for p in plan.delegated),
         "padding": sum(b.nbytes % 4 for b in plan.buckets),
     }
@@ -179,7 +179,7 @@ def given(rows: ROWS) -> dict[str, Any]:
             "moved": bool(np.abs(first[-1]["kernel"]).max() > 0),
             "steps": steps[: len(GIVEN)],
             "resumed": max(_distance(a, b) for a, b in zip(first[SAVED:], again, strict=True)),
-            "guarded": any(p.spec.name == "kernel" and p.guarded for p in exchange.plan.parts),
+            "guarded": any(p.spec.name == "kernel" and p.guarded for p in exchange.plan.assignments),
             **_bytes(exchange, sent()),
         }
     for row in rows[hvd.rank() :: hvd.size()]:
@@ -408,6 +408,6 @@ def dtypes(methods: list[str]) -> dict[str, Any]:
     results["frozen"] = {
         "merged": digest(model.trainable_variables),
         "kept": digest(model.get_layer("hidden").variables) == frozen,
-        "planned": any("hidden" in part.spec.name for part in model.optimizer.grace.plan.parts),
+        "planned": any("hidden" in item.spec.name for item in model.optimizer.grace.plan.assignments),
     }
     return results

@@ -34,7 +34,7 @@ def scaled(optimizer: Any, **options: Any) -> keras.optimizers.Optimizer:
 
 def states(exchange: Any) -> list[str]:
     """Return hashes of this rank's memories of every tensor."""
-    return [state_of(exchange, part.spec.name) for part in exchange.plan.exchanged]
+    return [state_of(exchange, item.spec.name) for item in exchange.plan.exchanged]
 
 
 def watched(model: keras.Model, optimizer: Any, step: Callable[[int], Any], steps: int) -> dict[str, Any]:

@@ -34,16 +34,16 @@ pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFl
 @pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
 def test_one_graph_serves_all_steps_and_lengths(compressor):
     """A step number fixed in the graph would repeat the random numbers, and a fixed length would fail on other data."""
-    spec, ops, part = TensorSpec("t", (24, 40)), get_ops("tensorflow"), traced(compressor)
-    methods = [part.agree, part.compress, part.decompress]
+    spec, ops, component = TensorSpec("t", (24, 40)), get_ops("tensorflow"), traced(compressor)
+    methods = [component.agree, component.compress, component.decompress]
     graphs = 0
     for number in range(3):
         # Gradients with different shares of large values.
         x = draw(spec, number) * np.float32(10.0 ** -(2 * number))
-        plain, ex = (exchange(c, ops, spec, [x], step=number) for c in (compressor, part))
+        plain, ex = (exchange(c, ops, spec, [x], step=number) for c in (compressor, component))
         one, two = payload_on_host(ops, plain.payloads[0]), payload_on_host(ops, ex.payloads[0])
         assert all(same(one[name], two[name]) for name in one)
-        decoded = [c.decompress(e.payloads[0], e.sites[0]) for c, e in ((compressor, plain), (part, ex))]
+        decoded = [c.decompress(e.payloads[0], e.sites[0]) for c, e in ((compressor, plain), (component, ex))]
         assert same(*(host(ops, d) for d in decoded))
         counts = [count for method in methods for count in method.traces.values()]
         assert set(counts) == {1}
@@ -163,7 +163,7 @@ def assert_close(chosen, expected, got):
 @pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
 def test_steps_in_a_graph_are_those_of_numpy(compressor):
     """Two ranks run some steps. The third step has a NaN on one rank."""
-    chosen = registered.default_parts(compressor)
+    chosen = registered.default_method(compressor)
     specs = specs_in("tensorflow", chosen)
     reference, graph = simulate(chosen, size=2, specs=specs), Graph(chosen, 2, specs=specs)
     for number in range(4):
@@ -181,7 +181,7 @@ def test_steps_in_a_graph_are_those_of_numpy(compressor):
 def test_ranks_at_different_steps_are_told_by_the_graph():
     import tensorflow as tf
 
-    graph = Graph(registered.default_parts(compressors.make("topk")), 2)
+    graph = Graph(registered.default_method(compressors.make("topk")), 2)
     graph.engines[1]._slots.go_to(7)
     with pytest.raises(tf.errors.InvalidArgumentError, match="MismatchError: the ranks are not at the same step"):
         graph.step(gradients(graph, 0))

@@ -69,7 +69,7 @@ def trained(rows: ROWS) -> dict[str, Any]:
             "finite": bool(np.isfinite(loss)),
             "reported": stats["wire_bytes"] - sum(p.spec.nbytes for p in optimizer.grace.plan.delegated),
             "sent": sum(nbytes for _, nbytes in sent),
-            "fixed": all(p.compressor.fixed_size for p in optimizer.grace.plan.parts),
+            "fixed": all(p.compressor.fixed_size for p in optimizer.grace.plan.assignments),
             "predicted": sum(b.nbytes for b in optimizer.grace.plan.buckets),
         }
     return results
@@ -165,14 +165,14 @@ def given(rows: ROWS) -> dict[str, Any]:
                 steps.append({"finite": left, "others finite": all(finite.values()), "state kept": kept})
         merged[label_of(row)] = found
         compressed = [
-            sum(compressors.name_of(part.compressor) == row["method"] for part in parts)
+            sum(compressors.name_of(item.compressor) == row["method"] for item in parts)
             for parts in (plan.units, plan.exchanged)
         ]
         units = engine.state_dict()["tensors"].values()
         results[label_of(row)] = {
             "merged": digest(x.nan_to_num(1.0, 2.0, 3.0) for step in found for x in step.values()),
             "steps": steps,
-            "guarded": any(p.spec.name == "left.weight" and p.guarded for p in plan.parts),
+            "guarded": any(p.spec.name == "left.weight" and p.guarded for p in plan.assignments),
             "states finite": all(bool(torch.isfinite(v).all()) for unit in units for v in unit["memory"].values()),
             "reported": optimizer.grace.stats()["wire_bytes"] - sum(p.spec.nbytes for p in plan.delegated),
             "sent": sum(nbytes for _, nbytes in sent),
@@ -347,5 +347,5 @@ def layouts() -> dict[str, Any]:
     return {
         "weights": digest(model.parameters()),
         "kept": digest([model.left.weight]) == frozen,
-        "planned": any(p.spec.name == "left.weight" for p in optimizer.grace.plan.parts),
+        "planned": any(p.spec.name == "left.weight" for p in optimizer.grace.plan.assignments),
     }

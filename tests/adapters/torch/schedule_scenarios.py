@@ -96,7 +96,7 @@ def resumed_scheduler() -> dict[str, Any]:
         error = ""
     except GraceError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return {"options": [repr(s._exchange.config.parts) for s in (first, second)], "error": error}
+    return {"options": [repr(s._exchange.config.method) for s in (first, second)], "error": error}
 
 
 def changes_that_differ() -> dict[str, Any]:
@@ -112,7 +112,7 @@ def changes_that_differ() -> dict[str, Any]:
             errors.append(f"{type(error).__name__}: {error}")
     optimizer.grace.change(compress_ratio=0.5)
     train(net, optimizer, 2, start=1)
-    return {"errors": errors, "weights": weights(net), "ratio": optimizer.grace.config.parts.compressor.compress_ratio}
+    return {"errors": errors, "weights": weights(net), "ratio": optimizer.grace.config.method.compressor.compress_ratio}
 
 
 def learning_rates() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parts of a plan: a part is a tensor, or a unit of pieces of several tensors that are compressed as one."""
+"""Assignments of tensors to methods, and units: pieces of one or more tensors that are compressed as one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor
-from grace.core.config import Parts, dense_parts
+from grace.core.config import Method, dense_method
 from grace.core.memory import Memory
 from grace.core.registry import memories
 from grace.core.spec import HALF_DTYPES, Field, TensorSpec
@@ -35,37 +35,31 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
-    """Tensor, or unit of pieces laid end to end, with the parts that serve it.
+class Assignment:
+    """Tensor with the method that exchanges it.
 
-    `spec` is that of the tensor, or of the unit, which is flat. `reason` says why the parts are not the configuration's
-    own; empty if they are.
+    `reason` says why the method is not the configuration's own; empty if it is.
     """
 
     spec: TensorSpec
-    parts: Parts
+    method: Method
     reason: str = ""
     index_coding: str = "int32"
-    pieces: tuple[Piece, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.pieces:
-            object.__setattr__(self, "pieces", (Piece(self.spec.name, 0, self.spec.numel),))
 
     @property
     def compressor(self) -> Compressor:
         """Compressor of its payload."""
-        return self.parts.compressor
+        return self.method.compressor
 
     @property
     def memory(self) -> Memory:
         """Memory that keeps its error."""
-        return self.parts.memory
+        return self.method.memory
 
     @property
     def communicator(self) -> Communicator:
         """Communicator that carries its payload."""
-        return self.parts.communicator
+        return self.method.communicator
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
@@ -94,7 +88,7 @@ class Part:
     @cached_property
     def dense(self) -> bool:
         """True if the gradient is summed as it is, without memory."""
-        return self.parts == dense_parts()
+        return self.method == dense_method()
 
     @property
     def flat(self) -> bool:
@@ -127,58 +121,70 @@ class Part:
         return self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)
 
 
-def cut(part: Part, most_bytes: int) -> list[Part]:
+@dataclass(frozen=True)
+class Unit(Assignment):
+    """Pieces of tensors, laid end to end and compressed as one; `spec` describes them as one flat tensor."""
+
+    pieces: tuple[Piece, ...] = ()
+
+
+def whole(item: Assignment) -> Unit:
+    """Return a tensor as one unit, in its own shape."""
+    return Unit(item.spec, item.method, item.reason, item.index_coding, (Piece(item.spec.name, 0, item.spec.numel),))
+
+
+def cut(item: Assignment, most_bytes: int) -> list[Unit]:
     """Split a tensor into units of about equal length with at most `most_bytes` of its gradient, if it can be cut."""
-    spec = part.spec
-    if not part.flat or spec.nbytes <= most_bytes:
-        return [part]
+    spec, uncut = item.spec, whole(item)
+    if not item.flat or spec.nbytes <= most_bytes:
+        return [uncut]
     count = -(-spec.nbytes // most_bytes)
     width = -(-spec.numel // count // GRAIN) * GRAIN
     units = [
-        _unit([part], (Piece(spec.name, start, min(start + width, spec.numel)),))
+        _unit([uncut], (Piece(spec.name, start, min(start + width, spec.numel)),))
         for start in range(0, spec.numel, width)
     ]
-    unfit = any(part.compressor.unfit(unit.spec) for unit in units)
-    return [part] if unfit or len(units) == 1 else units
+    unfit = any(item.compressor.unfit(unit.spec) for unit in units)
+    return [uncut] if unfit or len(units) == 1 else units
 
 
-def fuse(items: Sequence[Part]) -> list[Part]:
-    """Join the units of one bucket that the same parts serve, where joining is allowed and the result fits."""
-    groups: list[list[Part]] = []
+def fuse(units: Sequence[Unit]) -> list[Unit]:
+    """Join the units of one bucket that have the same method, where joining is allowed and the result fits."""
+    groups: list[list[Unit]] = []
     # The last group of a kind, and its number of elements.
-    last: dict[object, tuple[list[Part], int]] = {}
-    for i, item in enumerate(items):
-        key = (item.parts, item.spec.dtype, item.index_coding) if item.joins else i
+    last: dict[object, tuple[list[Unit], int]] = {}
+    for i, unit in enumerate(units):
+        key = (unit.method, unit.spec.dtype, unit.index_coding) if unit.joins else i
         group, numel = last.get(key, ([], 0))
-        numel += item.spec.numel
-        if group and item.compressor.unfit(dataclasses.replace(item.spec, shape=(numel,))):
-            group, numel = [], item.spec.numel
+        numel += unit.spec.numel
+        if group and unit.compressor.unfit(dataclasses.replace(unit.spec, shape=(numel,))):
+            group, numel = [], unit.spec.numel
         if not group:
             groups.append(group)
-        group.append(item)
+        group.append(unit)
         last[key] = group, numel
     return [
-        group[0] if len(group) == 1 else _unit(group, tuple(piece for item in group for piece in item.pieces))
+        group[0] if len(group) == 1 else _unit(group, tuple(piece for unit in group for piece in unit.pieces))
         for group in groups
     ]
 
 
-def _unit(items: Sequence[Part], pieces: tuple[Piece, ...]) -> Part:
+def _unit(units: Sequence[Unit], pieces: tuple[Piece, ...]) -> Unit:
     ends = [f"{p.tensor}[{p.start}:{p.stop}]" for p in (pieces[0], pieces[-1])]
     name = ends[0] if len(pieces) == 1 else f"{ends[0]} to {ends[1]}, {len(pieces)} pieces"
     if len(pieces) > 2:
         # States, checkpoints and random numbers use the name: other pieces between the same ends are another unit.
         name += f" ({zlib.crc32(repr([tuple(piece) for piece in pieces]).encode()):08x})"
     spec = dataclasses.replace(
-        items[0].spec,
+        units[0].spec,
         name=name,
         shape=(sum(piece.numel for piece in pieces),),
-        sparse=any(item.spec.sparse for item in items),
+        sparse=any(unit.spec.sparse for unit in units),
     )
-    return dataclasses.replace(items[0], spec=spec, pieces=pieces)
+    return dataclasses.replace(units[0], spec=spec, pieces=pieces)
 
 
-def offsets(unit: Part) -> Iterator[tuple[Piece, int]]:
+def offsets(unit: Unit) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of a unit, each with its start in the unit."""
     start = 0
     for piece in unit.pieces:
