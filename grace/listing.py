@@ -112,7 +112,7 @@ def feedback(compressor: Compressor) -> str:
 
 def _bits(compressor: Compressor) -> str:
     """Return the bits that one rank sends per element of the example: proposal and payload, without bucket header."""
-    fields = [*compressor.agreement(EXAMPLE), *compressor.wire(EXAMPLE)]
+    fields = [*compressor.proposed(EXAMPLE), *compressor.wire(EXAMPLE)]
     fixed = payload_bytes(fields)
     if fixed is not None:
         return f"{8 * fixed / EXAMPLE.numel:.3g}"

@@ -114,7 +114,7 @@ def _bytes(names: tuple[str, ...]) -> str:
     fixed, varies = [], False
     for name in names:
         compressor = compressors.make(name)
-        total = payload_bytes([*compressor.agreement(EXAMPLE), *compressor.wire(EXAMPLE)])
+        total = payload_bytes([*compressor.proposed(EXAMPLE), *compressor.wire(EXAMPLE)])
         if total is None:
             varies = True
         else:

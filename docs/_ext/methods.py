@@ -60,7 +60,7 @@ def sent(name: str) -> Sent:
     compressor = compressors.make(name)
     payload = payload_bytes(compressor.wire(EXAMPLE))
     if payload is not None:
-        proposals = payload_bytes(compressor.agreement(EXAMPLE)) or 0
+        proposals = payload_bytes(compressor.proposed(EXAMPLE)) or 0
         collectives = {compressor.default_communicator: payload / EXAMPLE.numel}
         if proposals:
             collectives["allreduce"] = collectives.get("allreduce", 0) + proposals / EXAMPLE.numel

@@ -14,7 +14,7 @@ FIGURES = Path(__file__).parents[1] / "figures"
 COLORS = {
     "ready": "#c9ced4",
     "compress": "#0a7d91",
-    "settle": "#7fc4cf",
+    "negotiate": "#7fc4cf",
     "send": "#edae49",
     "wait": "#d1495b",
     "merge": "#66a182",
@@ -30,7 +30,7 @@ def draw(trace: Path, path: Path) -> None:
     rows = sorted({(event["pid"], event["tid"] % GRADIENTS) for event in events})
     figure = Figure(figsize=(9, 0.5 + 0.36 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    for event in sorted(events, key=lambda event: event["name"] == "settle"):
+    for event in sorted(events, key=lambda event: event["name"] == "negotiate"):
         row = rows.index((event["pid"], event["tid"] % GRADIENTS)) + (event["pid"] - rows[0][0]) * 0.6
         top, height = (row - 0.4, 0.2) if event["name"] == "ready" else (row - 0.15, 0.5)
         span = [((event["ts"] - start) / 1e3, event["dur"] / 1e3)]

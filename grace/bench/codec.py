@@ -51,12 +51,12 @@ class Begun(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """The data that a rank receives in one step: the agreed proposal and the payloads.
+    """The data that a rank receives in one step: what was negotiated and the payloads.
 
     With allgather, `payloads` holds those of the other ranks. With allreduce, it holds one: the sum over all ranks.
     """
 
-    agreed: Array | None
+    negotiated: Array | None
     payloads: list[Payload]
 
 
@@ -81,7 +81,7 @@ class LocalStep:
     """Training steps of one tensor on `ranks` ranks. Only the work of rank 0 is timed.
 
     Each step has three calls. `receive` computes the payloads of the other ranks. `run` does all work of rank 0:
-    compensate, agree, compress, update, merge, finish and learn. `conclude` ends the step on the other ranks. States
+    compensate, propose, compress, update, merge, finish and learn. `conclude` ends the step on the other ranks. States
     carry over from step to step, as in training.
 
     The engine's own work is not included: the check for NaN, the wire buffer, the division by the number of ranks and
@@ -100,22 +100,22 @@ class LocalStep:
         """Return the data that rank 0 receives in a step. `gradients` holds one gradient per rank."""
         unit, ops = self.unit, self.ops
         sums = unit.communicator.sums
-        ranks = range(0 if sums or unit.agreement else 1, self.ranks)
+        ranks = range(0 if sums or unit.proposed else 1, self.ranks)
         begun = {rank: self.begin(gradients[rank], self.states(rank), rank, step) for rank in ranks}
-        agreed = None
-        if unit.agreement:
+        negotiated = None
+        if unit.proposed:
             proposals = [b.proposal for b in begun.values() if b.proposal is not None]
             arrays, op = [p.array for p in proposals], proposals[0].op
-            agreed = arrays[step % self.ranks] if op == "leader" else reduced(ops, arrays, op)
+            negotiated = arrays[step % self.ranks] if op == "leader" else reduced(ops, arrays, op)
         payloads, self._others = [], []
         for rank in range(0 if sums else 1, self.ranks):
-            site = begun[rank].site._replace(agreed=agreed)
+            site = begun[rank].site._replace(negotiated=negotiated)
             payload = unit.compressor.compress(begun[rank].x, site)
             if rank > 0:
                 memory = unit.memory.update(begun[rank].x, payload, unit.compressor, begun[rank].memory, site)
                 self._others.append(_Other(site, memory))
             payloads.append({f.name: payload[f.name] for f in unit.fields if f.wire})
-        return Arrived(agreed, [self._summed(payloads)] if sums else payloads)
+        return Arrived(negotiated, [self._summed(payloads)] if sums else payloads)
 
     def _summed(self, payloads: Sequence[Payload]) -> Payload:
         total: Payload = {}
@@ -147,7 +147,7 @@ class LocalStep:
 
     def wire_bytes(self, done: Done) -> int:
         """Return the bytes that rank 0 sent in a step: payload and proposal."""
-        return int(sent_bytes(self.ops, self.unit.fields, done.payload)) + self.unit.settled_bytes
+        return int(sent_bytes(self.ops, self.unit.fields, done.payload)) + self.unit.negotiated_bytes
 
     # --- one rank's step ----------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class LocalStep:
         memory = {key: value for key, value in memory.items() if key != FINITE}
         if memory:
             site = site._replace(memory=memory)
-        return Begun(site, x, memory, unit.compressor.agree(x, site))
+        return Begun(site, x, memory, unit.compressor.propose(x, site))
 
     def whole(
         self, gradient: Array, states: dict[str, State], step: int, arrived: Arrived
@@ -176,7 +176,7 @@ class LocalStep:
         unit, c = self.unit, self.unit.compressor
         site, x, memory, proposal = self.begin(gradient, states, 0, step)
         if proposal is not None:
-            site = site._replace(agreed=arrived.agreed)
+            site = site._replace(negotiated=arrived.negotiated)
         payload = c.compress(x, site)
         memory = unit.memory.update(x, payload, c, memory, site)
         home = {f.name: payload[f.name] for f in unit.fields if not f.wire}

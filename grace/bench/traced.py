@@ -43,7 +43,7 @@ class TracedStep(LocalStep):
             for kind, state in super().states(0).items()
         }
         signature = [tf.TensorSpec([unit.spec.numel], tf.float32), tf.TensorSpec([], tf.int64)]
-        signature += [_form(f) for f in unit.agreement]
+        signature += [_form(f) for f in unit.proposed]
         self._wire = [f for f in unit.fields if f.wire]
         signature += [_form(f) for f in self._wire] * (1 if unit.communicator.sums else ranks - 1)
         self._graph = tf.function(self._traced, input_signature=signature, autograph=False)
@@ -57,16 +57,16 @@ class TracedStep(LocalStep):
         }
 
     def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:
-        agreed = [] if arrived.agreed is None else [arrived.agreed]
+        negotiated = [] if arrived.negotiated is None else [arrived.negotiated]
         payloads = [payload[f.name] for payload in arrived.payloads for f in self._wire]
-        return Done(*self._graph(gradient, tf.constant(step, tf.int64), *agreed, *payloads))
+        return Done(*self._graph(gradient, tf.constant(step, tf.int64), *negotiated, *payloads))
 
     def _traced(self, gradient: Array, step: Array, *arrays: Array) -> tuple[Any, ...]:
-        first, width = len(self.unit.agreement), len(self._wire)
-        agreed, flat = arrays[0] if first else None, arrays[first:]
+        first, width = len(self.unit.proposed), len(self._wire)
+        negotiated, flat = arrays[0] if first else None, arrays[first:]
         names = [f.name for f in self._wire]
         payloads = [dict(zip(names, flat[i : i + width], strict=True)) for i in range(0, len(flat), width)]
-        done, states = self.whole(gradient, self.states(0), step, Arrived(agreed, payloads))
+        done, states = self.whole(gradient, self.states(0), step, Arrived(negotiated, payloads))
         for kind, state in states.items():
             for key, value in state.items():
                 self._variables[kind][key].assign(value)

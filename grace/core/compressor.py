@@ -151,12 +151,12 @@ class Compressor(ABC):
         """Raise IncompatibleError if the payloads of `size` ranks cannot be merged (default: any number can)."""
         return
 
-    def agreement(self, spec: TensorSpec) -> tuple[Field, ...]:
-        """Return the field that `agree` proposes, from static facts only; at most one (default: none)."""
+    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
+        """Return the field that `propose` returns, from static facts only; at most one (default: none)."""
         return ()
 
-    def agree(self, x: Array, at: Site) -> Proposal | None:
-        """Return what the ranks combine before they compress, flat; the result is in `at.agreed` (default: None)."""
+    def propose(self, x: Array, at: Site) -> Proposal | None:
+        """Return what the ranks combine before they compress, flat; `at.negotiated` is the result (default: None)."""
         return None
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:

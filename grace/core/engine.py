@@ -256,7 +256,7 @@ class Engine:
         for bucket in self.plan.buckets:
             run = self._runs[bucket.name]
             if run.sent is None:
-                self._settle(bucket, run)
+                self._negotiate(bucket, run)
                 self._send(bucket, run)
 
     def finish(self, into: Mapping[str, Array] | None = None) -> dict[str, Array]:
@@ -306,26 +306,26 @@ class Engine:
                 # A sum with zeros, because a graph that serves every step cannot name the root of a broadcast.
                 leads = ops.full(1, self.step % self.transport.size, "int64")[0] == self.transport.rank
                 buffer = either(ops, leads, buffer, ops.zeros(ops.length(buffer), dtype))
-            run.agreeing[op, dtype] = self.transport.allreduce(
-                buffer, op="max" if op == "max" else "sum", name=f"{bucket.name}/agree.{op}.{dtype}"
+            run.negotiating[op, dtype] = self.transport.allreduce(
+                buffer, op="max" if op == "max" else "sum", name=f"{bucket.name}/negotiate.{op}.{dtype}"
             )
         if kinds:
             self.times.mark("proposed", bucket.name, [array for arrays in kinds.values() for array in arrays])
         return bool(kinds)
 
-    def _settle(self, bucket: Bucket, run: Run) -> None:
-        """Give every proposal its agreed result and compress."""
-        settled: dict[Any, Array] = {kind: handle.wait() for kind, handle in run.agreeing.items()}
-        if settled:
-            self.times.mark("settled", bucket.name, settled.values())
-        places: dict[Any, int] = dict.fromkeys(settled, 0)
+    def _negotiate(self, bucket: Bucket, run: Run) -> None:
+        """Give every unit the result of its proposal and compress."""
+        negotiated: dict[Any, Array] = {kind: handle.wait() for kind, handle in run.negotiating.items()}
+        if negotiated:
+            self.times.mark("negotiated", bucket.name, negotiated.values())
+        places: dict[Any, int] = dict.fromkeys(negotiated, 0)
         for unit in bucket.units:
             entry = run.entries[unit.spec.name]
             if entry.proposal is None:
                 continue
             kind = (entry.proposal.op, entry.site.ops.dtype(entry.proposal.array))
             length = entry.site.ops.length(entry.proposal.array)
-            self._works.compress(entry, settled[kind][places[kind] : places[kind] + length])
+            self._works.compress(entry, negotiated[kind][places[kind] : places[kind] + length])
             places[kind] += length
 
     def _send(self, bucket: Bucket, run: Run) -> None:
@@ -333,7 +333,7 @@ class Engine:
         payloads, flags = [self._works.to_send(e) for e in entries], [e.bad for e in entries]
         run.sent = bucket.communicator.start(payloads, flags, self._route(bucket))
         self.times.mark("handed", bucket.name, [array for payload in payloads for array in payload.values()])
-        self._slots.note("bucket", bucket.name, run.sent.nbytes + sum(unit.settled_bytes for unit in bucket.units))
+        self._slots.note("bucket", bucket.name, run.sent.nbytes + sum(unit.negotiated_bytes for unit in bucket.units))
         # Update the memories while the payload travels.
         for entry in entries:
             self._works.remember(entry)
@@ -357,7 +357,7 @@ class Engine:
                 run.received = self._receive(bucket, run)
                 if all(run.received.in_step):
                     for unit, flags in zip(bucket.units, run.received.flags, strict=True):
-                        self._works.settle(run.entries[unit.spec.name], flags)
+                        self._works.commit_memory(run.entries[unit.spec.name], flags)
 
     def _receive(self, bucket: Bucket, run: Run) -> Received:
         assert run.sent is not None
@@ -400,7 +400,7 @@ class Engine:
         Each bucket has its `tensors`, `wire_bytes`, and its phases as [begin, end] in seconds since the first gradient
         of the step. A phase is None if it is unknown, as before the first step and in a graph that does not track
         times. `ready`: from its first gradient to its last. `compress`: from the start of its first unit, error
-        feedback included, until the payloads are passed to the transport (in a graph: until they exist). `settle`, a
+        feedback included, until the payloads are passed to the transport (in a graph: until they exist). `negotiate`, a
         part of `compress`: from sending proposals to their result; None if the method has none. `send`: until this rank
         waits for what it sent; it does other work meanwhile. `wait`: until arrival. (A graph never blocks; its wait
         starts when the payloads of all buckets exist.) `merge`: until the last gradient is in place. These are host

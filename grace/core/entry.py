@@ -39,7 +39,7 @@ class Run:
     """One bucket under way in a step."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
-    agreeing: dict[tuple[str, str], Handle] = field(default_factory=dict)
+    negotiating: dict[tuple[str, str], Handle] = field(default_factory=dict)
     sent: Sent | None = None
     received: Received | None = None
 
@@ -66,7 +66,7 @@ class Works:
         self._seed, self._average = seed, average
 
     def begin(self, unit: Unit, gradient: Array, lr: Any) -> Entry:
-        """Compensate a unit's flat gradient, which is only read, and compress it unless the ranks must agree first."""
+        """Compensate a unit's flat gradient, which is only read; compress it unless the ranks must negotiate first."""
         self._times.mark("begun", unit.spec.name, (gradient,))
         spec, ops, states = unit.spec, self._ops(unit.spec.device), self._slots.read(unit.spec.name)
         site = Site(
@@ -81,7 +81,7 @@ class Works:
         x, memory_state = unit.memory.compensate(ops.cast(gradient, spec.work_dtype), states["memory"], site)
         finite = memory_state.get(FINITE)
         memory_state = {key: value for key, value in memory_state.items() if key != FINITE}
-        if unit.memory.stateless and unit.agreement:
+        if unit.memory.stateless and unit.proposed:
             # x may be the caller's own buffer, and it is still needed after this call.
             x = ops.copy(x)
         bad = False
@@ -91,17 +91,17 @@ class Works:
             good = x
             x = ops.choose(bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
         site = site._replace(memory=memory_state)
-        proposal = unit.compressor.agree(x, site)
+        proposal = unit.compressor.propose(x, site)
         _check_proposal(unit, proposal, ops)
         entry = Entry(unit, site, x, memory_state, bad, proposal)
         if proposal is None:
             self.compress(entry)
         return entry
 
-    def compress(self, entry: Entry, agreed: Array | None = None) -> None:
-        """Make the payload, with the result that the ranks agreed on."""
+    def compress(self, entry: Entry, negotiated: Array | None = None) -> None:
+        """Make the payload, with what the ranks negotiated."""
         unit, ops = entry.unit, entry.site.ops
-        entry.site = entry.site._replace(agreed=agreed)
+        entry.site = entry.site._replace(negotiated=negotiated)
         if unit.checks:
             entry.payload, finite = unit.compressor.compress_checked(entry.x, entry.site)
             entry.bad = ~finite
@@ -129,7 +129,7 @@ class Works:
         unit = entry.unit
         entry.memory_state = unit.memory.update(entry.x, entry.payload, unit.compressor, entry.memory_state, entry.site)
 
-    def settle(self, entry: Entry, flags: list[Array]) -> None:
+    def commit_memory(self, entry: Entry, flags: list[Array]) -> None:
         """Commit the memory early if no rank saw NaN or infinity, so that its last state can be freed."""
         unit = entry.unit
         if not (_finishes(unit) or any(flag > 0 for flag in flags)):
@@ -179,7 +179,7 @@ class Works:
             first, second = tally
             entry.tally = (ops.where(bad, float("nan"), first), second) if unit.guarded else tally
         sent = sent_bytes(ops, unit.fields, entry.payload)
-        self._slots.note("unit", spec.name, sent + unit.settled_bytes)
+        self._slots.note("unit", spec.name, sent + unit.negotiated_bytes)
         return gradient, factor * back
 
     def _unless(
@@ -249,10 +249,10 @@ def divided(payload: Payload, unit: Unit, size: int, ops: ArrayOps) -> Payload:
 
 def _check_proposal(unit: Unit, proposal: Proposal | None, ops: ArrayOps) -> None:
     """Raise PayloadError if a proposal is not what the compressor announced."""
-    announced = [(f.dtype, f.length) for f in unit.agreement]
+    announced = [(f.dtype, f.length) for f in unit.proposed]
     proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
     if announced != proposed:
         raise PayloadError(
-            f"tensor '{unit.spec.name}': agreement announced {announced}, but agree proposed {proposed}; "
+            f"tensor '{unit.spec.name}': `proposed` announced {announced}, but `propose` returned {proposed}; "
             "make the two agree."
         )

@@ -31,9 +31,9 @@ def unfit_matrix(name: str, spec: TensorSpec, rank: float) -> str | None:
 
 @dataclass(frozen=True)
 class TwoFactors(Compressor):
-    """Base of methods that send a matrix as P Q^T: P is agreed on, then Q, linear in the matrix, travels.
+    """Base of methods that send a matrix as P Q^T: P is negotiated, then Q, linear in the matrix, travels.
 
-    They define `agree` and `compress`. The summed Q starts the next step.
+    They define `propose` and `compress`. The summed Q starts the next step.
     """
 
     compress_rank: int = 4
@@ -74,7 +74,7 @@ class TwoFactors(Compressor):
         r = self.compress_rank
         return Field("q", spec.work_dtype, columns * r), Field("p", spec.work_dtype, rows * r, wire=False)
 
-    def agreement(self, spec: TensorSpec) -> tuple[Field, ...]:
+    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("p", spec.work_dtype, matrix_shape(spec)[0] * self.compress_rank),)
 
     def decompress(self, payload: Payload, at: Site) -> Array:

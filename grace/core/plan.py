@@ -31,7 +31,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes per step and rank, with header and padding, and with every run-time length taken as zero."""
-        return self.layout.nbytes + sum(unit.settled_bytes for unit in self.units)
+        return self.layout.nbytes + sum(unit.negotiated_bytes for unit in self.units)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:
         if not any(rule is other for other in used)
     ]
     texts += [text for item in items if (text := _harm(item.method, item.spec))]
-    bare = [item.spec.name for item in items if item.communicator.sums or item.agreement]
+    bare = [item.spec.name for item in items if item.communicator.sums or item.proposed]
     if config.checksum and bare:
         more = f" and {len(bare) - 8} more" if len(bare) > 8 else ""
         texts.append(

@@ -125,7 +125,7 @@ class Proposal(NamedTuple):
 
 
 class Site(NamedTuple):
-    """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and agreed array.
+    """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and negotiated values.
 
     For a compressor, `memory` is the state of the memory in the middle of the step: empty if it keeps nothing. `lr` is
     the learning rate of this step as a 0-d float64 array, for memories with `needs_lr`.
@@ -137,7 +137,7 @@ class Site(NamedTuple):
     rank: int = 0
     size: int = 1
     state: State = NO_STATE
-    agreed: Array | None = None
+    negotiated: Array | None = None
     memory: State = NO_STATE
     lr: Array | None = None
 

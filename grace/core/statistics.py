@@ -75,10 +75,10 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
     dense = sum(item.spec.nbytes for item in plan.delegated)
     collectives = {"allreduce": dense}
     for bucket in plan.buckets:
-        # Before the first step there was no agreement either.
-        settled = min(sent[bucket.name], sum(unit.settled_bytes for unit in bucket.units))
+        # Before the first step nothing was negotiated either.
+        negotiated = min(sent[bucket.name], sum(unit.negotiated_bytes for unit in bucket.units))
         name = communicators.name_of(bucket.communicator)
-        for collective, nbytes in (("allreduce", settled), (name, sent[bucket.name] - settled)):
+        for collective, nbytes in (("allreduce", negotiated), (name, sent[bucket.name] - negotiated)):
             collectives[collective] = collectives.get(collective, 0) + nbytes
     return {
         "step": int(slots.step),

@@ -17,7 +17,7 @@ from grace.core.spec import Array
 
 ENVIRONMENT_VARIABLE = "GRACE_TIMELINE"
 
-PHASES = ("ready", "compress", "settle", "send", "wait", "merge")
+PHASES = ("ready", "compress", "negotiate", "send", "wait", "merge")
 # (moment, name of the tensor, unit or bucket) -> time in seconds since the epoch.
 Moments: TypeAlias = Mapping[tuple[str, str], float]
 Spans: TypeAlias = dict[str, dict[str, tuple[float, float] | None]]
@@ -79,8 +79,8 @@ def moments_of(plan: Plan) -> list[tuple[str, str]]:
     found = [("ready", item.spec.name) for item in plan.exchanged]
     for bucket in plan.buckets:
         found += [(moment, unit.spec.name) for moment in ("begun", "merged") for unit in bucket.units]
-        settles = any(unit.agreement for unit in bucket.units)
-        found += [(m, bucket.name) for m in (("proposed", "settled") if settles else ()) + ("handed", "arrived")]
+        negotiates = any(unit.proposed for unit in bucket.units)
+        found += [(m, bucket.name) for m in (("proposed", "negotiated") if negotiates else ()) + ("handed", "arrived")]
     return found
 
 
@@ -102,14 +102,14 @@ def spans(plan: Plan, moments: Moments) -> Spans:
         waiting = min(arrived, moments.get(("waiting", bucket.name), idle))
         # A graph may read the clock a little late.
         begin, sent, wait, here, end = itertools.accumulate([min(begun), handed, waiting, arrived, max(merged)], max)
-        settle = None
-        if ("settled", bucket.name) in moments:
-            proposed, settled = (moments[moment, bucket.name] for moment in ("proposed", "settled"))
-            settle = (min(max(proposed, begin), sent), min(max(settled, begin), sent))
+        negotiate = None
+        if ("negotiated", bucket.name) in moments:
+            proposed, negotiated = (moments[moment, bucket.name] for moment in ("proposed", "negotiated"))
+            negotiate = (min(max(proposed, begin), sent), min(max(negotiated, begin), sent))
         found[bucket.name] = {
             "ready": (min(ready), max(ready)),
             "compress": (begin, sent),
-            "settle": settle,
+            "negotiate": negotiate,
             "send": (sent, wait),
             "wait": (wait, here),
             "merge": (here, end),

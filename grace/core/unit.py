@@ -70,20 +70,20 @@ class Assignment:
         )
 
     @cached_property
-    def agreement(self) -> tuple[Field, ...]:
-        """Fields on which the ranks agree before they compress."""
-        return self.compressor.agreement(self.spec)
+    def proposed(self) -> tuple[Field, ...]:
+        """Fields that the ranks negotiate before they compress."""
+        return self.compressor.proposed(self.spec)
 
     @cached_property
-    def settled_bytes(self) -> int:
-        """Bytes per step of the agreement before compression."""
-        return payload_bytes(self.agreement) or 0
+    def negotiated_bytes(self) -> int:
+        """Bytes per step of its proposal."""
+        return payload_bytes(self.proposed) or 0
 
     @property
     def wire_bytes(self) -> int | None:
-        """Bytes per step of its fields and its agreement; None if they depend on the data."""
+        """Bytes per step of its fields and its proposal; None if they depend on the data."""
         fields = payload_bytes(self.fields)
-        return None if fields is None else fields + self.settled_bytes
+        return None if fields is None else fields + self.negotiated_bytes
 
     @cached_property
     def dense(self) -> bool:
@@ -113,7 +113,7 @@ class Assignment:
     @cached_property
     def checks(self) -> bool:
         """True if the compressor itself finds NaN and infinity, and nothing needs to know of them earlier."""
-        return self.guarded and self.compressor.checks and self.memory.stateless and not self.agreement
+        return self.guarded and self.compressor.checks and self.memory.stateless and not self.proposed
 
     @cached_property
     def half_sum(self) -> bool:

@@ -171,9 +171,9 @@ class CompressorContract(UnitContract):
 
     def test_agree_proposes_what_agreement_announces(self, compressor: Compressor, ops: ArrayOps) -> None:
         for spec in self.specs(compressor, ops):
-            announced = [(f.dtype, f.length) for f in compressor.agreement(spec)]
+            announced = [(f.dtype, f.length) for f in compressor.proposed(spec)]
             ex = exchange(compressor, ops, spec, [draw(spec, 1)])
-            proposal = compressor.agree(ex.xs[0], ex.sites[0])
+            proposal = compressor.propose(ex.xs[0], ex.sites[0])
             proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
             assert announced == proposed, spec
 

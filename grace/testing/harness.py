@@ -111,7 +111,7 @@ def exchange(
     state: State | None = None,
     memory: State | None = None,
 ) -> Exchange:
-    """Compress one gradient per rank as the engine does, including the agreement on proposals.
+    """Compress one gradient per rank as the engine does, including the negotiation.
 
     `memory` holds the memory's state for the compressor. The learning rate decreases from step to step.
     """
@@ -131,25 +131,25 @@ def exchange(
         for rank in range(size)
     ]
     arrays = [array(ops, x, spec.work_dtype) for x in xs]
-    sites = settle(compressor, arrays, sites)
+    sites = negotiate(compressor, arrays, sites)
     payloads = [compressor.compress(x, at) for x, at in zip(arrays, sites, strict=True)]
     return Exchange(ops, arrays, payloads, sites)
 
 
-def settle(compressor: Compressor, xs: Sequence[Array], sites: Sequence[Site]) -> list[Site]:
-    """Return the sites with the result of the agreement."""
-    proposals = [compressor.agree(x, at) for x, at in zip(xs, sites, strict=True)]
+def negotiate(compressor: Compressor, xs: Sequence[Array], sites: Sequence[Site]) -> list[Site]:
+    """Return the sites with what the ranks negotiated."""
+    proposals = [compressor.propose(x, at) for x, at in zip(xs, sites, strict=True)]
     first, ops = proposals[0], sites[0].ops
     if first is None:
         return list(sites)
     arrays = [p.array for p in proposals if p is not None]
-    agreed = arrays[sites[0].key.step % len(arrays)] if first.op == "leader" else arrays[0]
+    negotiated = arrays[sites[0].key.step % len(arrays)] if first.op == "leader" else arrays[0]
     for other in arrays[1:]:
         if first.op == "sum":
-            agreed = agreed + other
+            negotiated = negotiated + other
         elif first.op == "max":
-            agreed = ops.where(other > agreed, other, agreed)
-    return [at._replace(agreed=agreed) for at in sites]
+            negotiated = ops.where(other > negotiated, other, negotiated)
+    return [at._replace(negotiated=negotiated) for at in sites]
 
 
 def payload_on_host(ops: ArrayOps, payload: Payload) -> dict[str, np.ndarray[Any, Any]]:

@@ -17,7 +17,7 @@ from grace.core.spec import Array, Key, Site
 
 P = TypeVar("P", Compressor, Memory)
 
-_COMPRESSOR = ("agree", "compress", "decompress", "merge", "learn", "residual_", "erase_")
+_COMPRESSOR = ("propose", "compress", "decompress", "merge", "learn", "residual_", "erase_")
 _MEMORY = ("compensate", "update", "finish")
 # These tell Python something about an array and compute nothing.
 _ABOUT_ARRAYS = ("dtype", "length", "size", "min_size", "require")

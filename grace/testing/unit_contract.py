@@ -95,7 +95,7 @@ class UnitContract(ABC):
         return {
             "unfit": compressor.unfit(spec),
             "wire": compressor.wire(spec),
-            "agreement": compressor.agreement(spec),
+            "proposed": compressor.proposed(spec),
             "contraction": compressor.contraction(spec),
             **{f"state.{k}": host(ops, v) for k, v in at.state.items()},
             **{f"payload.{k}": v for k, v in payload_on_host(ops, ex.payloads[0]).items()},

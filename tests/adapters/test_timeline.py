@@ -25,7 +25,7 @@ def test_every_rank_traces_its_steps_and_a_bad_path_is_told_to_all(launch):
         check_trace(result["told"], result["stats"], rank, steps - 1)
         assert steps_in(result["told"]) == set(range(steps))
         assert steps_in(result["by hand"]) == set(range(steps, 2 * steps))
-        assert any(event["name"] == "settle" for event in phases_in(result["told"]))
+        assert any(event["name"] == "negotiate" for event in phases_in(result["told"]))
     # The ranks share one clock: a rank cannot receive payloads before the others have sent them.
     bucket = next(iter(results[0]["stats"]["buckets"]))
     begun = [_begun(result["told"], bucket, steps - 1) for result in results]

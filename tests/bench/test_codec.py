@@ -56,7 +56,7 @@ def check(results, output, names, sizes, repetitions):
         pays_below = pytest.approx(8e-9 * saved / r["median_s"]) if saved > 0 else None
         assert r["break_even_gbit_per_s"] == pays_below
         unit = make_unit(r["compressor"], r["numel"])
-        fixed = payload_bytes([*unit.fields, *unit.agreement])
+        fixed = payload_bytes([*unit.fields, *unit.proposed])
         assert fixed is None or r["wire_bytes"] == fixed
 
 

@@ -120,7 +120,7 @@ def test_a_payload_that_was_not_announced(mutant, communicator):
 
 def test_a_proposal_that_was_not_announced(mutant):
     sim = simulation(**mutant(methods.AnnouncesNoAgreement))
-    with pytest.raises(PayloadError, match=r"'a'.*agreement announced.*agree proposed"):
+    with pytest.raises(PayloadError, match=r"'a'.*`proposed` announced.*`propose` returned"):
         sim.step([{"a": gradient(), "b": gradient()} for _ in range(2)])
 
 

@@ -31,14 +31,14 @@ class LeaderTopK(Sparsifier):
     def wire(self, spec):
         return Field("values", spec.work_dtype, K), Field("indices", "int32", K, wire=False)
 
-    def agreement(self, spec):
+    def proposed(self, spec):
         return (Field("indices", "int32", K),)
 
-    def agree(self, x, at):
+    def propose(self, x, at):
         return Proposal(at.ops.top_indices(x, K), "leader")
 
     def compress(self, x, at):
-        return {"values": at.ops.gather(x, at.agreed), "indices": at.agreed}
+        return {"values": at.ops.gather(x, at.negotiated), "indices": at.negotiated}
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class SharedScale(Compressor):
     def wire(self, spec):
         return Field("codes", "int32", spec.numel), Field("scale", spec.work_dtype, 1, wire=False)
 
-    def agreement(self, spec):
+    def proposed(self, spec):
         return (Field("scale", spec.work_dtype, 1),)
 
-    def agree(self, x, at):
+    def propose(self, x, at):
         return Proposal(at.ops.reshape(at.ops.max(at.ops.abs(x)), (1,)), "max")
 
     def compress(self, x, at):
-        return {"codes": at.ops.cast(at.ops.floor(x / at.agreed * 1000 + 0.5), "int32"), "scale": at.agreed}
+        return {"codes": at.ops.cast(at.ops.floor(x / at.negotiated * 1000 + 0.5), "int32"), "scale": at.negotiated}
 
     def decompress(self, payload, at):
         return at.ops.cast(payload["codes"], at.spec.work_dtype) * payload["scale"] / 1000
@@ -67,7 +67,7 @@ class SharedScale(Compressor):
 class Forgetful(LeaderTopK):
     """A compressor that announces a longer proposal than it makes."""
 
-    def agreement(self, spec):
+    def proposed(self, spec):
         return (Field("indices", "int32", K + 1),)
 
 

@@ -32,14 +32,14 @@ class MaxScale(Compressor):
     def wire(self, spec):
         return Field("codes", "int32", spec.numel), Field("scale", "float32", 1, wire=False)
 
-    def agreement(self, spec):
+    def proposed(self, spec):
         return (Field("scale", spec.work_dtype, 1),)
 
-    def agree(self, x, at):
+    def propose(self, x, at):
         return Proposal(at.ops.reshape(at.ops.max(at.ops.abs(x)), (1,)), "max")
 
     def compress(self, x, at):
-        scale = at.ops.cast(at.agreed, "float32")
+        scale = at.ops.cast(at.negotiated, "float32")
         wide = at.ops.cast(scale, at.spec.work_dtype)
         codes = at.ops.quantize(x, wide, self.levels, at.private_key)
         return {"codes": at.ops.cast(codes, "int32"), "scale": scale}

@@ -38,7 +38,7 @@ def check(engine):
         item.spec.name for item in engine.plan.exchanged
     }
     for planned in engine.plan.buckets:
-        assert (buckets[planned.name]["settle"] is not None) == any(unit.agreement for unit in planned.units)
+        assert (buckets[planned.name]["negotiate"] is not None) == any(unit.proposed for unit in planned.units)
     assert stats["wire_bytes"] == sum(bucket["wire_bytes"] for bucket in buckets.values())
     return buckets
 

@@ -65,7 +65,7 @@ def test_the_time_in_which_a_process_is_stopped_does_not_count(clock, caplog):
 def test_what_a_collective_carries_is_told_in_words():
     plan = grace.Simulation(1, {f"w{i}": (64, 64) for i in range(3)}, {"compressor": "powersgd"}).plan
     (bucket,) = plan.buckets
-    for name in (bucket.name, f"{bucket.name}/agree.sum.float32", f"{bucket.name}.float32"):
+    for name in (bucket.name, f"{bucket.name}/negotiate.sum.float32", f"{bucket.name}.float32"):
         assert explained(plan, 5, name) == f"step 5, the gradient of 'w2' and 2 other tensors (collective '{name}')"
     assert explained(plan, 5, f"{bucket.name}1") == f"step 5, {bucket.name}1"
 

@@ -130,7 +130,7 @@ def payload_size(name, framework):
     for shape in shapes:
         spec = TensorSpec("weight", shape)
         assert compressor.unfit(spec) is None
-        size = payload_bytes([*compressor.agreement(spec), *compressor.wire(spec)])
+        size = payload_bytes([*compressor.proposed(spec), *compressor.wire(spec)])
         if size is None:
             return None
         total += size

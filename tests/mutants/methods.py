@@ -127,7 +127,7 @@ class RemembersThePayload(TopK):
 @breaks("test_agree_proposes_what_agreement_announces")
 @dataclass(frozen=True)
 class AnnouncesNoAgreement(PowerSGD):
-    def agreement(self, spec):
+    def proposed(self, spec):
         return ()
 
 

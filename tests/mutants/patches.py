@@ -331,9 +331,9 @@ PATCHES = [
     Patch(
         "engine-proposals-mixed-up",
         ENGINE,
-        "settled[kind][places[kind] : places[kind] + length]",
-        "settled[kind][:length]",
-        "with several tensors in a bucket each gets what was settled for the first",
+        "negotiated[kind][places[kind] : places[kind] + length]",
+        "negotiated[kind][:length]",
+        "with several tensors in a bucket each gets what was negotiated for the first",
         ("tests/papers/test_powersgd.py", f"{STEPS} -k 'buckets and powersgd'"),
     ),
     Patch(
@@ -476,9 +476,9 @@ PATCHES = [
     Patch(
         "entry-borrows-the-gradient",
         ENTRY,
-        "if unit.memory.stateless and unit.agreement:",
+        "if unit.memory.stateless and unit.proposed:",
         "if False:",
-        "a gradient that is needed after the ranks settled something is not copied, and its owner may overwrite it",
+        "a gradient that is needed after the ranks negotiated something is not copied, and its owner may overwrite it",
         (f"{STEPS} -k overwritten",),
     ),
     Patch(
@@ -1576,8 +1576,8 @@ PATCHES = [
     Patch(
         "sketchedsgd-own-sketch",
         "grace/core/compressors/sketchedsgd.py",
-        "at.ops.sketch_estimate(at.agreed,",
-        "at.ops.sketch_estimate(at.agreed * 0 + self.agree(at.ops.zeros(at.spec.numel, at.spec.work_dtype), at).array,",
+        "at.ops.sketch_estimate(at.negotiated,",
+        "at.ops.sketch_estimate(at.negotiated * 0 + self.propose(at.ops.zeros(at.spec.numel, \"float32\"), at).array,",
         "elements are chosen without the sketch of the sum",
         ("tests/papers/test_sketchedsgd.py -k heavy",),
     ),

@@ -115,7 +115,7 @@ def test_p_and_q_travel_and_are_sums():
     """(rows + columns) * r values are sent. Given P, the payloads of the ranks can be added."""
     compressor, tensor = make("gradzip", compress_rank=3), spec(ROWS, COLUMNS)
     assert [(f.length, f.wire) for f in compressor.wire(tensor)] == [(3 * COLUMNS, True), (3 * ROWS, False)]
-    assert [f.length for f in compressor.agreement(tensor)] == [3 * ROWS]
+    assert [f.length for f in compressor.proposed(tensor)] == [3 * ROWS]
 
 
 def test_zeros_are_survived():

@@ -19,7 +19,7 @@ N = 4000
 
 
 def sketch(x: np.ndarray, *, number: int = 0, **options) -> np.ndarray:
-    return exchange(make("sketchedsgd", **options), OPS, spec(*x.shape), [x], step=number).sites[0].agreed
+    return exchange(make("sketchedsgd", **options), OPS, spec(*x.shape), [x], step=number).sites[0].negotiated
 
 
 def estimate(compressor, xs: list[np.ndarray], *, number: int = 0) -> np.ndarray:
@@ -171,9 +171,9 @@ def test_all_ranks_choose_the_same_elements_and_others_in_another_step():
 
 def test_a_sketch_that_overflowed_still_chooses_k():
     ex = exchange(make("sketchedsgd"), OPS, spec(N), [normal(N)])
-    agreed = ex.sites[0].agreed.copy()
-    agreed[:100:3], agreed[1:200:3], agreed[2:300:3] = np.inf, -np.inf, np.nan
-    at = ex.sites[0]._replace(agreed=agreed)
+    negotiated = ex.sites[0].negotiated.copy()
+    negotiated[:100:3], negotiated[1:200:3], negotiated[2:300:3] = np.inf, -np.inf, np.nan
+    at = ex.sites[0]._replace(negotiated=negotiated)
     assert len(set(make("sketchedsgd").compress(ex.xs[0], at)["indices"].tolist())) == 160
 
 
@@ -197,7 +197,7 @@ def test_more_candidates_find_more_of_the_largest():
 
 def test_bytes_do_not_depend_on_the_ranks_and_are_a_seventh_of_dense():
     compressor, tensor = make("sketchedsgd"), spec(1000, 1000)
-    fields = [*compressor.agreement(tensor), *compressor.wire(tensor)]
+    fields = [*compressor.proposed(tensor), *compressor.wire(tensor)]
     assert payload_bytes(fields) == 4 * (5 * 20000 + 40000)
     assert len(payload(compressor, normal(N))["values"]) == 160
 

@@ -10,7 +10,7 @@ from grace.core.plan import make_plan
 from grace.core.simulate import reduced
 from grace.core.spec import Key, Site
 from grace.core.unit import Assignment
-from grace.testing.harness import settle
+from grace.testing.harness import negotiate
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Reference:
             states["memory"] = memory_state
             xs.append(x)
             sites.append(site._replace(memory=memory_state))
-        sites = settle(compressor, xs, sites)
+        sites = negotiate(compressor, xs, sites)
         payloads = [compressor.compress(x, site) for x, site in zip(xs, sites, strict=True)]
         travelling = [{f.name: payload[f.name] for f in item.fields if f.wire} for payload in payloads]
         for rank in range(self.size):

@@ -16,13 +16,13 @@ def check_phases(stats: dict[str, Any]) -> None:
     assert min(bucket["ready"][0] for bucket in buckets) == 0.0
     for bucket in buckets:
         assert set(bucket) == {"tensors", "wire_bytes", *PHASES}
-        ready, compress, send, wait, merge = (bucket[phase] for phase in PHASES if phase != "settle")
+        ready, compress, send, wait, merge = (bucket[phase] for phase in PHASES if phase != "negotiate")
         assert ready[0] <= ready[1]
         chain = [*compress, *send, *wait, *merge]
         assert chain == sorted(chain)
         assert (compress[1], send[1], wait[1]) == (send[0], wait[0], merge[0])
-        if bucket["settle"]:
-            assert compress[0] <= bucket["settle"][0] <= bucket["settle"][1] <= compress[1]
+        if bucket["negotiate"]:
+            assert compress[0] <= bucket["negotiate"][0] <= bucket["negotiate"][1] <= compress[1]
 
 
 def check_trace(events: list[dict[str, Any]], stats: dict[str, Any], rank: int, number: int) -> None:

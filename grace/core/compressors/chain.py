@@ -78,7 +78,7 @@ def _proposes(inner: Compressor) -> str | None:
     values = TensorSpec("values", (64,))
     if unfit := inner.unfit(values):
         return unfit
-    return "its ranks exchange a proposal before they compress" if inner.agreement(values) else None
+    return "its ranks exchange a proposal before they compress" if inner.proposed(values) else None
 
 
 def _valid(why_not: Callable[[Compressor], str | None]) -> list[str]:

@@ -24,7 +24,7 @@ class GradZip(TwoFactors):
     one factor. The other factor is first scaled so that the mean square of its columns is 1. This makes lambda a pure
     number, relative to the mean square of a column, whatever the scale of the gradient. Repeated steps on one matrix
     lead to its r largest singular values s_j less a threshold, s'_j = s_j - lambda mean(s'), and to 0 below it.
-    There are two allreduces per bucket: P is agreed on, then Q travels; (rows + columns) * r values in all. The summed
+    There are two allreduces per bucket: P is negotiated, then Q travels; (rows + columns) * r values in all. The summed
     Q starts the next step. Contraction with delta = 0: |M - C(M)|^2 <= |M|^2 - lambda |Q|^2, because Q = 0 would give
     |M|^2.
 
@@ -52,7 +52,7 @@ class GradZip(TwoFactors):
                 f"received {self.regularization!r}."
             )
 
-    def agree(self, x: Array, at: Site) -> Proposal | None:
+    def propose(self, x: Array, at: Site) -> Proposal | None:
         ops = at.ops
         q = at.state["q"]
         q = self.renewed(q, ops.reshape(ops.max(ops.abs(q), axis=0), (1, -1)) == 0, at)
@@ -62,7 +62,7 @@ class GradZip(TwoFactors):
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
         rows, columns = matrix_shape(at.spec)
-        p = ops.reshape(at.agreed, (rows, self.compress_rank))
+        p = ops.reshape(at.negotiated, (rows, self.compress_rank))
         p, q = self._half_step(ops.reshape(x, (rows, columns)), p, ops, transposed=True)
         return {"q": ops.reshape(q, (-1,)), "p": ops.reshape(p, (-1,))}
 

@@ -18,7 +18,7 @@ class PowerSGD(TwoFactors):
 
     C is an orthogonal projection of the gradient matrix M_i to rank r = compress_rank. The tensor becomes a matrix by
     splitting its axes where rows + columns is smallest: after the first axis for a PyTorch convolution, before the last
-    one for Keras. There are two allreduces per bucket: P is agreed on, then Q travels as the payload; (rows + columns)
+    one for Keras. There are two allreduces per bucket: P is negotiated, then Q travels as the payload; (rows + columns)
     * r values in all. The summed Q starts the next step (warm start). A column of zeros is redrawn from the shared key.
     Vectors, and matrices that would not shrink, stay dense.
 
@@ -36,7 +36,7 @@ class PowerSGD(TwoFactors):
 
     title = "powersgd"
 
-    def agree(self, x: Array, at: Site) -> Proposal | None:
+    def propose(self, x: Array, at: Site) -> Proposal | None:
         ops = at.ops
         q = at.state["q"]
         length = ops.reshape(ops.norm(q, axis=0), (1, -1))
@@ -49,6 +49,6 @@ class PowerSGD(TwoFactors):
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
         rows, columns = matrix_shape(at.spec)
-        p = ops.orthogonalize(ops.reshape(at.agreed, (rows, self.compress_rank)))
+        p = ops.orthogonalize(ops.reshape(at.negotiated, (rows, self.compress_rank)))
         q = ops.matmul(ops.reshape(x, (rows, columns)), p, transpose_a=True)
         return {"q": ops.reshape(q, (-1,)), "p": ops.reshape(p, (-1,))}

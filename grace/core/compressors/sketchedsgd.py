@@ -83,15 +83,15 @@ class SketchedSGD(Sparsifier):
         k = self._sent(spec)
         return Field("values", spec.work_dtype, k), Field("indices", "int32", k, wire=False)
 
-    def agreement(self, spec: TensorSpec) -> tuple[Field, ...]:
+    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("sketch", spec.work_dtype, self.rows * self._columns(spec)),)
 
-    def agree(self, x: Array, at: Site) -> Proposal | None:
+    def propose(self, x: Array, at: Site) -> Proposal | None:
         return Proposal(at.ops.count_sketch(x, self.rows, self._columns(at.spec), at.key), "sum")
 
     def estimate(self, at: Site) -> Array:
-        """Return the estimate of every element of the sum, from the agreed sketch."""
-        return at.ops.sketch_estimate(at.agreed, at.spec.numel, self.rows, self._columns(at.spec), at.key)
+        """Return the estimate of every element of the sum, from the negotiated sketch."""
+        return at.ops.sketch_estimate(at.negotiated, at.spec.numel, self.rows, self._columns(at.spec), at.key)
 
     def compress(self, x: Array, at: Site) -> Payload:
         indices = at.ops.top_indices(self.estimate(at), self._sent(at.spec))

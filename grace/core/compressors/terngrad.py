@@ -27,7 +27,7 @@ class TernGrad(Compressor):
     Elements are first clipped to `clip_factor` root mean squares (null: no clipping). The root mean square equals the
     standard deviation if the mean is zero; clipping a gradient of large mean by its standard deviation would clip it
     away. Unbiased without clipping, with variance s |x|_1 - |x|^2; clipping trades bias for a smaller s.
-    With `shared_scale` all ranks use the largest s of any rank (scaler sharing): the ranks agree on one float first,
+    With `shared_scale` all ranks use the largest s of any rank (scaler sharing): the ranks negotiate one float first,
     and an allreduce adds the codes b_i sign(x_i): 1 byte per element for any number of ranks up to 127. The variance is
     that of the larger s. Four codes share an int32, because Horovod cannot add PyTorch's int8.
 
@@ -76,10 +76,10 @@ class TernGrad(Compressor):
             return (Field("words", "int32", -(-spec.numel // 4)),)
         return Field("scale", spec.work_dtype, 1), Field("codes", "uint8", packed_size(spec.numel, 2))
 
-    def agreement(self, spec: TensorSpec) -> tuple[Field, ...]:
+    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("scale", spec.work_dtype, 1),) if self.shared_scale else ()
 
-    def agree(self, x: Array, at: Site) -> Proposal | None:
+    def propose(self, x: Array, at: Site) -> Proposal | None:
         return Proposal(self._scale(x, at)[0], "max") if self.shared_scale else None
 
     def _scale(self, x: Array, at: Site) -> tuple[Array, Array | None]:
@@ -96,14 +96,14 @@ class TernGrad(Compressor):
         scale, limit = self._scale(x, at)
         if self.shared_scale:
             x = x if limit is None else ops.clip(x, -limit, limit)
-            return {"words": _to_words(ops, ops.quantize(x, at.agreed, 1, at.private_key))}
+            return {"words": _to_words(ops, ops.quantize(x, at.negotiated, 1, at.private_key))}
         return {"scale": scale, "codes": ops.quantize_packed(x, scale, width, 1, 2, at.private_key, limit=limit)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         if not self.shared_scale:
             return self.merge([payload], at)
         codes = _from_words(at.ops, payload["words"], at.spec.numel)
-        return at.ops.dequantize(codes, at.agreed, 1, at.spec.work_dtype)
+        return at.ops.dequantize(codes, at.negotiated, 1, at.spec.work_dtype)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         if self.shared_scale:

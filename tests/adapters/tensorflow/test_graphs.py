@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFl
 def test_one_graph_serves_all_steps_and_lengths(compressor):
     """A step number fixed in the graph would repeat the random numbers, and a fixed length would fail on other data."""
     spec, ops, component = TensorSpec("t", (24, 40)), get_ops("tensorflow"), traced(compressor)
-    methods = [component.agree, component.compress, component.decompress]
+    methods = [component.propose, component.compress, component.decompress]
     graphs = 0
     for number in range(3):
         # Gradients with different shares of large values.
