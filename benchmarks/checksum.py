@@ -16,9 +16,9 @@ import time
 import numpy as np
 import torch
 
+from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
-from grace.core.spec import Field, TensorSpec
-from grace.core.wire import GatherLayout
+from grace.core.values.spec import Field, TensorSpec
 
 REPETITIONS = 15
 

@@ -177,9 +177,11 @@ class Processes:
     """One worker in each process of mpirun."""
 
     def __init__(self) -> None:
-        from grace.core import mpi
+        from mpi4py.MPI import COMM_WORLD
 
-        self._mpi, self._comm = mpi, mpi.MPI.COMM_WORLD
+        from grace import mpi
+
+        self._mpi, self._comm = mpi, COMM_WORLD
         self.workers, self.rank = self._comm.Get_size(), self._comm.Get_rank()
         self.local = [self.rank]
 

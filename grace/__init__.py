@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from grace.core.communicator import Communicator
-from grace.core.compressor import Compressor, Sparsifier
-from grace.core.config import Config, Method, Rule, make_config
-from grace.core.memory import Memory
-from grace.core.registry import communicators, compressors, memories
-from grace.core.simulate import Simulation
-from grace.core.spec import Field, Payload, Proposal, Site, TensorSpec
+from grace.core.exchange.simulation import Simulation
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor, Sparsifier
+from grace.core.methods.memory import Memory
+from grace.core.values.config import Config, Method, Rule, make_config
+from grace.core.values.registry import communicators, compressors, memories
+from grace.core.values.spec import Field, Payload, Proposal, Site, TensorSpec
 
 __version__ = "0.2.0.dev0"
 

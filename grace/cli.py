@@ -18,7 +18,7 @@ from pathlib import Path
 from grace import __version__, listing
 from grace.bench.command import add_codec
 from grace.bench.step.command import add_step
-from grace.core.errors import ConfigError, GraceError
+from grace.core.values.errors import ConfigError, GraceError
 from grace.machine import FRAMEWORKS, SAFE_PATH, installed, python
 
 

@@ -8,10 +8,10 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from grace.core.compressor import Compressor
-from grace.core.registry import Registry, communicators, compressors, fields_of, memories
-from grace.core.spec import ITEMSIZE, TensorSpec
-from grace.core.wire import payload_bytes
+from grace.core.exchange.wire import payload_bytes
+from grace.core.methods.compressor import Compressor
+from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
+from grace.core.values.spec import ITEMSIZE, TensorSpec
 from grace.machine import FRAMEWORKS, installed
 
 

@@ -82,7 +82,7 @@ def one_thread():
 @pytest.fixture
 def traffic(monkeypatch):
     """Record the bytes passed to the transport, by rank and collective. Nothing else leaves a simulated rank."""
-    from grace.core.simulate import SimulatedTransport
+    from grace.core.exchange.simulation import SimulatedTransport
     from grace.testing.harness import host
 
     sent: dict[int, dict[str, int]] = {}

@@ -10,8 +10,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from grace.core.registry import compressors, fields_of
-from grace.core.simulate import Simulation
+from grace.core.exchange.simulation import Simulation
+from grace.core.values.registry import compressors, fields_of
 
 mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 160})
 

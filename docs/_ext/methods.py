@@ -17,12 +17,12 @@ import figures
 import measurements
 from sphinx.application import Sphinx
 
-from grace.core.compressor import Compressor
-from grace.core.errors import ConfigError
-from grace.core.registry import Registry, compressors, fields_of
-from grace.core.simulate import Simulation
-from grace.core.spec import TensorSpec
-from grace.core.wire import payload_bytes
+from grace.core.exchange.simulation import Simulation
+from grace.core.exchange.wire import payload_bytes
+from grace.core.methods.compressor import Compressor
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import Registry, compressors, fields_of
+from grace.core.values.spec import TensorSpec
 from grace.listing import EXAMPLE, FAMILIES, feedback
 
 FOLDER = Path(__file__).parents[1] / "methods"

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from grace.core.config import make_config
-from grace.core.memory import FINITE
+from grace.core.exchange.simulation import reduced
+from grace.core.exchange.state import initial
+from grace.core.exchange.wire import sent_bytes
+from grace.core.methods.memory import FINITE
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import make_plan
-from grace.core.simulate import reduced
-from grace.core.spec import HALF_DTYPES, Array, Key, Payload, Proposal, Site, State, TensorSpec
-from grace.core.state import initial
-from grace.core.unit import Unit
-from grace.core.wire import sent_bytes
+from grace.core.values.config import make_config
+from grace.core.values.plan import make_plan
+from grace.core.values.spec import HALF_DTYPES, Array, Key, Payload, Proposal, Site, State, TensorSpec
+from grace.core.values.unit import Unit
 
 SEED = 0
 # The learning rate for memories that need one.

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grace.bench.progress import Progress
-from grace.core.errors import ConfigError, nearest
-from grace.core.registry import compressors
+from grace.core.values.errors import ConfigError, nearest
+from grace.core.values.registry import compressors
 from grace.listing import required
 
 if TYPE_CHECKING:
     from grace.bench.measure import Result, Setting
-    from grace.core.unit import Unit
+    from grace.core.values.unit import Unit
 
 NUMEL = 25_000_000
 # 1 KB to 100 MB of float32, the sizes of GRACE's Figure 8.

@@ -15,9 +15,9 @@ from grace import __version__
 from grace.bench.codec import LocalStep
 from grace.bench.frameworks import Framework, versions
 from grace.bench.gradients import Gradients
-from grace.core.registry import communicators, memories
-from grace.core.spec import Array
-from grace.core.unit import Unit
+from grace.core.values.registry import communicators, memories
+from grace.core.values.spec import Array
+from grace.core.values.unit import Unit
 from grace.machine import processor
 
 WARM_UP = 3

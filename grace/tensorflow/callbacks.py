@@ -9,8 +9,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from grace.core.errors import ConfigError, MismatchError
-from grace.core.schedule import as_changes
+from grace.core.values.errors import ConfigError, MismatchError
+from grace.core.values.schedule import as_changes
 from grace.tensorflow.waiting import gather
 
 

@@ -14,14 +14,14 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from grace.core.agreement import agree, formats
-from grace.core.config import Config, change_config, make_config, refuse_typos
-from grace.core.errors import ConfigError, MismatchError, StepError
+from grace.core.guards.agreement import agree, formats
+from grace.core.guards.replicas import compare
 from grace.core.ops import get_ops
-from grace.core.plan import Plan
-from grace.core.registry import compressors
-from grace.core.replicas import compare
-from grace.core.spec import TensorSpec
+from grace.core.values.config import Config, change_config, make_config, refuse_typos
+from grace.core.values.errors import ConfigError, MismatchError, StepError
+from grace.core.values.plan import Plan
+from grace.core.values.registry import compressors
+from grace.core.values.spec import TensorSpec
 from grace.tensorflow.gradients import (
     Gradient,
     as_rows,
@@ -111,7 +111,7 @@ class Exchange(Measured, tf.Module):
     def stats(self) -> dict[str, Any]:
         """Return bytes, times, relative errors and residual norms of the last step.
 
-        `grace.core.engine.Engine.stats` describes the keys. Raises StepError before the first step.
+        `grace.core.exchange.engine.Engine.stats` describes the keys. Raises StepError before the first step.
         """
         if self._transport is None:
             raise StepError("stats() describes the last step, and there is none yet; call it after the first step.")

@@ -19,11 +19,11 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from grace.core.agreement import agree
-from grace.core.config import Config, make_config, refuse_typos
-from grace.core.errors import ConfigError, StepError
-from grace.core.plan import early_warnings, warn_of_momentum
-from grace.core.transport import TIMEOUT
+from grace.core.exchange.transport import TIMEOUT
+from grace.core.guards.agreement import agree
+from grace.core.values.config import Config, make_config, refuse_typos
+from grace.core.values.errors import ConfigError, StepError
+from grace.core.values.plan import early_warnings, warn_of_momentum
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.local import check_local, step_locally

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.core.errors import MismatchError
+from grace.core.guards.replicas import ADVICE, STATES, SUMMARY_BYTES, WEIGHTS, check_digests, digest, summary
 from grace.core.ops import get_ops
-from grace.core.replicas import ADVICE, STATES, SUMMARY_BYTES, WEIGHTS, check_digests, digest, summary
+from grace.core.values.errors import MismatchError
 from grace.tensorflow.transport import HorovodTransport
 
 _BROADCAST = (

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.errors import StateError
-from grace.core.state import shown
+from grace.core.exchange.state import shown
+from grace.core.values.errors import StateError
 
 
 def check_saved_variables(variables: Sequence[Any], store: Mapping[str, Any]) -> None:

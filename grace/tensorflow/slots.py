@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.core.plan import Plan
-from grace.core.spec import Array, State
-from grace.core.state import Slots
-from grace.core.unit import Unit, offsets
+from grace.core.exchange.state import Slots
+from grace.core.values.plan import Plan
+from grace.core.values.spec import Array, State
+from grace.core.values.unit import Unit, offsets
 
 
 class VariableSlots(Slots):

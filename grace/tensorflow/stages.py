@@ -9,14 +9,14 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from grace.core.config import Config
-from grace.core.engine import Engine
+from grace.core.exchange.engine import Engine
+from grace.core.exchange.state import carried, initial, prepare
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Plan, make_plans, next_plan
-from grace.core.spec import TensorSpec
-from grace.core.state import carried, initial, prepare
-from grace.core.unit import Assignment, Unit
+from grace.core.values.config import Config
+from grace.core.values.plan import Plan, make_plans, next_plan
+from grace.core.values.spec import TensorSpec
+from grace.core.values.unit import Assignment, Unit
 from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.slots import VariableSlots
 from grace.tensorflow.times import GraphTimes
@@ -212,7 +212,7 @@ class Stages:
         return [merged[name] for name in names]
 
     def stats(self) -> dict[str, Any]:
-        """Return the statistics of the last step; see `grace.core.engine.Engine.stats`."""
+        """Return the statistics of the last step; see `grace.core.exchange.engine.Engine.stats`."""
         step, (changed, number) = int(self.slots.step), self._done
         self.slots.stage = number if step == changed else self._number_at(max(0, step - 1))
         stats = self._engines[self.slots.stage].stats()

@@ -9,10 +9,10 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from grace.core.errors import ConfigError, StepError
-from grace.core.plan import Plan
-from grace.core.spec import Array
-from grace.core.timeline import Moments, Times, moments_of
+from grace.core.observe.timeline import Moments, Times, moments_of
+from grace.core.values.errors import ConfigError, StepError
+from grace.core.values.plan import Plan
+from grace.core.values.spec import Array
 
 
 class GraphTimes(Times):
@@ -107,7 +107,7 @@ class Measured:
         self.times.track = value
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of all further steps; see `grace.core.timeline.Times.start`.
+        """Write a Chrome trace of all further steps; see `grace.core.observe.timeline.Times.start`.
 
         It sets `track_times`. Raises StepError after the first step unless `track_times` was set before, and
         ConfigError if the path cannot be written.

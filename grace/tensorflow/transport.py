@@ -8,10 +8,10 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from grace.core.errors import ConfigError
+from grace.core.exchange.transport import Handle, Reduction, Transport
 from grace.core.ops import get_ops
-from grace.core.spec import HALF_DTYPES
-from grace.core.transport import Handle, Reduction, Transport
+from grace.core.values.errors import ConfigError
+from grace.core.values.spec import HALF_DTYPES
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from grace.core.errors import WaitError
-from grace.core.transport import TIMEOUT
-from grace.core.waiting import wait_until
+from grace.core.exchange.transport import TIMEOUT
+from grace.core.guards.waiting import wait_until
+from grace.core.values.errors import WaitError
 
 # Set when Python exits: a thread inside TensorFlow would then end the process by an abort.
 _exiting = threading.Event()

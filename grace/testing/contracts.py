@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from grace.core.compressor import Compressor
+from grace.core.exchange.wire import GatherLayout, payload_bytes
+from grace.core.methods.compressor import Compressor
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.registry import compressors
-from grace.core.spec import TensorSpec
-from grace.core.wire import GatherLayout, payload_bytes
+from grace.core.values.registry import compressors
+from grace.core.values.spec import TensorSpec
 from grace.testing.harness import (
     EPS,
     FRAMEWORKS,

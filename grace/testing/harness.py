@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Compressor
+from grace.core.exchange.wire import GatherLayout
+from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
-from grace.core.wire import GatherLayout
+from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 FRAMEWORKS = tuple(name for name in ("numpy", "torch", "tensorflow") if importlib.util.find_spec(name) is not None)
 _HOST = NumpyOps()

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from grace.core.compressor import Compressor
-from grace.core.errors import IncompatibleError
-from grace.core.memory import FINITE, Memory
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import FINITE, Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.registry import compressors, memories
-from grace.core.spec import Array, State, TensorSpec
+from grace.core.values.errors import IncompatibleError
+from grace.core.values.registry import compressors, memories
+from grace.core.values.spec import Array, State, TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, draw, exchange, host, same
 from grace.testing.poison import PoisonOps
 

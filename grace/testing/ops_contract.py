@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grace.core.errors import PayloadError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import GRADIENT_DTYPES, ITEMSIZE, MAX_MAGNITUDE, Key
+from grace.core.values.errors import PayloadError, StepError
+from grace.core.values.spec import GRADIENT_DTYPES, ITEMSIZE, MAX_MAGNITUDE, Key
 from grace.testing.harness import FRAMEWORKS, array, host
 
 FLOATS = ("float32", "float64")

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from grace.core.compressor import Compressor
-from grace.core.memory import Memory
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Key, Site
+from grace.core.values.spec import Array, Key, Site
 
 P = TypeVar("P", Compressor, Memory)
 

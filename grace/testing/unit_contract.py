@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grace.core.compressor import Compressor
+from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.spec import MAX_MAGNITUDE, Payload, TensorSpec
+from grace.core.values.spec import MAX_MAGNITUDE, Payload, TensorSpec
 from grace.testing.harness import EPS, array, draw, exchange, host, payload_on_host, same, wide
 
 

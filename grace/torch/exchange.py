@@ -11,16 +11,16 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.agreement import agree, formats
-from grace.core.config import Config
-from grace.core.engine import Engine
-from grace.core.errors import GraceWarning, StateError, StepError
+from grace.core.exchange.engine import Engine
+from grace.core.guards.agreement import agree, formats
+from grace.core.guards.replicas import SUMMARY_BYTES, WEIGHTS, check_digests, compare, digest, is_due, shared_states
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import Plan, change_plan
-from grace.core.replicas import SUMMARY_BYTES, WEIGHTS, check_digests, compare, digest, is_due, shared_states
-from grace.core.spec import TensorSpec
-from grace.core.unit import Assignment
+from grace.core.values.config import Config
+from grace.core.values.errors import GraceWarning, StateError, StepError
+from grace.core.values.plan import Plan, change_plan
+from grace.core.values.spec import TensorSpec
+from grace.core.values.unit import Assignment
 from grace.torch.loss_scale import LossScale
 from grace.torch.transport import HorovodTransport
 from grace.torch.views import apart
@@ -104,7 +104,7 @@ class Exchange:
     def stats(self) -> dict[str, Any]:
         """Return bytes, times, relative errors and residual norms of the last step.
 
-        `grace.core.engine.Engine.stats` describes the keys.
+        `grace.core.exchange.engine.Engine.stats` describes the keys.
         """
         return self.engine.stats()
 
@@ -122,7 +122,7 @@ class Exchange:
         self.engine.track_norms = value
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of all further steps; see `grace.core.timeline.Times.start`."""
+        """Write a Chrome trace of all further steps; see `grace.core.observe.timeline.Times.start`."""
         self.engine.times.start(path, hvd.rank(), hvd.size())
 
     def stop_timeline(self) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.config import Config
-from grace.core.errors import ConfigError, GraceError, StateError
-from grace.core.state import check_mapping, check_number, shown
+from grace.core.exchange.state import check_mapping, check_number, shown
+from grace.core.values.config import Config
+from grace.core.values.errors import ConfigError, GraceError, StateError
 
 if TYPE_CHECKING:
     from grace.torch.exchange import Exchange

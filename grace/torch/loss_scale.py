@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from grace.core.engine import Engine, Snapshot
-from grace.core.errors import ConfigError
+from grace.core.exchange.engine import Engine, Snapshot
+from grace.core.values.errors import ConfigError
 
 
 class LossScale:

@@ -19,16 +19,16 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.agreement import agree, formats
-from grace.core.config import Config, make_config, refuse_typos
-from grace.core.engine import Engine
-from grace.core.errors import ConfigError, GraceError, GraceWarning, StepError
+from grace.core.exchange.engine import Engine
+from grace.core.exchange.state import check_mapping
+from grace.core.guards.agreement import agree, formats
+from grace.core.observe.timeline import Times
 from grace.core.ops import get_ops
-from grace.core.plan import make_plans, warn_of_momentum
-from grace.core.spec import TensorSpec
-from grace.core.state import check_mapping
-from grace.core.timeline import Times
-from grace.core.unit import Assignment
+from grace.core.values.config import Config, make_config, refuse_typos
+from grace.core.values.errors import ConfigError, GraceError, GraceWarning, StepError
+from grace.core.values.plan import make_plans, warn_of_momentum
+from grace.core.values.spec import TensorSpec
+from grace.core.values.unit import Assignment
 from grace.torch.delegated import Delegated
 from grace.torch.exchange import Exchange
 from grace.torch.local import check_local, local_names, step_locally

@@ -10,12 +10,12 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.errors import ConfigError
+from grace.core.exchange.transport import Handle, Reduction, Transport
+from grace.core.guards.started import Started
+from grace.core.guards.waiting import wait_until
 from grace.core.ops import get_ops
-from grace.core.spec import HALF_DTYPES
-from grace.core.started import Started
-from grace.core.transport import Handle, Reduction, Transport
-from grace.core.waiting import wait_until
+from grace.core.values.errors import ConfigError
+from grace.core.values.spec import HALF_DTYPES
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_DTYPES)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from grace.core.agreement import check_steps
-from grace.core.engine import Engine, Snapshot
-from grace.core.errors import StepError
+from grace.core.exchange.engine import Engine, Snapshot
+from grace.core.guards.agreement import check_steps
+from grace.core.values.errors import StepError
 from grace.torch.transport import HorovodTransport
 
 

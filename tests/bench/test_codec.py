@@ -14,8 +14,8 @@ from grace import Simulation, cli, compressors
 from grace.bench import command, frameworks, measure, table
 from grace.bench.codec import LocalStep, make_unit, near_square
 from grace.bench.gradients import DEVIATION, Gradients
+from grace.core.exchange.wire import payload_bytes
 from grace.core.ops import get_ops
-from grace.core.wire import payload_bytes
 
 KEYS = {"compressor", "numel", "median_s", "copy_s", "ratio_to_copy", "wire_bytes"} | {
     "framework", "device", "ranks", "threads", "native", "repetitions", "spread", "times", "machine", "command"

@@ -22,7 +22,7 @@ from grace.bench.step.methods import COMPUTE, REFERENCE, Method
 from grace.bench.step.ranks import START_S, VISIT_S, Ranks
 from grace.bench.step.run import Result, Setting
 from grace.bench.step.worker import visit
-from grace.core.errors import ConfigError, GraceError
+from grace.core.values.errors import ConfigError, GraceError
 from grace.machine import python
 from tests.support.covering import ALL
 from tests.support.launch import ROOT

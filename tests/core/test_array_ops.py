@@ -8,12 +8,12 @@ import weakref
 import numpy as np
 import pytest
 
-from grace.core.errors import ConfigError
 from grace.core.ops import get_ops
 from grace.core.ops.codings import Codings
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.helpers import Helpers
-from grace.core.spec import Key
+from grace.core.values.errors import ConfigError
+from grace.core.values.spec import Key
 from grace.testing.harness import EPS, FRAMEWORKS, array, flushed_below, host, same
 from grace.testing.traced import traced_ops
 from tests.support import composite_results

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.checksum import checksum
-from grace.core.errors import PayloadError
+from grace.core.exchange.checksum import checksum
+from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
-from grace.core.spec import Field, TensorSpec
-from grace.core.wire import GatherLayout
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Field, TensorSpec
 from grace.testing.harness import array, host
 from tests.support.registered import BACKENDS, every_framework, ops_of
 

@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from grace.core.communicator import Allgather
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
-from grace.core.config import Config, Method, Rule, dense_method, make_config
-from grace.core.errors import ConfigError, GraceError, IncompatibleError
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
-from grace.core.registry import communicators, compressors, memories
+from grace.core.methods.communicator import Allgather
+from grace.core.values.config import Config, Method, Rule, dense_method, make_config
+from grace.core.values.errors import ConfigError, GraceError, IncompatibleError
+from grace.core.values.registry import communicators, compressors, memories
 from tests.support import registered
 
 TOPK = Config(Method(TopK(0.05), Residual(beta=0.9), Allgather()), seed=7)
@@ -58,7 +58,7 @@ def test_keywords_say_it():
 def test_keywords_win_over_the_mapping():
     assert make_config({"compressor": "topk", "compress_ratio": 0.5, "beta": 0.9}, compress_ratio=0.05, seed=7) == TOPK
     assert make_config(TOPK, seed=8).seed == 8
-    assert make_config(TOPK, bucket_bytes=0).parts == TOPK.method
+    assert make_config(TOPK, bucket_bytes=0).method == TOPK.method
 
 
 def test_a_toml_file_says_it(toml):
@@ -91,7 +91,7 @@ def test_toml_tables_nest(tmp_path):
     assert not config.default_rules
     assert config.method.compressor == TopK(0.05)
     assert [rule.match for rule in config.rules] == [("*.bias", "*.scale"), ("embedding.*",)]
-    assert config.rules[0].parts == dense_method()
+    assert config.rules[0].method == dense_method()
     assert config.rules[1].method.compressor == QSGD(quantum_num=7)
     assert (config.rules[1].min_numel, config.rules[1].reason) == (1000, "rule 2 of the configuration")
 
@@ -103,8 +103,8 @@ def test_the_environment_says_it_by_path_or_inline(monkeypatch, toml):
     inline = {"compressor": "topk", "compress_ratio": 0.05, "beta": 0.9, "seed": 7}
     monkeypatch.setenv("GRACE_CONFIG", json.dumps(inline))
     assert make_config() == TOPK
-    assert make_config(compressor="none").parts == dense_method(), "what is given in the script wins"
-    assert make_config({"compressor": "none"}).parts == dense_method()
+    assert make_config(compressor="none").method == dense_method(), "what is given in the script wins"
+    assert make_config({"compressor": "none"}).method == dense_method()
 
 
 @pytest.mark.parametrize("part", registered.all_compressors(), ids=registered.name)
@@ -282,7 +282,7 @@ def test_numbers_of_numpy_are_numbers():
 def test_the_environment_is_put_under_options_without_a_compressor(monkeypatch, toml):
     monkeypatch.setenv("GRACE_CONFIG", str(toml))
     assert make_config({"seed": 9}).seed == 9
-    assert make_config({"seed": 9}).parts == TOPK.method
+    assert make_config({"seed": 9}).method == TOPK.method
     assert make_config(compress_ratio=0.5).method.compressor == TopK(0.5)
 
 

@@ -7,9 +7,9 @@ import inspect
 import numpy as np
 import pytest
 
-from grace.core.errors import PayloadError
 from grace.core.ops import get_ops
-from grace.core.registry import compressors, memories
+from grace.core.values.errors import PayloadError
+from grace.core.values.registry import compressors, memories
 from grace.testing import CompressorContract, MemoryContract, OpsContract
 from tests.mutants import array_ops, methods
 

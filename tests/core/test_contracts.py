@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from grace.core.ops import get_ops
-from grace.core.registry import compressors, memories
+from grace.core.values.registry import compressors, memories
 from grace.testing import CompressorContract, MemoryContract, OpsContract, Traced, traced, traced_ops
 from grace.testing.harness import FRAMEWORKS
 from tests.support import covering, registered

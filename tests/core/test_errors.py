@@ -11,7 +11,7 @@ import pytest
 import grace
 from grace.core.compressors.powersgd import PowerSGD
 from grace.core.compressors.topk import TopK
-from grace.core.errors import (
+from grace.core.values.errors import (
     ConfigError,
     GraceError,
     IncompatibleError,
@@ -21,7 +21,7 @@ from grace.core.errors import (
     StepError,
     nearest,
 )
-from grace.core.registry import compressors
+from grace.core.values.registry import compressors
 from tests.mutants import methods
 
 SHAPE = (20, 30)
@@ -120,7 +120,7 @@ def test_a_payload_that_was_not_announced(mutant, communicator):
 
 def test_a_proposal_that_was_not_announced(mutant):
     sim = simulation(**mutant(methods.AnnouncesNoAgreement))
-    with pytest.raises(PayloadError, match=r"'a'.*`proposed` announced.*`propose` returned"):
+    with pytest.raises(PayloadError, match=r"'a'.*proposed\(\) announced.*propose\(\) returned"):
         sim.step([{"a": gradient(), "b": gradient()} for _ in range(2)])
 
 
@@ -162,7 +162,7 @@ def trained(**config):
 )
 def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(config, told):
     target = simulation(**config).engines[0]
-    before = {name: dict(target._slots.read(name)["memory"]) for name in target._part_of}
+    before = {name: dict(target._slots.read(name)["memory"]) for name in target._assignment_of}
     with pytest.raises(StateError, match=told):
         target.load_state_dict(saved(trained()), copy)
     assert target.step == 0

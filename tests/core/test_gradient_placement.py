@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from grace.core.ops import get_ops
-from grace.core.registry import compressors
-from grace.core.spec import TensorSpec
+from grace.core.values.registry import compressors
+from grace.core.values.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, host, same
 from tests.support import registered
 from tests.support.steps import (

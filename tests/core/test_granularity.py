@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.config import Method, make_config
 from grace.core.ops import get_ops
-from grace.core.plan import make_plan
-from grace.core.registry import communicators, compressors, memories
-from grace.core.spec import TensorSpec
-from grace.core.unit import GRAIN
+from grace.core.values.config import Method, make_config
+from grace.core.values.plan import make_plan
+from grace.core.values.registry import communicators, compressors, memories
+from grace.core.values.spec import TensorSpec
+from grace.core.values.unit import GRAIN
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.reference_step import Reference, reference
 from tests.support.steps import (
@@ -410,7 +410,9 @@ def test_what_depends_on_a_whole_tensor_is_neither_cut_nor_fused(memory):
 
 def test_a_unit_never_grows_beyond_what_the_method_can_compress(monkeypatch):
     """Tensors that fit alone may not fit together: int32 indices address 2^31 elements."""
-    monkeypatch.setattr("grace.core.compressor.beyond_int32", lambda spec: "long" if spec.numel >= 1024 else None)
+    monkeypatch.setattr(
+        "grace.core.methods.compressor.beyond_int32", lambda spec: "long" if spec.numel >= 1024 else None
+    )
     specs = [TensorSpec(name, (400,)) for name in "abcde"]
     for name in ("topk", "randomk"):
         sim = simulate(METHODS[name], specs=specs, granularity="model")

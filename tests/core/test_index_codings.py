@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core import indices
-from grace.core.config import make_config
-from grace.core.errors import ConfigError
+from grace.core.exchange import indices
+from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
-from grace.core.spec import Field, TensorSpec
-from grace.core.wire import GatherLayout
+from grace.core.values.config import make_config
+from grace.core.values.errors import ConfigError
+from grace.core.values.spec import Field, TensorSpec
 from grace.testing.harness import array, host
 from tests.support.registered import every_framework
 

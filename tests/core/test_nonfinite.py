@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.config import Method
-from grace.core.registry import communicators, compressors, memories
-from grace.core.spec import MAX_MAGNITUDE, TensorSpec
+from grace.core.values.config import Method
+from grace.core.values.registry import communicators, compressors, memories
+from grace.core.values.spec import MAX_MAGNITUDE, TensorSpec
 from grace.testing.harness import FRAMEWORKS, same
 from tests.support import registered
 from tests.support.steps import (

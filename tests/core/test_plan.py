@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import grace
-from grace.core.config import default_rules, make_config
-from grace.core.errors import ConfigError, GraceWarning
-from grace.core.plan import early_warnings, make_plan, warn_of_momentum
-from grace.core.registry import compressors
-from grace.core.spec import TensorSpec
-from grace.core.unit import GRAIN
+from grace.core.values.config import default_rules, make_config
+from grace.core.values.errors import ConfigError, GraceWarning
+from grace.core.values.plan import early_warnings, make_plan, warn_of_momentum
+from grace.core.values.registry import compressors
+from grace.core.values.spec import TensorSpec
+from grace.core.values.unit import GRAIN
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.01}
 

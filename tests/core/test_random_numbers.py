@@ -9,7 +9,7 @@ import pytest
 
 from grace.core.ops import get_ops
 from grace.core.ops.random import philox, words
-from grace.core.spec import Key
+from grace.core.values.spec import Key
 from grace.testing.harness import FRAMEWORKS, array, host, same
 from tests.support.registered import every_framework
 

@@ -11,10 +11,10 @@ import pytest
 import grace
 import grace.core.compressors
 import grace.core.memories
-from grace.core.compressor import Compressor
-from grace.core.errors import ConfigError
-from grace.core.registry import Registry, communicators, compressors, memories
-from grace.core.spec import Field, Proposal
+from grace.core.methods.compressor import Compressor
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import Registry, communicators, compressors, memories
+from grace.core.values.spec import Field, Proposal
 from grace.testing import CompressorContract
 from tests.core.test_contract_mutants import run
 
@@ -70,7 +70,7 @@ def outside(monkeypatch):
         groups.append(group)
         return [Entry()] if group == "grace.compressors" else []
 
-    monkeypatch.setattr("grace.core.registry.entry_points", entry_points)
+    monkeypatch.setattr("grace.core.values.registry.entry_points", entry_points)
     return groups
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.config import make_config
-from grace.core.errors import ConfigError, StateError, StepError
-from grace.core.memory import Memory
+from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
-from grace.core.schedule import ladder
-from grace.core.spec import TensorSpec
+from grace.core.values.config import make_config
+from grace.core.values.errors import ConfigError, StateError, StepError
+from grace.core.values.schedule import ladder
+from grace.core.values.spec import TensorSpec
 
 SHAPE = (40, 50)
 

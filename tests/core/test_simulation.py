@@ -9,11 +9,11 @@ import pytest
 
 import grace
 from grace.core.compressors.fp16 import FP16
-from grace.core.errors import StepError
+from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.ops import get_ops
-from grace.core.registry import compressors
-from grace.core.simulate import SimulatedTransport
-from grace.core.spec import Field, TensorSpec
+from grace.core.values.errors import StepError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Field, TensorSpec
 from grace.testing.harness import array, host
 from tests.support.registered import every_framework
 

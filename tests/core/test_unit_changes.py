@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from grace.core.config import make_config
-from grace.core.errors import StateError
-from grace.core.plan import next_plan
-from grace.core.registry import compressors
-from grace.core.simulate import Simulation
+from grace.core.exchange.simulation import Simulation
+from grace.core.values.config import make_config
+from grace.core.values.errors import StateError
+from grace.core.values.plan import next_plan
+from grace.core.values.registry import compressors
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.steps import (
     CUTS,

@@ -7,8 +7,8 @@ import pytest
 
 import grace
 from grace.core.ops import get_ops
-from grace.core.registry import compressors
-from grace.core.spec import Key, Site, TensorSpec
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Key, Site, TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, host, same
 
 SPEC = TensorSpec("w", (40, 50))

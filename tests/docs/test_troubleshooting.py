@@ -13,7 +13,12 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 SHOWN = {"self.kind": "compressor", "ENVIRONMENT_VARIABLE": "GRACE_CONFIG"}
 # Too short to tell one error from another: they stand for the ranges of options.
 RANGES = ("must be", "must lie in")
-OPTIONS = ("grace/core/compressors/", "grace/core/memories/", "grace/core/memory.py", "grace/core/lowrank.py")
+OPTIONS = (
+    "grace/core/compressors/",
+    "grace/core/memories/",
+    "grace/core/methods/memory.py",
+    "grace/core/methods/lowrank.py",
+)
 # Errors whose text is made elsewhere.
 MADE = ("...: '...' .......", "...: the argument '...' ....", "..., received ....")
 

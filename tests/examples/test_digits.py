@@ -11,9 +11,9 @@ import pytest
 
 from examples import digits
 from grace import make_config
-from grace.core.registry import compressors
-from grace.core.spec import TensorSpec
-from grace.core.wire import payload_bytes
+from grace.core.exchange.wire import payload_bytes
+from grace.core.values.registry import compressors
+from grace.core.values.spec import TensorSpec
 from tests.support.covering import ALL
 from tests.support.launch import ROOT, TORCH, Launch, command
 from tests.support.ranks import on, scenario

@@ -8,10 +8,10 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 
-from grace.core.compressor import Compressor
-from grace.core.errors import PayloadError
+from grace.core.exchange.wire import GatherLayout
+from grace.core.methods.compressor import Compressor
 from grace.core.ops import get_ops
-from grace.core.wire import GatherLayout
+from grace.core.values.errors import PayloadError
 from grace.testing.harness import host
 from tests import golden
 from tests.kernels import BACKENDS, needs_kernels

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
-from grace.core.spec import MAX_MAGNITUDE, Key
+from grace.core.values.spec import MAX_MAGNITUDE, Key
 from tests.kernels import cases, needs_kernels
 
 pytestmark = needs_kernels

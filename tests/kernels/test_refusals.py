@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.errors import PayloadError
 from grace.core.ops import get_ops, native
-from grace.core.spec import Key
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Key
 from grace.testing.harness import FRAMEWORKS, array
 from tests.kernels import BACKENDS, needs_kernels, ops_of
 

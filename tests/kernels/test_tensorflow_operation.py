@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.errors import PayloadError
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
-from grace.core.spec import Key
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Key
 from grace.testing.harness import SMALLEST, array, host, same
 from tests.kernels import ops_of
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from grace.core.ops import get_ops, native
-from grace.core.spec import Key
+from grace.core.values.spec import Key
 from tests.kernels import needs_kernels
 
 pytestmark = needs_kernels

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grace.core.compressor import Compressor, Sparsifier, keep_count
 from grace.core.compressors.dgc import DGC
 from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.none import NoCompression
@@ -19,13 +18,14 @@ from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.signsgd import SignSGD
 from grace.core.compressors.terngrad import TernGrad
 from grace.core.compressors.topk import TopK
-from grace.core.errors import IncompatibleError
 from grace.core.memories.dgc import DGCMemory
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
-from grace.core.memory import FINITE, Memory
+from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
+from grace.core.methods.memory import FINITE, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Field
+from grace.core.values.errors import IncompatibleError
+from grace.core.values.spec import Field
 
 COMPRESSORS: list[tuple[str, Compressor]] = []
 MEMORIES: list[tuple[str, Memory]] = []

@@ -20,21 +20,22 @@ class Patch(NamedTuple):
     tests: tuple[str, ...]
 
 
-ENGINE = "grace/core/engine.py"
-ENTRY = "grace/core/entry.py"
-ASSEMBLY = "grace/core/assembly.py"
-STATE = "grace/core/state.py"
-WIRE = "grace/core/wire.py"
-PLAN = "grace/core/plan.py"
-REPLICAS = "grace/core/replicas.py"
-UNIT = "grace/core/unit.py"
+ENGINE = "grace/core/exchange/engine.py"
+ENTRY = "grace/core/exchange/entry.py"
+ASSEMBLY = "grace/core/exchange/assembly.py"
+STATE = "grace/core/exchange/state.py"
+WIRE = "grace/core/exchange/wire.py"
+PLAN = "grace/core/values/plan.py"
+REPLICAS = "grace/core/guards/replicas.py"
+UNIT = "grace/core/values/unit.py"
 CODINGS = "grace/core/ops/codings.py"
 COMPOSITES = "grace/core/ops/composites.py"
 HELPERS = "grace/core/ops/helpers.py"
 NUMPY = "grace/core/ops/numpy_ops.py"
 TORCH = "grace/core/ops/torch_ops.py"
 TENSORFLOW = "grace/core/ops/tensorflow_ops.py"
-MPI = "grace/core/mpi.py"
+MPI = "grace/mpi/exchange.py"
+MPI_TRANSPORT = "grace/mpi/transport.py"
 
 MPI_TESTS = "tests/adapters/mpi/test_exchange.py"
 WAY_BACK = "tests/adapters/torch/test_way_back.py"
@@ -89,7 +90,7 @@ PATCHES = [
     ),
     Patch(
         "wait-without-a-limit",
-        "grace/core/waiting.py",
+        "grace/core/guards/waiting.py",
         "if waited >= timeout:",
         "if waited >= 100 * timeout:",
         "a rank waits for others that will never come",
@@ -97,7 +98,7 @@ PATCHES = [
     ),
     Patch(
         "wait-counts-stops",
-        "grace/core/waiting.py",
+        "grace/core/guards/waiting.py",
         "waited + min(now - last, _LOOK_SECONDS), now",
         "waited + now - last, now",
         "a process that the scheduler had stopped for minutes ends when it goes on",
@@ -105,7 +106,7 @@ PATCHES = [
     ),
     Patch(
         "wait-in-silence",
-        "grace/core/waiting.py",
+        "grace/core/guards/waiting.py",
         "if waited >= tell:",
         "if waited >= 4 * tell:",
         "a rank says only after 100 seconds what it waits for",
@@ -113,7 +114,7 @@ PATCHES = [
     ),
     Patch(
         "wait-of-the-next-bucket",
-        "grace/core/waiting.py",
+        "grace/core/guards/waiting.py",
         "and not name[len(bucket.name) :][:1].isdigit()",
         "",
         "the wait for bucket 10 is told as one for bucket 1",
@@ -129,7 +130,7 @@ PATCHES = [
     ),
     Patch(
         "discard-leaves-collectives",
-        "grace/core/started.py",
+        "grace/core/guards/started.py",
         "while self._counts[name] < max(counts):",
         "while False:",
         "a rank waits for ever for what only it has started",
@@ -137,7 +138,7 @@ PATCHES = [
     ),
     Patch(
         "discard-of-parted-ranks",
-        "grace/core/agreement.py",
+        "grace/core/guards/agreement.py",
         "if len(set(steps)) > 1:",
         "if len(set(steps)) > 2:",
         "ranks train on apart if only some have applied a step",
@@ -161,7 +162,7 @@ PATCHES = [
     ),
     Patch(
         "mpi-ends-without-a-word",
-        "grace/core/mpi_notes.py",
+        "grace/mpi/notes.py",
         "    atexit.register(_say_goodbye)\n",
         "",
         "ranks wait until the time limit for one that has ended",
@@ -169,7 +170,7 @@ PATCHES = [
     ),
     Patch(
         "mpi-discard-without-a-word",
-        MPI,
+        MPI_TRANSPORT,
         '            notes.send("drops the step")\n',
         "",
         "ranks wait until the time limit for one that has dropped the step",
@@ -177,7 +178,7 @@ PATCHES = [
     ),
     Patch(
         "mpi-discard-on-the-old-communicators",
-        MPI,
+        MPI_TRANSPORT,
         "        self._pending, self._failure = [], None\n",
         "        self._failure = None\n",
         "collectives of a dropped step hold up those of the next one",
@@ -217,7 +218,7 @@ PATCHES = [
     ),
     Patch(
         "timeline-broken-by-a-full-disk",
-        "grace/core/timeline.py",
+        "grace/core/observe/timeline.py",
         "            if end is not None:\n",
         "            if end is None:\n",
         "a full disk leaves a trace without its closing bracket",
@@ -257,7 +258,7 @@ PATCHES = [
     ),
     Patch(
         "config-typos-of-arguments",
-        "grace/core/config.py",
+        "grace/core/values/config.py",
         "if option not in keys and close and close[0] in arguments:",
         "if option in keys and close and close[0] in arguments:",
         "a misspelled argument is called an unknown option of the method",
@@ -605,7 +606,7 @@ PATCHES = [
     ),
     Patch(
         "registry-arrays-as-names",
-        "grace/core/registry.py",
+        "grace/core/values/registry.py",
         "any(isinstance(value, type(choice)) and value == choice for choice in typing.get_args(hint))",
         "value in typing.get_args(hint)",
         "an array in place of a name gives ValueError",
@@ -654,7 +655,7 @@ PATCHES = [
     ),
     Patch(
         "wire-bitmap-not-counted",
-        "grace/core/indices.py",
+        "grace/core/exchange/indices.py",
         "ops.require(fits, error, bits)",
         "bits",
         "a bitmap of fewer indices than values passes",
@@ -662,7 +663,7 @@ PATCHES = [
     ),
     Patch(
         "indices-all-planes-at-once",
-        "grace/core/indices.py",
+        "grace/core/exchange/indices.py",
         "        for j in range(planes):\n            steps = ops.add_(steps,",
         "        held = [ops.unpack(padded[j * m : (j + 1) * m], 1, k) for j in range(planes)]\n"
         "        for j in range(len(held)):\n            steps = ops.add_(steps,",
@@ -727,7 +728,7 @@ PATCHES = [
     ),
     Patch(
         "checksum-of-rows-in-any-order",
-        "grace/core/checksum.py",
+        "grace/core/exchange/checksum.py",
         "ops.wrapping_sum(ops.concat(sums) * _weights(ops, rows + 1, _COLUMNS))",
         "ops.wrapping_sum(ops.concat(sums))",
         "rows of a buffer may change places, and two signs may change",
@@ -783,7 +784,7 @@ PATCHES = [
     ),
     Patch(
         "indices-width-one-short",
-        "grace/core/indices.py",
+        "grace/core/exchange/indices.py",
         "ops.max(gaps) >= powers",
         "ops.max(gaps) > powers",
         "a widest gap that is a power of two loses its highest bit",
@@ -1032,7 +1033,7 @@ PATCHES = [
     ),
     Patch(
         "agreement-formats-not-compared",
-        "grace/core/agreement.py",
+        "grace/core/guards/agreement.py",
         'found["matrix products by"] = ',
         'found["of this rank"] = ',
         "a rank on reference code lets the replicas drift apart",
@@ -1105,7 +1106,7 @@ PATCHES = [
     # --- schedule, statistics, timeline, agreement, communicators ---------------------------------------------------
     Patch(
         "schedule-rung-early",
-        "grace/core/schedule.py",
+        "grace/core/values/schedule.py",
         "(i * steps // len(rungs), rung)",
         "((i + 1) * steps // len(rungs) - 1, rung)",
         "the rungs of a warm-up begin at other steps",
@@ -1113,7 +1114,7 @@ PATCHES = [
     ),
     Patch(
         "statistics-last-bucket-only",
-        "grace/core/statistics.py",
+        "grace/core/observe/statistics.py",
         "collectives.get(collective, 0) + nbytes",
         "nbytes",
         "the bytes per collective are those of the last bucket",
@@ -1121,7 +1122,7 @@ PATCHES = [
     ),
     Patch(
         "statistics-norm-of-unit",
-        "grace/core/statistics.py",
+        "grace/core/observe/statistics.py",
         "norm(residual[offset : offset + piece.numel])",
         "norm(residual)",
         "a tensor's residual norm is that of its whole unit",
@@ -1129,7 +1130,7 @@ PATCHES = [
     ),
     Patch(
         "timeline-end-for-duration",
-        "grace/core/timeline.py",
+        "grace/core/observe/timeline.py",
         '"dur": end - begin',
         '"dur": end',
         "events of the trace have their end as their duration",
@@ -1137,7 +1138,7 @@ PATCHES = [
     ),
     Patch(
         "agreement-error-on-one-rank",
-        "grace/core/agreement.py",
+        "grace/core/guards/agreement.py",
         "    if failed:\n",
         "    if len(failed) == len(everyone):\n",
         "when one rank fails, the others go on and wait for it",
@@ -1149,7 +1150,7 @@ PATCHES = [
     ),
     Patch(
         "agreement-order-not-compared",
-        "grace/core/agreement.py",
+        "grace/core/guards/agreement.py",
         'return "" if list(a) == list(b) else',
         'return "" if True else',
         "ranks whose parameters are in another order are not told",
@@ -1157,7 +1158,7 @@ PATCHES = [
     ),
     Patch(
         "communicator-halves-not-averaged",
-        "grace/core/communicator.py",
+        "grace/core/methods/communicator.py",
         'op="mean" if route.mean and dtype in HALF_DTYPES else "sum"',
         'op="sum"',
         "the mean of 16-bit floats is their sum",
@@ -1165,7 +1166,7 @@ PATCHES = [
     ),
     Patch(
         "communicator-broadcast-of-own-buffer",
-        "grace/core/communicator.py",
+        "grace/core/methods/communicator.py",
         'root=root, name=f"{route.name}.{root}"',
         'root=0, name=f"{route.name}.{root}"',
         "with broadcast every rank's payload is that of rank 0",
@@ -1174,7 +1175,7 @@ PATCHES = [
     # --- memories and what methods share ----------------------------------------------------------------------------
     Patch(
         "memory-clips-at-full-bound",
-        "grace/core/memory.py",
+        "grace/core/methods/memory.py",
         "ops, limit = at.ops, bound / math.sqrt(at.size)",
         "ops, limit = at.ops, bound",
         "local clipping does not know the number of ranks",
@@ -1262,7 +1263,7 @@ PATCHES = [
     ),
     Patch(
         "lowrank-split-largest",
-        "grace/core/lowrank.py",
+        "grace/core/methods/lowrank.py",
         "return min(splits, key=sum)",
         "return max(splits, key=sum)",
         "a kernel of a convolution is split where its factors are largest",
@@ -1270,7 +1271,7 @@ PATCHES = [
     ),
     Patch(
         "lowrank-first-payload-only",
-        "grace/core/lowrank.py",
+        "grace/core/methods/lowrank.py",
         'for payload in payloads[1:]:\n            q = q + payload["q"]',
         'for payload in payloads[2:]:\n            q = q + payload["q"]',
         "where low-rank factors are gathered, that of rank 1 is left out",
@@ -1278,7 +1279,7 @@ PATCHES = [
     ),
     Patch(
         "quantized-same-stream",
-        "grace/core/quantized.py",
+        "grace/core/methods/quantized.py",
         'Key(Key.derive(at.key.seed, "values"), at.key.step, at.key.rank)',
         "Key(at.key.seed, at.key.step, at.key.rank)",
         "the quantizer of kept values draws the numbers of the sparsifier",
@@ -1286,7 +1287,7 @@ PATCHES = [
     ),
     Patch(
         "spec-rank-0-draws-shared-numbers",
-        "grace/core/spec.py",
+        "grace/core/values/spec.py",
         "return Key(self.key.seed, self.key.step, self.rank + 1)",
         "return Key(self.key.seed, self.key.step, self.rank)",
         "the private random numbers of rank 0 are the shared ones",
@@ -1577,7 +1578,7 @@ PATCHES = [
         "sketchedsgd-own-sketch",
         "grace/core/compressors/sketchedsgd.py",
         "at.ops.sketch_estimate(at.negotiated,",
-        "at.ops.sketch_estimate(at.negotiated * 0 + self.propose(at.ops.zeros(at.spec.numel, \"float32\"), at).array,",
+        'at.ops.sketch_estimate(at.negotiated * 0 + self.propose(at.ops.zeros(at.spec.numel, "float32"), at).array,',
         "elements are chosen without the sketch of the sum",
         ("tests/papers/test_sketchedsgd.py -k heavy",),
     ),
@@ -1631,7 +1632,7 @@ PATCHES = [
     ),
     Patch(
         "topk-rounds-up",
-        "grace/core/compressor.py",
+        "grace/core/methods/compressor.py",
         "return min(numel, max(1, int(ratio * numel)))",
         "return min(numel, int(ratio * numel) + 1)",
         "one element more is kept than asked for",
@@ -1930,7 +1931,7 @@ PATCHES = [
     # --- MPI --------------------------------------------------------------------------------------------------------
     Patch(
         "mpi-maximum-for-sum",
-        MPI,
+        MPI_TRANSPORT,
         'MPI.SUM if op == "sum" else MPI.MAX',
         "MPI.SUM",
         "a maximum over ranks is a sum",
@@ -1938,7 +1939,7 @@ PATCHES = [
     ),
     Patch(
         "mpi-mean-of-halves",
-        MPI,
+        MPI_TRANSPORT,
         'self._add_halves(x, 1 / self.size if op == "mean" else 1.0)',
         "self._add_halves(x, 1.0)",
         "the mean of 16-bit floats is their sum",
@@ -1946,7 +1947,7 @@ PATCHES = [
     ),
     Patch(
         "mpi-collectives-not-compared",
-        MPI,
+        MPI_TRANSPORT,
         "if (header[8:] != mine[8:]).any():",
         "if (header[8:24] != mine[8:24]).all():",
         "ranks that start different collectives are not told",
@@ -1962,7 +1963,7 @@ PATCHES = [
     ),
     Patch(
         "mpi-broadcasts-from-rank-0",
-        MPI,
+        MPI_TRANSPORT,
         "self._comms[1].Ibcast([result.view(np.uint8), MPI.BYTE], root)",
         "self._comms[1].Ibcast([result.view(np.uint8), MPI.BYTE], 0)",
         "every broadcast comes from rank 0",

@@ -19,7 +19,7 @@ import pytest
 
 import grace
 from grace.core.ops import native
-from grace.core.registry import compressors
+from grace.core.values.registry import compressors
 from tests.package.environment import Environment
 from tests.support.launch import ROOT
 

@@ -10,8 +10,8 @@ import pytest
 import grace
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
-from grace.core.errors import ConfigError
-from grace.core.registry import compressors
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
 from grace.testing.harness import exchange
 from tests.papers.common import (
     OPS,

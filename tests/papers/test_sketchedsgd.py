@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.errors import ConfigError
+from grace.core.exchange.wire import payload_bytes
 from grace.core.ops.composites import SKETCH_BLOCK
 from grace.core.ops.random import hash_words
-from grace.core.spec import Key, TensorSpec
-from grace.core.wire import payload_bytes
+from grace.core.values.errors import ConfigError
+from grace.core.values.spec import Key, TensorSpec
 from grace.testing.harness import exchange, wide
 from tests.papers.common import OPS, make, normal, payload, simulate, spec, state, step
 

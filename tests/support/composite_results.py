@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.spec import Key
+from grace.core.values.spec import Key
 
 KEY = Key(77, 5, 2)
 SIZES = (0, 1, 7, 8, 9, 1000)

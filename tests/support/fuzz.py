@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import grace
-from grace.core.compressor import Compressor
-from grace.core.config import make_config
-from grace.core.errors import GraceError, PayloadError, StateError
+from grace.core.exchange.wire import GatherLayout
+from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan import make_plans
-from grace.core.registry import communicators, compressors, fields_of, memories
-from grace.core.spec import TensorSpec
-from grace.core.wire import GatherLayout
+from grace.core.values.config import make_config
+from grace.core.values.errors import GraceError, PayloadError, StateError
+from grace.core.values.plan import make_plans
+from grace.core.values.registry import communicators, compressors, fields_of, memories
+from grace.core.values.spec import TensorSpec
 from grace.testing.harness import Exchange, draw, exchange, host
 from tests.support import covering
 from tests.support.registered import all_compressors, ops_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from grace.core.memory import FINITE
-from grace.core.plan import make_plan
-from grace.core.simulate import reduced
-from grace.core.spec import Key, Site
-from grace.core.unit import Assignment
+from grace.core.exchange.simulation import reduced
+from grace.core.methods.memory import FINITE
+from grace.core.values.plan import make_plan
+from grace.core.values.spec import Key, Site
+from grace.core.values.unit import Assignment
 from grace.testing.harness import negotiate
 
 
@@ -17,11 +17,11 @@ from grace.testing.harness import negotiate
 class Reference:
     """The reference for `size` ranks and finite gradients.
 
-    `parts` are the tensors with their methods. `number` counts the steps.
+    `items` are the tensors with their methods. `number` counts the steps.
     """
 
     ops: Any
-    parts: list[Assignment]
+    items: list[Assignment]
     size: int
     seed: int
     number: int = 0
@@ -34,7 +34,7 @@ class Reference:
                     "memory": item.memory.init(item.spec, self.ops),
                     "compressor": item.compressor.init(item.spec, self.ops, Key.derive(self.seed, item.spec.name)),
                 }
-                for item in self.parts
+                for item in self.items
             }
             for _ in range(self.size)
         ]
@@ -43,7 +43,7 @@ class Reference:
         """Return the merged gradient per rank and tensor, from one gradient per rank and tensor."""
         merged: list[dict[str, Any]] = [{} for _ in range(self.size)]
         tallies: dict[Any, list[Any]] = {}
-        for item in self.parts:
+        for item in self.items:
             sites, payloads = self._exchange(item, [mine[item.spec.name] for mine in gradients], lr)
             for rank in range(self.size):
                 gradient, tally = self._conclude(item, sites[rank], payloads[rank])

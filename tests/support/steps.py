@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.config import Config, Method
-from grace.core.registry import communicators, compressors, memories
-from grace.core.spec import TensorSpec
+from grace.core.values.config import Config, Method
+from grace.core.values.registry import communicators, compressors, memories
+from grace.core.values.spec import TensorSpec
 from grace.testing.harness import EPS, array, draw, host, same
 from tests.support import covering, registered
 

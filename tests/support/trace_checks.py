@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grace.core.timeline import PHASES
+from grace.core.observe.timeline import PHASES
 
 
 def check_phases(stats: dict[str, Any]) -> None:

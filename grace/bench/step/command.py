@@ -18,8 +18,8 @@ from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, REFERENCE, Method, compared
 from grace.bench.step.models import NAMES
 from grace.bench.step.network import LINKS, MOST_RANKS, check_link
-from grace.core.config import make_config
-from grace.core.errors import ConfigError, nearest
+from grace.core.values.config import make_config
+from grace.core.values.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from grace.bench.step.run import Setting

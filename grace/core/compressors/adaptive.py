@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.compressor import Compressor, beyond_int32
 from grace.core.compressors.topk import check_ratio
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("adaptive")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grace.core.compressor import Compressor, beyond_int32
 from grace.core.compressors.topk import check_ratio
-from grace.core.errors import ConfigError, PayloadError
-from grace.core.lowrank import matrix_shape, unfit_matrix
+from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.methods.lowrank import matrix_shape, unfit_matrix
 from grace.core.ops.composites import ArrayOps
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.errors import ConfigError, PayloadError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 _EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grace.core.compressor import Compressor, Sparsifier
-from grace.core.errors import ConfigError
-from grace.core.quantized import QuantizedSparsifier
-from grace.core.registry import compressors
-from grace.core.spec import TensorSpec
+from grace.core.methods.compressor import Compressor, Sparsifier
+from grace.core.methods.quantized import QuantizedSparsifier
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import TensorSpec
 
 
 @compressors.register("chain")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.core.errors import ConfigError
-from grace.core.lowrank import TwoFactors, matrix_shape
+from grace.core.methods.lowrank import TwoFactors, matrix_shape
 from grace.core.ops.composites import ArrayOps
-from grace.core.registry import compressors
-from grace.core.spec import Array, Payload, Proposal, Site
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Payload, Proposal, Site
 
 
 @compressors.register("gradzip")

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.compressor import Sparsifier, keep_count
 from grace.core.compressors.topk import check_ratio
-from grace.core.errors import ConfigError
+from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.ops.composites import ArrayOps
-from grace.core.registry import compressors
-from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, Site, State, TensorSpec
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import MAX_MAGNITUDE, Array, Field, Payload, Site, State, TensorSpec
 
 # Tried with four ranks on a logistic regression and a perceptron: with gains up to 0.3 and horizons of 10 to 40 steps
 # the volume of 200 to 2,000 steps is within 9 % of its ratio, with these within 2 %.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor
-from grace.core.errors import ConfigError
+from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 _FIELDS = ("full", "words", "bytes", "tags")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.compressor import Compressor
-from grace.core.errors import ConfigError
+from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("lpc")

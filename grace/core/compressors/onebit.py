@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.compressor import Compressor
-from grace.core.lowrank import matrix_shape
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.lowrank import matrix_shape
 from grace.core.ops.base import packed_size
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 # Fewest rows of a matrix whose columns have means of their own: two float32 means take as many bytes as 64 bits.
 MIN_ROWS = 64

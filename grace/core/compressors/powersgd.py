@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.lowrank import TwoFactors, matrix_shape
-from grace.core.registry import compressors
-from grace.core.spec import Array, Payload, Proposal, Site
+from grace.core.methods.lowrank import TwoFactors, matrix_shape
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Payload, Proposal, Site
 
 
 @compressors.register("powersgd")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grace.core.compressor import Compressor
-from grace.core.errors import ConfigError
+from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("qsgd")

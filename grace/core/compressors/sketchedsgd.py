@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.core.compressor import Sparsifier, keep_count
 from grace.core.compressors.topk import check_ratio
-from grace.core.errors import ConfigError
+from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.ops.composites import SKETCH_BLOCK
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
 
 @compressors.register("sketchedsgd")

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.compressor import Compressor
-from grace.core.errors import ConfigError, IncompatibleError
+from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.values.errors import ConfigError, IncompatibleError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
 # The largest sum of ones that a signed byte holds.
 _MOST_RANKS = 127

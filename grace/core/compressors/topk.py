@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.compressor import Sparsifier, keep_count
-from grace.core.errors import ConfigError
-from grace.core.registry import compressors
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.methods.compressor import Sparsifier, keep_count
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 
 def check_ratio(name: str, ratio: float) -> None:

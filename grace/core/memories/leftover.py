@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.compressor import Compressor
-from grace.core.memory import FINITE, Memory
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import FINITE, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.registry import memories
-from grace.core.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.values.registry import memories
+from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
 
 
 @memories.register("leftover")

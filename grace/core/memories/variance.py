@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.compressor import Compressor
-from grace.core.errors import ConfigError, IncompatibleError
-from grace.core.memory import Memory
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.registry import memories
-from grace.core.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.values.errors import ConfigError, IncompatibleError
+from grace.core.values.registry import memories
+from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
 
 # Squares of float32 gradients of 2^64 and above are infinite, and their sum would stay infinite.
 LARGEST = {"float32": 2.0**63, "float64": 2.0**511}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from grace.core.errors import ConfigError, nearest
 from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import ConfigError, nearest
 
 # Module and class of the reference implementation, and of the kernels.
 _BACKENDS = {

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from grace.core.errors import PayloadError
 from grace.core.ops import ternary
 from grace.core.ops.helpers import Helpers
-from grace.core.spec import Array, Key
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Array, Key
 
 # Bits of the exponent and of the mantissa, and the integer dtype of the same width.
 _FORMAT = {"float32": (8, 23, "int32"), "float64": (11, 52, "int64")}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from grace.core.ops.codings import Codings
 from grace.core.ops.random import hash_words
-from grace.core.spec import Array, Key
+from grace.core.values.spec import Array, Key
 
 # A Count-Sketch hashes blocks of this many consecutive elements; its columns are a multiple of it.
 SKETCH_BLOCK = 16

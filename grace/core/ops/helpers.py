@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grace.core.errors import PayloadError
 from grace.core.ops import random
 from grace.core.ops.base import Primitives, packed_size
-from grace.core.spec import Array, Key
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Array, Key
 
 
 class Helpers(Primitives):

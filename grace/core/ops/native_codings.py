@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grace.core.ops.base import packed_size
 from grace.core.ops.native import FLOATS, Native
-from grace.core.spec import Array, Key
+from grace.core.values.spec import Array, Key
 
 
 class NativeCodings(Native):

@@ -14,11 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.core.errors import PayloadError
 from grace.core.ops.native import REBUILD, tensorflow_library
 from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.tensorflow_ops import TensorflowOps
-from grace.core.spec import Array
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Array
 
 logger = logging.getLogger("grace")
 

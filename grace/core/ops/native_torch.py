@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.utils.dlpack import to_dlpack
 
-from grace.core.errors import PayloadError
 from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, module
 from grace.core.ops.native_codings import NativeCodings
 from grace.core.ops.torch_ops import DTYPES, TorchOps
-from grace.core.spec import Array
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Array
 
 _FLOATS = {getattr(torch, name): name for name in FLOATS}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grace.core.spec import Array, Key
+from grace.core.values.spec import Array, Key
 
 if TYPE_CHECKING:
     from grace.core.ops.helpers import Helpers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grace.core.errors import PayloadError
-from grace.core.spec import Array
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Array
 
 if TYPE_CHECKING:
     from grace.core.ops.base import Primitives

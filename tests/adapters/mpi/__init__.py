@@ -1,1 +1,1 @@
-"""Tests of `grace.core.mpi`."""
+"""Tests of `grace.mpi`."""

@@ -1,4 +1,4 @@
-"""Tests of `grace.core.mpi` in real processes, on 2 and 4 ranks."""
+"""Tests of `grace.mpi` in real processes, on 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+from mpi4py.MPI import COMM_SELF
 
-from grace.core import mpi
-from grace.core.errors import ConfigError
+from grace import mpi
 from grace.core.ops import native
-from grace.core.registry import compressors
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
 from tests.support import half_precision, registered
 from tests.support.covering import rows
 from tests.support.launch import MPI, ROOT, Launch, command
@@ -218,7 +219,7 @@ def test_ranks_that_part_do_not_hang_at_their_end():
     """The error ends the process while MPI requests are still open."""
     code = """
 import numpy as np
-from grace.core.mpi import MPITransport
+from grace.mpi import MPITransport
 transport = MPITransport()
 names = "xyz" if transport.rank else "yx"
 handles = [transport.allreduce(np.zeros(3, np.float32), op="sum", name=name) for name in names]
@@ -253,8 +254,8 @@ def test_a_rank_that_ends_lets_the_others_end(ending):
     """They would wait for ever. Nobody has called `MPI_Abort`, so every rank says what it knows."""
     code = f"""
 import numpy as np
-from grace.core import mpi
-mpi.NOTES_SECONDS = 0.5
+from grace import mpi
+mpi.transport.NOTES_SECONDS = 0.5
 exchange = mpi.MPIExchange({{"w": (40, 40)}}, {{"compressor": "topk"}})
 for step in range(3):
     if step == 2 and exchange.rank == 1:
@@ -284,18 +285,18 @@ def run_script(code, ranks):
 
 def test_one_process_alone_compresses_too():
     simulation = simulate(METHODS["topk"], size=1)
-    exchange = mpi.MPIExchange(SPECS, simulation.config, comm=mpi.MPI.COMM_SELF)
+    exchange = mpi.MPIExchange(SPECS, simulation.config, comm=COMM_SELF)
     for step in range(3):
         given = gradients(simulation, step)
         expected, merged = simulation.step(given)[0], exchange(given[0])
         assert all(np.array_equal(merged[name], expected[name]) for name in expected)
     with pytest.raises(ConfigError, match="compress_ratio"):
-        mpi.MPIExchange(SPECS, {"compressor": "topk", "compress_ratio": 2.0}, comm=mpi.MPI.COMM_SELF)
+        mpi.MPIExchange(SPECS, {"compressor": "topk", "compress_ratio": 2.0}, comm=COMM_SELF)
 
 
 def test_a_call_after_one_that_failed_exchanges_its_own_gradients(monkeypatch):
     simulation = simulate(METHODS["qsgd"], size=1)
-    exchange = mpi.MPIExchange(SPECS, simulation.config, comm=mpi.MPI.COMM_SELF)
+    exchange = mpi.MPIExchange(SPECS, simulation.config, comm=COMM_SELF)
 
     def fail(self, payloads, site):
         raise ZeroDivisionError

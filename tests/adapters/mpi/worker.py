@@ -1,4 +1,4 @@
-"""One rank that runs the scenarios of grace.core.mpi, and these scenarios."""
+"""One rank that runs the scenarios of grace.mpi, and these scenarios."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import grace
-from grace.core import mpi, waiting
+from grace import mpi
 from grace.core.compressors.topk import TopK
+from grace.core.guards import waiting
 from grace.core.ops import get_ops
-from grace.core.plan import make_plan
-from grace.core.registry import communicators, compressors
-from grace.core.spec import HALF_DTYPES, ITEMSIZE
+from grace.core.values.plan import make_plan
+from grace.core.values.registry import communicators, compressors
+from grace.core.values.spec import HALF_DTYPES, ITEMSIZE
 from grace.testing.harness import array, same
 from tests.support import half_precision, registered, steps
 from tests.support.rank import serve
 
-WORLD = mpi.MPI.COMM_WORLD
+WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
 DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in ITEMSIZE}
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import grace.tensorflow
-from grace.core.simulate import Simulation
+from grace.core.exchange.simulation import Simulation
 from tests.adapters.tensorflow.model import (
     BATCH,
     PROCESS_SETS,

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 import grace
-from grace.core.errors import GraceWarning
+from grace.core.values.errors import GraceWarning
 from grace.tensorflow import DistributedGradientTape, Exchange
 from tests.adapters.tensorflow.loss_scaling_scenarios import scaled
 from tests.adapters.tensorflow.model import sgd, wrap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grace.core.registry import compressors
+from grace.core.values.registry import compressors
 from tests.support import cases, half_precision
 from tests.support.cases import TENSORFLOW_MPI
 from tests.support.covering import ALL

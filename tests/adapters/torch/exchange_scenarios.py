@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from grace.core.registry import compressors
-from grace.core.simulate import Simulation
-from grace.core.spec import TensorSpec
+from grace.core.exchange.simulation import Simulation
+from grace.core.values.registry import compressors
+from grace.core.values.spec import TensorSpec
 from grace.torch.transport import HorovodTransport
 from tests.adapters.torch.model import (
     PROCESS_SETS,

@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 import grace.torch
-from grace.core.errors import GraceError
+from grace.core.values.errors import GraceError
 from grace.torch import CompressionScheduler
 from tests.adapters.torch.model import digest, make_net, train, wrap
 from tests.support.cases import EVERYTHING

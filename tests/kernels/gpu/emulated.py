@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils.dlpack import to_dlpack
 
-from grace.core.errors import PayloadError
 from grace.core.ops.native_torch import NativeTorchOps
 from grace.core.ops.torch_ops import DTYPES
+from grace.core.values.errors import PayloadError
 
 ROOT = Path(__file__).parents[3]
 # The build folder of setup.py, which already contains most of this module.

@@ -1,0 +1,1 @@
+"""The exchange of one step: engine, wire format, transports, states."""

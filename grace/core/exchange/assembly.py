@@ -1,0 +1,102 @@
+"""Gradients to units and back: pieces are joined as they arrive and put back in place after the merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.plan import Plan
+from grace.core.values.spec import Array
+from grace.core.values.unit import Piece, Unit, offsets
+
+
+class Incoming:
+    """Gradients of one step, kept until every unit has all its pieces."""
+
+    def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps]) -> None:
+        self._plan, self._ops = plan, ops
+        self._waiting: dict[str, dict[Piece, Array]] = {}
+        self.names: set[str] = set()
+
+    def add(self, name: str, gradient: Array) -> list[tuple[Unit, Array]]:
+        """Take a tensor's gradient and return the units that it completes, each with its flat gradient."""
+        self.names.add(name)
+        complete = []
+        for unit, _, piece in self._plan.places[name]:
+            ops = self._ops(unit.spec.device)
+            x = ops.reshape(gradient, (-1,))
+            if piece.numel != ops.length(x):
+                x = x[piece.start : piece.stop]
+            if len(unit.pieces) == 1:
+                complete.append((unit, x))
+                continue
+            waiting = self._waiting.setdefault(unit.spec.name, {})
+            waiting[piece] = x
+            if len(waiting) == len(unit.pieces):
+                complete.append((unit, ops.lay_out([waiting[piece] for piece in unit.pieces])))
+                del self._waiting[unit.spec.name]
+        return complete
+
+
+class Outgoing:
+    """Merged gradients of one step; those in `into` are written there if arrays can be changed in place."""
+
+    def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps], into: Mapping[str, Array]) -> None:
+        self._plan, self._ops, self._into = plan, ops, into
+        self._specs = {item.spec.name: item.spec for item in plan.exchanged}
+        self._pieces: dict[str, list[tuple[int, Array]]] = {}
+        self._places: dict[str, Array] = {}
+        self._written: dict[str, int] = {}
+        self.merged: dict[str, Array] = {}
+
+    def target(self, unit: Unit) -> Array | None:
+        """Return the array slice that receives the merged gradient of a unit, or None.
+
+        There is one if the unit is one contiguous stretch of an array that can be written to.
+        """
+        piece = unit.pieces[0]
+        spec, ops = self._specs[piece.tensor], self._ops(unit.spec.device)
+        if len(unit.pieces) > 1 or not self._goes_into_place(piece, ops) or spec.dtype != spec.work_dtype:
+            return None
+        return self._whole(piece.tensor, ops)[piece.start : piece.stop]
+
+    def add(self, unit: Unit, x: Array, factor: float, target: Array | None) -> None:
+        """Take the merged gradient of a unit, x times the factor; consumes x, which may be the target."""
+        ops = self._ops(unit.spec.device)
+        direct = [self._goes_into_place(piece, ops) for piece in unit.pieces]
+        if factor != 1 and (x is target or not all(direct)):
+            x, factor = ops.scale_(x, factor), 1.0
+        for (piece, offset), placed in zip(offsets(unit), direct, strict=True):
+            part = x if len(unit.pieces) == 1 else x[offset : offset + piece.numel]
+            if not placed:
+                self._collect(ops, piece, part)
+                continue
+            if x is not target:
+                ops.place(self._whole(piece.tensor, ops), piece.start, part, factor)
+            self._count(piece, ops)
+
+    def _goes_into_place(self, piece: Piece, ops: ArrayOps) -> bool:
+        return ops.in_place and (piece.tensor in self._into or piece.numel != self._specs[piece.tensor].numel)
+
+    def _whole(self, tensor: str, ops: ArrayOps) -> Array:
+        """Return the flat array that becomes the tensor's merged gradient."""
+        if tensor not in self._places:
+            spec, given = self._specs[tensor], self._into.get(tensor)
+            self._places[tensor] = (
+                ops.empty(spec.numel, spec.dtype) if given is None else ops.reshape(given, (spec.numel,))
+            )
+        return self._places[tensor]
+
+    def _count(self, piece: Piece, ops: ArrayOps) -> None:
+        spec = self._specs[piece.tensor]
+        self._written[piece.tensor] = self._written.get(piece.tensor, 0) + piece.numel
+        if self._written[piece.tensor] == spec.numel:
+            self.merged[piece.tensor] = ops.reshape(self._whole(piece.tensor, ops), spec.shape)
+
+    def _collect(self, ops: ArrayOps, piece: Piece, x: Array) -> None:
+        spec = self._specs[piece.tensor]
+        pieces = self._pieces.setdefault(piece.tensor, [])
+        pieces.append((piece.start, x))
+        if len(pieces) == len(self._plan.places[piece.tensor]):
+            flat = ops.lay_out([x for _, x in sorted(pieces, key=lambda place: place[0])])
+            self.merged[piece.tensor] = ops.reshape(ops.cast(flat, spec.dtype), spec.shape)

@@ -1,0 +1,191 @@
+"""N ranks inside one process: the real engine over a transport that only passes arrays between objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grace.core.exchange.engine import Engine
+from grace.core.exchange.transport import Handle, Reduction, Transport
+from grace.core.guards.replicas import ADVICE, STATES, check_digests, digest, is_due, shared_states
+from grace.core.ops import get_ops
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.config import Config, make_config
+from grace.core.values.errors import ConfigError, StepError
+from grace.core.values.plan import Plan, change_plan, make_plans
+from grace.core.values.spec import HALF_DTYPES, Array, TensorSpec
+
+
+class _Exchange:
+    """Buffers that the ranks handed in, by the name of the collective."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.buffers: dict[str, dict[int, Array]] = {}
+        self.taken: dict[str, int] = {}
+
+    def put(self, name: str, rank: int, x: Array) -> None:
+        waiting = self.buffers.setdefault(name, {})
+        if rank in waiting:
+            raise StepError(f"rank {rank} started the collective '{name}' twice; expected once per step.")
+        waiting[rank] = x
+
+    def full(self, name: str) -> bool:
+        return len(self.buffers[name]) == self.size
+
+    def take(self, name: str) -> list[Array]:
+        waiting = self.buffers[name]
+        if len(waiting) < self.size:
+            absent = sorted(set(range(self.size)) - set(waiting))
+            raise StepError(
+                f"collective '{name}' would hang: ranks {absent} have not started it; start it on every rank."
+            )
+        result = [waiting[rank] for rank in range(self.size)]
+        self.taken[name] = self.taken.get(name, 0) + 1
+        if self.taken[name] == self.size:
+            del self.buffers[name], self.taken[name]
+        return result
+
+
+@dataclass(frozen=True)
+class _Simulated(Handle):
+    exchange: _Exchange
+    ops: ArrayOps
+    name: str
+    kind: str
+    root: int = 0
+
+    def arrived(self) -> bool:
+        return self.exchange.full(self.name)
+
+    def wait(self) -> Array:
+        arrays = self.exchange.take(self.name)
+        if self.kind == "broadcast":
+            return arrays[self.root]
+        if self.kind == "allgather":
+            return self.ops.concat(arrays)
+        return reduced(self.ops, arrays, self.kind)
+
+
+def reduced(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
+    """Return the result of an allreduce of one array per rank."""
+    if op != "max" and ops.dtype(arrays[0]) in HALF_DTYPES:
+        return ops.half_sum(ops.concat(arrays), len(arrays), 1 / len(arrays) if op == "mean" else 1.0)
+    total = arrays[0]
+    for other in arrays[1:]:
+        total = total + other if op == "sum" else ops.where(other > total, other, total)
+    return total
+
+
+class SimulatedTransport(Transport):
+    """One rank's end of an exchange within the process; a wait that would hang raises StepError."""
+
+    def __init__(self, rank: int, exchange: _Exchange, ops: ArrayOps) -> None:
+        self.rank, self.size = rank, exchange.size
+        self._exchange, self._ops = exchange, ops
+
+    def _start(self, x: Array, name: str, kind: str, root: int = 0) -> Handle:
+        self._exchange.put(name, self.rank, x)
+        return _Simulated(self._exchange, self._ops, name, kind, root)
+
+    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
+        return self._start(x, name, op)
+
+    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
+        return self._start(x, name, "allgather")
+
+    def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
+        return self._start(x, name, "broadcast", root)
+
+
+class Simulation:
+    """`size` ranks that train in lock step inside one process, with the numerics of a real run.
+
+    >>> import numpy as np
+    >>> sim = Simulation(2, {"w": (64, 32)}, {"compressor": "topk", "compress_ratio": 0.01})
+    >>> gradients = [{"w": np.full((64, 32), float(rank), np.float32)} for rank in range(2)]
+    >>> merged = sim.step(gradients)
+    >>> bool((merged[0]["w"] == merged[1]["w"]).all())
+    True
+    """
+
+    def __init__(
+        self,
+        size: int,
+        tensors: Mapping[str, tuple[int, ...]] | Sequence[TensorSpec],
+        config: Config | Mapping[str, Any] | str,
+        *,
+        framework: str = "numpy",
+        average: bool = True,
+    ) -> None:
+        if size < 1:
+            raise ConfigError(f"Simulation: expected at least 1 rank, received {size!r}.")
+        specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else list(tensors)
+        self.config = make_config(config)
+        (_, plan), *later = make_plans(specs, self.config)
+        self._specs, self._changes = specs, 0
+        for text in dict.fromkeys(text for p in (plan, *(p for _, p in later)) for text in p.warnings):
+            # Imported here, because logging installs a hook in every process that imports grace.
+            import logging
+
+            logging.getLogger("grace").warning("%s", text)
+        self.exchange = _Exchange(size)
+
+        def ops(device: str) -> ArrayOps:
+            return get_ops(framework, device)
+
+        self._ops = ops("cpu")
+        self.engines = [
+            Engine(
+                plan,
+                ops,
+                SimulatedTransport(rank, self.exchange, self._ops),
+                seed=self.config.seed,
+                average=average,
+                later=later,
+            )
+            for rank in range(size)
+        ]
+
+    def change(self, **changes: Any) -> None:
+        """Continue with other options or components, as in change(compress_ratio=0.1); residuals are carried over.
+
+        Raises what `make_config` raises for them, ConfigError if the configuration has a schedule, StepError in the
+        middle of a step.
+        """
+        if any(engine.under_way for engine in self.engines):
+            raise StepError("the plan cannot be changed in the middle of a step; change it after step().")
+        self._changes += 1
+        prefix = f"grace.change{self._changes}"
+        config, plan = change_plan(self._specs, self.config, self.plan, changes, prefix=prefix)
+        for engine in self.engines:
+            engine.change(plan)
+        self.config = config
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the next step."""
+        return self.engines[0].plan
+
+    def step(self, gradients: Sequence[Mapping[str, Array]], lr: float | None = None) -> list[dict[str, Array]]:
+        """Exchange one gradient per tensor and rank, which are only read; return the merged gradients per rank.
+
+        `lr` is the learning rate with which they will be applied, for memories that correct for it.
+        """
+        if is_due(self.engines[0].step, self.config.check_replicas):
+            self._check_states()
+        for engine, mine in zip(self.engines, gradients, strict=True):
+            for name, gradient in mine.items():
+                engine.ready(name, gradient, lr)
+        for engine in self.engines:
+            engine.advance()
+        return [engine.finish() for engine in self.engines]
+
+    def _check_states(self) -> None:
+        """Raise MismatchError if states differ that must be equal on all ranks. A simulation knows no weights."""
+        digests = [
+            {name: digest(self._ops, state) for name, state in shared_states(engine.snapshot()).items()}
+            for engine in self.engines
+        ]
+        check_digests(digests, STATES, f"before step {self.engines[0].step}", ADVICE)

@@ -1,0 +1,299 @@
+"""States of memories and compressors between steps, and their form in a checkpoint."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import StateError
+from grace.core.values.plan import Plan
+from grace.core.values.registry import compressors, memories
+from grace.core.values.spec import Array, Key, State
+from grace.core.values.unit import Piece, Unit, offsets
+
+STATE_VERSION = 2
+# What the memory of a unit held for the elements of one tensor: by key of the state and first element.
+Held = dict[tuple[str, int], Array]
+
+
+class Slots:
+    """Everything that lives across steps: the step number and each unit's states of memory and compressor.
+
+    The adapter owns it and saves it in its checkpoint. Notes about the last step are kept beside it, in no checkpoint.
+    An adapter whose steps are traced into graphs overrides the accessors with ones on variables.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._states: dict[str, dict[str, State]] = {}
+        self._notes: dict[tuple[str, str], Any] = {}
+
+    @property
+    def step(self) -> Any:
+        """Step number: an int, or a 0-d integer array in a traced graph."""
+        return self._step
+
+    def go_to(self, step: Any) -> None:
+        """Set the step number."""
+        self._step = step
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the unit has states."""
+        return name in self._states
+
+    def read(self, name: str) -> dict[str, State]:
+        """Return the states of a unit: {"memory": ..., "compressor": ...}."""
+        return self._states[name]
+
+    def write(self, name: str, states: dict[str, State]) -> None:
+        """Commit new states of a unit."""
+        self._states[name] = states
+
+    def forget(self, name: str) -> None:
+        """Drop the states of a unit."""
+        self._states.pop(name, None)
+
+    def note(self, kind: str, name: str, value: Any) -> None:
+        """Store a number, or a 0-d array, about the last step; None deletes it."""
+        self._notes[kind, name] = value
+
+    def noted(self, kind: str, name: str) -> Any:
+        """Return the stored note; None if there is none."""
+        return self._notes.get((kind, name))
+
+    def save(self, units: Mapping[str, Unit]) -> dict[str, dict[str, Any]]:
+        """Return each unit's states and the names of the components that they belong to."""
+        return {name: {"parts": _names(unit), **self.read(name)} for name, unit in units.items()}
+
+    def load(
+        self,
+        units: Mapping[str, Unit],
+        saved: Mapping[str, dict[str, Any]],
+        convert: Callable[[Array, Array], Array],
+        initial: Callable[[Unit], dict[str, State]] | None,
+    ) -> None:
+        """Load what `save` returned, all or nothing; with `initial`, memories start from its result instead.
+
+        Raises StateError if the checkpoint belongs to other tensors, methods, shapes or dtypes, or is damaged.
+        """
+        if set(saved) != set(units):
+            different = sorted(map(str, set(saved) ^ set(units)))
+            raise StateError(
+                f"checkpoint: the units of compression differ: {', '.join(different[:5])} "
+                f"{'is' if len(different) == 1 else 'are'} only on one side. Use the configuration it was saved with, "
+                "including granularity, bucket_bytes and split_bytes."
+            )
+        new: dict[str, dict[str, State]] = {}
+        for name, unit in units.items():
+            current = self.read(name)
+            missing = {"parts", *current} - set(check_mapping(saved[name], f"tensor '{name}'"))
+            if missing:
+                raise _unreadable(f"tensor '{name}'", ", ".join(sorted(missing)), "nothing of this name")
+            named = check_mapping(saved[name]["parts"], f"tensor '{name}', parts")
+            if {kind: str(other) for kind, other in named.items()} != _names(unit):
+                raise StateError(
+                    f"checkpoint, tensor '{name}': expected {_names(unit)}, received {dict(named)}; "
+                    "use the configuration it was saved with."
+                )
+            new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in current}
+            if initial is not None and not unit.memory.shared:
+                new[name]["memory"] = initial(unit)["memory"]
+        self._states.update(new)
+
+
+def check_saved(state: Any) -> None:
+    """Raise StateError unless this has the form of a result of `Engine.state_dict` of this version."""
+    missing = {"version", "step", "rank", "size", "tensors"} - set(check_mapping(state, "the state of grace"))
+    if missing:
+        raise StateError(
+            f"checkpoint: {', '.join(sorted(missing))} missing; expected a state written by grace. Check the file."
+        )
+    # A process outside of a process set has the rank -1. No kernel counts further than 63 bits.
+    for name, least in (("version", 0), ("step", 0), ("rank", -1), ("size", 1)):
+        check_number(state[name], name, least)
+    if state["version"] != STATE_VERSION:
+        raise StateError(
+            f"checkpoint: expected state version {STATE_VERSION}, received {state['version']!r}; "
+            "load it with the version of grace that wrote it."
+        )
+    check_mapping(state["tensors"], "tensors")
+
+
+def check_number(value: Any, name: str, least: int = 0) -> None:
+    """Raise StateError unless the value of a checkpoint is a whole number of at least `least` and below 2^63."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not least <= int(value) < 2**63:
+        raise _unreadable(name, f"a whole number from {least} on", shown(value))
+
+
+def check_mapping(value: Any, what: str) -> Mapping[Any, Any]:
+    """Return the value; raise StateError unless it is a mapping."""
+    if not isinstance(value, Mapping):
+        raise _unreadable(what, "a mapping", shown(value))
+    return value
+
+
+def _unreadable(what: str, expected: str, received: str) -> StateError:
+    return StateError(
+        f"checkpoint, {what}: expected {expected}, received {received}. The file is damaged, or was not "
+        "written by grace; load another one."
+    )
+
+
+def shown(value: Any) -> str:
+    """Return a short text on a value: dtype and shape of an array, else its type and its beginning."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if dtype is None or not isinstance(shape, Sequence):
+        text = repr(value)
+        return f"{type(value).__name__} {text if len(text) < 40 else text[:36] + ' ...'}"
+    # PyTorch's names have the module's name in front.
+    return f"{str(dtype).rpartition('.')[2]} {tuple(shape)}"
+
+
+def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int) -> None:
+    """Write the initial states of units that have none yet; needs no transport."""
+    for bucket in plan.buckets:
+        for unit in bucket.units:
+            if unit.spec.name not in slots:
+                slots.write(unit.spec.name, initial(unit, ops(unit.spec.device), seed))
+
+
+def initial(unit: Unit, ops: ArrayOps, seed: int) -> dict[str, State]:
+    """Return the initial states of a unit."""
+    return {
+        "memory": unit.memory.init(unit.spec, ops),
+        "compressor": unit.compressor.init(unit.spec, ops, Key.derive(seed, unit.spec.name)),
+    }
+
+
+def carried(
+    before: Sequence[Unit],
+    after: Sequence[Unit],
+    read: Callable[[str], dict[str, State]],
+    fresh: Callable[[Unit], dict[str, State]],
+    ops: Callable[[str], ArrayOps],
+) -> dict[str, dict[str, State]]:
+    """Return the states of the units `after` a change: states that fit are kept, the others start as `fresh`.
+
+    A residual passes from one memory to any other that has one, in the units of the new one. State that a memory holds
+    per element is kept even if the units are cut differently.
+    """
+    old = {unit.pieces: unit for unit in before}
+    new = {}
+    for unit in after:
+        states = fresh(unit)
+        if unit.pieces in old:
+            states = _continued(old[unit.pieces], unit, read(old[unit.pieces].spec.name), states, ops)
+        else:
+            states["memory"] = _recut(before, unit, read, states["memory"], ops(unit.spec.device))
+        new[unit.spec.name] = states
+    return new
+
+
+def _continued(
+    old: Unit, new: Unit, states: dict[str, State], fresh: dict[str, State], ops: Callable[[str], ArrayOps]
+) -> dict[str, State]:
+    same = compressors.name_of(old.compressor) == compressors.name_of(new.compressor)
+    kept = {
+        "memory": _fitting(states["memory"], fresh["memory"]),
+        "compressor": _fitting(states["compressor"], fresh["compressor"]) if same else fresh["compressor"],
+    }
+    if "residual" in states["memory"] and "residual" in kept["memory"]:
+        residual = kept["memory"]["residual"]
+        kept["memory"]["residual"] = _rescaled(residual, old, new, ops(new.spec.device))
+    return kept
+
+
+def _rescaled(residual: Array, old: Unit, new: Unit, ops: ArrayOps) -> Array:
+    factor = new.memory.residual_scale / old.memory.residual_scale
+    return residual if factor == 1 else residual * ops.cast(factor, new.spec.work_dtype)
+
+
+def _recut(
+    before: Sequence[Unit], unit: Unit, read: Callable[[str], dict[str, State]], fresh: State, ops: ArrayOps
+) -> State:
+    """Return the state that the memories of other units hold for the elements of this one."""
+    made = {}
+    for key, initial_value in fresh.items():
+        if tuple(initial_value.shape) != (unit.spec.numel,):
+            made[key] = initial_value
+            continue
+        rows = []
+        for piece, offset in offsets(unit):
+            at = piece.start
+            for start, stop, old, place in _holders(before, piece):
+                state = read(old.spec.name)["memory"].get(key)
+                if state is None or tuple(state.shape) != (old.spec.numel,) or state.dtype != initial_value.dtype:
+                    continue
+                rows.append(initial_value[offset + at - piece.start : offset + start - piece.start])
+                held = state[place : place + stop - start]
+                rows.append(_rescaled(held, old, unit, ops) if key == "residual" else held)
+                at = stop
+            rows.append(initial_value[offset + at - piece.start : offset + piece.numel])
+        made[key] = ops.concat(rows)
+    return made
+
+
+def _holders(before: Sequence[Unit], piece: Piece) -> list[tuple[int, int, Unit, int]]:
+    """Return the units that hold elements of a piece, in element order, as (from, to, unit, offset in the unit)."""
+    found = []
+    for unit in before:
+        for other, offset in offsets(unit):
+            start, stop = max(piece.start, other.start), min(piece.stop, other.stop)
+            if other.tensor == piece.tensor and start < stop:
+                found.append((start, stop, unit, offset + start - other.start))
+    return sorted(found, key=lambda holder: holder[0])
+
+
+def taken_out(unit: Unit, memory: State, tensor: str, ops: ArrayOps) -> tuple[State, Held]:
+    """Return the state of a unit's memory with zeros for the elements of a tensor, and what it held for them."""
+    rest, held = dict(memory), {}
+    for key, value in memory.items():
+        if tuple(value.shape) != (unit.spec.numel,):
+            continue
+        for piece, start in offsets(unit):
+            if piece.tensor == tensor:
+                held[key, start] = ops.copy(value[start : start + piece.numel])
+                zeros = ops.zeros(piece.numel, ops.dtype(value))
+                rest[key] = ops.concat([rest[key][:start], zeros, rest[key][start + piece.numel :]])
+    return rest, held
+
+
+def put_back(memory: State, held: Held, ops: ArrayOps) -> State:
+    """Return the state of a unit's memory with what `taken_out` took."""
+    whole = dict(memory)
+    for (key, start), value in held.items():
+        stop = start + ops.length(value)
+        whole[key] = ops.concat([whole[key][:start], value, whole[key][stop:]])
+    return whole
+
+
+def _fitting(old: State, fresh: State) -> State:
+    return {key: old[key] if key in old and _alike(old[key], value) else value for key, value in fresh.items()}
+
+
+def _alike(a: Array, b: Array) -> bool:
+    return tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype
+
+
+def _names(unit: Unit) -> dict[str, str]:
+    return {"memory": memories.name_of(unit.memory), "compressor": compressors.name_of(unit.compressor)}
+
+
+def _convert(name: str, saved: Any, current: State, convert: Callable[[Array, Array], Array]) -> State:
+    found = {key: shown(value) for key, value in check_mapping(saved, f"tensor '{name}'").items()}
+    expected = {key: shown(value) for key, value in current.items()}
+    if found != expected:
+        raise StateError(
+            f"checkpoint, tensor '{name}': expected states {expected}, received {found}; "
+            "use the configuration it was saved with."
+        )
+    try:
+        return {key: convert(saved[key], value) for key, value in current.items()}
+    except StateError:
+        raise
+    except Exception as error:
+        # An array library refuses by errors of many classes: for sparse arrays, for example.
+        raise _unreadable(f"tensor '{name}'", f"arrays such as {expected}", f"another kind ({error})") from error

@@ -1,0 +1,417 @@
+"""Layout of a bucket's fields in its wire buffer; fixed before the first step as far as the data allow.
+
+Gathered buckets travel as one uint8 buffer per rank:
+
+    checksum if asked for | fixed fields, int32 counts, words of coded indices and stamp, widest dtype first
+    one flag byte per guarded tensor
+    padding to 8 | fields of run-time length, widest dtype first | coded indices, each padded to 4 | padding to 16
+
+This aligns every field to its own width without padding between fields. The counts give the lengths of the rest, so a
+receiver finds the end of each rank's buffer without another exchange, and a rank that selects nothing sends only a
+header. The checksum is that of the rest of the rank's buffer; its 8 bytes leave all fields aligned.
+
+Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their flags are float32 elements. A
+flag means that this rank's gradient was not finite. The stamp is the step number: random numbers follow from it, so
+payloads of ranks at different steps (after only one of them loaded a checkpoint) must not be added.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from grace.core.exchange import indices
+from grace.core.exchange.checksum import CHECKSUM_BYTES, checksum
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
+
+# Version of the layouts below: raise it when the bytes change, so that ranks of both versions do not mix.
+WIRE_FORMAT = 2
+ALIGNMENT = 16
+_INT32 = 0x7FFFFFFF
+_ALL_THERE = "a buffer that holds as many elements as its header says"
+# Digests of the step in a summed bucket; two steps have all of them in common with probability 2^-24 on 256 ranks.
+_DIGESTS = 3
+
+
+def payload_bytes(fields: Sequence[Field]) -> int | None:
+    """Return the bytes of one payload's fields on the wire, without header and padding; None if they vary."""
+    total = 0
+    for field in fields:
+        if not field.wire:
+            continue
+        if isinstance(field.length, str) or field.coding != "int32":
+            return None
+        total += field.length * ITEMSIZE[field.dtype]
+    return total
+
+
+def sent_bytes(ops: ArrayOps, fields: Sequence[Field], payload: Payload) -> Any:
+    """Return the bytes of this payload's fields on the wire: an int, or a 0-d array in a traced graph."""
+    total: Any = 0
+    for f in fields:
+        if f.wire and f.coding == "int32":
+            total = total + ops.length(payload[f.name]) * ITEMSIZE[f.dtype]
+        elif f.wire:
+            below, k = int(f.below or 0), ops.length(payload[f.name])
+            word = indices.choose(ops, payload[f.name], below, f.coding)
+            total = total + indices.size(ops, word, k, below)
+    return total
+
+
+def _align(offset: int, width: int) -> int:
+    return (offset + width - 1) // width * width
+
+
+# The run-time lengths of a bucket, by tensor and name: ints, or 0-d integer arrays in a traced graph.
+Lengths: TypeAlias = dict[tuple[int, str], Any]
+
+
+class _Slot(NamedTuple):
+    """One field of one tensor of the bucket; `offset` is None if it depends on the data."""
+
+    tensor: int
+    field: Field
+    offset: int | None
+
+
+class Received(NamedTuple):
+    """Received contents of a bucket.
+
+    Each tensor has its payloads to merge (one per rank, or one sum) and the flags of guarded ones. The conditions
+    `in_step` all hold if every rank is at the same step.
+    """
+
+    payloads: list[list[Payload]]
+    flags: list[list[Array]]
+    in_step: list[Array]
+
+
+class GatherLayout:
+    """Layout of a bucket whose payloads are gathered or broadcast: one byte buffer per rank."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        fields: Sequence[Sequence[Field]],
+        guarded: Sequence[bool],
+        checksum: bool = False,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.fields = tuple(tuple(f) for f in fields)
+        self.guarded = tuple(guarded)
+        self._start = CHECKSUM_BYTES if checksum else 0
+        self.counts: list[tuple[int, str]] = []
+        self._coded: list[tuple[int, Field]] = []
+        fixed: list[tuple[int, int, Field]] = []
+        variable: list[tuple[int, int, Field]] = []
+        for i, tensor_fields in enumerate(self.fields):
+            for f in tensor_fields:
+                if not f.wire:
+                    continue
+                if isinstance(f.length, str) and (i, f.length) not in self.counts:
+                    self.counts.append((i, f.length))
+                if f.coding != "int32":
+                    self._coded.append((i, f))
+                elif isinstance(f.length, str):
+                    variable.append((-ITEMSIZE[f.dtype], i, f))
+                else:
+                    fixed.append((-ITEMSIZE[f.dtype], i, f))
+        fixed.sort(key=lambda entry: entry[0])
+        variable.sort(key=lambda entry: entry[0])
+        offset = self._start
+        slots: list[_Slot] = []
+        for width, i, f in fixed:
+            if width > -4:
+                break
+            slots.append(_Slot(i, f, offset))
+            offset += int(f.length) * -width
+        self._counts_offset = offset = _align(offset, 4)
+        offset += 4 * (len(self.counts) + len(self._coded) + 1)
+        for width, i, f in fixed[len(slots) :]:
+            slots.append(_Slot(i, f, offset))
+            offset += int(f.length) * -width
+        self._flags_offset = offset
+        offset += sum(self.guarded)
+        self._fixed_end = offset
+        self._fixed = slots
+        self._variable = [_Slot(i, f, None) for _, i, f in variable]
+
+    def checked(self) -> GatherLayout:
+        """Return this layout with a checksum in every buffer."""
+        return GatherLayout(self.specs, self.fields, self.guarded, checksum=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer of one rank, with every run-time length taken as zero."""
+        return _align(self._open_end, ALIGNMENT)
+
+    @property
+    def fixed(self) -> bool:
+        """True if the buffers of all ranks have one length, because nothing depends on the data."""
+        return not self.counts and not self._coded
+
+    @property
+    def _open_end(self) -> int:
+        """Start of the part whose length depends on the data."""
+        return _align(self._fixed_end, 8) if self.counts or self._coded else self._fixed_end
+
+    def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int) -> Array:
+        """Return the buffer of this rank at the step `stamp`.
+
+        Raises PayloadError if a payload is not what `wire` announced.
+        """
+        lengths: Lengths = {}
+        for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
+            _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
+        pieces: list[Array] = []
+        position: int = self._start
+
+        def pad(offset: int) -> None:
+            nonlocal position
+            pieces.append(ops.zeros(offset - position, "uint8"))
+            position = offset
+
+        def put(piece: Array, length: Any = None) -> None:
+            nonlocal position
+            pieces.append(piece)
+            position = position + (ops.length(piece) if length is None else length)
+
+        def put_fixed(slots: Sequence[_Slot]) -> None:
+            for slot in slots:
+                pad(slot.offset or 0)
+                put(ops.to_bytes(ops.reshape(payloads[slot.tensor][slot.field.name], (int(slot.field.length),))))
+
+        split = sum(ITEMSIZE[s.field.dtype] >= 4 for s in self._fixed)
+        put_fixed(self._fixed[:split])
+        pad(self._counts_offset)
+        words = [indices.choose(ops, payloads[i][f.name], int(f.below or 0), f.coding) for i, f in self._coded]
+        numbers = (*(lengths[key] for key in self.counts), *words, stamp & _INT32)
+        header = [ops.full(1, number, "int32") for number in numbers]
+        put(ops.to_bytes(ops.concat(header)))
+        put_fixed(self._fixed[split:])
+        guarded = [ops.full(1, flag, "uint8") for flag, guard in zip(flags, self.guarded, strict=True) if guard]
+        if guarded:
+            put(ops.concat(guarded))
+        pad(self._open_end)
+        for slot in self._variable:
+            put(ops.to_bytes(payloads[slot.tensor][slot.field.name]))
+        for word, (i, f) in zip(words, self._coded, strict=True):
+            pad(_align(position, 4))
+            below, k = int(f.below or 0), ops.length(payloads[i][f.name])
+            # TensorFlow's graph optimizer infers a wrong length for the result of the branches.
+            length = indices.size(ops, word, k, below)
+            put(indices.encode(ops, payloads[i][f.name], word, below), length)
+        pad(_align(position, ALIGNMENT))
+        body = ops.concat(pieces)
+        return ops.concat([ops.to_bytes(checksum(ops, body)), body]) if self._start else body
+
+    def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
+        """Return the contents of `size` buffers in a row.
+
+        Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
+        """
+        received = Received([[] for _ in self.specs], [[] for _ in self.specs], [])
+        base, mine = 0, ops.full(1, stamp & _INT32, "int32")
+        for rank in range(size):
+            base = self._decode_rank(ops, data, base, received, mine, rank)
+        if self._start:
+            total = ops.length(data)
+            require = functools.partial(_require, ops, size - 1)
+            # Nothing reads the bytes after the last buffer. A graph checks them if something waits for the check.
+            received.in_step[-1] = require(base == total, f"{base} bytes in all", total, received.in_step[-1])
+        return received
+
+    def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: Array, rank: int) -> int:
+        mine: list[Payload] = [{} for _ in self.specs]
+        total = ops.length(data)
+        require = functools.partial(_require, ops, rank)
+        fits = base + self._open_end <= total
+        data = require(fits, "a buffer that holds all fields of fixed length", total, data)
+
+        def take(offset: int, dtype: str, length: int) -> Array:
+            return ops.from_bytes(data[offset : offset + length * ITEMSIZE[dtype]], dtype)
+
+        end = base + self._open_end
+        values = take(base + self._counts_offset, "int32", len(self.counts) + len(self._coded))
+        counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
+        for key, length in counts.items():
+            counts[key] = require(length >= 0, "lengths from 0 on", length, length)
+        # The header tells where everything lies: check that all of it is there before reading any of it.
+        slots: list[tuple[_Slot, int, int]] = []
+        for slot in self._variable:
+            length = counts[slot.tensor, str(slot.field.length)]
+            # Check before the product: TensorFlow counts in int32, which could wrap around to a length that fits.
+            data = require(length <= (total - end) // ITEMSIZE[slot.field.dtype], _ALL_THERE, total, data)
+            slots.append((slot, end, length))
+            end = end + length * ITEMSIZE[slot.field.dtype]
+        coded: list[tuple[int, Field, int, int, Array, int]] = []
+        for j, (i, f) in enumerate(self._coded, len(self.counts)):
+            end, below = _align(end, 4), int(f.below or 0)
+            k = counts[i, f.length] if isinstance(f.length, str) else f.length
+            # Gaps of 0 bits take no bytes, so that only the tensor bounds the number of indices, not the buffer.
+            k = require(k <= below, f"at most {below} indices, which differ and are below it", k, k)
+            word = ops.cast(values[j], "int64")
+            word = require(indices.is_known(ops, word, below), f"a coding of indices below {below}", word, word)
+            fits = indices.nbytes(ops, word, k, below) <= ops.cast(total - end, "int64")
+            data = require(fits, _ALL_THERE, total, data)
+            length = indices.size(ops, word, k, below)
+            coded.append((i, f, end, length, word, k))
+            end = end + length
+        end = _align(end, ALIGNMENT)
+        if self._start:
+            data = require(end <= total, _ALL_THERE, total, data)
+            right = take(base, "int64", 1)[0] == checksum(ops, data[base + self._start : end])[0]
+            data = require(right, "a buffer that gives the checksum in its header", None, data)
+        stamped = take(base + self._counts_offset + 4 * (len(self.counts) + len(self._coded)), "int32", 1)
+        received.in_step.append(stamped[0] == stamp[0])
+        for slot in self._fixed:
+            length = int(slot.field.length)
+            value = take(base + (slot.offset or 0), slot.field.dtype, length)
+            # Gives the field a static length even if the length of the whole buffer is known only at run time.
+            mine[slot.tensor][slot.field.name] = ops.reshape(value, (length,))
+        flag = base + self._flags_offset
+        for i, guard in enumerate(self.guarded):
+            if guard:
+                received.flags[i].append(data[flag])
+                flag += 1
+        for slot, offset, length in slots:
+            mine[slot.tensor][slot.field.name] = take(offset, slot.field.dtype, length)
+        for i, f, offset, length, word, k in coded:
+            found = indices.decode(ops, take(offset, "uint8", length), word, k, int(f.below or 0))
+            # A graph loses the length, which is known.
+            mine[i][f.name] = found if isinstance(f.length, str) else ops.reshape(found, (f.length,))
+        for i, payload in enumerate(mine):
+            received.payloads[i].append(payload)
+        return end
+
+
+class SumLayout:
+    """Layout of a bucket whose payloads are summed on the way: one flat buffer per dtype."""
+
+    def __init__(self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]) -> None:
+        self.specs = tuple(specs)
+        self.fields = tuple(tuple(f) for f in fields)
+        self.guarded = tuple(guarded)
+        self.groups: dict[str, list[tuple[int, Field]]] = {}
+        for i, tensor_fields in enumerate(self.fields):
+            for f in tensor_fields:
+                if f.wire:
+                    self.groups.setdefault(f.dtype, []).append((i, f))
+        if any(self.guarded):
+            self.groups.setdefault("float32", [])
+
+    def checked(self) -> SumLayout:
+        """Return this layout: the sum is made under way, so that no checksum of one rank can be checked."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers of one rank, with every run-time length taken as zero."""
+        fixed = [(d, f.length) for d, group in self.groups.items() for _, f in group if isinstance(f.length, int)]
+        fields = sum(length * ITEMSIZE[dtype] for dtype, length in fixed)
+        return fields + (4 * (sum(self.guarded) + 2 * _DIGESTS) if any(self.guarded) else 0)
+
+    def encode(
+        self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int, size: int
+    ) -> tuple[dict[str, Array], Lengths]:
+        """Return one buffer per dtype, for one of `size` ranks at the step `stamp`, and the run-time lengths.
+
+        Raises PayloadError if a payload is not what `wire` announced.
+        """
+        lengths: Lengths = {}
+        for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
+            _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
+        buffers: dict[str, Array] = {}
+        for dtype, group in self.groups.items():
+            pieces = [payloads[i][f.name] for i, f in group]
+            if dtype == "float32":
+                pieces += [ops.full(1, flag, "float32") for flag, g in zip(flags, self.guarded, strict=True) if g]
+                if any(self.guarded):
+                    digests = ops.cast(_digests(ops, stamp, size), "float32")
+                    pieces += [digests, digests * digests]
+            # A single payload is sent as it is if no transport overwrites it.
+            alone = len(pieces) == 1 and dtype in HALF_DTYPES
+            buffers[dtype] = pieces[0] if alone else ops.concat(pieces)
+        return buffers, lengths
+
+    def decode(self, ops: ArrayOps, buffers: Mapping[str, Array], size: int, lengths: Lengths) -> Received:
+        """Return the contents of buffers summed over `size` ranks; `lengths` are those of this rank's payloads."""
+        payloads: list[list[Payload]] = [[{}] for _ in self.specs]
+        flags: list[list[Array]] = [[] for _ in self.specs]
+        in_step: list[Array] = []
+        for dtype, group in self.groups.items():
+            offset: int = 0
+            for i, f in group:
+                length = lengths[i, f.length] if isinstance(f.length, str) else f.length
+                payloads[i][0][f.name] = buffers[dtype][offset : offset + length]
+                offset = offset + length
+            if dtype == "float32":
+                for i, guard in enumerate(self.guarded):
+                    if guard:
+                        flags[i].append(buffers[dtype][offset])
+                        offset = offset + 1
+                if any(self.guarded):
+                    # Equal if and only if all ranks sent the same digests (Cauchy-Schwarz).
+                    sums = ops.cast(buffers[dtype][offset : offset + 2 * _DIGESTS], "float64")
+                    total, squares = sums[:_DIGESTS], sums[_DIGESTS:]
+                    in_step.append(~ops.any(size * squares != total * total))
+        return Received(payloads, flags, in_step)
+
+
+Layout = GatherLayout | SumLayout
+
+
+def _require(ops: ArrayOps, rank: int, condition: Any, expected: str, received: Any, then: Any) -> Any:
+    """Return `then`; raise PayloadError, which blames the buffer of `rank`, unless the condition holds.
+
+    The message shows `received` if it is a number now, not in a traced graph.
+    """
+    if isinstance(condition, bool) and condition:
+        return then
+    shown = f": {received}" if isinstance(received, int) else ""
+    error = PayloadError(
+        f"wire buffer of rank {rank}: expected {expected}, received another{shown}. "
+        "The buffer is truncated or damaged, or comes from another version or configuration; check all ranks."
+    )
+    if isinstance(condition, bool):
+        raise error
+    return ops.require(condition, error, then)
+
+
+def _digests(ops: ArrayOps, stamp: int, size: int) -> Array:
+    """Return random numbers that tell steps apart: int64, 11 bits each on 4 ranks, 8 on 256.
+
+    Their squares, summed over all ranks, are exact in float32.
+    """
+    bits = (24 - (size - 1).bit_length()) // 2
+    return ops.bit_and(ops.words(_DIGESTS, Key(Key.derive(0, "stamp"), stamp & _INT32)), (1 << bits) - 1)
+
+
+def _check_payload(
+    ops: ArrayOps,
+    spec: TensorSpec,
+    fields: Sequence[Field],
+    payload: Payload,
+    lengths: Lengths,
+    index: int,
+) -> None:
+    """Compare a payload with its declared fields, and fill in the run-time lengths."""
+    if set(payload) != {f.name for f in fields}:
+        raise PayloadError(
+            f"tensor '{spec.name}': compress returned the fields {sorted(payload)}, "
+            f"but wire announced {sorted(f.name for f in fields)}; make the two agree."
+        )
+    for f in fields:
+        array = payload[f.name]
+        length, dtype = ops.length(array), ops.dtype(array)
+        expected = lengths.setdefault((index, f.length), length) if isinstance(f.length, str) else f.length
+        # Lengths that a traced graph knows only at run time cannot be compared here.
+        differ = isinstance(length, int) and isinstance(expected, int) and length != expected
+        if dtype != f.dtype or differ or len(array.shape) != 1:
+            raise PayloadError(
+                f"tensor '{spec.name}', field '{f.name}': expected a flat {f.dtype} array of {expected} elements as "
+                f"announced by wire, received {dtype} of shape {tuple(array.shape)}."
+            )

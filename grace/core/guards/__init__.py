@@ -1,0 +1,1 @@
+"""Guards: what the ranks compare, and how long they wait."""

@@ -1,0 +1,78 @@
+"""Comparison of the replicas: ranks exchange a digest of what must be equal on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from grace.core.exchange.checksum import checksum
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import MismatchError
+from grace.core.values.spec import Array
+
+if TYPE_CHECKING:
+    from grace.core.exchange.engine import Snapshot
+
+# Bytes that each rank sends for a comparison of replicas that are equal.
+SUMMARY_BYTES = 8
+WEIGHTS, STATES = "weights", "weights or shared states"
+ADVICE = (
+    "Look for what only some ranks do: random numbers in the model, weights that are changed or loaded by hand, other "
+    "versions of the frameworks, damaged memory. Load the last good checkpoint on all ranks."
+)
+
+
+def digest(ops: ArrayOps, x: Array) -> int:
+    """Return a digest of the bits of an array, a signed number of 64 bits."""
+    data = ops.to_bytes(x)
+    odd = ops.length(data) % 4
+    padded = ops.concat([data, ops.zeros(4 - odd, "uint8")]) if odd else data
+    return int(checksum(ops, padded)[0])
+
+
+def summary(digests: Mapping[str, int]) -> bytes:
+    """Return a digest of all digests, in `SUMMARY_BYTES`."""
+    return hashlib.blake2b(repr([*digests.items()]).encode(), digest_size=SUMMARY_BYTES).digest()
+
+
+def shared_states(snapshot: Snapshot) -> dict[str, Array]:
+    """Return the states that are equal on all ranks."""
+    found: dict[str, Array] = {}
+    for unit in snapshot.plan.units:
+        for kind, state in snapshot.units[unit.spec.name].items():
+            if kind == "compressor" or unit.memory.shared:
+                found |= {f"{key} of the {kind} of {unit.spec.name}": value for key, value in state.items()}
+    return found
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether the replicas are compared before a step, with the option `check_replicas = every`."""
+    return every > 0 and step % every == 0
+
+
+def check_digests(digests: Sequence[Mapping[str, int]], what: str, when: str, advice: str) -> None:
+    """Raise MismatchError unless the digests of all ranks, by tensor and in rank order, are those of rank 0."""
+    for rank, mine in enumerate(digests):
+        differing = [name for name, value in digests[0].items() if mine.get(name) != value]
+        if differing:
+            raise MismatchError(
+                f"the {what} of rank {rank} and rank 0 differ {when}, in '{differing[0]}' and {len(differing) - 1} "
+                f"other tensors: expected equal {what}, or every rank trains a model of its own. {advice}"
+            )
+
+
+def compare(
+    mine: Mapping[str, int],
+    exchange: Callable[[bytes], list[bytes]],
+    gather: Callable[[dict[str, int]], list[dict[str, int]]],
+    when: str,
+) -> None:
+    """Raise MismatchError, which names the first tensor that differs, on every rank if the digests differ.
+
+    `exchange` sends the summary of this rank to all ranks, and `gather` the digests. The second is called only if the
+    summaries differ.
+    """
+    mine_in_brief = summary(mine)
+    if any(other != mine_in_brief for other in exchange(mine_in_brief)):
+        check_digests(gather(dict(mine)), STATES, when, ADVICE)

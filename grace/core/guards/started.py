@@ -1,0 +1,56 @@
+"""Record of started collectives, by which the ranks finish those that only some of them started."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grace.core.exchange.transport import Handle
+from grace.core.values.spec import Array
+
+
+class _Noted(Handle):
+    """Handle that leaves the record when it was waited for."""
+
+    def __init__(self, name: str, handle: Handle, pending: dict[str, Handle]) -> None:
+        self._name, self._handle, self._pending = name, handle, pending
+
+    def wait(self) -> Array:
+        result = self._handle.wait()
+        self._pending.pop(self._name, None)
+        return result
+
+    def arrived(self) -> bool:
+        return self._handle.arrived()
+
+
+class Started:
+    """The collectives that this rank has started since the beginning, and those that it has not waited for."""
+
+    def __init__(self) -> None:
+        # How often each was started. Ranks between the same two steps have equal counts, whatever has arrived.
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._calls: dict[str, Mapping[str, Any]] = {}
+        self._pending: dict[str, Handle] = {}
+
+    def note(self, name: str, call: Mapping[str, Any], handle: Handle) -> Handle:
+        """Note a collective. The JSON-able `call` says how another rank starts it."""
+        self._counts[name] += 1
+        self._calls[name] = call
+        self._pending[name] = noted = _Noted(name, handle, self._pending)
+        return noted
+
+    def finish(self, gather: Callable[[Any], list[Any]], start: Callable[[str, Mapping[str, Any]], Handle]) -> None:
+        """Start what this rank lacks and others wait for, then wait for all, and drop the results; on all ranks.
+
+        `gather` exchanges one object per rank. `start` starts a collective of that name and call, and notes it.
+        """
+        everyone = gather({name: [count, self._calls[name]] for name, count in self._counts.items()})
+        for name in sorted({name for theirs in everyone for name in theirs}):
+            counts = [theirs.get(name, [0, {}])[0] for theirs in everyone]
+            call = everyone[counts.index(max(counts))][name][1]
+            while self._counts[name] < max(counts):
+                start(name, call)
+        for name in sorted(self._pending):
+            self._pending[name].wait()

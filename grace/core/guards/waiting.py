@@ -1,0 +1,75 @@
+"""Waits for other ranks: a rank that waits long says what it waits for, and ends after the time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from grace.core.observe.timeline import tensors_of
+from grace.core.values.errors import WaitError
+from grace.core.values.plan import Plan
+
+# A rank that has waited this many seconds, or half of its limit, logs what it waits for, and again each time that the
+# wait has doubled.
+WARN_SECONDS = 25.0
+# What a look at the collective counts at most. More seconds pass only if this process was stopped, which is no wait.
+_LOOK_SECONDS = 10.0
+
+
+def wait_until(
+    done: Callable[[], bool],
+    what: Callable[[], str],
+    *,
+    rank: int,
+    size: int,
+    timeout: float,
+    pause: Callable[[float], None] | None = None,
+) -> None:
+    """Call `done` until it returns True, and `pause` with the seconds waited in between.
+
+    `what` says what this rank waits for; it is called only if the wait is long. Raises WaitError after `timeout`
+    seconds.
+    """
+    if done():
+        return
+    pause = pause or _sleep
+    waited, last = 0.0, time.monotonic()
+    tell = min(WARN_SECONDS, timeout / 2)
+    while not done():
+        now = time.monotonic()
+        waited, last = waited + min(now - last, _LOOK_SECONDS), now
+        if waited >= timeout:
+            raise WaitError(
+                f"{_waiting(rank, size, waited, what())}. Expected all ranks to make the same calls within 'timeout' = "
+                f"{timeout:g} s: look for the rank that failed, ended, took another number of steps or waits for "
+                "something else. If it is only slow, set a larger 'timeout'."
+            )
+        if waited >= tell:
+            # Imported here, because logging installs a hook in every process that imports grace.
+            import logging
+
+            tell *= 2
+            logging.getLogger("grace").warning(
+                "%s, and ends at 'timeout' = %g s", _waiting(rank, size, waited, what()), timeout
+            )
+        pause(waited)
+
+
+def explained(plan: Plan, step: int, name: str) -> str:
+    """Return what a collective of a plan carries, in words."""
+    for bucket in plan.buckets:
+        if name.startswith(bucket.name) and not name[len(bucket.name) :][:1].isdigit():
+            tensors = tensors_of(bucket)
+            more = f" and {len(tensors) - 1} other tensors" if len(tensors) > 1 else ""
+            return f"step {step}, the gradient of '{tensors[0]}'{more} (collective '{name}')"
+    return f"step {step}, {name}"
+
+
+def _waiting(rank: int, size: int, waited: float, what: str) -> str:
+    others = f"rank {1 - rank}" if size == 2 else f"one or more of the other {size - 1} ranks"
+    return f"rank {rank} of {size} has waited {waited:.0f} s for {others}: {what}"
+
+
+def _sleep(waited: float) -> None:
+    # A twentieth of the wait, so that sleeping prolongs no wait by much, and takes little of the processor.
+    time.sleep(min(waited / 20, 0.005))

@@ -1,0 +1,1 @@
+"""Base classes of compressors, memories and communicators, and what several methods share."""

@@ -1,0 +1,238 @@
+"""Base class of compressors, pure maps between a flat gradient and a payload."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec
+
+
+@dataclass(frozen=True)
+class Compressor(ABC):
+    """Base of compressors: a pure map between a flat gradient and a payload, configured by its fields only.
+
+    A new method defines `wire`, `compress` and `decompress`; a sparsifier also defines `erase_`. Gradients are flat,
+    finite, of dtype `spec.work_dtype`, and must not be changed. A rank usually decodes payloads of other ranks, so
+    everything that `decompress` needs must be in the payload, be static, follow from the shared key, or be a field with
+    `wire=False`.
+    Plain class attributes may override the properties below.
+    """
+
+    @property
+    def summable(self) -> bool:
+        """True if payload(a) + payload(b) decodes to a + b, so that allreduce can carry payloads."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """True if the mean of decompress(compress(x)) over random keys is x."""
+        return False
+
+    @property
+    def fixed_size(self) -> bool:
+        """True if no field of the payload has a length that depends on the data."""
+        return True
+
+    @property
+    def averages(self) -> bool:
+        """False if merge() is scale-free (a vote), so that its result must not be divided by the number of ranks."""
+        return True
+
+    @property
+    def sparsifies(self) -> bool:
+        """True if the payload carries some coordinates exactly and nothing of the others; `erase_` is defined."""
+        return False
+
+    @property
+    def selects(self) -> bool:
+        """True if the payload carries nothing of the coordinates left out; `erase_` is defined (momentum masking)."""
+        return self.sparsifies
+
+    @property
+    def carries_nonfinite(self) -> bool:
+        """True if NaN and infinity pass through the payload unchanged."""
+        return False
+
+    @property
+    def checks(self) -> bool:
+        """True if `compress_checked` is defined and finds NaN and infinity in the pass that compresses."""
+        return False
+
+    @property
+    def flat(self) -> bool:
+        """True if only the length of the tensor matters, not its shape; a large tensor may then be cut."""
+        return True
+
+    @property
+    def joins(self) -> bool:
+        """True if tensors whose gradients differ in size may be compressed as one, because they share no scale.
+
+        Sparsifiers, which send exact values, choose among the elements of all these tensors.
+        """
+        return False
+
+    @property
+    def payload_format(self) -> int:
+        """Version of the payload's bytes: raise it when they change, so that ranks of both versions do not mix."""
+        return 1
+
+    @property
+    def multiplies(self) -> bool:
+        """True if matrix products decode a payload: kernels and the frameworks' libraries round them differently."""
+        return False
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """Names of the fields that scale the decoded gradient: multiplying all of them multiplies it."""
+        return ()
+
+    @property
+    def default_memory(self) -> str:
+        """Name of the memory that is used unless the user names one."""
+        return "none"
+
+    @property
+    def default_communicator(self) -> str:
+        """Name of the communicator that is used unless the user names one."""
+        return "allreduce" if self.summable else "allgather"
+
+    @property
+    def harmed_by_feedback(self) -> str | None:
+        """Reason why error feedback harms this method (GRACE, Table I and section V-B); None if it does not."""
+        if not self.averages:
+            return "the ranks vote, and a vote is not the mean of their signs"
+        if self.unbiased and not self.carries_nonfinite:
+            return "its errors average out, and error feedback adds them to the variance"
+        return None
+
+    @property
+    def advice(self) -> str | None:
+        """Setting that must change with this method, such as the learning rate, for the report; None if none must."""
+        return None
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        """Return delta with E|x - C(x)|^2 <= (1 - delta) |x|^2 for every x; None if the error can exceed |x|."""
+        return None
+
+    def unfit(self, spec: TensorSpec) -> str | None:
+        """Return the reason why this method cannot compress the tensor, which stays dense; None if it can."""
+        return None
+
+    @abstractmethod
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        """Return the fields of the payload, from static facts only."""
+
+    @abstractmethod
+    def compress(self, x: Array, at: Site) -> Payload:
+        """Return the payload of the flat gradient x; never change x."""
+
+    @abstractmethod
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        """Return the dense flat gradient that one payload carries; equal in every call."""
+
+    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
+        """Return the payload and a 0-d bool that is True if x is finite; defined only if `checks` is True.
+
+        If x is not finite, the payload may be anything.
+        """
+        raise TypeError(
+            f"{type(self).__name__} does not check for NaN: compress_checked is defined only if checks is True; "
+            "call compress"
+        )
+
+    def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
+        """Return arrays that live across steps, available as `at.state` (default: none)."""
+        return {}
+
+    def check_ranks(self, size: int) -> None:
+        """Raise IncompatibleError if the payloads of `size` ranks cannot be merged (default: any number can)."""
+        return
+
+    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
+        """Return the field that `propose` returns, from static facts only; at most one (default: none)."""
+        return ()
+
+    def propose(self, x: Array, at: Site) -> Proposal | None:
+        """Return what the ranks combine before they compress, flat; `at.negotiated` is the result (default: None)."""
+        return None
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        """Return the sum of the decoded payloads (default: decompress each and add in rank order)."""
+        total = self.decompress(payloads[0], at)
+        for payload in payloads[1:]:
+            total = at.ops.weighted_sum(total, 1, self.decompress(payload, at), 1)
+        return total
+
+    def learn(self, payloads: Sequence[Payload], at: Site) -> State:
+        """Return the state for the next step, from the payloads of all ranks or their sum (default: unchanged)."""
+        return at.state
+
+    def tally(self, payloads: Sequence[Payload], at: Site) -> tuple[Array, Array] | None:
+        """Return two 0-d float64 arrays, equal on all ranks; `retune` gets their sums over tensors (default: None)."""
+        return None
+
+    def retune(self, state: State, first: Array, second: Array, at: Site) -> State:
+        """Return the state for the next step, from the sums of `tally` over all tensors of equal compressors."""
+        return state
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        """Return x minus the decoded payload; consumes x."""
+        return at.ops.sub_(x, self.decompress(payload, at))
+
+    def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
+        """Return x with the carried coordinates set to zero; consumes x. Defined only if `selects` is True."""
+        raise TypeError(f"{type(self).__name__} is no sparsifier: erase_ is defined only if selects is True")
+
+
+@dataclass(frozen=True)
+class Sparsifier(Compressor):
+    """Base of sparsifiers, whose payload is `values` at distinct `indices`; they define only `wire` and `compress`."""
+
+    @property
+    def sparsifies(self) -> bool:
+        return True
+
+    @property
+    def joins(self) -> bool:
+        # Chosen from all tensors, the largest elements train better than the largest of each (docs/accuracy.md).
+        return True
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        return ("values",)
+
+    @property
+    def default_memory(self) -> str:
+        return "residual"
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        return 0.0
+
+    def unfit(self, spec: TensorSpec) -> str | None:
+        return beyond_int32(spec)
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return at.ops.desparsify(payload["values"], payload["indices"], at.spec.numel)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        values, indices = ([payload[name] for payload in payloads] for name in ("values", "indices"))
+        return at.ops.sparse_sum(values, indices, at.spec.numel)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self.erase_(x, payload, at)
+
+    def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return at.ops.put_(x, payload["indices"], 0.0)
+
+
+def keep_count(ratio: float, numel: int) -> int:
+    """Return k = max(1, int(ratio * numel)); 0 for an empty tensor."""
+    return min(numel, max(1, int(ratio * numel)))
+
+
+def beyond_int32(spec: TensorSpec) -> str | None:
+    """Return the reason why int32 indices cannot address the tensor; None if they can."""
+    return f"{spec.numel} elements cannot be addressed by int32 indices" if spec.numel >= 2**31 else None

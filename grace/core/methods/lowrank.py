@@ -1,0 +1,97 @@
+"""Shared parts of methods that treat a gradient as a matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core.methods.compressor import Compressor
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import ConfigError
+from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+
+
+def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
+    """Return rows and columns of a tensor of two or more axes as a matrix, split where their sum is smallest."""
+    splits = ((math.prod(spec.shape[:i]), math.prod(spec.shape[i:])) for i in range(1, spec.ndim))
+    return min(splits, key=sum)
+
+
+def unfit_matrix(name: str, spec: TensorSpec, rank: float) -> str | None:
+    """Return the reason why a tensor cannot shrink to `rank` rows and columns; None if it can."""
+    if spec.ndim < 2:
+        return f"{name} needs a matrix, the tensor has {spec.ndim} dimension{'s' * (spec.ndim != 1)}"
+    rows, columns = matrix_shape(spec)
+    if (rows + columns) * rank >= spec.numel:
+        return f"rank {rank} factors of a {rows} x {columns} matrix are no smaller than the matrix"
+    return None
+
+
+@dataclass(frozen=True)
+class TwoFactors(Compressor):
+    """Base of methods that send a matrix as P Q^T: P is negotiated, then Q, linear in the matrix, travels.
+
+    They define `propose` and `compress`. The summed Q starts the next step.
+    """
+
+    compress_rank: int = 4
+
+    title: ClassVar[str]
+    summable = True
+    flat = False
+    multiplies = True
+    linear_in = ("q",)
+    default_memory = "powersgd"
+
+    def __post_init__(self) -> None:
+        if self.compress_rank < 1:
+            raise ConfigError(f"{self.title}: compress_rank must be at least 1, received {self.compress_rank!r}.")
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        return 0.0
+
+    def unfit(self, spec: TensorSpec) -> str | None:
+        return unfit_matrix(self.title, spec, self.compress_rank)
+
+    def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
+        return {"q": self._random(spec, ops, Key(key_seed, 0))}
+
+    def _random(self, spec: TensorSpec, ops: ArrayOps, key: Key) -> Array:
+        columns, r = matrix_shape(spec)[1], self.compress_rank
+        return ops.reshape(ops.cast(ops.uniform(columns * r, key), spec.work_dtype) - 0.5, (columns, r))
+
+    def renewed(self, q: Array, vanished: Array, at: Site) -> Array:
+        """Return q with the columns that vanished redrawn from the shared key; a column of zeros would stay zero."""
+        ops = at.ops
+        return ops.choose(
+            ops.any(vanished), lambda: ops.where(vanished, self._random(at.spec, ops, at.key), q), lambda: q
+        )
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        rows, columns = matrix_shape(spec)
+        r = self.compress_rank
+        return Field("q", spec.work_dtype, columns * r), Field("p", spec.work_dtype, rows * r, wire=False)
+
+    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
+        return (Field("p", spec.work_dtype, matrix_shape(spec)[0] * self.compress_rank),)
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        ops = at.ops
+        rows, columns = matrix_shape(at.spec)
+        p = ops.reshape(payload["p"], (rows, self.compress_rank))
+        q = ops.reshape(payload["q"], (columns, self.compress_rank))
+        return ops.reshape(ops.matmul(p, q, transpose_b=True), (-1,))
+
+    def _sum_q(self, payloads: Sequence[Payload]) -> Array:
+        q = payloads[0]["q"]
+        for payload in payloads[1:]:
+            q = q + payload["q"]
+        return q
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        return self.decompress({"p": payloads[0]["p"], "q": self._sum_q(payloads)}, at)
+
+    def learn(self, payloads: Sequence[Payload], at: Site) -> State:
+        return {"q": at.ops.reshape(self._sum_q(payloads), (-1, self.compress_rank))}

@@ -1,0 +1,108 @@
+"""Base class of memories, which keep a part of the gradient between steps (error feedback)."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from grace.core.methods.compressor import Compressor
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import ConfigError
+from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+
+# Under this key of a state in progress, a memory that knows anyway stores whether x is finite (a 0-d condition).
+FINITE = "finite"
+
+
+@dataclass(frozen=True)
+class Memory(ABC):
+    """Base of memories: the state that one rank keeps of a gradient between steps, configured by its fields only.
+
+    The state of the last good step is never changed: `compensate` and `update` return new states, and the engine keeps
+    the old one until it knows that no rank saw NaN or infinity. The gradient is never changed either: its buffer
+    belongs to the framework, whose backward pass may still read it. A callee may reuse arrays that it receives with a
+    trailing underscore.
+    """
+
+    @property
+    def stateless(self) -> bool:
+        """True if the memory keeps nothing."""
+        return False
+
+    @property
+    def feeds_back(self) -> bool:
+        """True if what the compressor dropped is added to a later gradient."""
+        return not self.stateless
+
+    @property
+    def shared(self) -> bool:
+        """True if the state is equal on all ranks, so that a rank can load it from another rank's checkpoint."""
+        return False
+
+    @property
+    def residual_scale(self) -> float:
+        """Unit of the residual in gradients: 1, or the learning rate if it is kept in units of the weights."""
+        return 1.0
+
+    @property
+    def gain(self) -> float:
+        """Factor on the mean before `finish` gets it, applied with the division by the number of ranks."""
+        return 1.0
+
+    @property
+    def needs_lr(self) -> bool:
+        """True if the memory reads `Site.lr`; only optimizers know the learning rate, tapes do not."""
+        return False
+
+    @property
+    def accelerates(self) -> bool:
+        """True if the memory holds momentum, so that the optimizer should have none."""
+        return False
+
+    @property
+    def whole(self) -> bool:
+        """True if a norm or learning rate of the whole tensor matters; the tensor is then neither cut nor joined."""
+        return self.needs_lr
+
+    def check(self, compressor: Compressor) -> None:
+        """Raise IncompatibleError if this memory cannot serve the compressor (default: it can)."""
+        return
+
+    def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
+        """Return zeroed buffers (default: none)."""
+        return {}
+
+    @abstractmethod
+    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+        """Return the array to compress and a state in progress for `update`; only reads grad and state.
+
+        The state in progress may hold `FINITE`, which goes no further.
+
+        If the memory keeps anything, the array is a new one, which `update` may consume.
+        """
+
+    @abstractmethod
+    def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        """Return the state after the payload was sent; consumes x_, the array that was compressed."""
+
+    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
+        """Turn the merged (averaged) gradient into the one for the optimizer (default: unchanged)."""
+        return merged, state
+
+
+def check_clipping(name: str, bound: float | None) -> None:
+    """Raise ConfigError unless the bound is positive or None."""
+    if bound is not None and not bound > 0:
+        raise ConfigError(f"memory {name}: gradient_clipping must be a positive norm or null, received {bound!r}.")
+
+
+def clipped(grad: Array, bound: float | None, at: Site) -> Array:
+    """Return the gradient with its norm limited to bound / sqrt(number of ranks), before it joins the state."""
+    if bound is None:
+        return grad
+    ops, limit = at.ops, bound / math.sqrt(at.size)
+    # In float64, because the norm of large float32 numbers overflows.
+    norm = ops.norm(ops.cast(grad, "float64"))
+    factor = ops.where(norm > limit, limit / ops.where(norm > limit, norm, 1.0), 1.0)
+    return grad * ops.cast(factor, at.spec.work_dtype)

@@ -1,0 +1,126 @@
+"""Sparsifiers whose values are quantized."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from grace.core.methods.compressor import Compressor, Sparsifier
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+
+_PREFIX = "values/"
+
+
+@dataclass(frozen=True)
+class QuantizedSparsifier(Compressor):
+    """Base of methods that send the values of a sparsifier through a quantizer; they define `pair`.
+
+    The quantizer sees the k kept values as a separate tensor, `<name>/values`, with its own random numbers.
+    """
+
+    selects = True
+    default_memory = "residual"
+    harmed_by_feedback = None
+
+    @property
+    @abstractmethod
+    def pair(self) -> tuple[Sparsifier, Compressor]:
+        """The sparsifier and the quantizer."""
+
+    @property
+    def fixed_size(self) -> bool:
+        return self.pair[1].fixed_size
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def flat(self) -> bool:
+        return all(inner.flat for inner in self.pair)
+
+    @property
+    def joins(self) -> bool:
+        return all(inner.joins for inner in self.pair)
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        # The kept and the dropped elements are orthogonal. The sparsifier loses |x|^2 - E|S|^2; of E|S|^2, which is at
+        # least delta_S |x|^2, the quantizer loses at most a share of 1 - delta_Q.
+        left, rounded = self.pair[0].contraction(spec), self.values_contraction(self.values_spec(spec))
+        return None if left is None or rounded is None else left * rounded
+
+    def values_contraction(self, values: TensorSpec) -> float | None:
+        """Return the quantizer's delta on the kept values."""
+        return self.pair[1].contraction(values)
+
+    def values_spec(self, spec: TensorSpec) -> TensorSpec:
+        """Return the spec of the kept values as a tensor."""
+        return _values_spec(self.pair[0], spec)
+
+    def unfit(self, spec: TensorSpec) -> str | None:
+        sparsifier, quantizer = self.pair
+        return sparsifier.unfit(spec) or quantizer.unfit(self.values_spec(spec))
+
+    def check_ranks(self, size: int) -> None:
+        for inner in self.pair:
+            inner.check_ranks(size)
+
+    def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
+        return self.pair[0].init(spec, ops, key_seed)
+
+    def learn(self, payloads: Sequence[Payload], at: Site) -> State:
+        sparsifier = self.pair[0]
+        if type(sparsifier).learn is Compressor.learn:
+            # It learns nothing, so the values need no decoding, which would take time.
+            return at.state
+        return sparsifier.learn([self._dequantized(payload, at) for payload in payloads], at)
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        places = (f for f in self.pair[0].wire(spec) if f.name != "values")
+        values = (
+            f._replace(name=_PREFIX + f.name, length=f.length if isinstance(f.length, int) else _PREFIX + f.length)
+            for f in self.pair[1].wire(self.values_spec(spec))
+        )
+        return *places, *values
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        sparsifier, quantizer = self.pair
+        places = dict(sparsifier.compress(x, at))
+        values = quantizer.compress(places.pop("values"), self._values_site(at))
+        return {**places, **{_PREFIX + name: array for name, array in values.items()}}
+
+    def _values_site(self, at: Site) -> Site:
+        key = Key(Key.derive(at.key.seed, "values"), at.key.step, at.key.rank)
+        return at._replace(spec=self.values_spec(at.spec), key=key, state={}, memory={})
+
+    def values(self, payload: Payload, at: Site) -> Array:
+        """Return the kept values as they arrive."""
+        fields = {name.removeprefix(_PREFIX): v for name, v in payload.items() if name.startswith(_PREFIX)}
+        return self.pair[1].decompress(fields, self._values_site(at))
+
+    def _dequantized(self, payload: Payload, at: Site) -> Payload:
+        """Return the payload that the sparsifier alone would have sent, except for rounding."""
+        places = {name: v for name, v in payload.items() if not name.startswith(_PREFIX)}
+        return {**places, "values": self.values(payload, at)}
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return self.pair[0].decompress(self._dequantized(payload, at), at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        return self.pair[0].merge([self._dequantized(payload, at) for payload in payloads], at)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return at.ops.sparse_sum([-self.values(payload, at)], [payload["indices"]], at.spec.numel, onto=x)
+
+    def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self.pair[0].erase_(x, payload, at)
+
+
+@cache
+def _values_spec(sparsifier: Sparsifier, spec: TensorSpec) -> TensorSpec:
+    k = next(f.length for f in sparsifier.wire(spec) if f.name == "values")
+    assert isinstance(k, int)
+    return TensorSpec(f"{spec.name}/values", (k,), spec.work_dtype, spec.device)

@@ -1,0 +1,92 @@
+"""Statistics of the last step, from the notes of the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from grace.core.exchange.state import Slots
+from grace.core.observe.timeline import Times, spans, tensors_of
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.plan import Plan, share
+from grace.core.values.registry import communicators, compressors
+from grace.core.values.unit import Assignment
+
+
+def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:
+    """Return the statistics that `Engine.stats` describes; with `norms`, measure the residuals now."""
+
+    def noted(kind: str, name: str) -> int:
+        return int(slots.noted(kind, name) or 0)
+
+    def wire_bytes(item: Assignment) -> int:
+        if item.spec.name not in plan.places:
+            return item.spec.nbytes
+        places = plan.places[item.spec.name]
+        return sum(share(noted("unit", unit.spec.name), unit, offset, piece) for unit, offset, piece in places)
+
+    def relative_error(name: str) -> float | None:
+        squares = {"size": 0.0, "error": 0.0}
+        for unit, _, _ in plan.places.get(name, ()):
+            for kind in squares:
+                norm = slots.noted(kind, unit.spec.name)
+                if norm is None:
+                    return None
+                squares[kind] += float(norm) ** 2
+        if name not in plan.places:
+            return None
+        return math.sqrt(squares["error"] / squares["size"]) if squares["size"] > 0 else 0.0
+
+    def residual_norm(name: str) -> float | None:
+        squares = 0.0
+        for unit, offset, piece in plan.places.get(name, ()):
+            known = norms and unit.spec.name in slots
+            residual = slots.read(unit.spec.name)["memory"].get("residual") if known else None
+            if residual is None:
+                return None
+            squares += float(ops(unit.spec.device).norm(residual[offset : offset + piece.numel])) ** 2
+        return math.sqrt(squares) if name in plan.places else None
+
+    tensors: dict[str, dict[str, Any]] = {}
+    for item in plan.assignments:
+        name = item.spec.name
+        tensors[name] = {
+            "compressor": compressors.name_of(item.compressor),
+            "dense_bytes": item.spec.nbytes,
+            "wire_bytes": wire_bytes(item),
+            "relative_error": relative_error(name),
+            "residual_norm": residual_norm(name),
+        }
+    sent = {bucket.name: noted("bucket", bucket.name) for bucket in plan.buckets}
+    phases = spans(plan, times.moments(plan))
+    first = min((known["ready"][0] for known in phases.values() if known["ready"]), default=0.0)
+    buckets = {
+        bucket.name: {
+            "tensors": tensors_of(bucket),
+            "wire_bytes": sent[bucket.name],
+            **{
+                phase: None if span is None else [moment - first for moment in span]
+                for phase, span in phases[bucket.name].items()
+            },
+        }
+        for bucket in plan.buckets
+    }
+    dense = sum(item.spec.nbytes for item in plan.delegated)
+    collectives = {"allreduce": dense}
+    for bucket in plan.buckets:
+        # Before the first step nothing was negotiated either.
+        negotiated = min(sent[bucket.name], sum(unit.negotiated_bytes for unit in bucket.units))
+        name = communicators.name_of(bucket.communicator)
+        for collective, nbytes in (("allreduce", negotiated), (name, sent[bucket.name] - negotiated)):
+            collectives[collective] = collectives.get(collective, 0) + nbytes
+    return {
+        "step": int(slots.step),
+        "wire_bytes": sum(sent.values()) + dense,
+        "collectives": collectives,
+        "dense_bytes": sum(item.spec.nbytes for item in plan.assignments),
+        "compressed_dense_bytes": sum(item.spec.nbytes for item in plan.assignments if not item.dense),
+        "compressed_wire_bytes": sum(sent[b.name] for b in plan.buckets if not b.units[0].dense),
+        "buckets": buckets,
+        "tensors": tensors,
+    }

@@ -1,0 +1,1 @@
+"""Values: tensors, configurations, units and plans."""

@@ -1,0 +1,406 @@
+"""Configuration: the method of each tensor, from a dictionary, keywords, a TOML file or GRACE_CONFIG."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import inspect
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grace.core.exchange.indices import CODINGS
+from grace.core.exchange.transport import TIMEOUT
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
+from grace.core.values.errors import ConfigError, nearest
+from grace.core.values.registry import build, communicators, compressors, fields_of, memories
+from grace.core.values.schedule import ladder, ratio_of
+from grace.core.values.spec import GRADIENT_DTYPES, TensorSpec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENVIRONMENT_VARIABLE = "GRACE_CONFIG"
+GRANULARITIES = ("layer", "bucket", "model")
+_COMPONENTS = ("compressor", "memory", "communicator")
+_REGISTRIES: dict[str, Any] = {"compressor": compressors, "memory": memories, "communicator": communicators}
+
+
+@dataclass(frozen=True)
+class Method:
+    """Compressor with its memory and its communicator. Raises IncompatibleError if they do not work together."""
+
+    compressor: Compressor
+    memory: Memory
+    communicator: Communicator
+
+    def __post_init__(self) -> None:
+        self.memory.check(self.compressor)
+        self.communicator.check(self.compressor)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule that gives a method to the tensors of some name, size, number of dimensions, dtype or kind of gradient.
+
+    `match` holds shell patterns; one of them must fit the name. The other conditions are `min_numel <= elements <=
+    max_numel`, `min_ndim <= dimensions <= max_ndim`, `dtype`, and `sparse`, which is True for gradients that come as
+    rows (embeddings). The start-up report shows `reason`.
+    """
+
+    method: Method
+    match: tuple[str, ...] = ("*",)
+    min_numel: int = 0
+    max_numel: int | None = None
+    min_ndim: int = 0
+    max_ndim: int | None = None
+    dtype: str | None = None
+    sparse: bool | None = None
+    reason: str = field(default="a rule of the configuration", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.match:
+            raise ConfigError(f"{self.reason}: match is empty; give a pattern, or leave it out to fit every name.")
+        for low, high in ((self.min_numel, self.max_numel), (self.min_ndim, self.max_ndim)):
+            if low < 0 or (high is not None and high < low):
+                raise ConfigError(
+                    f"{self.reason}: expected 0 <= minimum <= maximum, received {low} and {high} as the limits of the "
+                    "elements or dimensions."
+                )
+        if self.dtype is not None and self.dtype not in GRADIENT_DTYPES:
+            raise ConfigError(
+                f"{self.reason}: unknown gradient dtype '{self.dtype}'.{nearest(self.dtype, GRADIENT_DTYPES)}"
+            )
+
+    def fits(self, spec: TensorSpec) -> bool:
+        """Return whether the rule applies to the tensor."""
+        return (
+            any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in self.match)
+            and self.min_numel <= spec.numel
+            and (self.max_numel is None or spec.numel <= self.max_numel)
+            and self.min_ndim <= spec.ndim
+            and (self.max_ndim is None or spec.ndim <= self.max_ndim)
+            and self.dtype in (None, spec.dtype)
+            and self.sparse in (None, spec.sparse)
+        )
+
+
+_RULE_CONDITIONS = {f: t for f, t in fields_of(Rule).items() if f not in ("method", "reason")}
+
+
+def dense_method() -> Method:
+    """Return the method of an uncompressed tensor: compressor none, memory none, allreduce."""
+    return Method(compressors.make("none"), memories.make("none"), communicators.make("allreduce"))
+
+
+def default_rules() -> tuple[Rule, ...]:
+    """Return the rules that follow the user's: biases, norms, small tensors and embeddings stay uncompressed."""
+    dense = dense_method()
+    small = "default rule: fewer than 1,024 elements"
+    named = "default rule: a bias or norm by its name"
+    vector = "default rule: a vector under 65,536 elements, as biases and norms are"
+    rows = "default rule: an embedding, whose gradient is sparse already"
+    names = ("*bias*", "*norm*", "*bn*", "*gamma*", "*beta*")
+    return (
+        Rule(dense, max_numel=1023, reason=small),
+        Rule(dense, match=names, max_ndim=1, reason=named),
+        Rule(dense, max_ndim=1, max_numel=65535, reason=vector),
+        Rule(dense, sparse=True, reason=rows),
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Stage of a schedule: the method from `step` on."""
+
+    step: int
+    method: Method
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of a whole run: the first rule that fits a tensor names its method, else it has `method`.
+
+    `default_rules=False` drops the rules that keep biases, norms, small tensors and embeddings uncompressed. `seed`
+    feeds the counter-based random numbers. `schedule` names methods that replace `method` from later steps on.
+    `granularity` is the unit of compression: each "layer" by itself; the tensors of one "bucket" together, with layers
+    above `split_bytes` of gradients cut into several units (0: never); or the whole "model". Only methods whose tensors
+    share no scale compress several tensors together, and those that depend on a tensor's shape cut none. `bucket_bytes`
+    is the number of gradient bytes that share one wire buffer and one collective (0: one collective per tensor); with
+    "model" there is one per kind of collective. `index_coding` is the coding of gathered sparse indices: int32, delta,
+    bitmap, or the smallest of these (see `grace.core.exchange.indices`). `timeout` is the number of seconds that a rank
+    waits for the others before it raises WaitError. `checksum` gives every gathered buffer a checksum (see
+    `grace.core.exchange.checksum`). Every `check_replicas` steps the ranks compare a digest of their weights (see
+    `grace.core.guards.replicas`; 0: never).
+    """
+
+    method: Method
+    rules: tuple[Rule, ...] = ()
+    schedule: tuple[Stage, ...] = ()
+    default_rules: bool = True
+    seed: int = 0
+    granularity: str = "bucket"
+    bucket_bytes: int = 4 * 1024 * 1024
+    split_bytes: int = 32 * 1024 * 1024
+    index_coding: str = "int32"
+    timeout: int = TIMEOUT
+    checksum: bool = False
+    check_replicas: int = 0
+
+    def __post_init__(self) -> None:
+        steps = [0, *(stage.step for stage in self.schedule)]
+        if any(b <= a for a, b in itertools.pairwise(steps)):
+            raise ConfigError(f"schedule: expected steps above 0 in ascending order, received {steps[1:]}.")
+        if self.index_coding not in CODINGS:
+            raise ConfigError(f"unknown index_coding '{self.index_coding}'.{nearest(self.index_coding, CODINGS)}")
+        if self.granularity not in GRANULARITIES:
+            raise ConfigError(f"unknown granularity '{self.granularity}'.{nearest(self.granularity, GRANULARITIES)}")
+        for name in ("bucket_bytes", "split_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be a number of bytes, at least 0; received {getattr(self, name)!r}.")
+        if self.timeout < 1:
+            raise ConfigError(f"timeout must be a number of seconds, at least 1; received {self.timeout!r}.")
+        if self.check_replicas < 0:
+            raise ConfigError(
+                f"check_replicas must be a number of steps, at least 0; received {self.check_replicas!r}."
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must lie in [0, 2^63), received {self.seed!r}.")
+
+    @property
+    def stages(self) -> tuple[tuple[int, Config], ...]:
+        """Stages of the run: first step (0 for the first stage) and configuration without schedule."""
+        later = ((stage.step, dataclasses.replace(self, method=stage.method, schedule=())) for stage in self.schedule)
+        return (0, dataclasses.replace(self, schedule=())), *later
+
+    def rule_for(self, spec: TensorSpec) -> Rule | None:
+        """Return the first rule that fits a tensor; None if it gets the configuration's own method."""
+        rules = self.rules + (default_rules() if self.default_rules else ())
+        return next((rule for rule in rules if rule.fits(spec)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a complete JSON-able description: make_config(config.to_dict()) == config."""
+        rules = []
+        for rule in self.rules:
+            conditions = {name: getattr(rule, name) for name in _RULE_CONDITIONS}
+            rules.append({**conditions, "match": list(rule.match), **_describe(rule.method)})
+        rest = {name: getattr(self, name) for name in _TOP_LEVEL}
+        schedule = [{"step": stage.step, **_describe(stage.method)} for stage in self.schedule]
+        return {**_describe(self.method), "rules": rules, "schedule": schedule, **rest}
+
+
+_TOP_LEVEL = {f: t for f, t in fields_of(Config).items() if f not in ("method", "rules", "schedule")}
+
+
+def _describe(method: Method) -> dict[str, Any]:
+    return {kind: _REGISTRIES[kind].config_of(getattr(method, kind)) for kind in _COMPONENTS}
+
+
+def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:
+    """Build a Config from a mapping, a TOML file, or keywords, which take precedence.
+
+    If none of them names a compressor, the values of GRACE_CONFIG (the path of a TOML file, or a JSON object) fill the
+    gaps.
+
+    Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready component), `rules` (a list of
+    tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or components
+    that change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.values.schedule.ladder`),
+    `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`,
+    `check_replicas`, and the options of the chosen components, such as `compress_ratio`.
+    Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for components that do not
+    work together.
+    """
+    if isinstance(config, Config):
+        return _replace(config, options)
+    if isinstance(config, (str, os.PathLike)):
+        config = _read_toml(Path(config))
+    elif config is not None and not isinstance(config, Mapping):
+        raise ConfigError(
+            f"config: expected a mapping, a Config, or the path of a TOML file, received {type(config).__name__}."
+        )
+    values = {**(config or {}), **options}
+    if "compressor" not in values:
+        values = {**_from_environment(), **values}
+    return _from_mapping(values)
+
+
+def refuse_typos(options: Mapping[str, Any], function: Callable[..., Any], where: str) -> None:
+    """Raise ConfigError for an option that is no key of a configuration, but almost an argument of the function."""
+    arguments = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keys = {*_TOP_LEVEL, *_COMPONENTS, "rules", "schedule", "warmup_steps"}
+    for registry in _REGISTRIES.values():
+        keys |= {key for name in registry for key in fields_of(registry.get(name))}
+    for option in options:
+        close = difflib.get_close_matches(option, [*keys, *arguments], n=1)
+        if option not in keys and close and close[0] in arguments:
+            raise ConfigError(f"{where}: there is no argument '{option}'.{nearest(option, arguments)}")
+
+
+def _from_environment() -> Mapping[str, Any]:
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if not text:
+        return {}
+    if not text.startswith(("{", "[")):
+        return _read_toml(Path(text))
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE} is not a valid JSON object: {error}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{ENVIRONMENT_VARIABLE}: expected a JSON object or the path of a TOML file, received {text}."
+        )
+    return values
+
+
+def _replace(config: Config, options: Mapping[str, Any]) -> Config:
+    for key, value in options.items():
+        if key not in _TOP_LEVEL:
+            raise ConfigError(
+                f"option '{key}' cannot be combined with a ready Config.{nearest(key, _TOP_LEVEL)} "
+                "To change it, pass a dictionary instead of the Config."
+            )
+        _check_option(key, value)
+    return dataclasses.replace(config, **options)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        hint = ""
+        if str(path) in compressors:
+            hint = f" A string is the path of a TOML file; to name the compressor, pass {{'compressor': '{path}'}}."
+        raise ConfigError(f"the configuration file '{path}' cannot be read: {error.strerror}.{hint}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file '{path}' is not valid TOML: {error}.") from None
+
+
+def _check_option(key: str, value: Any) -> None:
+    expected = _TOP_LEVEL[key]
+    if type(value) is not expected:
+        raise ConfigError(f"option '{key}': expected {expected.__name__}, received {value!r}.")
+
+
+def _from_mapping(config: Mapping[str, Any]) -> Config:
+    values = dict(config)
+    top = {key: values.pop(key) for key in list(values) if key in _TOP_LEVEL}
+    for key, value in top.items():
+        _check_option(key, value)
+    rules, schedule = (_tables(key, values.pop(key, [])) for key in ("rules", "schedule"))
+    warmup = values.pop("warmup_steps", 0)
+    if type(warmup) is not int or warmup < 0:
+        raise ConfigError(f"option 'warmup_steps': expected a number of steps, received {warmup!r}.")
+    method = _make_method(values, [*_TOP_LEVEL, "rules", "schedule", "warmup_steps"], "the configuration")
+    stages = _warm_up(method, warmup) if warmup else [Stage(0, method)]
+    for i, table in enumerate(schedule):
+        changes, where = dict(table), f"stage {i + 1} of the schedule"
+        step = changes.pop("step", None)
+        if type(step) is not int:
+            raise ConfigError(f"{where}: expected the key 'step' with a whole number, received {step!r}.")
+        stages.append(Stage(step, change_method(stages[-1].method, changes, where)))
+    made = tuple(_make_rule(rule, i) for i, rule in enumerate(rules))
+    return Config(stages[0].method, made, tuple(stages[1:]), **top)
+
+
+def _tables(key: str, value: Any) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(t, Mapping) for t in value):
+        raise ConfigError(f"option '{key}': expected a list of tables, received {value!r}.")
+    return value
+
+
+def _warm_up(method: Method, steps: int) -> list[Stage]:
+    rungs = ladder(ratio_of(method.compressor), steps)
+    return [Stage(step, change_method(method, {"compress_ratio": ratio}, "warmup_steps")) for step, ratio in rungs]
+
+
+def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the configuration with other options or components.
+
+    Raises ConfigError if the configuration has a schedule, which would undo the change.
+    """
+    if config.schedule:
+        raise ConfigError(
+            "the configuration has a schedule, and its next stage would undo the change; change the schedule instead."
+        )
+    return dataclasses.replace(config, method=change_method(config.method, changes))
+
+
+def change_method(method: Method, changes: Mapping[str, Any], where: str = "the change") -> Method:
+    """Return the method with other options or components; a new compressor brings its own memory and communicator.
+
+    Raises ConfigError for options that no component has, IncompatibleError for components that do not work together.
+    """
+    values = dict(changes)
+    if "compressor" not in values:
+        kept = {kind: getattr(method, kind) for kind in _COMPONENTS if kind not in values}
+        dealt: set[str] = set()
+        for kind, component in kept.items():
+            mine = {key: changes[key] for key in fields_of(type(component)) if key in changes}
+            dealt |= set(mine)
+            values[kind] = {**_REGISTRIES[kind].config_of(component), **mine}
+        values = {key: value for key, value in values.items() if key not in dealt}
+    return _make_method(values, [], where)
+
+
+def _make_rule(table: Mapping[str, Any], index: int) -> Rule:
+    values = dict(table)
+    where = f"rule {index + 1}"
+    conditions = {key: values.pop(key) for key in list(values) if key in _RULE_CONDITIONS}
+    if isinstance(conditions.get("match"), str):
+        conditions["match"] = (conditions["match"],)
+    method = _make_method(values, list(_RULE_CONDITIONS), where)
+    rule = build(Rule, {**conditions, "method": method, "reason": f"{where} of the configuration"}, where)
+    return dataclasses.replace(rule, match=tuple(rule.match))
+
+
+def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -> Method:
+    """Choose the components and give each flat option to those that have a field of that name."""
+    options = {key: value for key, value in values.items() if key not in _COMPONENTS}
+    if "compressor" not in values:
+        unknown = f" It has the unknown keys {', '.join(map(repr, options))}." if options else ""
+        raise ConfigError(
+            f"{where} names no compressor.{unknown} Write for instance compressor = 'topk', "
+            f"or set {ENVIRONMENT_VARIABLE} to a TOML file.{nearest('', compressors)}"
+        )
+    known: list[str] = []
+    used: set[str] = set()
+    made: dict[str, Any] = {}
+    for kind in _COMPONENTS:
+        registry = _REGISTRIES[kind]
+        choice = values[kind] if kind in values else getattr(made["compressor"], f"default_{kind}")
+        if isinstance(choice, str):
+            choice = {"name": choice}
+        if isinstance(choice, Mapping):
+            fields = fields_of(registry.get(choice["name"])) if isinstance(choice.get("name"), str) else {}
+            mine = {key: value for key, value in options.items() if key in fields}
+            twice = sorted(set(mine) & set(choice))
+            if twice:
+                raise ConfigError(
+                    f"{where}: '{twice[0]}' is given twice, next to '{kind}' and inside it; remove one of them."
+                )
+            known += fields
+            used |= set(mine)
+            choice = {**mine, **choice}
+        elif not dataclasses.is_dataclass(choice):
+            raise ConfigError(f"{where}, '{kind}': expected a name, a table or a {kind}, received {choice!r}.")
+        made[kind] = registry.make(choice)
+    for key in options:
+        if key not in used:
+            place = "belongs to the top level" if key in _TOP_LEVEL else f"is no option of {_chosen(made)}"
+            raise ConfigError(f"{where}: '{key}' {place}.{nearest(str(key), [*_COMPONENTS, *other_keys, *known])}")
+    return Method(**made)
+
+
+def _chosen(made: Mapping[str, Any]) -> str:
+    return ", ".join(f"{kind} '{_REGISTRIES[kind].name_of(component)}'" for kind, component in made.items())

@@ -1,0 +1,351 @@
+"""Plan from tensors and rules to buckets, made once before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from grace.core.exchange.wire import Layout
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor, keep_count
+from grace.core.values.config import Config, Method, change_config, dense_method
+from grace.core.values.errors import ConfigError, GraceWarning
+from grace.core.values.registry import communicators, compressors, memories
+from grace.core.values.spec import ITEMSIZE, TensorSpec
+from grace.core.values.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Units that share one wire buffer and one collective per phase."""
+
+    name: str
+    units: tuple[Unit, ...]
+    communicator: Communicator
+    layout: Layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per step and rank, with header and padding, and with every run-time length taken as zero."""
+        return self.layout.nbytes + sum(unit.negotiated_bytes for unit in self.units)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan for every tensor: the buckets in the order in which gradients become ready, and the rest.
+
+    `exchanged` are the tensors that the engine exchanges, in this order; `delegated` are those left to the caller.
+    """
+
+    buckets: tuple[Bucket, ...]
+    exchanged: tuple[Assignment, ...]
+    delegated: tuple[Assignment, ...]
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Units of all buckets; each is compressed as one."""
+        return [unit for bucket in self.buckets for unit in bucket.units]
+
+    @cached_property
+    def places(self) -> dict[str, list[tuple[Unit, int, Piece]]]:
+        """Places of each tensor, in element order: the unit, the offset in it, and the piece of the tensor there."""
+        found: dict[str, list[tuple[Unit, int, Piece]]] = {item.spec.name: [] for item in self.exchanged}
+        for unit in self.units:
+            for piece, offset in offsets(unit):
+                found[piece.tensor].append((unit, offset, piece))
+        for places in found.values():
+            places.sort(key=lambda place: place[2].start)
+        return found
+
+    @property
+    def notes(self) -> list[str]:
+        """Advice of the compressors in use."""
+        used = dict.fromkeys(unit.compressor for unit in self.units)
+        return [f"{compressor}: {text}" for compressor in used if (text := compressor.advice)]
+
+    @property
+    def assignments(self) -> list[Assignment]:
+        """Every tensor of the plan."""
+        return [*self.exchanged, *self.delegated]
+
+    def bytes_of(self, item: Assignment) -> int | None:
+        """Return a tensor's bytes per step, its share of its units by elements; None if they depend on the data.
+
+        The shares of all tensors of a unit add up to the bytes of the unit.
+        """
+        if item.spec.name not in self.places:
+            return item.wire_bytes
+        total = 0
+        for unit, offset, piece in self.places[item.spec.name]:
+            if unit.wire_bytes is None:
+                return None
+            total += share(unit.wire_bytes, unit, offset, piece)
+        return total
+
+    def report(self) -> str:
+        """Return a table: per tensor the method, memory, collective, bytes per step, and why it stays dense."""
+        rows = [("tensor", "shape", "compressor", "memory", "collective", "dense bytes", "wire bytes", "why")]
+        wire_total = sum(b.nbytes for b in self.buckets) + sum(item.spec.nbytes for item in self.delegated)
+        dense_total, open_ended = 0, False
+        for item in sorted(self.assignments, key=lambda p: p.spec.name):
+            spec, wire = item.spec, self.bytes_of(item)
+            dense_total += spec.nbytes
+            open_ended |= wire is None
+            rows.append(
+                (
+                    spec.name,
+                    "x".join(map(str, spec.shape)) or "scalar",
+                    compressors.name_of(item.compressor),
+                    memories.name_of(item.memory),
+                    communicators.name_of(item.communicator),
+                    f"{spec.nbytes:,}",
+                    "by data" if wire is None else f"{wire:,}",
+                    item.reason,
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                c.rjust(w) if 5 <= i <= 6 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        more = " plus what the data select" if open_ended else ""
+        lines.append(
+            f"{len(self.exchanged)} tensors as {len(self.units)} units in {len(self.buckets)} buckets, and "
+            f"{len(self.delegated)} left to the framework's own allreduce: {dense_total:,} bytes dense, "
+            f"{wire_total:,} on the wire per rank and step{more}"
+        )
+        lines += [f"note: {text}" for text in self.notes]
+        lines += [f"warning: {text}" for text in self.warnings]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def share(total: int, unit: Unit, offset: int, piece: Piece) -> int:
+    """Return the part of a unit's `total` for its piece at `offset`; the parts of all pieces add up to the total."""
+    n = unit.spec.numel
+    if not n:
+        return total if piece == unit.pieces[0] else 0
+    return total * (offset + piece.numel) // n - total * offset // n
+
+
+def make_plan(
+    specs: Sequence[TensorSpec],
+    config: Config,
+    *,
+    prefix: str = "grace",
+    delegate: Callable[[Assignment], bool] = lambda item: False,
+    holding: frozenset[str] = frozenset(),
+) -> Plan:
+    """Return a plan that gives every tensor its method, its units and its bucket.
+
+    A bucket holds tensors of one communicator and device, dense tensors apart, in reverse order of `specs` (the order
+    in which the backward pass finishes them). `config.granularity`, `config.bucket_bytes` and `config.split_bytes`
+    decide how much goes into one bucket, and which of it is compressed as one. Tensors for which `delegate(item)` holds
+    are left to the caller, except dense vectors beside compressed tensors: together they take one collective. Tensors
+    in `holding` carry a residual of an earlier plan, which their method sends once if they have no memory.
+    Raises ConfigError if two tensors have one name.
+    """
+    model_numel = sum(spec.numel for spec in specs)
+    items = [
+        _assign(dataclasses.replace(spec, model_numel=model_numel), config, spec.name in holding) for spec in specs
+    ]
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ConfigError(f"two tensors are called '{spec.name}'; give every tensor its own name.")
+        seen.add(spec.name)
+    compresses = not all(item.dense for item in items)
+    delegated = [item for item in items if delegate(item) and not (compresses and _rides(item))]
+    left = {item.spec.name for item in delegated}
+    exchanged = [item for item in reversed(items) if item.spec.name not in left]
+    groups: dict[tuple[Communicator, str, bool], list[list[Unit]]] = {}
+    for item in exchanged:
+        group = groups.setdefault((item.communicator, item.spec.device, item.dense), [])
+        cuts = config.granularity == "bucket" and config.split_bytes > 0
+        for unit in cut(item, config.split_bytes) if cuts else [whole(item)]:
+            if not group or _is_full(group[-1], unit, config):
+                group.append([])
+            group[-1].append(unit)
+    position = {item.spec.name: i for i, item in enumerate(exchanged)}
+    # Sort by the last tensor to be ready: ranks wait for buckets in this order, so the first should be ready first.
+    members = sorted(
+        (m for group in groups.values() for m in group),
+        key=lambda m: (position[m[-1].pieces[0].tensor], m[-1].pieces[0].start),
+    )
+    buckets = []
+    for index, bucket in enumerate(members):
+        units = fuse(bucket) if config.granularity != "layer" or bucket[0].dense else bucket
+        communicator = bucket[0].communicator
+        layout = communicator.layout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
+        layout = layout.checked() if config.checksum else layout
+        buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
+    _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
+    told = (*_warnings(items, config), *_swollen([unit for bucket in buckets for unit in bucket.units]))
+    return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), told)
+
+
+def _check_units(names: Iterable[str]) -> None:
+    """Raise ConfigError if two units have one name: states, random numbers and collectives are found by it."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigError(
+                f"the tensor name '{name}' is also the name of a unit, as grace calls pieces of other tensors; give "
+                "the tensor a name without '[start:stop]'."
+            )
+        seen.add(name)
+
+
+def _rides(item: Assignment) -> bool:
+    """Return whether a dense tensor shares a collective with its kind: the many small biases and norms."""
+    spec = item.spec
+    return item.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype == spec.work_dtype
+
+
+def _is_full(bucket: Sequence[Unit], unit: Unit, config: Config) -> bool:
+    if config.granularity == "model":
+        # int32 indices reach this far.
+        return sum(other.spec.numel for other in bucket) + unit.spec.numel >= 2**31
+    return sum(other.spec.nbytes for other in bucket) + unit.spec.nbytes > config.bucket_bytes
+
+
+def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:
+    """Return warnings about settings that are valid but probably not intended."""
+    used = [config.rule_for(item.spec) for item in items]
+    texts = [
+        f"{rule.reason} (match {', '.join(rule.match)}) fits no tensor; check its conditions against the names above"
+        for rule in config.rules
+        if not any(rule is other for other in used)
+    ]
+    texts += [text for item in items if (text := _harm(item.method, item.spec))]
+    bare = [item.spec.name for item in items if item.communicator.sums or item.proposed]
+    if config.checksum and bare:
+        more = f" and {len(bare) - 8} more" if len(bare) > 8 else ""
+        texts.append(
+            f"checksum = true does not cover what is summed on the way: {len(bare)} of {len(items)} tensors "
+            f"({', '.join(bare[:8])}{more}), whole or in part"
+        )
+    return tuple(dict.fromkeys(texts))
+
+
+def _harm(method: Method, spec: TensorSpec | None = None) -> str | None:
+    """Return the reason why error feedback harms the method, without `spec` only what holds for every tensor."""
+    c, memory = method.compressor, memories.name_of(method.memory)
+    if not method.memory.feeds_back or c.carries_nonfinite:
+        return None
+    why = c.harmed_by_feedback
+    # Methods that are published with error feedback are trusted to converge with it.
+    if why is None and spec is not None and memory != c.default_memory and c.contraction(spec) is None:
+        why = "its error can exceed its input, so the residual may grow without bound"
+    return why and (
+        f"memory '{memory}' applies error feedback to {c}, which harms it: {why} (GRACE, Table I and section V-B); "
+        "use memory 'none'"
+    )
+
+
+def _swollen(units: Sequence[Unit]) -> list[str]:
+    """Return warnings about compressors whose payloads are larger than the gradients."""
+    found: dict[Compressor, list[tuple[int, Unit]]] = {}
+    for unit in units:
+        sent = _expected_bytes(unit)
+        # A header of some bytes swells a short vector, and no option of the method changes that.
+        if not unit.dense and unit.spec.numel >= 1024 and sent is not None and sent > unit.spec.nbytes:
+            found.setdefault(unit.compressor, []).append((sent, unit))
+    return [
+        f"{compressor} sends more than the gradient has, {units[0][0]:,} instead of {units[0][1].spec.nbytes:,} bytes "
+        f"for '{units[0][1].pieces[0].tensor}'; choose options that send less, or compressor 'none'"
+        for compressor, units in found.items()
+    ]
+
+
+def _expected_bytes(unit: Unit) -> int | None:
+    """Return the bytes of a unit's payload, or about how many if the method aims at a ratio; None if unknown."""
+    if unit.wire_bytes is not None:
+        return unit.wire_bytes
+    ratio = getattr(unit.compressor, "compress_ratio", None)
+    sent = [field for field in unit.fields if field.wire]
+    if ratio is None or any(field.length != "kept" or field.coding != "int32" for field in sent):
+        return None
+    return keep_count(ratio, unit.spec.numel) * sum(ITEMSIZE[field.dtype] for field in sent)
+
+
+def warn_of_momentum(config: Config, momentum: float) -> None:
+    """Issue a GraceWarning if the optimizer has momentum and a memory holds momentum too."""
+    methods = [stage.method for _, stage in config.stages] + [rule.method for rule in config.rules]
+    for memory in dict.fromkeys(m.memory for m in methods if m.memory.accelerates):
+        if momentum > 0:
+            warnings.warn(
+                f"the optimizer has momentum {momentum:g}, and so has {memory}: gradients are accelerated twice. Set "
+                "the momentum of the optimizer to 0.",
+                GraceWarning,
+                stacklevel=3,
+            )
+
+
+def early_warnings(config: Config) -> tuple[str, ...]:
+    """Return the part of `Plan.warnings` that follows from the configuration alone, before the tensors are known."""
+    methods = [stage.method for _, stage in config.stages] + [rule.method for rule in config.rules]
+    return tuple(dict.fromkeys(text for m in methods if (text := _harm(m))))
+
+
+def make_plans(
+    specs: Sequence[TensorSpec],
+    config: Config,
+    *,
+    prefix: str = "grace",
+    delegate: Callable[[Assignment], bool] = lambda item: False,
+) -> list[tuple[int, Plan]]:
+    """Return the plan of every stage of the schedule with its first step; see `make_plan`."""
+    plans: list[tuple[int, Plan]] = []
+    for step, stage in config.stages:
+        holding = frozenset(item.spec.name for _, plan in plans for item in plan.assignments if item.holds)
+        name = f"{prefix}.stage{len(plans)}" if plans else prefix
+        plans.append((step, make_plan(specs, stage, prefix=name, delegate=delegate, holding=holding)))
+    return plans
+
+
+def change_plan(
+    specs: Sequence[TensorSpec],
+    config: Config,
+    plan: Plan,
+    changes: Mapping[str, Any],
+    *,
+    prefix: str,
+    delegate: Callable[[Assignment], bool] = lambda item: False,
+) -> tuple[Config, Plan]:
+    """Return the configuration with other options or components in mid-run, and its plan, which keeps all residuals.
+
+    Raises what `make_config` raises for them, and ConfigError if a schedule would undo the change.
+    """
+    config = change_config(config, changes)
+    return config, next_plan(specs, config, plan, prefix=prefix, delegate=delegate)
+
+
+def next_plan(
+    specs: Sequence[TensorSpec],
+    config: Config,
+    before: Plan,
+    *,
+    prefix: str,
+    delegate: Callable[[Assignment], bool] = lambda item: False,
+) -> Plan:
+    """Return the plan of a configuration that follows another plan and keeps all of its residuals."""
+    holding = frozenset(item.spec.name for item in before.assignments if item.holds)
+    return make_plan(specs, config, prefix=prefix, delegate=delegate, holding=holding)
+
+
+def _assign(spec: TensorSpec, config: Config, holding: bool) -> Assignment:
+    rule = config.rule_for(spec)
+    method = rule.method if rule else config.method
+    unfit = method.compressor.unfit(spec)
+    if unfit:
+        method = dense_method()
+    if holding and method.memory.stateless:
+        method = dataclasses.replace(method, memory=memories.make("leftover"))
+    return Assignment(spec, method, unfit or (rule.reason if rule else ""), config.index_coding)

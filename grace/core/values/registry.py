@@ -1,0 +1,189 @@
+"""Registries of compressors, memories and communicators by name, complete so that errors can list all names."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import numbers
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from grace.core.methods.compressor import Compressor
+from grace.core.values.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from grace.core.methods.communicator import Communicator
+    from grace.core.methods.memory import Memory
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+class Registry(Generic[T]):
+    """Registry of one kind of component: name -> class. Built-in ones are the modules of `package`.
+
+    Other distributions announce one in the entry-point group `grace.<plural>`, or register it at import.
+    """
+
+    def __init__(self, kind: str, plural: str, package: str) -> None:
+        self.kind = kind
+        self._group = f"grace.{plural}"
+        self._package = package
+        self._classes: dict[str, type[T]] = {}
+        self._loaded = False
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """Return a class decorator that registers a class by this name; raises ConfigError if the name is taken."""
+
+        def decorate(cls: C) -> C:
+            taken = self._classes.get(name)
+            if taken is not None:
+                raise ConfigError(
+                    f"{self.kind} name '{name}' is taken by {taken.__module__}.{taken.__qualname__}; "
+                    f"choose another name for {cls.__module__}.{cls.__qualname__}."
+                )
+            self._classes[name] = cls
+            return cls
+
+        return decorate
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        # Set first, because an outside module may ask for a component during its import.
+        self._loaded = True
+        try:
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
+                importlib.import_module(f"{self._package}.{module.name}")
+            for entry in entry_points(group=self._group):
+                cls = entry.load()
+                if self._classes.get(entry.name) is not cls:
+                    self.register(entry.name)(cls)
+        except BaseException:
+            self._loaded = False
+            raise
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        return iter(sorted(self._classes))
+
+    def __contains__(self, name: object) -> bool:
+        self._load()
+        return name in self._classes
+
+    def get(self, name: str) -> type[T]:
+        """Return the class of that name; raises ConfigError with the nearest valid name if there is none."""
+        self._load()
+        if name not in self._classes:
+            raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(str(name), self._classes)}")
+        return self._classes[name]
+
+    def name_of(self, component: T) -> str:
+        """Return the name that the component's class is registered by; raises ConfigError if it is not registered."""
+        self._load()
+        for name, cls in self._classes.items():
+            if type(component) is cls:
+                return name
+        raise ConfigError(
+            f"{type(component).__qualname__} is not registered as a {self.kind}; "
+            f"decorate it with @grace.register_{self.kind}('name')."
+        )
+
+    def make(self, config: str | Mapping[str, Any] | T) -> T:
+        """Build a component from its name or from {"name": ..., **fields}, or return a ready component.
+
+        Raises ConfigError for unknown names, unknown fields, and values of the wrong type.
+        """
+        if isinstance(config, str):
+            return build(self.get(config), {}, f"{self.kind} '{config}'")
+        if isinstance(config, Mapping):
+            fields = dict(config)
+            name = fields.pop("name", None)
+            if not isinstance(name, str):
+                raise ConfigError(f"{self.kind}: expected a table with the key 'name', received {dict(config)!r}.")
+            return build(self.get(name), fields, f"{self.kind} '{name}'")
+        if isinstance(config, type):
+            raise ConfigError(f"{self.kind}: expected an instance, received the class {config.__name__}; call it.")
+        self.name_of(config)
+        return config
+
+    def config_of(self, component: T) -> dict[str, Any]:
+        """Return a JSON-able description, nested components included; make(config_of(component)) == component."""
+        values = {f.name: getattr(component, f.name) for f in dataclasses.fields(component)}  # type: ignore[arg-type]
+        inner = {name: compressors.config_of(v) for name, v in values.items() if isinstance(v, Compressor)}
+        return {"name": self.name_of(component), **values, **inner}
+
+
+def fields_of(cls: type) -> dict[str, Any]:
+    """Return the names and types of a dataclass's fields."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Return cls(**values) after checking names and types; integers pass as floats. Raises ConfigError.
+
+    A field of type Compressor accepts what `compressors.make` accepts: a name, a table, or a ready component.
+    """
+    fields = fields_of(cls)
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"{where} has no option '{key}'.{nearest(key, fields) if fields else ' It has none.'}")
+        if not _fits(value, fields[key]):
+            hint = fields[key]
+            expected = hint.__name__ if typing.get_origin(hint) is None else str(hint).replace("typing.", "")
+            raise ConfigError(
+                f"{where}, option '{key}': expected {expected}, received {value!r} of type {type(value).__name__}."
+            )
+    missing = [f.name for f in dataclasses.fields(cls) if f.init and _required(f) and f.name not in values]  # type: ignore[arg-type]
+    if missing:
+        raise ConfigError(f"{where} needs a value for {', '.join(missing)}.")
+    # JSON and TOML have no tuples; a frozen component with a list could not be hashed and would not equal the original.
+    return cls(**{k: compressors.make(v) if fields[k] is Compressor else _plain(v) for k, v in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    # NumPy numbers cannot be written to JSON.
+    return value.item() if hasattr(value, "item") else value
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, h) for h in typing.get_args(hint))
+    if origin is typing.Literal:
+        # Arrays compare element by element.
+        return any(isinstance(value, type(choice)) and value == choice for choice in typing.get_args(hint))
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
+    if hint is Compressor:
+        return isinstance(value, (str, Mapping, Compressor))
+    if hint is float:
+        # NaN and infinity would pass or fail every comparison of a range check.
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return False
+        try:
+            return math.isfinite(value)
+        except OverflowError:
+            # A whole number beyond all floats.
+            return False
+    if hint is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+compressors: Registry[Compressor] = Registry("compressor", "compressors", "grace.core.compressors")
+memories: Registry[Memory] = Registry("memory", "memories", "grace.core.memories")
+communicators: Registry[Communicator] = Registry("communicator", "communicators", "grace.core.methods.communicator")

@@ -1,0 +1,147 @@
+"""Value types that every layer uses: tensors, payload fields, random keys, proposals and the site of a call."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from grace.core.values.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grace.core.ops.composites import ArrayOps
+
+# An array of whichever framework is in use; only `grace.core.ops` knows more about it.
+Array: TypeAlias = Any
+State: TypeAlias = dict[str, Array]
+Payload: TypeAlias = dict[str, Array]
+
+# The state of components that keep nothing; states are never changed.
+NO_STATE: State = {}
+
+ITEMSIZE = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
+# Larger magnitudes count as infinite, because sums of them overflow: over elements, ranks and steps. Squares are added
+# in float64, in which those of float64 must not overflow.
+MAX_MAGNITUDE = {"float16": 65504.0, "bfloat16": 2.0**104, "float32": 2.0**104, "float64": 2.0**512}
+
+GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+HALF_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Static facts about a gradient, known before the first step.
+
+    `dtype` is one of float16, bfloat16, float32, float64. `sparse` means that the gradient comes as rows and their
+    indices, like that of an embedding. `model_numel` is the number of elements of all tensors of the run (0: this
+    tensor is alone). Raises ConfigError for any other dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+    sparse: bool = False
+    model_numel: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in GRADIENT_DTYPES:
+            raise ConfigError(
+                f"tensor '{self.name}': gradients of dtype {self.dtype} cannot be exchanged; "
+                f"expected one of {', '.join(GRADIENT_DTYPES)}. Convert the parameter or exclude it from the optimizer."
+            )
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the uncompressed gradient."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @cached_property
+    def work_dtype(self) -> str:
+        """Dtype of compensation, residual and decoded sums: float32, or float64 for a float64 gradient."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+class Field(NamedTuple):
+    """One flat array of a payload.
+
+    `length` is a number of elements, or the name of a count that is known only at run time (two fields may share it).
+    If payloads are summable, it must be equal on all ranks, for instance follow from the step. `wire=False` keeps the
+    field on the rank: it must be equal on all ranks, for instance indices drawn from the shared key. `below` marks
+    int32 indices, strictly ascending and below that number, which may travel in fewer bytes; `coding` names their
+    coding (see `grace.core.exchange.indices`).
+    """
+
+    name: str
+    dtype: str
+    length: int | str
+    wire: bool = True
+    below: int | None = None
+    coding: str = "int32"
+
+
+class Key(NamedTuple):
+    """Name of one stream of random numbers: its purpose (`seed`), time (`step`) and owner (`rank`; 0 is shared)."""
+
+    seed: int
+    step: Any
+    rank: int = 0
+
+    @staticmethod
+    @cache
+    def derive(seed: int, name: str) -> int:
+        """Return the 64-bit seed of tensor `name` in a run with `seed`; equal on all ranks, frameworks and machines."""
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+class Proposal(NamedTuple):
+    """Array that the ranks combine before they compress: element-wise "sum" or "max", or a rotating "leader"'s."""
+
+    array: Array
+    op: Literal["sum", "max", "leader"]
+
+
+class Site(NamedTuple):
+    """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and negotiated values.
+
+    For a compressor, `memory` is the state of the memory in the middle of the step: empty if it keeps nothing. `lr` is
+    the learning rate of this step as a 0-d float64 array, for memories with `needs_lr`.
+    """
+
+    ops: ArrayOps
+    spec: TensorSpec
+    key: Key
+    rank: int = 0
+    size: int = 1
+    state: State = NO_STATE
+    negotiated: Array | None = None
+    memory: State = NO_STATE
+    lr: Array | None = None
+
+    @property
+    def private_key(self) -> Key:
+        """Key that differs between ranks, so that their rounding errors are independent."""
+        return Key(self.key.seed, self.key.step, self.rank + 1)

@@ -1,0 +1,192 @@
+"""Assignments of tensors to methods, and units: pieces of one or more tensors that are compressed as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from grace.core.exchange.wire import payload_bytes
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
+from grace.core.values.config import Method, dense_method
+from grace.core.values.registry import memories
+from grace.core.values.spec import HALF_DTYPES, Field, TensorSpec
+
+# Smallest number of elements of a cut tensor in a unit; pieces start at multiples of it.
+GRAIN = 4096
+
+
+class Piece(NamedTuple):
+    """Elements start to stop of a flat tensor."""
+
+    tensor: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Tensor with the method that exchanges it.
+
+    `reason` says why the method is not the configuration's own; empty if it is.
+    """
+
+    spec: TensorSpec
+    method: Method
+    reason: str = ""
+    index_coding: str = "int32"
+
+    @property
+    def compressor(self) -> Compressor:
+        """Compressor of its payload."""
+        return self.method.compressor
+
+    @property
+    def memory(self) -> Memory:
+        """Memory that keeps its error."""
+        return self.method.memory
+
+    @property
+    def communicator(self) -> Communicator:
+        """Communicator that carries its payload."""
+        return self.method.communicator
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """Fields of its payload."""
+        coding = self.index_coding if self.communicator.any_length else "int32"
+        return tuple(
+            f if f.below is None or not f.wire else f._replace(coding=coding) for f in self.compressor.wire(self.spec)
+        )
+
+    @cached_property
+    def proposed(self) -> tuple[Field, ...]:
+        """Fields that the ranks negotiate before they compress."""
+        return self.compressor.proposed(self.spec)
+
+    @cached_property
+    def negotiated_bytes(self) -> int:
+        """Bytes per step of its proposal."""
+        return payload_bytes(self.proposed) or 0
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Bytes per step of its fields and its proposal; None if they depend on the data."""
+        fields = payload_bytes(self.fields)
+        return None if fields is None else fields + self.negotiated_bytes
+
+    @cached_property
+    def dense(self) -> bool:
+        """True if the gradient is summed as it is, without memory."""
+        return self.method == dense_method()
+
+    @property
+    def flat(self) -> bool:
+        """True if it may be cut."""
+        return self.compressor.flat and not self.memory.whole
+
+    @property
+    def joins(self) -> bool:
+        """True if it may be joined with others."""
+        return self.flat and self.compressor.joins
+
+    @property
+    def holds(self) -> bool:
+        """True if its memory may hold a residual, which a change of the plan must not lose."""
+        return self.memory.feeds_back or memories.name_of(self.memory) == "leftover"
+
+    @cached_property
+    def guarded(self) -> bool:
+        """True if a flag must announce NaN and infinity, because the payload or a memory would lose them."""
+        return not (self.compressor.carries_nonfinite and self.memory.stateless)
+
+    @cached_property
+    def checks(self) -> bool:
+        """True if the compressor itself finds NaN and infinity, and nothing needs to know of them earlier."""
+        return self.guarded and self.compressor.checks and self.memory.stateless and not self.proposed
+
+    @cached_property
+    def half_sum(self) -> bool:
+        """True if the payload is summed in 16 bits; it is then averaged on the way and not divided afterwards."""
+        return self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)
+
+
+@dataclass(frozen=True)
+class Unit(Assignment):
+    """Pieces of tensors, laid end to end and compressed as one; `spec` describes them as one flat tensor."""
+
+    pieces: tuple[Piece, ...] = ()
+
+
+def whole(item: Assignment) -> Unit:
+    """Return a tensor as one unit, in its own shape."""
+    return Unit(item.spec, item.method, item.reason, item.index_coding, (Piece(item.spec.name, 0, item.spec.numel),))
+
+
+def cut(item: Assignment, most_bytes: int) -> list[Unit]:
+    """Split a tensor into units of about equal length with at most `most_bytes` of its gradient, if it can be cut."""
+    spec, uncut = item.spec, whole(item)
+    if not item.flat or spec.nbytes <= most_bytes:
+        return [uncut]
+    count = -(-spec.nbytes // most_bytes)
+    width = -(-spec.numel // count // GRAIN) * GRAIN
+    units = [
+        _unit([uncut], (Piece(spec.name, start, min(start + width, spec.numel)),))
+        for start in range(0, spec.numel, width)
+    ]
+    unfit = any(item.compressor.unfit(unit.spec) for unit in units)
+    return [uncut] if unfit or len(units) == 1 else units
+
+
+def fuse(units: Sequence[Unit]) -> list[Unit]:
+    """Join the units of one bucket that have the same method, where joining is allowed and the result fits."""
+    groups: list[list[Unit]] = []
+    # The last group of a kind, and its number of elements.
+    last: dict[object, tuple[list[Unit], int]] = {}
+    for i, unit in enumerate(units):
+        key = (unit.method, unit.spec.dtype, unit.index_coding) if unit.joins else i
+        group, numel = last.get(key, ([], 0))
+        numel += unit.spec.numel
+        if group and unit.compressor.unfit(dataclasses.replace(unit.spec, shape=(numel,))):
+            group, numel = [], unit.spec.numel
+        if not group:
+            groups.append(group)
+        group.append(unit)
+        last[key] = group, numel
+    return [
+        group[0] if len(group) == 1 else _unit(group, tuple(piece for unit in group for piece in unit.pieces))
+        for group in groups
+    ]
+
+
+def _unit(units: Sequence[Unit], pieces: tuple[Piece, ...]) -> Unit:
+    ends = [f"{p.tensor}[{p.start}:{p.stop}]" for p in (pieces[0], pieces[-1])]
+    name = ends[0] if len(pieces) == 1 else f"{ends[0]} to {ends[1]}, {len(pieces)} pieces"
+    if len(pieces) > 2:
+        # States, checkpoints and random numbers use the name: other pieces between the same ends are another unit.
+        name += f" ({zlib.crc32(repr([tuple(piece) for piece in pieces]).encode()):08x})"
+    spec = dataclasses.replace(
+        units[0].spec,
+        name=name,
+        shape=(sum(piece.numel for piece in pieces),),
+        sparse=any(unit.spec.sparse for unit in units),
+    )
+    return dataclasses.replace(units[0], spec=spec, pieces=pieces)
+
+
+def offsets(unit: Unit) -> Iterator[tuple[Piece, int]]:
+    """Yield the pieces of a unit, each with its start in the unit."""
+    start = 0
+    for piece in unit.pieces:
+        yield piece, start
+        start += piece.numel

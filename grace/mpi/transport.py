@@ -1,0 +1,282 @@
+"""The transport over MPI's collectives, by mpi4py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+from grace.core.exchange.transport import TIMEOUT, Handle, Reduction, Transport
+from grace.core.guards.waiting import wait_until
+from grace.core.ops import get_ops
+from grace.core.values.errors import MismatchError, StepError, WaitError
+from grace.core.values.spec import Array
+from grace.mpi.notes import Notes
+
+logger = logging.getLogger("grace")
+
+# A rank that waits looks after this many seconds whether another has said that it will not come: until then, what that
+# one has sent before may still arrive.
+NOTES_SECONDS = 3.0
+
+_HALF_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+# Header of every collective: its length, a digest of its description, and the beginning of the description.
+_HEADER_BYTES, _TEXT_BYTES = 128, 104
+# Requests that cannot complete because the ranks disagree: MPI may still write into their buffers.
+_abandoned: list[Any] = []
+
+# Rank and size among all processes; they give the files of several communicators different names.
+_WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+
+_Phases = Generator[MPI.Request, None, Array]
+
+
+class _Collective(Handle):
+    """Collective under way through its phases, each of which is an MPI request."""
+
+    def __init__(
+        self,
+        what: Callable[[], str],
+        phases: _Phases,
+        progress: Callable[[Callable[[], bool], Callable[[], str]], None],
+    ) -> None:
+        self._what, self._phases, self._progress = what, phases, progress
+        self._request = next(phases)
+        self.phase = 0
+        self.done = False
+        self._result: Array = None
+
+    def advance(self, limit: float) -> None:
+        """Advance through the phases that are done, up to the phase `limit`."""
+        while not self.done and self.phase < limit and self._request.Test():
+            try:
+                self._request = next(self._phases)
+                self.phase += 1
+            except StopIteration as end:
+                self._result, self.done = end.value, True
+
+    def wait(self) -> Array:
+        self._progress(lambda: self.done, self._what)
+        return self._result
+
+
+class _Done(Handle):
+    """Finished collective of a single rank."""
+
+    def __init__(self, result: Array) -> None:
+        self._result = result
+
+    def wait(self) -> Array:
+        return self._result
+
+
+class MPITransport(Transport):
+    """MPI collectives on flat NumPy arrays, within duplicates of `comm`; all its ranks must create one.
+
+    MPI matches collectives by the order of the calls, so all ranks must start them in the same order. Before each
+    collective the ranks exchange 128 bytes that describe it; if they differ, every rank raises MismatchError and no
+    data move. A rank that waits longer than `timeout` seconds raises WaitError, and so does one that waits while
+    another rank has failed or ended. Data move only during calls of the transport. A collective may send up to 2 GiB
+    per rank and receive as much.
+
+    MPI cannot add 16-bit floats. The ranks exchange slices of them, add these in float32 in rank order, round once and
+    gather the sums, which takes the bytes of a ring allreduce.
+    """
+
+    def __init__(self, comm: Any = MPI.COMM_WORLD, *, timeout: float = TIMEOUT) -> None:
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.timeout = timeout
+        self._parent = comm
+        self._pending: list[_Collective] = []
+        self._failure: Exception | None = None
+        self._notes: Notes | None = None
+        self._connect("all ranks to make their transport")
+
+    def _connect(self, what: str) -> None:
+        # One communicator per phase: within each, all ranks follow the order of starting, and a rank that is behind may
+        # still be in another phase. Notes and collectives on one communicator do not disturb each other.
+        self._comms: list[Any] = []
+        for _ in range(3 if self.size > 1 else 0):
+            duplicate, request = self._parent.Idup()
+            self._until(request.Test, lambda: what)
+            self._comms.append(duplicate)
+        if self._comms:
+            self._notes = Notes(self._comms[0])
+
+    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
+        """Reduce x over all ranks; see `Transport.allreduce`."""
+        if self.size == 1:
+            return _Done(x)
+        return self._start(f"allreduce {op} {x.dtype}", name, x, lambda x, lengths: self._reduce(x, op), equal=True)
+
+    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
+        """Join the buffers of all ranks; see `Transport.allgather`. The lengths travel ahead."""
+        if self.size == 1:
+            return _Done(x)
+        return self._start(f"allgather {x.dtype}", name, x, self._gather, equal=False)
+
+    def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
+        """Send the root's buffer to every rank; see `Transport.broadcast`."""
+        if self.size == 1:
+            return _Done(x)
+        what = f"broadcast {x.dtype} from rank {root}"
+        return self._start(what, name, x, lambda x, lengths: self._spread(x, root), equal=True)
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """Return the JSON-able values of all ranks, in rank order; blocks."""
+        text = json.dumps(value).encode()
+        data = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+        received = self.allgather(data, name=name).wait().tobytes()
+        values, start = [], 0
+        for _ in range(self.size):
+            length = int.from_bytes(received[start : start + 8], "little")
+            values.append(json.loads(received[start + 8 : start + 8 + length]))
+            start += 8 + length
+        return values
+
+    def discard(self) -> None:
+        """Drop all collectives that are under way, and any failure, on all ranks; waits for all of them.
+
+        The ranks continue on new communicators. The old ones are not freed, because some of their collectives will
+        never be complete.
+        """
+        notes, self._notes = self._notes, None
+        if notes is not None:
+            notes.send("drops the step")
+            notes.close()
+        _abandoned.extend(self._pending)
+        self._pending, self._failure = [], None
+        # Another rank may learn only at the end of its own limit that it waits in vain.
+        self.timeout *= 2
+        try:
+            self._connect("all ranks to call discard()")
+        finally:
+            self.timeout /= 2
+
+    def close(self) -> None:
+        """Free the communicators, on all ranks; no collective can be started afterwards."""
+        if self._notes is not None:
+            self._notes.close()
+        if self._failure is None:
+            for comm in self._comms:
+                comm.Free()
+            self._failure = StepError("the transport is closed and cannot start a collective; create another one.")
+
+    # --- the phases of a collective ---------------------------------------------------------------------------------
+
+    def _start(
+        self, kind: str, name: str, x: Array, body: Callable[[Array, Sequence[int]], _Phases], *, equal: bool
+    ) -> Handle:
+        if self._failure is not None:
+            raise self._failure
+
+        def what() -> str:
+            return f"{self.explain(name)} ({kind})"
+
+        handle = _Collective(what, self._checked(kind, name, x, body, equal), self._until_done)
+        self._pending.append(handle)
+        self._progress()
+        return handle
+
+    def _checked(
+        self, kind: str, name: str, x: Array, body: Callable[[Array, Sequence[int]], _Phases], equal: bool
+    ) -> _Phases:
+        """Check in phase 0 that all ranks start the same collective, then run its body."""
+        text = f"{kind} '{name}'" + (f" of {x.size} elements" if equal else "")
+        headers = np.zeros((self.size, _HEADER_BYTES), np.uint8)
+        mine = np.frombuffer(_header(text, x.size), np.uint8)
+        yield self._comms[0].Iallgather(mine, headers)
+        for rank, header in enumerate(headers):
+            if (header[8:] != mine[8:]).any():
+                theirs = header[24:].tobytes().rstrip(b"\0").decode(errors="replace")
+                raise MismatchError(
+                    f"rank {self.rank} started {text}, but rank {rank} started {theirs}; "
+                    "all ranks must start the same collectives in the same order."
+                )
+        lengths = [int.from_bytes(header[:8].tobytes(), "little") for header in headers]
+        return (yield from body(np.ascontiguousarray(x), lengths))
+
+    def _reduce(self, x: Array, op: str) -> _Phases:
+        if op != "max" and x.dtype in _HALF_DTYPES:
+            return (yield from self._add_halves(x, 1 / self.size if op == "mean" else 1.0))
+        wide = x.astype(np.float32) if x.dtype in _HALF_DTYPES else x
+        result = np.empty_like(wide)
+        yield self._comms[1].Iallreduce(wide, result, MPI.SUM if op == "sum" else MPI.MAX)
+        return result.astype(x.dtype, copy=False)
+
+    def _add_halves(self, x: Array, factor: float) -> _Phases:
+        length = -(-x.size // self.size)
+        slices = np.zeros((self.size, length), x.dtype)
+        slices.reshape(-1)[: x.size] = x
+        received = np.empty_like(slices)
+        yield self._comms[1].Ialltoall(slices.view(np.uint8), received.view(np.uint8))
+        summed = get_ops("numpy").half_sum(received.reshape(-1), self.size, factor)
+        yield self._comms[2].Iallgather(summed.view(np.uint8), slices.view(np.uint8))
+        return slices.reshape(-1)[: x.size]
+
+    def _gather(self, x: Array, lengths: Sequence[int]) -> _Phases:
+        result = np.empty(sum(lengths), x.dtype)
+        counts = [length * x.itemsize for length in lengths]
+        yield self._comms[1].Iallgatherv([x.view(np.uint8), MPI.BYTE], [result.view(np.uint8), counts, None, MPI.BYTE])
+        return result
+
+    def _spread(self, x: Array, root: int) -> _Phases:
+        result = x if self.rank == root else np.empty_like(x)
+        yield self._comms[1].Ibcast([result.view(np.uint8), MPI.BYTE], root)
+        return result
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+
+    def _progress(self) -> None:
+        """Advance every collective as far as possible, none beyond those that were started before it."""
+        if self._failure is not None:
+            raise self._failure
+        limit = float("inf")
+        try:
+            for handle in self._pending:
+                handle.advance(limit)
+                limit = limit if handle.done else min(limit, handle.phase)
+        except Exception as error:
+            self._failure = error
+            _abandoned.extend(self._pending)
+            raise
+        self._pending = [handle for handle in self._pending if not handle.done]
+
+    def _until_done(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        def step() -> bool:
+            self._progress()
+            return done()
+
+        if not done():
+            self._until(step, what)
+
+    def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
+        looked = 0.0
+
+        def pause(waited: float) -> None:
+            nonlocal looked
+            # Other ranks may share this core.
+            os.sched_yield()
+            if self._notes is not None and waited >= looked + NOTES_SECONDS:
+                looked = waited
+                absent = [f"rank {rank} {text}" for rank, text in self._notes.received().items()]
+                if absent:
+                    raise WaitError(
+                        f"rank {self.rank} of {self.size} waits in vain for {what()}: {'; '.join(absent)}. Correct it "
+                        "on that rank, or let all ranks call the exchange equally often."
+                    )
+
+        wait_until(step, what, rank=self.rank, size=self.size, timeout=self.timeout, pause=pause)
+
+
+def _header(text: str, length: int) -> bytes:
+    words = text.encode()
+    digest = hashlib.blake2b(words, digest_size=16).digest()
+    return length.to_bytes(8, "little") + digest + words[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
