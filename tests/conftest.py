@@ -92,12 +92,13 @@ def traffic(monkeypatch):
 
         def call(self, x, **options):
             if options.get("root", self.rank) == self.rank:
+                leaving = [other for i, other in enumerate(x) if i != self.rank] if kind == "alltoall" else [x]
                 mine = sent.setdefault(self.rank, {})
-                mine[kind] = mine.get(kind, 0) + host(self._ops, x).nbytes
+                mine[kind] = mine.get(kind, 0) + sum(host(self._ops, x).nbytes for x in leaving)
             return original(self, x, **options)
 
         monkeypatch.setattr(SimulatedTransport, kind, call)
 
-    for kind in ("allreduce", "allgather", "broadcast"):
+    for kind in ("allreduce", "allgather", "alltoall", "broadcast"):
         spy(kind)
     return sent

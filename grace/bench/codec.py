@@ -9,7 +9,6 @@ from typing import NamedTuple
 from grace.core.exchange.simulation import reduced
 from grace.core.exchange.state import initial
 from grace.core.exchange.wire import sent_bytes
-from grace.core.methods.memory import FINITE
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import make_config
 from grace.core.values.plan import make_plan
@@ -122,9 +121,12 @@ class LocalStep:
         for f in self.unit.fields:
             if f.wire:
                 arrays = [payload[f.name] for payload in payloads]
+                if f.dtype in HALF_DTYPES:
+                    total[f.name] = self.ops.half_sum(self.ops.concat(arrays), self.ranks, 1 / self.ranks)
+                    continue
                 if f.dtype in ("float32", "float64"):
                     arrays = [array * self.ops.cast(1.0 / self.ranks, f.dtype) for array in arrays]
-                total[f.name] = reduced(self.ops, arrays, "mean" if f.dtype in HALF_DTYPES else "sum")
+                total[f.name] = reduced(self.ops, arrays, "sum")
         return total
 
     def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:
@@ -163,8 +165,7 @@ class LocalStep:
             state=states["compressor"],
             lr=ops.full(1, LR, "float64")[0] if unit.memory.needs_lr else None,
         )
-        x, memory = unit.memory.compensate(gradient, states["memory"], site)
-        memory = {key: value for key, value in memory.items() if key != FINITE}
+        x, memory, _ = unit.memory.compensate(gradient, states["memory"], site)
         if memory:
             site = site._replace(memory=memory)
         return Begun(site, x, memory, unit.compressor.propose(x, site))

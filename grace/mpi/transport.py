@@ -9,13 +9,12 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from grace.core.exchange.transport import TIMEOUT, Handle, Reduction, Transport
+from grace.core.exchange.collectives import Reduction
+from grace.core.exchange.transport import TIMEOUT, Handle, Transport
 from grace.core.guards.waiting import wait_until
-from grace.core.ops import get_ops
 from grace.core.values.errors import MismatchError, StepError, WaitError
 from grace.core.values.spec import Array
 from grace.mpi.notes import Notes
@@ -26,7 +25,6 @@ logger = logging.getLogger("grace")
 # one has sent before may still arrive.
 NOTES_SECONDS = 3.0
 
-_HALF_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 # Header of every collective: its length, a digest of its description, and the beginning of the description.
 _HEADER_BYTES, _TEXT_BYTES = 128, 104
 # Requests that cannot complete because the ranks disagree: MPI may still write into their buffers.
@@ -85,10 +83,9 @@ class MPITransport(Transport):
     data move. A rank that waits longer than `timeout` seconds raises WaitError, and so does one that waits while
     another rank has failed or ended. Data move only during calls of the transport. A collective may send up to 2 GiB
     per rank and receive as much.
-
-    MPI cannot add 16-bit floats. The ranks exchange slices of them, add these in float32 in rank order, round once and
-    gather the sums, which takes the bytes of a ring allreduce.
     """
+
+    ordered = True
 
     def __init__(self, comm: Any = MPI.COMM_WORLD, *, timeout: float = TIMEOUT) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -121,6 +118,15 @@ class MPITransport(Transport):
         if self.size == 1:
             return _Done(x)
         return self._start(f"allgather {x.dtype}", name, x, self._gather, equal=False)
+
+    def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:
+        """Send a buffer to each rank; see `Transport.alltoall`. The lengths travel ahead."""
+        if self.size == 1:
+            return _Done(xs[0])
+        lengths = [x.size for x in xs]
+        return self._start(
+            f"alltoall {xs[0].dtype}", name, np.concatenate(xs), lambda x, _: self._trade(x, lengths), equal=False
+        )
 
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
         """Send the root's buffer to every rank; see `Transport.broadcast`."""
@@ -204,27 +210,24 @@ class MPITransport(Transport):
         return (yield from body(np.ascontiguousarray(x), lengths))
 
     def _reduce(self, x: Array, op: str) -> _Phases:
-        if op != "max" and x.dtype in _HALF_DTYPES:
-            return (yield from self._add_halves(x, 1 / self.size if op == "mean" else 1.0))
-        wide = x.astype(np.float32) if x.dtype in _HALF_DTYPES else x
-        result = np.empty_like(wide)
-        yield self._comms[1].Iallreduce(wide, result, MPI.SUM if op == "sum" else MPI.MAX)
-        return result.astype(x.dtype, copy=False)
-
-    def _add_halves(self, x: Array, factor: float) -> _Phases:
-        length = -(-x.size // self.size)
-        slices = np.zeros((self.size, length), x.dtype)
-        slices.reshape(-1)[: x.size] = x
-        received = np.empty_like(slices)
-        yield self._comms[1].Ialltoall(slices.view(np.uint8), received.view(np.uint8))
-        summed = get_ops("numpy").half_sum(received.reshape(-1), self.size, factor)
-        yield self._comms[2].Iallgather(summed.view(np.uint8), slices.view(np.uint8))
-        return slices.reshape(-1)[: x.size]
+        result = np.empty_like(x)
+        yield self._comms[1].Iallreduce(x, result, MPI.SUM if op == "sum" else MPI.MAX)
+        return result
 
     def _gather(self, x: Array, lengths: Sequence[int]) -> _Phases:
         result = np.empty(sum(lengths), x.dtype)
         counts = [length * x.itemsize for length in lengths]
         yield self._comms[1].Iallgatherv([x.view(np.uint8), MPI.BYTE], [result.view(np.uint8), counts, None, MPI.BYTE])
+        return result
+
+    def _trade(self, x: Array, lengths: Sequence[int]) -> _Phases:
+        sending, receiving = np.array(lengths, np.int64), np.empty(self.size, np.int64)
+        yield self._comms[1].Ialltoall(sending, receiving)
+        result = np.empty(int(receiving.sum()), x.dtype)
+        yield self._comms[2].Ialltoallv(
+            [x.view(np.uint8), (sending * x.itemsize).tolist(), None, MPI.BYTE],
+            [result.view(np.uint8), (receiving * x.itemsize).tolist(), None, MPI.BYTE],
+        )
         return result
 
     def _spread(self, x: Array, root: int) -> _Phases:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from grace.core.exchange.collectives import KINDS
 from grace.core.exchange.state import Slots
 from grace.core.values.plan import Plan
 from grace.core.values.spec import Array, State
@@ -153,7 +154,8 @@ class VariableSlots(Slots):
         """
         for bucket in plan.buckets:
             by_data = [unit for unit in bucket.units if unit.wire_bytes is None]
-            places = [("bucket", bucket.name)] * bool(by_data) + [("unit", unit.spec.name) for unit in by_data]
+            places = [(kind, bucket.name) for kind in ("bucket", *KINDS) if by_data]
+            places += [("unit", unit.spec.name) for unit in by_data]
             if norms:
                 places += [(kind, unit.spec.name) for kind in ("size", "error") for unit in bucket.units]
             for kind, name in places:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from grace.core.exchange.transport import Handle, Reduction, Transport
-from grace.core.ops import get_ops
+from grace.core.exchange.collectives import Reduction
+from grace.core.exchange.transport import Handle, Transport
 from grace.core.values.errors import ConfigError
-from grace.core.values.spec import HALF_DTYPES
 
 
 @dataclass(frozen=True)
@@ -78,45 +78,23 @@ class HorovodTransport(Transport):
     def allreduce(self, x: tf.Tensor, *, op: Reduction, name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:
             return _Tensor(x)
-        x = self._at_run_time(x)
-        if x.dtype.name in HALF_DTYPES and op != "max":
-            return _Tensor(self._half_sum(x, 1 / self.size if op == "mean" else 1.0, name))
-        return _Tensor(hvd.allreduce(x, op={"sum": hvd.Sum, "max": hvd.Max}[op], **self._named(name)))
-
-    def _half_sum(self, x: tf.Tensor, factor: float, name: str) -> tf.Tensor:
-        """Add the 16-bit floats of all ranks without Gloo's allreduce.
-
-        Gloo adds 16-bit floats one by one in software, and Horovod does not support bfloat16. Two ranks exchange their
-        whole buffers. More ranks exchange slices, add them and gather the sums. A rank sends as many bytes as in a ring
-        allreduce: 2 (size - 1) / size of x.
-        """
-        # The device of x is unknown while the graph is traced; the reference implementation runs on every device.
-        ops = get_ops("tensorflow", "cpu" if self._on_cpu else "gpu")
-        n = ops.length(x)
-        if self.size == 2:
-            # Pad to whole 32-bit integers.
-            both = self._gather_of_two(tf.pad(x, [[0, n % 2]]) if n % 2 else x, name)
-            return ops.half_sum(both, 2, factor)[:n]
-        data = tf.bitcast(x, tf.int16)
-        splits = tf.stack([(n + rank) // self.size for rank in range(self.size)])
-        slices, _ = hvd.alltoall(data, splits=splits, **self._named(f"{name}.slices"))
-        total = ops.half_sum(tf.bitcast(slices, x.dtype), self.size, factor)
-        sums = hvd.allgather(tf.bitcast(total, tf.int16), **self._named(f"{name}.sums"))
-        return tf.reshape(tf.bitcast(sums, x.dtype), [n])
+        return _Tensor(
+            hvd.allreduce(self._at_run_time(x), op={"sum": hvd.Sum, "max": hvd.Max}[op], **self._named(name))
+        )
 
     def _gather_of_two(self, x: tf.Tensor, name: str) -> tf.Tensor:
-        """Gather the buffers of two ranks. Both have the same length, in whole 32-bit integers.
+        """Gather the byte buffers of two ranks, of equal length, by an allreduce.
 
-        On the CPU it uses an allreduce, which is faster; see `_GatherOfTwo` in `grace.torch.transport`. On a GPU it
-        does not, because TensorFlow keeps 32-bit integers in host memory.
+        It is faster; see `_GatherOfTwo` in `grace.torch.transport`. It serves the CPU only, because TensorFlow keeps
+        32-bit integers of a GPU in host memory.
         """
-        if not self._on_cpu:
-            both = hvd.allgather(tf.bitcast(x, tf.int16), **self._named(name))
-            return tf.reshape(tf.bitcast(both, x.dtype), [2 * x.shape.num_elements()])
-        mine = tf.bitcast(tf.reshape(x, [-1, 4 // x.dtype.size]) if x.dtype.size < 4 else x, tf.int32)
+        n = x.shape.num_elements()
+        padded = tf.pad(x, [[0, -n % 4]]) if n % 4 else x
+        mine = tf.bitcast(tf.reshape(padded, [-1, 4]), tf.int32)
         other = hvd.allreduce(mine, op=hvd.Sum, **self._named(name)) - mine
-        both = tf.concat([mine, other] if self.rank == 0 else [other, mine], 0)
-        return tf.reshape(tf.bitcast(both, x.dtype), [2 * x.shape.num_elements()])
+        rows = tf.stack([mine, other] if self.rank == 0 else [other, mine])
+        both = tf.reshape(tf.bitcast(rows, tf.uint8), [2, n + -n % 4])
+        return tf.reshape(both[:, :n], [2 * n])
 
     def allgather(self, x: tf.Tensor, *, name: str, equal: bool = False) -> Handle:
         if self.size == 1:
@@ -125,6 +103,13 @@ class HorovodTransport(Transport):
         if equal and self.size == 2 and self._on_cpu and x.shape.num_elements():
             return _Tensor(self._gather_of_two(x, name))
         return _Tensor(hvd.allgather(x, **self._named(name)))
+
+    def alltoall(self, xs: Sequence[tf.Tensor], *, name: str) -> Handle:
+        if self.size == 1:
+            return _Tensor(xs[0])
+        splits = tf.stack([tf.size(x) for x in xs])
+        x = self._at_run_time(tf.concat(list(xs), 0))
+        return _Tensor(hvd.alltoall(x, splits=splits, **self._named(name))[0])
 
     def broadcast(self, x: tf.Tensor, *, root: int, name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from grace.core.exchange.collectives import Program
+from grace.core.exchange.transport import Transport
 from grace.core.exchange.wire import GatherLayout
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
@@ -18,6 +21,7 @@ from grace.core.values.spec import Array, Field, Key, Payload, Site, State, Tens
 
 FRAMEWORKS = tuple(name for name in ("numpy", "torch", "tensorflow") if importlib.util.find_spec(name) is not None)
 _HOST = NumpyOps()
+T = TypeVar("T")
 # Limits per dtype of the gradient. 16-bit gradients are decoded in float32; only the inputs have 16 bits.
 LARGEST = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30, "float64": 1e30}
 SMALLEST = {"float16": 6e-8, "bfloat16": 1e-40, "float32": 1.4e-45, "float64": 5e-324}
@@ -150,6 +154,19 @@ def negotiate(compressor: Compressor, xs: Sequence[Array], sites: Sequence[Site]
         elif first.op == "max":
             negotiated = ops.where(other > negotiated, other, negotiated)
     return [at._replace(negotiated=negotiated) for at in sites]
+
+
+def run_program(program: Program[T], transport: Transport, name: str) -> T:
+    """Run a program of rounds over a transport to its end, and return its result; blocks."""
+    arrived: list[Array] | None = None
+    for number in itertools.count():
+        try:
+            collectives = next(program) if arrived is None else program.send(arrived)
+        except StopIteration as end:
+            return cast(T, end.value)
+        handles = [transport.start(c, f"{name}/{number}.{i}") for i, c in enumerate(collectives)]
+        arrived = [handle.wait() for handle in handles]
+    raise AssertionError
 
 
 def payload_on_host(ops: ArrayOps, payload: Payload) -> dict[str, np.ndarray[Any, Any]]:

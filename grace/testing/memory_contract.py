@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import FINITE, Memory
+from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
@@ -59,13 +59,12 @@ class MemoryContract:
     ) -> tuple[Array, State]:
         """Run one step of one rank, in the engine's order of calls. Return the gradient and the new state."""
         at = exchange(compressor, ops, self.spec, [host(ops, x)], step=step).sites[0]
-        x, progress = memory.compensate(x, state, at)
-        progress = {key: value for key, value in progress.items() if key != FINITE}
+        x, progress, _ = memory.compensate(x, state, at)
         ex = exchange(compressor, ops, self.spec, [host(ops, x)], step=step, memory=progress)
         progress = memory.update(x, ex.payloads[0], compressor, progress, ex.sites[0])
         mean = compressor.merge(ex.payloads, ex.sites[0])
         mean = mean if memory.gain == 1 else ops.scale_(mean, memory.gain)
-        return memory.finish(mean, progress, ex.sites[0])
+        return memory.finish(mean, progress, ex.sites[0]) if memory.finishes else (mean, progress)
 
     def run(self, memory: Memory, compressor: Compressor, ops: ArrayOps, steps: int = 3) -> list[Snapshot]:
         """Run some steps. Return copies of the gradient and the state after each of them."""
@@ -121,9 +120,12 @@ class MemoryContract:
                 state = memory.init(self.spec, ops)
                 # Clipping divides by an infinite norm, and NumPy warns about it.
                 with np.errstate(invalid="ignore"):
-                    x, progress = memory.compensate(array(ops, gradient, self.spec.work_dtype), state, at)
-                if FINITE in progress:
-                    assert bool(progress[FINITE]) == bool(np.isfinite(host(ops, x)).all()), (bad, place)
+                    x, _, finite = memory.compensate(array(ops, gradient, self.spec.work_dtype), state, at)
+                if finite is not None:
+                    assert bool(finite) == bool(np.isfinite(host(ops, x)).all()), (bad, place)
+
+    def test_finish_is_declared(self, memory: Memory) -> None:
+        assert memory.finishes == (type(memory).finish is not Memory.finish)
 
     def test_zero_gradients_leave_nothing_behind(self, memory: Memory, ops: ArrayOps) -> None:
         """A sparsifier sends nothing of a zero gradient. So the memory must stay at zero."""

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from grace.core.exchange.transport import Handle, Reduction, Transport
+from grace.core.exchange.collectives import Reduction
+from grace.core.exchange.transport import Handle, Transport
 from grace.core.guards.started import Started
 from grace.core.guards.waiting import wait_until
-from grace.core.ops import get_ops
 from grace.core.values.errors import ConfigError
-from grace.core.values.spec import HALF_DTYPES
-
-_HALVES = tuple(getattr(torch, name) for name in HALF_DTYPES)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class _Pending(Handle):
 
 
 class _GatherOfTwo(Handle):
-    """A gather of two ranks' buffers of equal length, by an allreduce of their bits as 32-bit integers.
+    """A gather of two ranks' byte buffers of equal length, by an allreduce of their bits as 32-bit integers.
 
     Each rank subtracts its own buffer from the sum and gets the other's. Integers wrap around, so the result is exact.
     Gloo's allgather of two ranks sends in one direction at a time, its allreduce in both: 3.2 MB take 66 ms and 30 ms
@@ -76,7 +73,11 @@ class _GatherOfTwo(Handle):
     """
 
     def __init__(self, x: torch.Tensor, rank: int, name: str, process_set: Any, waiter: _Waiter) -> None:
-        self._x, self._dtype, self._waiter = x.view(torch.int32), x.dtype, waiter
+        self._length, self._waiter = x.numel(), waiter
+        # The view as 32-bit integers needs whole ones, and memory that is aligned to them. pad() copies.
+        if x.numel() % 4 or x.data_ptr() % 4:
+            x = torch.nn.functional.pad(x, (0, -x.numel() % 4))
+        self._x = x.view(torch.int32)
         n = self._x.numel()
         self._both = torch.empty(2 * n, dtype=torch.int32)
         self._both[rank * n : (rank + 1) * n] = self._x
@@ -87,45 +88,27 @@ class _GatherOfTwo(Handle):
     def wait(self) -> torch.Tensor:
         self._waiter(self._handle)
         self._other.sub_(self._x)
-        return self._both.view(self._dtype)
+        both = self._both.view(torch.uint8)
+        if both.numel() == 2 * self._length:
+            return both
+        return both.view(2, -1)[:, : self._length].flatten()
 
     def arrived(self) -> bool:
         return bool(hvd.poll(self._handle))
 
 
-class _Gathered(Handle):
-    """A gather of 16-bit floats as 16-bit integers, because Horovod does not support bfloat16."""
+@dataclass(frozen=True)
+class _Traded(Handle):
+    """An alltoall, of which Horovod also returns how much came from each rank."""
 
-    def __init__(self, x: torch.Tensor, name: str, process_set: Any, waiter: _Waiter) -> None:
-        self._dtype, self._waiter = x.dtype, waiter
-        self._handle = hvd.allgather_async(x.view(torch.int16), name=name, process_set=process_set)
-
-    def wait(self) -> torch.Tensor:
-        return self._waiter(self._handle).view(self._dtype)
-
-
-# Gloo adds 16-bit floats one by one in software, and Horovod does not support bfloat16. So grace adds them itself. They
-# are sent as integers with the same bits. A rank sends as many bytes as in a ring allreduce: 2 (size - 1) / size of its
-# input.
-
-
-class _HalfSumOfTwo(Handle):
-    """A sum of two ranks' 16-bit floats: the ranks exchange their buffers and both add them."""
-
-    def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any, waiter: _Waiter) -> None:
-        self._n, self._factor = x.numel(), factor
-        # The view as 32-bit integers needs an even length and an even offset. pad() copies, even if it adds nothing.
-        odd = self._n % 2 or x.storage_offset() % 2
-        padded = torch.nn.functional.pad(x, (0, self._n % 2)) if odd else x
-        rank = process_set.rank()
-        self._both: Handle = (
-            _GatherOfTwo(padded, rank, name, process_set, waiter)
-            if x.device.type == "cpu"
-            else _Gathered(padded, name, process_set, waiter)
-        )
+    handle: int
+    waiter: _Waiter
 
     def wait(self) -> torch.Tensor:
-        return _half_sum(self._both.wait(), 2, self._factor)[: self._n]
+        return self.waiter(self.handle)[0]
+
+    def arrived(self) -> bool:
+        return bool(hvd.poll(self.handle))
 
 
 class _Rows(Handle):
@@ -144,36 +127,6 @@ class _Rows(Handle):
         if not len(values):
             return torch.zeros_like(self._like)
         return torch.sparse_coo_tensor(indices.transpose(0, 1), values / self._divisor, self._like.size())
-
-
-class _HalfSum(Handle):
-    """A sum of 16-bit floats: each rank adds one slice of all ranks' buffers, and the sums are gathered.
-
-    The second collective starts in wait(). It cannot deadlock, because all ranks wait in the order of the plan.
-    """
-
-    def __init__(self, x: torch.Tensor, factor: float, name: str, process_set: Any, size: int, waiter: _Waiter) -> None:
-        self._dtype, self._factor, self._size = x.dtype, factor, size
-        self._name, self._process_set, self._waiter = name, process_set, waiter
-        self._sums: int | None = None
-        splits = torch.tensor([(x.numel() + rank) // size for rank in range(size)], dtype=torch.int32)
-        self._handle = hvd.alltoall_async(
-            x.view(torch.int16), splits=splits, name=f"{name}.slices", process_set=process_set
-        )
-
-    def wait(self) -> torch.Tensor:
-        # A wait that ended with an error may be taken up again.
-        if self._sums is None:
-            slices, _ = self._waiter(self._handle)
-            total = _half_sum(slices.view(self._dtype), self._size, self._factor)
-            self._sums = hvd.allgather_async(
-                total.view(torch.int16), name=f"{self._name}.sums", process_set=self._process_set
-            )
-        return self._waiter(self._sums).view(self._dtype)
-
-
-def _half_sum(rows: torch.Tensor, count: int, factor: float) -> torch.Tensor:
-    return get_ops("torch", str(rows.device)).half_sum(rows, count, factor)
 
 
 class HorovodTransport(Transport):
@@ -196,19 +149,9 @@ class HorovodTransport(Transport):
     def allreduce(self, x: torch.Tensor, *, op: Reduction, name: str) -> Handle:
         if x.numel() == 0 or self.size == 1:
             return _Done(x)
-        waiter = self._waiter(name)
-        handle: Handle
-        if x.dtype in _HALVES and op != "max":
-            factor = 1 / self.size if op == "mean" else 1.0
-            if self.size == 2:
-                handle = _HalfSumOfTwo(x, factor, name, self._process_set, waiter)
-            else:
-                handle = _HalfSum(x, factor, name, self._process_set, self.size, waiter)
-        else:
-            reduction = {"sum": hvd.Sum, "max": hvd.Max}[op]
-            number = hvd.allreduce_async_(x, name=name, op=reduction, process_set=self._process_set)
-            handle = _Pending(number, waiter)
-        return self.started.note(name, _call("allreduce", x, op=op), handle)
+        reduction = {"sum": hvd.Sum, "max": hvd.Max}[op]
+        number = hvd.allreduce_async_(x, name=name, op=reduction, process_set=self._process_set)
+        return self.started.note(name, _call("allreduce", x, op=op), _Pending(number, self._waiter(name)))
 
     def allgather(self, x: torch.Tensor, *, name: str, equal: bool = False) -> Handle:
         if self.size == 1:
@@ -222,6 +165,18 @@ class HorovodTransport(Transport):
         else:
             handle = _Pending(hvd.allgather_async(x, name=name, process_set=self._process_set), waiter)
         return self.started.note(name, _call("allgather", x, equal=equal), handle)
+
+    def alltoall(self, xs: Sequence[torch.Tensor], *, name: str) -> Handle:
+        if self.size == 1:
+            return _Done(xs[0])
+        lengths = [x.numel() for x in xs]
+        return self._alltoall(torch.cat(list(xs)), lengths, name)
+
+    def _alltoall(self, x: torch.Tensor, lengths: Sequence[int], name: str) -> Handle:
+        splits = torch.tensor(lengths, dtype=torch.int32)
+        number = hvd.alltoall_async(x, splits=splits, name=name, process_set=self._process_set)
+        handle = _Traded(number, self._waiter(name))
+        return self.started.note(name, _call("alltoall", x, lengths=list(lengths)), handle)
 
     def broadcast(self, x: torch.Tensor, *, root: int, name: str) -> Handle:
         if x.numel() == 0 or self.size == 1:
@@ -259,7 +214,9 @@ class HorovodTransport(Transport):
             options = dict(call)
             kind, length = options.pop("kind"), options.pop("length")
             zeros = torch.zeros(length, dtype=getattr(torch, options.pop("dtype")), device=options.pop("device"))
-            getattr(self, kind)(zeros, name=name, **options)
+            # What a rank sends need not be as long as what another one does.
+            start = self._alltoall if kind == "alltoall" else getattr(self, kind)
+            start(zeros, name=name, **options)
 
         steps: list[int] = []
 

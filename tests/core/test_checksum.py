@@ -7,6 +7,7 @@ import pytest
 
 import grace
 from grace.core.exchange.checksum import checksum
+from grace.core.exchange.simulation import poll_all
 from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.errors import PayloadError
@@ -172,8 +173,7 @@ def damaged_step(**options):
         if waiting[1].dtype == np.uint8:
             waiting[1] = waiting[1].copy()
             waiting[1][-100] ^= 1
-    for engine in sim.engines:
-        engine.advance()
+    poll_all(sim.engines)
     return [engine.finish() for engine in sim.engines]
 
 

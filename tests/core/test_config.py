@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
+from grace.core.communicators.allgather import Allgather
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
-from grace.core.methods.communicator import Allgather
 from grace.core.values.config import Config, Method, Rule, dense_method, make_config
 from grace.core.values.errors import ConfigError, GraceError, IncompatibleError
 from grace.core.values.registry import communicators, compressors, memories

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.exchange.simulation import poll_all
 from grace.core.values.config import Method, make_config
 from grace.core.values.registry import communicators, compressors, memories
 from grace.testing import PoisonOps
@@ -206,8 +207,7 @@ def test_results_do_not_depend_on_the_order_of_gradients(chosen):
         for i in rng.permutation(len(calls)):
             rank, name = calls[i]
             shuffled.engines[rank].ready(name, given[rank][name])
-        for rank in rng.permutation(RANKS):
-            shuffled.engines[rank].advance()
+        poll_all([shuffled.engines[rank] for rank in rng.permutation(RANKS)])
         merged = {rank: shuffled.engines[rank].finish() for rank in rng.permutation(RANKS)}
         assert_same(expected, on_host(shuffled, [merged[rank] for rank in range(RANKS)]))
 
@@ -305,8 +305,7 @@ def test_gradients_may_be_overwritten_once_they_were_taken(compressor):
             engine.ready("a", given)
             if overwrites:
                 given[:] = 7.0
-        for engine in sim.engines:
-            engine.advance()
+        poll_all(sim.engines)
         results.append([engine.finish() for engine in sim.engines])
     assert_same(*results)
 

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from grace.core.exchange.simulation import poll_all
 from grace.core.ops import get_ops
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
@@ -42,8 +43,7 @@ def test_results_are_written_where_they_belong(chosen, cut, size, framework):
         for engine, mine in zip(placed.engines, given, strict=True):
             for name, x in mine.items():
                 engine.ready(name, x, 0.1)
-        for engine in placed.engines:
-            engine.advance()
+        poll_all(placed.engines)
         merged = [engine.finish(mine) for engine, mine in zip(placed.engines, given, strict=True)]
         assert_same(expected, on_host(placed, merged))
         assert_same(expected, on_host(placed, given))
@@ -65,8 +65,7 @@ def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
     for engine, mine in zip(sim.engines, given, strict=True):
         for name, x in mine.items():
             engine.ready(name, x, 0.1)
-    for engine in sim.engines:
-        engine.advance()
+    poll_all(sim.engines)
     merged = [engine.finish(mine) for engine, mine in zip(sim.engines, given, strict=True)]
     assert_same(on_host(sim, given), on_host(sim, merged))
     got = on_host(sim, given)
@@ -238,8 +237,7 @@ def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
             stores.append(mine)
             for name in mine:
                 engine.ready(name, mine[name], 0.1)
-        for engine in placed.engines:
-            engine.advance()
+        poll_all(placed.engines)
         for engine, mine in zip(placed.engines, stores, strict=True):
             engine.finish(mine)
         assert_same(expected, on_host(placed, stores))

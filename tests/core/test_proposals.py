@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from grace.core.communicators.allreduce import Allreduce
 from grace.core.exchange.simulation import Simulation
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
-from grace.core.methods.communicator import Allreduce
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.values.config import Config, Method
 from grace.core.values.errors import PayloadError

@@ -106,7 +106,7 @@ def test_no_residual_is_lost(change, framework):
         received += np.asarray(sim.step(mine)[0]["w"], np.float64)
         item = sim.plan.assignments[0]
         held = 0.0
-        if item.holds:
+        if item.memory.holds_residual:
             kept = [np.asarray(e.state_dict()["tensors"]["w"]["memory"]["residual"]) for e in sim.engines]
             held = sum(k.astype(np.float64) for k in kept).reshape(SHAPE) / 2 / item.memory.residual_scale
         assert np.abs(given - received - held).max() < 1e-4, step

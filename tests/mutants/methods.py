@@ -22,7 +22,7 @@ from grace.core.memories.dgc import DGCMemory
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
 from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
-from grace.core.methods.memory import FINITE, Memory
+from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.spec import Field
@@ -418,22 +418,21 @@ class GrowsAField(Residual):
 @dataclass(frozen=True)
 class AddsIntoTheState(Residual):
     def compensate(self, grad, state, at):
-        return at.ops.add_(state["residual"], grad), {}
+        return Compensated(at.ops.add_(state["residual"], grad), {})
 
 
 @breaks("test_what_is_told_of_finite_gradients_is_right")
 @dataclass(frozen=True)
 class TakesAllForFinite(Residual):
     def compensate(self, grad, state, at):
-        x, progress = super().compensate(grad, state, at)
-        return x, {**progress, FINITE: at.ops.finite(at.ops.zeros(1, "float32"))}
+        return super().compensate(grad, state, at)._replace(finite=at.ops.finite(at.ops.zeros(1, "float32")))
 
 
 @breaks("test_zero_gradients_leave_nothing_behind")
 @dataclass(frozen=True)
 class InventsGradients(Residual):
     def compensate(self, grad, state, at):
-        return grad + state["residual"] + 1e-20, {}
+        return Compensated(grad + state["residual"] + 1e-20, {})
 
 
 @breaks("test_nothing_is_used_after_it_was_consumed")
@@ -444,14 +443,14 @@ class KeepsWhatItConsumed(DGCMemory):
     def compensate(self, grad, state, at):
         momentum = state["momentum"] * self.momentum
         at.ops.add_(momentum, grad)
-        return state["residual"] + momentum, {"momentum": momentum}
+        return Compensated(state["residual"] + momentum, {"momentum": momentum})
 
 
 @breaks("test_the_gradient_is_only_read")
 @dataclass(frozen=True)
 class AddsIntoTheGradient(Residual):
     def compensate(self, grad, state, at):
-        return at.ops.add_(grad, state["residual"]), {}
+        return Compensated(at.ops.add_(grad, state["residual"]), {})
 
 
 @breaks("test_incompatible_compressors_are_told_what_serves_them")

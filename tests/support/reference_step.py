@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.exchange.simulation import reduced
-from grace.core.methods.memory import FINITE
 from grace.core.values.plan import make_plan
-from grace.core.values.spec import Key, Site
+from grace.core.values.spec import HALF_DTYPES, Key, Site
 from grace.core.values.unit import Assignment
 from grace.testing.harness import negotiate
 
@@ -72,8 +71,7 @@ class Reference:
                 lr=ops.full(1, lr, "float64")[0],
             )
             flat = ops.copy(ops.cast(ops.reshape(gradient, (-1,)), spec.work_dtype))
-            x, memory_state = item.memory.compensate(flat, states["memory"], site)
-            memory_state.pop(FINITE, None)
+            x, memory_state, _ = item.memory.compensate(flat, states["memory"], site)
             states["memory"] = memory_state
             xs.append(x)
             sites.append(site._replace(memory=memory_state))
@@ -84,14 +82,18 @@ class Reference:
             states = self.states[rank][spec.name]
             states["memory"] = item.memory.update(xs[rank], payloads[rank], compressor, states["memory"], sites[rank])
         if item.communicator.sums:
-            # 16-bit floats are averaged by the allreduce, because their sum may overflow.
-            op = "mean" if item.half_sum and self.size > 1 else "sum"
-            travelling = [{name: reduced(ops, [sent[name] for sent in travelling], op) for name in travelling[0]}]
+            travelling = [{name: self._sum(item, [sent[name] for sent in travelling]) for name in travelling[0]}]
         home = [{f.name: payload[f.name] for f in item.fields if not f.wire} for payload in payloads]
         # Every rank gets its own copy, because the merged gradient may be a payload and is changed in place.
         return sites, [
             [{**{name: ops.copy(v) for name, v in sent.items()}, **mine} for sent in travelling] for mine in home
         ]
+
+    def _sum(self, item, arrays):
+        if self.ops.dtype(arrays[0]) not in HALF_DTYPES:
+            return reduced(self.ops, arrays, "sum")
+        # 16-bit floats are averaged by the allreduce, because their sum may overflow.
+        return self.ops.half_sum(self.ops.concat(arrays), self.size, 1 / self.size if item.half_sum else 1.0)
 
     def _conclude(self, item, site, payloads):
         states = self.states[site.rank][item.spec.name]

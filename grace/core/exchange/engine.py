@@ -1,22 +1,24 @@
 """Engine of a training step: it compresses gradients as they arrive, exchanges, merges, then commits the states.
 
-A step has these phases, each in the order of the plan so that all ranks agree on it:
+Every bucket runs the program of its communicator, a generator of rounds of collectives:
 
-    ready(name, gradient)   local work; the bucket's first collective starts with its last gradient
-    advance()               wait for the proposals of the ranks, compress the rest and send
-    finish()                wait, merge, average, commit
+    ready(name, gradient)   local work; the bucket's first round starts with its last gradient
+    poll()                  start the next round of the buckets whose round has arrived
+    finish()                round by round, in the order of the plan: wait, start the next; merge, average, commit
 
-Only the last two phases wait for other ranks. Memories are committed as payloads arrive, everything else at the end.
+Only the last waits for other ranks. Memories are committed as payloads arrive, everything else at the end.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from grace.core.exchange.assembly import Incoming, Outgoing
-from grace.core.exchange.entry import Entry, Run, Works, either
+from grace.core.exchange.bucket_step import BucketStep
+from grace.core.exchange.collectives import KINDS, Program
 from grace.core.exchange.state import (
     STATE_VERSION,
     Held,
@@ -28,17 +30,18 @@ from grace.core.exchange.state import (
     put_back,
     taken_out,
 )
-from grace.core.exchange.transport import Transport
-from grace.core.exchange.wire import Received
+from grace.core.exchange.transport import Handle, Transport
+from grace.core.exchange.unit_step import Concluded, UnitStep, retuned
+from grace.core.exchange.wire import Received, sent_bytes
 from grace.core.guards.waiting import explained
-from grace.core.methods.communicator import Route
+from grace.core.methods.compressor import Compressor
 from grace.core.observe.statistics import statistics
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import MismatchError, StepError
 from grace.core.values.plan import Bucket, Plan
 from grace.core.values.registry import memories
-from grace.core.values.spec import Array, State
+from grace.core.values.spec import ITEMSIZE, Array, State
 from grace.core.values.unit import Unit
 
 
@@ -50,6 +53,19 @@ class Snapshot(NamedTuple):
     step: Any
     units: dict[str, dict[str, State]]
     held: dict[str, dict[str, Held]]
+
+
+@dataclass
+class BucketRun:
+    """One bucket under way in a step: its units, the program, and the round that it waits for."""
+
+    steps: dict[str, UnitStep] = field(default_factory=dict)
+    program: Program[Received] | None = None
+    handles: list[Handle] = field(default_factory=list)
+    rounds: int = 0
+    nbytes: dict[str, int] = field(default_factory=dict)
+    sent: bool = False
+    received: Received | None = None
 
 
 class Engine:
@@ -80,9 +96,8 @@ class Engine:
         self._average = average
         self._slots = slots or Slots()
         self._seed = seed
-        self._works = Works(
-            ops, self._slots, self.times, rank=transport.rank, size=transport.size, seed=seed, average=average
-        )
+        # True if a step measures the norms of compressed gradients and of their errors, for `stats`.
+        self.track_norms = False
         self._stages = [(0, plan), *later]
         for _, stage in self._stages:
             for item in stage.assignments:
@@ -98,15 +113,6 @@ class Engine:
     def step(self) -> Any:
         """Number of the step under way: an int, or a 0-d integer array in a traced graph."""
         return self._slots.step
-
-    @property
-    def track_norms(self) -> bool:
-        """True if a step measures the norms of compressed gradients and of their errors, for `stats`."""
-        return self._works.track_norms
-
-    @track_norms.setter
-    def track_norms(self, value: bool) -> None:
-        self._works.track_norms = value
 
     # --- plans --------------------------------------------------------------------------------------------------
 
@@ -239,25 +245,39 @@ class Engine:
         self.times.mark("ready", name, (gradient,))
         for unit, flat in self._incoming.add(name, gradient):
             bucket = self._bucket_of[unit.spec.name]
-            run = self._runs.setdefault(bucket.name, Run())
-            run.entries[unit.spec.name] = self._works.begin(unit, flat, lr)
-            if len(run.entries) == len(bucket.units) and not self._propose(bucket, run):
-                self._send(bucket, run)
-                self._collect()
+            run = self._runs.setdefault(bucket.name, BucketRun())
+            self.times.mark("begun", unit.spec.name, (flat,))
+            run.steps[unit.spec.name] = step = self._step_of(unit)
+            step.begin(flat, lr)
+            if len(run.steps) == len(bucket.units):
+                run.program = self._program(bucket, run)
+                self._resume(bucket, run, None)
+                if self._polls(unit.spec.device):
+                    self.poll()
 
-    def advance(self) -> None:
-        """Wait for the proposals, compress with them and send. Raises StepError if a gradient is missing."""
+    def poll(self) -> bool:
+        """Advance the buckets whose round has arrived by one round, without waiting; return whether there was one.
+
+        Memories whose payloads have arrived drop their last state.
+        """
+        advanced = False
+        for bucket in self.plan.buckets:
+            run = self._runs.get(bucket.name)
+            if run is None or run.program is None or run.received is not None:
+                continue
+            if all(handle.arrived() for handle in run.handles):
+                advanced = True
+                if not self._advance(bucket, run):
+                    self._commit_memories(bucket, run)
+        return advanced
+
+    def _check_complete(self) -> None:
         missing = [name for name in self._assignment_of if name not in self._incoming.names]
         if missing:
             raise StepError(
                 f"step {self.step} cannot finish: received no gradient for {', '.join(missing)}. "
                 "Pass zeros for unused parameters."
             )
-        for bucket in self.plan.buckets:
-            run = self._runs[bucket.name]
-            if run.sent is None:
-                self._negotiate(bucket, run)
-                self._send(bucket, run)
 
     def finish(self, into: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """Complete the step and return each tensor's merged gradient, in the shape and dtype of its spec.
@@ -265,14 +285,21 @@ class Engine:
         `into` maps tensors to contiguous arrays of that shape and dtype, which must not overlap; if arrays can be
         changed in place, the gradients are written there.
         """
-        self.advance()
+        self._check_complete()
         outgoing = Outgoing(self.plan, self._ops, into or {})
-        entries: list[Entry] = []
-        for bucket in self.plan.buckets:
-            run = self._runs.pop(bucket.name)
-            self._merge(bucket, run, outgoing)
-            entries += run.entries.values()
-        self._works.retune(entries)
+        tallies: dict[str, tuple[UnitStep, tuple[Array, Array]]] = {}
+        left = list(self.plan.buckets)
+        while left:
+            under_way = []
+            for bucket in left:
+                run = self._runs[bucket.name]
+                if run.received is None and self._advance(bucket, run):
+                    under_way.append(bucket)
+                    continue
+                del self._runs[bucket.name]
+                self._merge(bucket, run, outgoing, tallies)
+            left = under_way
+        self._retune({unit.spec.name: tallies[unit.spec.name] for unit in self.plan.units if unit.spec.name in tallies})
         self.times.finish(self.step, self.plan, lambda bucket: self._slots.noted("bucket", bucket))
         self._done = self.plan
         self.drop()
@@ -288,86 +315,97 @@ class Engine:
 
         States stay as they are, except those of memories whose payloads have already arrived from all ranks.
         """
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, BucketRun] = {}
         self._incoming = Incoming(self.plan, self._ops)
 
-    def _propose(self, bucket: Bucket, run: Run) -> bool:
-        """Start one collective for all proposals of one kind; return False if the bucket has none."""
-        kinds: dict[tuple[Literal["sum", "max", "leader"], str], list[Array]] = {}
-        for unit in bucket.units:
-            entry = run.entries[unit.spec.name]
-            if entry.proposal is not None:
-                kind = (entry.proposal.op, entry.site.ops.dtype(entry.proposal.array))
-                kinds.setdefault(kind, []).append(entry.proposal.array)
+    def _step_of(self, unit: Unit) -> UnitStep:
+        return UnitStep(
+            unit,
+            self._slots.read(unit.spec.name),
+            self._ops(unit.spec.device),
+            seed=self._seed,
+            step=self.step,
+            rank=self.transport.rank,
+            size=self.transport.size,
+            average=self._average,
+        )
+
+    def _program(self, bucket: Bucket, run: BucketRun) -> Program[Received]:
+        steps = [run.steps[unit.spec.name] for unit in bucket.units]
+        ops, transport = self._ops(bucket.units[0].spec.device), self.transport
+        at = BucketStep(steps, ops, rank=transport.rank, size=transport.size, stamp=self.step, mean=self._average)
+        if at.proposals:
+            self.times.mark("proposed", bucket.name, [s.proposal.array for s in steps if s.proposal is not None])
+            results = yield from at.negotiate()
+            self.times.mark("negotiated", bucket.name, results)
+        run.sent = True
+        for step in steps:
+            norms = step.norms() if self.track_norms else (None, None)
+            for kind, norm in zip(("size", "error"), norms, strict=True):
+                self._slots.note(kind, step.unit.spec.name, norm)
+        return (yield from bucket.communicator.program(at, bucket.layout))
+
+    def _resume(self, bucket: Bucket, run: BucketRun, arrived: list[Array] | None) -> None:
+        """Pass the results of a round to the program and start its next round."""
+        assert run.program is not None
+        sent_before = run.sent
+        try:
+            collectives = next(run.program) if arrived is None else run.program.send(arrived)
+        except StopIteration as end:
+            run.received = end.value
+            return
+        run.handles = [self.transport.start(c, f"{bucket.name}/{run.rounds}.{i}") for i, c in enumerate(collectives)]
+        run.rounds += 1
         ops = self._ops(bucket.units[0].spec.device)
-        for (op, dtype), arrays in kinds.items():
-            buffer = ops.concat(arrays)
-            if op == "leader":
-                # A sum with zeros, because a graph that serves every step cannot name the root of a broadcast.
-                leads = ops.full(1, self.step % self.transport.size, "int64")[0] == self.transport.rank
-                buffer = either(ops, leads, buffer, ops.zeros(ops.length(buffer), dtype))
-            run.negotiating[op, dtype] = self.transport.allreduce(
-                buffer, op="max" if op == "max" else "sum", name=f"{bucket.name}/negotiate.{op}.{dtype}"
-            )
-        if kinds:
-            self.times.mark("proposed", bucket.name, [array for arrays in kinds.values() for array in arrays])
-        return bool(kinds)
+        for c in collectives:
+            sent = sum(ops.length(x) * ITEMSIZE[ops.dtype(x)] for x in c.sent_by(self.transport.rank))
+            run.nbytes[c.kind] = run.nbytes.get(c.kind, 0) + sent
+        if run.sent and not sent_before:
+            steps = list(run.steps.values())
+            self.times.mark("handed", bucket.name, [array for step in steps for array in step.payload.values()])
+            # Update the memories while the payload travels.
+            for step in steps:
+                step.remember()
 
-    def _negotiate(self, bucket: Bucket, run: Run) -> None:
-        """Give every unit the result of its proposal and compress."""
-        negotiated: dict[Any, Array] = {kind: handle.wait() for kind, handle in run.negotiating.items()}
-        if negotiated:
-            self.times.mark("negotiated", bucket.name, negotiated.values())
-        places: dict[Any, int] = dict.fromkeys(negotiated, 0)
-        for unit in bucket.units:
-            entry = run.entries[unit.spec.name]
-            if entry.proposal is None:
-                continue
-            kind = (entry.proposal.op, entry.site.ops.dtype(entry.proposal.array))
-            length = entry.site.ops.length(entry.proposal.array)
-            self._works.compress(entry, negotiated[kind][places[kind] : places[kind] + length])
-            places[kind] += length
+    def _advance(self, bucket: Bucket, run: BucketRun) -> bool:
+        """Wait for the round of a bucket and start its next one; return False if there is none."""
+        if run.received is None:
+            if run.sent:
+                self.times.mark("waiting", bucket.name)
+            arrived = [handle.wait() for handle in run.handles]
+            if run.sent:
+                self.times.mark("arrived", bucket.name, arrived)
+            self._resume(bucket, run, arrived)
+        return run.received is None
 
-    def _send(self, bucket: Bucket, run: Run) -> None:
-        entries = [run.entries[unit.spec.name] for unit in bucket.units]
-        payloads, flags = [self._works.to_send(e) for e in entries], [e.bad for e in entries]
-        run.sent = bucket.communicator.start(payloads, flags, self._route(bucket))
-        self.times.mark("handed", bucket.name, [array for payload in payloads for array in payload.values()])
-        self._slots.note("bucket", bucket.name, run.sent.nbytes + sum(unit.negotiated_bytes for unit in bucket.units))
-        # Update the memories while the payload travels.
-        for entry in entries:
-            self._works.remember(entry)
+    def _polls(self, device: str) -> bool:
+        """Return whether `ready` polls: not on a GPU, where lengths and flags would have to be waited for.
 
-    def _route(self, bucket: Bucket) -> Route:
-        ops = self._ops(bucket.units[0].spec.device)
-        return Route(bucket.layout, self.transport, ops, bucket.name, self.step, self._average)
-
-    def _collect(self) -> None:
-        """Take in what has arrived, without waiting, so that memories can drop their last state early.
-
-        On a GPU this would have to wait for the flags, and in a traced graph nothing has arrived yet.
+        In a traced graph nothing has arrived yet. An ordered transport starts later rounds in the order of the plan.
         """
-        for bucket in self.plan.buckets:
-            run, spec = self._runs.get(bucket.name), bucket.units[0].spec
-            if run is None or run.sent is None or run.received is not None:
-                continue
-            if spec.device != "cpu" or not self._ops(spec.device).in_place:
-                continue
-            if all(handle.arrived() for handle in run.sent.handles.values()):
-                run.received = self._receive(bucket, run)
-                if all(run.received.in_step):
-                    for unit, flags in zip(bucket.units, run.received.flags, strict=True):
-                        self._works.commit_memory(run.entries[unit.spec.name], flags)
+        return device == "cpu" and self._ops(device).in_place and not self.transport.ordered
 
-    def _receive(self, bucket: Bucket, run: Run) -> Received:
-        assert run.sent is not None
-        self.times.mark("waiting", bucket.name)
-        arrived = run.sent.wait()
-        self.times.mark("arrived", bucket.name, arrived.values())
-        return bucket.communicator.finish(arrived, run.sent, self._route(bucket))
+    def _commit_memories(self, bucket: Bucket, run: BucketRun) -> None:
+        assert run.received is not None
+        if not self._ops(bucket.units[0].spec.device).in_place or not all(run.received.in_step):
+            return
+        for unit, flags in zip(bucket.units, run.received.flags, strict=True):
+            states = run.steps[unit.spec.name].commit_memory(flags)
+            if states is not None:
+                self._slots.write(unit.spec.name, states)
 
-    def _merge(self, bucket: Bucket, run: Run, outgoing: Outgoing) -> None:
-        received = run.received or self._receive(bucket, run)
+    def _merge(
+        self,
+        bucket: Bucket,
+        run: BucketRun,
+        outgoing: Outgoing,
+        tallies: dict[str, tuple[UnitStep, tuple[Array, Array]]],
+    ) -> None:
+        assert run.received is not None
+        received = run.received
+        self._slots.note("bucket", bucket.name, sum(run.nbytes.values()))
+        for kind in KINDS:
+            self._slots.note(kind, bucket.name, run.nbytes.get(kind, 0))
         for in_step in received.in_step:
             self._ops(bucket.units[0].spec.device).require(
                 in_step,
@@ -378,13 +416,32 @@ class Engine:
                     "file; instead of hvd.join(), which is not supported, let all ranks take equally many steps."
                 ),
             )
-        for unit, payloads, bad_flags in zip(bucket.units, received.payloads, received.flags, strict=True):
-            entry, target = run.entries[unit.spec.name], outgoing.target(unit)
-            x, factor = self._works.conclude(entry, payloads, bad_flags, target)
-            outgoing.add(unit, x, factor, target)
-            self.times.mark("merged", unit.spec.name, (x,))
+        for unit, payloads, flags in zip(bucket.units, received.payloads, received.flags, strict=True):
+            name, step, target = unit.spec.name, run.steps[unit.spec.name], outgoing.target(unit)
+            done: Concluded = step.conclude(payloads, flags, target)
+            self._slots.write(name, done.states)
+            self._slots.note("unit", name, sent_bytes(step.site.ops, unit.fields, step.payload) + unit.negotiated_bytes)
+            if done.tally is not None:
+                tallies[name] = step, done.tally
+            outgoing.add(unit, done.x, done.factor, target)
+            self.times.mark("merged", name, (done.x,))
             # Free its memory for the next unit.
-            del x
+            del done
+
+    def _retune(self, tallies: Mapping[str, tuple[UnitStep, tuple[Array, Array]]]) -> None:
+        """Let compressors learn from what all their units together sent."""
+        groups: dict[Compressor, list[str]] = {}
+        for name, (step, _) in tallies.items():
+            groups.setdefault(step.unit.compressor, []).append(name)
+        for names in groups.values():
+            states = [self._slots.read(name) for name in names]
+            new = retuned(
+                [tallies[name][0] for name in names],
+                [tallies[name][1] for name in names],
+                [of_unit["compressor"] for of_unit in states],
+            )
+            for name, of_unit, compressor in zip(names, states, new, strict=True):
+                self._slots.write(name, {**of_unit, "compressor": compressor})
 
     # --- statistics ---------------------------------------------------------------------------------------------
 

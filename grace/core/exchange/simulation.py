@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grace.core.exchange.collectives import Reduction
 from grace.core.exchange.engine import Engine
-from grace.core.exchange.transport import Handle, Reduction, Transport
+from grace.core.exchange.transport import Handle, Transport
 from grace.core.guards.replicas import ADVICE, STATES, check_digests, digest, is_due, shared_states
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, make_config
 from grace.core.values.errors import ConfigError, StepError
 from grace.core.values.plan import Plan, change_plan, make_plans
-from grace.core.values.spec import HALF_DTYPES, Array, TensorSpec
+from grace.core.values.spec import Array, TensorSpec
 
 
 class _Exchange:
@@ -22,10 +23,10 @@ class _Exchange:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.buffers: dict[str, dict[int, Array]] = {}
+        self.buffers: dict[str, dict[int, Any]] = {}
         self.taken: dict[str, int] = {}
 
-    def put(self, name: str, rank: int, x: Array) -> None:
+    def put(self, name: str, rank: int, x: Any) -> None:
         waiting = self.buffers.setdefault(name, {})
         if rank in waiting:
             raise StepError(f"rank {rank} started the collective '{name}' twice; expected once per step.")
@@ -34,7 +35,7 @@ class _Exchange:
     def full(self, name: str) -> bool:
         return len(self.buffers[name]) == self.size
 
-    def take(self, name: str) -> list[Array]:
+    def take(self, name: str) -> list[Any]:
         waiting = self.buffers[name]
         if len(waiting) < self.size:
             absent = sorted(set(range(self.size)) - set(waiting))
@@ -50,28 +51,21 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class _Simulated(Handle):
+    """Collective under way; `result` makes its result from what all ranks handed in."""
+
     exchange: _Exchange
-    ops: ArrayOps
     name: str
-    kind: str
-    root: int = 0
+    result: Callable[[list[Any]], Array]
 
     def arrived(self) -> bool:
         return self.exchange.full(self.name)
 
     def wait(self) -> Array:
-        arrays = self.exchange.take(self.name)
-        if self.kind == "broadcast":
-            return arrays[self.root]
-        if self.kind == "allgather":
-            return self.ops.concat(arrays)
-        return reduced(self.ops, arrays, self.kind)
+        return self.result(self.exchange.take(self.name))
 
 
 def reduced(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
     """Return the result of an allreduce of one array per rank."""
-    if op != "max" and ops.dtype(arrays[0]) in HALF_DTYPES:
-        return ops.half_sum(ops.concat(arrays), len(arrays), 1 / len(arrays) if op == "mean" else 1.0)
     total = arrays[0]
     for other in arrays[1:]:
         total = total + other if op == "sum" else ops.where(other > total, other, total)
@@ -85,18 +79,28 @@ class SimulatedTransport(Transport):
         self.rank, self.size = rank, exchange.size
         self._exchange, self._ops = exchange, ops
 
-    def _start(self, x: Array, name: str, kind: str, root: int = 0) -> Handle:
-        self._exchange.put(name, self.rank, x)
-        return _Simulated(self._exchange, self._ops, name, kind, root)
+    def _start(self, given: Any, name: str, result: Callable[[list[Any]], Array]) -> Handle:
+        self._exchange.put(name, self.rank, given)
+        return _Simulated(self._exchange, name, result)
 
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
-        return self._start(x, name, op)
+        return self._start(x, name, lambda arrays: reduced(self._ops, arrays, op))
 
     def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
-        return self._start(x, name, "allgather")
+        return self._start(x, name, self._ops.concat)
+
+    def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:
+        return self._start(xs, name, lambda rows: self._ops.concat([row[self.rank] for row in rows]))
 
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
-        return self._start(x, name, "broadcast", root)
+        return self._start(x, name, lambda arrays: arrays[root])
+
+
+def poll_all(engines: Sequence[Engine]) -> None:
+    """Run all rounds of engines that share an exchange; no rank waits for a round that another has not started."""
+    advanced = True
+    while advanced:
+        advanced = any(list(map(Engine.poll, engines)))
 
 
 class Simulation:
@@ -178,8 +182,7 @@ class Simulation:
         for engine, mine in zip(self.engines, gradients, strict=True):
             for name, gradient in mine.items():
                 engine.ready(name, gradient, lr)
-        for engine in self.engines:
-            engine.advance()
+        poll_all(self.engines)
         return [engine.finish() for engine in self.engines]
 
     def _check_states(self) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
+from grace.core.exchange.collectives import Collective, Reduction
 from grace.core.values.spec import Array
-
-Reduction: TypeAlias = Literal["sum", "mean", "max"]
 
 # The seconds that a rank waits for others, unless the configuration says something else.
 TIMEOUT = 300
@@ -28,32 +27,45 @@ class Handle(Protocol):
 class Transport(ABC):
     """Base of transports: collectives on flat buffers among `size` ranks.
 
-    Every call returns at once. Collectives are matched by name, so ranks may start them in any order.
+    Every call returns at once. Collectives are matched by name, so that ranks may start them in any order, or if the
+    transport is `ordered`, by the order of the calls, which must then be the same on all ranks.
 
     A handle's `wait` ends with WaitError after `timeout` seconds, if the transport can do that; `wait_until` in
     `grace.core.guards.waiting` helps. The engine sets `explain`, which returns in words what a collective of a name
     carries.
     """
 
+    ordered: ClassVar[bool] = False
     rank: int
     size: int
     timeout: float = TIMEOUT
     explain: Callable[[str], str] = "collective '{}'".format
 
+    def start(self, collective: Collective, name: str) -> Handle:
+        """Start a collective of a program."""
+        x, *_ = collective.buffers
+        if collective.kind == "allreduce":
+            return self.allreduce(x, op=collective.op, name=name)
+        if collective.kind == "allgather":
+            return self.allgather(x, name=name, equal=collective.equal)
+        if collective.kind == "alltoall":
+            return self.alltoall(collective.buffers, name=name)
+        return self.broadcast(x, root=collective.root, name=name)
+
     @abstractmethod
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
-        """Reduce x element by element over all ranks; may overwrite x, except for sums of 16-bit floats.
-
-        16-bit floats are added in float32, in rank order, and rounded once: see `ArrayOps.half_sum`. Only they have the
-        reduction "mean", which cannot overflow where the sum does.
-        """
+        """Reduce x element by element over all ranks; may overwrite x. There are no sums of 16-bit floats."""
 
     @abstractmethod
     def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
         """Join the buffers of all ranks in rank order; they may differ in length.
 
-        `equal` means that all have the same length, a multiple of 16 bytes.
+        `equal` means that all have the same length.
         """
+
+    @abstractmethod
+    def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:
+        """Send xs[i] to rank i and join what arrives in rank order; the buffers may differ in length."""
 
     @abstractmethod
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:

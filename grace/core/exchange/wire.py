@@ -80,7 +80,7 @@ class _Slot(NamedTuple):
 class Received(NamedTuple):
     """Received contents of a bucket.
 
-    Each tensor has its payloads to merge (one per rank, or one sum) and the flags of guarded ones. The conditions
+    Each unit has its payloads to merge (one per rank, or one sum) and the flags of guarded ones. The conditions
     `in_step` all hold if every rank is at the same step.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import FINITE, Memory, check_clipping, clipped
+from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import memories
@@ -55,11 +55,11 @@ class DGCMemory(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}
 
-    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops, grad = at.ops, clipped(grad, self.gradient_clipping, at)
         momentum = ops.weighted_sum(state["momentum"], self.momentum, grad, 1)
         x, finite = ops.finite_sum(state["residual"], 1, momentum, 1)
-        return x, {"momentum": momentum, FINITE: finite}
+        return Compensated(x, {"momentum": momentum}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         momentum = state["momentum"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import FINITE, Memory
+from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import memories
@@ -46,9 +46,9 @@ class EFSignMemory(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
-    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         x, finite = at.ops.finite_sum(state["residual"], 1, grad, self.lr)
-        return x, {FINITE: finite}
+        return Compensated(x, {}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"residual": compressor.residual_(x_, payload, at)}

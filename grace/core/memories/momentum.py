@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import FINITE, Memory
+from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import memories
@@ -40,9 +40,9 @@ class Momentum(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"momentum": ops.zeros(spec.numel, spec.work_dtype)}
 
-    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         x, finite = at.ops.finite_sum(state["momentum"], self.momentum, grad, 1 - self.momentum)
-        return x, {FINITE: finite}
+        return Compensated(x, {}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {"momentum": x_}

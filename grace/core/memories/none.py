@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Compensated, Memory
 from grace.core.values.registry import memories
 from grace.core.values.spec import Array, Payload, Site, State
 
@@ -20,8 +20,8 @@ class NoMemory(Memory):
 
     stateless = True
 
-    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return grad, state
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
+        return Compensated(grad, state)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import FINITE, Memory, check_clipping, clipped
+from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import memories
@@ -54,7 +54,7 @@ class Residual(Memory):
         state = {"residual": ops.zeros(spec.numel, spec.work_dtype)}
         return {**state, "lr": ops.zeros(1, "float64")} if self.lr_correction else state
 
-    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops, dtype, rest = at.ops, at.spec.work_dtype, {}
         residual, grad = state["residual"], clipped(grad, self.gradient_clipping, at)
         if self.lr_correction:
@@ -65,7 +65,7 @@ class Residual(Memory):
             residual = residual * ops.cast(factor, dtype)
             rest = {"lr": ops.where(lr > 0, lr, state["lr"])}
         x, finite = ops.finite_sum(residual, self.beta, grad, self.gamma)
-        return x, {**rest, FINITE: finite}
+        return Compensated(x, rest, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return {**state, "residual": compressor.residual_(x_, payload, at)}

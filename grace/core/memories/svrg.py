@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import memories
@@ -48,11 +48,14 @@ class SVRG(Memory):
                 "Valid memories: none, momentum."
             )
 
+    finishes = True
+
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"snapshot": ops.zeros(spec.numel, spec.work_dtype)}
 
-    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.weighted_sum(grad, 1, state["snapshot"], -1), {"snapshot": state["snapshot"]}
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
+        x = at.ops.weighted_sum(grad, 1, state["snapshot"], -1)
+        return Compensated(x, {"snapshot": state["snapshot"]})
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import memories
@@ -49,11 +49,11 @@ class VarianceMemory(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("residual", "variance")}
 
-    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops, largest = at.ops, LARGEST[at.spec.work_dtype]
         bounded = ops.clip(grad, -largest, largest)
         variance = ops.clip(ops.add_(bounded * bounded, state["variance"]), 0.0, 2 * largest * largest)
-        return ops.weighted_sum(state["residual"], 1, grad, 1), {"variance": variance}
+        return Compensated(ops.weighted_sum(state["residual"], 1, grad, 1), {"variance": variance})
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         variance = at.ops.scale_(compressor.erase_(state["variance"], payload, at), self.decay)

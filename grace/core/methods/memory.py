@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
 
-# Under this key of a state in progress, a memory that knows anyway stores whether x is finite (a 0-d condition).
-FINITE = "finite"
+
+class Compensated(NamedTuple):
+    """Array to compress, state in progress, and whether the array is finite (a 0-d condition), if that is known."""
+
+    x: Array
+    state: State
+    finite: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,16 @@ class Memory(ABC):
     def feeds_back(self) -> bool:
         """True if what the compressor dropped is added to a later gradient."""
         return not self.stateless
+
+    @property
+    def holds_residual(self) -> bool:
+        """True if the memory may hold a residual, which a change of the plan must not lose."""
+        return self.feeds_back
+
+    @property
+    def finishes(self) -> bool:
+        """True if `finish` is defined, so that the new state is known only with the merged gradient."""
+        return False
 
     @property
     def shared(self) -> bool:
@@ -74,10 +90,8 @@ class Memory(ABC):
         return {}
 
     @abstractmethod
-    def compensate(self, grad: Array, state: State, at: Site) -> tuple[Array, State]:
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         """Return the array to compress and a state in progress for `update`; only reads grad and state.
-
-        The state in progress may hold `FINITE`, which goes no further.
 
         If the memory keeps anything, the array is a new one, which `update` may consume.
         """
@@ -87,7 +101,7 @@ class Memory(ABC):
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        """Turn the merged (averaged) gradient into the one for the optimizer (default: unchanged)."""
+        """Turn the merged (averaged) gradient into the one for the optimizer; called only if `finishes` is True."""
         return merged, state
 
 

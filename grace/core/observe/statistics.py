@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from grace.core.exchange.collectives import KINDS
 from grace.core.exchange.state import Slots
 from grace.core.observe.timeline import Times, spans, tensors_of
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.plan import Plan, share
-from grace.core.values.registry import communicators, compressors
+from grace.core.values.registry import compressors
 from grace.core.values.unit import Assignment
 
 
@@ -73,13 +74,8 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
         for bucket in plan.buckets
     }
     dense = sum(item.spec.nbytes for item in plan.delegated)
-    collectives = {"allreduce": dense}
-    for bucket in plan.buckets:
-        # Before the first step nothing was negotiated either.
-        negotiated = min(sent[bucket.name], sum(unit.negotiated_bytes for unit in bucket.units))
-        name = communicators.name_of(bucket.communicator)
-        for collective, nbytes in (("allreduce", negotiated), (name, sent[bucket.name] - negotiated)):
-            collectives[collective] = collectives.get(collective, 0) + nbytes
+    collectives = {kind: sum(noted(kind, bucket.name) for bucket in plan.buckets) for kind in KINDS}
+    collectives["allreduce"] += dense
     return {
         "step": int(slots.step),
         "wire_bytes": sum(sent.values()) + dense,

@@ -304,7 +304,9 @@ def make_plans(
     """Return the plan of every stage of the schedule with its first step; see `make_plan`."""
     plans: list[tuple[int, Plan]] = []
     for step, stage in config.stages:
-        holding = frozenset(item.spec.name for _, plan in plans for item in plan.assignments if item.holds)
+        holding = frozenset(
+            item.spec.name for _, plan in plans for item in plan.assignments if item.memory.holds_residual
+        )
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
         plans.append((step, make_plan(specs, stage, prefix=name, delegate=delegate, holding=holding)))
     return plans
@@ -336,7 +338,7 @@ def next_plan(
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> Plan:
     """Return the plan of a configuration that follows another plan and keeps all of its residuals."""
-    holding = frozenset(item.spec.name for item in before.assignments if item.holds)
+    holding = frozenset(item.spec.name for item in before.assignments if item.memory.holds_residual)
     return make_plan(specs, config, prefix=prefix, delegate=delegate, holding=holding)
 
 

@@ -186,4 +186,4 @@ def _fits(value: Any, hint: Any) -> bool:
 
 compressors: Registry[Compressor] = Registry("compressor", "compressors", "grace.core.compressors")
 memories: Registry[Memory] = Registry("memory", "memories", "grace.core.memories")
-communicators: Registry[Communicator] = Registry("communicator", "communicators", "grace.core.methods.communicator")
+communicators: Registry[Communicator] = Registry("communicator", "communicators", "grace.core.communicators")

@@ -14,7 +14,6 @@ from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.values.config import Method, dense_method
-from grace.core.values.registry import memories
 from grace.core.values.spec import HALF_DTYPES, Field, TensorSpec
 
 # Smallest number of elements of a cut tensor in a unit; pieces start at multiples of it.
@@ -99,11 +98,6 @@ class Assignment:
     def joins(self) -> bool:
         """True if it may be joined with others."""
         return self.flat and self.compressor.joins
-
-    @property
-    def holds(self) -> bool:
-        """True if its memory may hold a residual, which a change of the plan must not lose."""
-        return self.memory.feeds_back or memories.name_of(self.memory) == "leftover"
 
     @cached_property
     def guarded(self) -> bool:

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,12 +22,13 @@ from mpi4py import MPI
 import grace
 from grace import mpi
 from grace.core.compressors.topk import TopK
+from grace.core.exchange.collectives import sum_halves
 from grace.core.guards import waiting
 from grace.core.ops import get_ops
 from grace.core.values.plan import make_plan
 from grace.core.values.registry import communicators, compressors
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE
-from grace.testing.harness import array, same
+from grace.testing.harness import array, run_program, same
 from tests.support import half_precision, registered, steps
 from tests.support.rank import serve
 
@@ -120,14 +122,15 @@ def spy(transport: mpi.MPITransport) -> list[int]:
     def watch(kind: str) -> None:
         real = getattr(transport, kind)
 
-        def call(x: np.ndarray, **options: Any) -> Any:
+        def call(x: Any, **options: Any) -> Any:
+            leaving = [x] if kind != "alltoall" else [*x[:RANK], *x[RANK + 1 :]]
             # Only one of the broadcasts sends the rank's own data.
-            sent.append(x.nbytes if options.get("root", RANK) == RANK else 0)
+            sent.append(sum(part.nbytes for part in leaving) if options.get("root", RANK) == RANK else 0)
             return real(x, **options)
 
         setattr(transport, kind, call)
 
-    for kind in ("allreduce", "allgather", "broadcast"):
+    for kind in ("allreduce", "allgather", "alltoall", "broadcast"):
         watch(kind)
     return sent
 
@@ -142,30 +145,41 @@ def reductions() -> dict[str, Any]:
             # Values whose sums need more than 8 bits of mantissa.
             given = [(x / 7 if floats else abs(x)).astype(dtype) for x in everyone]
             wide = np.stack([x.astype(np.float64) for x in given])
-            total = transport.allreduce(given[RANK].copy(), op="sum", name="s")
-            largest = transport.allreduce(given[RANK].copy(), op="max", name="m")
+            total = _total(transport, given[RANK].copy())
+            # There is no maximum of 16-bit floats.
+            known = given[RANK].astype(np.float32 if name in HALF_DTYPES else dtype)
+            largest = transport.allreduce(known, op="max", name="m").wait()
             results[f"{name}/{n}"] = {
-                "sum": bool((total.wait() == wide.sum(axis=0).astype(dtype)).all()),
-                "close": bool(np.allclose(total.wait().astype(np.float64), wide.sum(axis=0), rtol=1e-6, atol=1e-6)),
-                "max": bool((largest.wait() == wide.max(axis=0).astype(dtype)).all()),
-                "dtypes": [str(total.wait().dtype) == str(dtype), str(largest.wait().dtype) == str(dtype)],
-                "digest": hashlib.sha256(total.wait().tobytes()).hexdigest(),
+                "sum": bool((total == wide.sum(axis=0).astype(dtype)).all()),
+                "close": bool(np.allclose(total.astype(np.float64), wide.sum(axis=0), rtol=1e-6, atol=1e-6)),
+                "max": bool((largest == wide.max(axis=0).astype(known.dtype)).all()),
+                "dtypes": [total.dtype == dtype, largest.dtype == known.dtype],
+                "digest": hashlib.sha256(total.tobytes()).hexdigest(),
             }
     # Rounding after every addition would lose these: 1 + 2^-11 is 1 in float16, and 1 + 2^-8 is 1 in bfloat16.
     for name, small in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
         x = np.full(3, 1.0 if RANK == 0 else small, DTYPES[name])
-        results[f"{name} rounds once"] = transport.allreduce(x, op="sum", name="r").wait().astype(float).tolist()
+        results[f"{name} rounds once"] = _total(transport, x).astype(float).tolist()
     x = np.full(3, 60000.0, np.float16)
-    results["overflow"] = bool(np.isinf(transport.allreduce(x, op="sum", name="o").wait()).all())
+    results["overflow"] = bool(np.isinf(_total(transport, x)).all())
     return results
+
+
+def _total(transport: Any, x: np.ndarray) -> np.ndarray:
+    if x.dtype.name in HALF_DTYPES:
+        return run_program(sum_halves(get_ops("numpy"), x, RANK, SIZE, 1.0), transport, "halves")
+    return transport.allreduce(x, op="sum", name="s").wait()
 
 
 def half_sums() -> dict[str, Any]:
     """Compute sums and means of 16-bit floats."""
     transport = mpi.MPITransport()
-    return half_precision.reductions(
-        lambda x, op, name: transport.allreduce(x, op=op, name=name).wait, list(range(SIZE)), RANK
-    )
+
+    def reduce(x: np.ndarray, op: str, name: str) -> Callable[[], np.ndarray]:
+        program = sum_halves(get_ops("numpy"), x, RANK, SIZE, 1 / SIZE if op == "mean" else 1.0)
+        return lambda: run_program(program, transport, name)
+
+    return half_precision.reductions(reduce, list(range(SIZE)), RANK)
 
 
 def lengths() -> dict[str, Any]:
@@ -394,7 +408,7 @@ def discarded() -> dict[str, Any]:
             return real[m == "merge"](*arguments)
 
         method_fails = mock.patch.object(TopK, method or "compress", fail if method else real[0])
-        with method_fails, mock.patch.object(mpi, "NOTES_SECONDS", 0.5):
+        with method_fails, mock.patch.object(mpi.transport, "NOTES_SECONDS", 0.5):
             skips = not method and last
             error = "" if skips else outcome(lambda e=exchange: e(given(9)))
         if label == "limit":

@@ -9,7 +9,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from grace.core.exchange.collectives import sum_halves
+from grace.core.ops import get_ops
 from grace.tensorflow.transport import HorovodTransport
+from grace.testing.harness import run_program
 from tests.adapters.tensorflow.model import PROCESS_SETS
 from tests.support import half_precision
 
@@ -23,7 +26,9 @@ def half_sums() -> dict[str, Any]:
         def reduce(x: np.ndarray, op: Any, name: str) -> Callable[[], np.ndarray]:
             @tf.function(autograph=False)
             def reduced(x: tf.Tensor) -> tf.Tensor:
-                return transport.allreduce(x, op=op, name=name).wait()
+                factor = 1 / transport.size if op == "mean" else 1.0
+                program = sum_halves(get_ops("tensorflow"), x, transport.rank, transport.size, factor)
+                return run_program(program, transport, name)
 
             result = reduced(tf.constant(x))
             return lambda: result.numpy()

@@ -14,9 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from grace.core.exchange.collectives import sum_halves
 from grace.core.exchange.simulation import Simulation
+from grace.core.ops import get_ops
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
+from grace.testing.harness import run_program
 from grace.torch.transport import HorovodTransport
 from tests.adapters.torch.model import (
     PROCESS_SETS,
@@ -119,8 +122,10 @@ def half_sums() -> dict[str, Any]:
             if op == "mean":
                 # At an odd offset, at which no 32-bit integer can begin.
                 mine = torch.cat([mine[:1], mine])[1:]
-            handle = transport.allreduce(mine, op=op, name=f"halves.{process_set.process_set_id}.{name}")
-            return lambda: handle.wait().view(torch.int16).numpy().view(x.dtype)
+            factor = 1 / transport.size if op == "mean" else 1.0
+            program = sum_halves(get_ops("torch"), mine, transport.rank, transport.size, factor)
+            name = f"halves.{process_set.process_set_id}.{name}"
+            return lambda: run_program(program, transport, name).view(torch.int16).numpy().view(x.dtype)
 
         return half_precision.reductions(reduce, process_set.ranks, hvd.rank())
 

@@ -91,12 +91,13 @@ def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int =
 def spy(optimizer: Any) -> Iterator[list[tuple[str, int]]]:
     """Record the name and bytes of each collective that this rank starts."""
     transport, sent = optimizer.grace.engine.transport, []
-    originals = {kind: getattr(transport, kind) for kind in ("allreduce", "allgather", "broadcast")}
+    originals = {kind: getattr(transport, kind) for kind in ("allreduce", "allgather", "alltoall", "broadcast")}
 
     def watch(kind: str) -> Callable[..., Any]:
-        def call(x: torch.Tensor, **arguments: Any) -> Any:
+        def call(x: Any, **arguments: Any) -> Any:
             if kind != "broadcast" or arguments["root"] == transport.rank:
-                sent.append((arguments["name"], x.numel() * x.element_size()))
+                leaving = [x] if kind != "alltoall" else [*x[: transport.rank], *x[transport.rank + 1 :]]
+                sent.append((arguments["name"], sum(part.numel() * part.element_size() for part in leaving)))
             return originals[kind](x, **arguments)
 
         return call

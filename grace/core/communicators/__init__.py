@@ -1,0 +1,1 @@
+"""Communicators: one file each."""

@@ -1,0 +1,41 @@
+"""Allgather: every rank's payload comes to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core.exchange import collectives
+from grace.core.exchange.bucket_step import BucketStep
+from grace.core.exchange.collectives import Program
+from grace.core.exchange.wire import GatherLayout, Layout, Received
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor
+from grace.core.values.registry import communicators
+from grace.core.values.spec import Field, TensorSpec
+
+
+@communicators.register("allgather")
+@dataclass(frozen=True)
+class Allgather(Communicator):
+    r"""Gathering: one collective brings every rank's payload to every rank; payloads may differ in length.
+
+    Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n)
+    """
+
+    any_length: ClassVar[bool] = True
+
+    def check(self, compressor: Compressor) -> None:
+        return None
+
+    def layout(
+        self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]
+    ) -> GatherLayout:
+        return GatherLayout(specs, fields, guarded)
+
+    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
+        assert isinstance(layout, GatherLayout)
+        buffer = layout.encode(at.ops, at.payloads, at.flags, at.stamp)
+        (data,) = yield [collectives.allgather(buffer, equal=layout.fixed)]
+        return layout.decode(at.ops, data, at.size, at.stamp)

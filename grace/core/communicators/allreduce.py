@@ -1,0 +1,53 @@
+"""Allreduce: payloads are added on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core.exchange import collectives
+from grace.core.exchange.bucket_step import BucketStep
+from grace.core.exchange.collectives import Program, sum_halves, together
+from grace.core.exchange.wire import Layout, Received, SumLayout
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor
+from grace.core.values.errors import IncompatibleError
+from grace.core.values.registry import communicators
+from grace.core.values.spec import HALF_DTYPES, Array, Field, TensorSpec
+
+
+@communicators.register("allreduce")
+@dataclass(frozen=True)
+class Allreduce(Communicator):
+    r"""Sum on the way: allreduce adds the payloads, and the bytes do not grow with the number of ranks.
+
+    Formula: g = \mathrm{decompress}\bigl(\textstyle\sum_i \mathrm{payload}_i\bigr)
+    """
+
+    sums: ClassVar[bool] = True
+
+    def check(self, compressor: Compressor) -> None:
+        if not compressor.summable:
+            raise IncompatibleError(
+                f"communicator 'allreduce' adds payloads, but those of {compressor} cannot be added. "
+                f"Valid communicators: allgather{', broadcast' if compressor.fixed_size else ''}."
+            )
+
+    def layout(
+        self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]
+    ) -> SumLayout:
+        return SumLayout(specs, fields, guarded)
+
+    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
+        assert isinstance(layout, SumLayout)
+        buffers, lengths = layout.encode(at.ops, at.payloads, at.flags, at.stamp, at.size)
+        sums = yield from together([_sum(at, dtype, buffer) for dtype, buffer in buffers.items()])
+        return layout.decode(at.ops, dict(zip(buffers, sums, strict=True)), at.size, lengths)
+
+
+def _sum(at: BucketStep, dtype: str, x: Array) -> Program[Array]:
+    if dtype in HALF_DTYPES:
+        return (yield from sum_halves(at.ops, x, at.rank, at.size, 1 / at.size if at.mean else 1.0))
+    (total,) = yield [collectives.allreduce(x)]
+    return total

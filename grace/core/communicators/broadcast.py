@@ -1,0 +1,44 @@
+"""Broadcasts: every rank's payload comes to every rank, one collective per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core.communicators.allgather import Allgather
+from grace.core.exchange import collectives
+from grace.core.exchange.bucket_step import BucketStep
+from grace.core.exchange.collectives import Program
+from grace.core.exchange.wire import GatherLayout, Layout, Received
+from grace.core.methods.compressor import Compressor
+from grace.core.values.errors import IncompatibleError
+from grace.core.values.registry import communicators
+
+
+@communicators.register("broadcast")
+@dataclass(frozen=True)
+class Broadcast(Allgather):
+    r"""Broadcasts: one per rank brings its payload to every rank, for networks without a good allgather.
+
+    Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n)
+    """
+
+    any_length: ClassVar[bool] = False
+
+    def check(self, compressor: Compressor) -> None:
+        if not compressor.fixed_size:
+            raise IncompatibleError(
+                f"communicator 'broadcast' needs payloads of one size, but those of {compressor} depend on the data. "
+                "Valid communicators: allgather."
+            )
+
+    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
+        assert isinstance(layout, GatherLayout)
+        buffer = layout.encode(at.ops, at.payloads, at.flags, at.stamp)
+        empty = at.ops.length(buffer)
+        buffers = yield [
+            collectives.broadcast(buffer if root == at.rank else at.ops.zeros(empty, "uint8"), root)
+            for root in range(at.size)
+        ]
+        data = buffers[0] if at.size == 1 else at.ops.concat(buffers)
+        return layout.decode(at.ops, data, at.size, at.stamp)

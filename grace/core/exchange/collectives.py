@@ -1,0 +1,104 @@
+"""Collectives as values: a communicator's program yields them, and the engine runs them over any transport."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Sequence
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
+
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.spec import Array
+
+Kind: TypeAlias = Literal["allreduce", "allgather", "alltoall", "broadcast"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Reduction: TypeAlias = Literal["sum", "max"]
+T = TypeVar("T")
+
+
+class Collective(NamedTuple):
+    """One collective on flat buffers; its result is one flat buffer.
+
+    `buffers` holds one buffer per receiver for an alltoall, else one. `equal` says that all buffers of an allgather
+    have one length.
+    """
+
+    kind: Kind
+    buffers: tuple[Array, ...]
+    op: Reduction = "sum"
+    root: int = 0
+    equal: bool = False
+
+    def sent_by(self, rank: int) -> tuple[Array, ...]:
+        """Return the buffers that leave a rank, each counted once however many ranks receive it."""
+        if self.kind == "broadcast" and rank != self.root:
+            return ()
+        return self.buffers[:rank] + self.buffers[rank + 1 :] if self.kind == "alltoall" else self.buffers
+
+
+# A program yields the collectives of a round, which start together, and gets their results in the same order.
+Program: TypeAlias = Generator[list[Collective], list[Array], T]
+
+
+def allreduce(x: Array, op: Reduction = "sum") -> Collective:
+    """Return the collective that adds x over all ranks, or takes its maximum, element by element; may overwrite x."""
+    return Collective("allreduce", (x,), op=op)
+
+
+def allgather(x: Array, *, equal: bool = False) -> Collective:
+    """Return the collective that joins the buffers of all ranks, in rank order; they may differ in length."""
+    return Collective("allgather", (x,), equal=equal)
+
+
+def alltoall(xs: Sequence[Array]) -> Collective:
+    """Return the collective that sends xs[i] to rank i and joins what arrives, in rank order."""
+    return Collective("alltoall", tuple(xs))
+
+
+def broadcast(x: Array, root: int) -> Collective:
+    """Return the collective that sends the root's x to every rank; all pass buffers of one length."""
+    return Collective("broadcast", (x,), root=root)
+
+
+def together(programs: Sequence[Program[T]]) -> Program[list[T]]:
+    """Run programs side by side: their rounds start together. Return their results."""
+    results: dict[int, T] = {}
+    waiting: dict[int, list[Collective]] = {}
+
+    def advance(index: int, arrived: list[Array] | None) -> None:
+        try:
+            waiting[index] = next(programs[index]) if arrived is None else programs[index].send(arrived)
+        except StopIteration as end:
+            results[index] = end.value
+
+    for index in range(len(programs)):
+        advance(index, None)
+    while waiting:
+        started, waiting = waiting, {}
+        arrived = iter((yield [collective for collectives in started.values() for collective in collectives]))
+        for index, collectives in started.items():
+            advance(index, [next(arrived) for _ in collectives])
+    return [results[index] for index in range(len(programs))]
+
+
+def sum_halves(ops: ArrayOps, x: Array, rank: int, size: int, factor: float) -> Program[Array]:
+    """Add 16-bit floats of all ranks in float32, in rank order; multiply by the factor and round once.
+
+    MPI cannot add them, Gloo adds them one by one in software, and Horovod does not know bfloat16. Two ranks exchange
+    their buffers. More ranks exchange slices, add these and gather the sums. Either way a rank sends as many bytes as
+    in a ring allreduce, 2 (size - 1) / size of x.
+    """
+    if size == 1:
+        (x,) = yield [allreduce(x)]
+        return x
+    n, dtype = ops.length(x), ops.dtype(x)
+    if size == 2:
+        (both,) = yield [allgather(ops.to_bytes(x), equal=True)]
+        return ops.half_sum(ops.from_bytes(both, dtype), 2, factor)
+    ends = [n * i // size for i in range(size + 1)]
+    slices = [ops.to_bytes(x[start:stop]) for start, stop in itertools.pairwise(ends)]
+    (rows,) = yield [alltoall(slices)]
+    # A graph does not know the length.
+    known = ops.reshape(ops.from_bytes(rows, dtype), (size * (ends[rank + 1] - ends[rank]),))
+    total = ops.half_sum(known, size, factor)
+    (sums,) = yield [allgather(ops.to_bytes(total))]
+    return ops.reshape(ops.from_bytes(sums, dtype), (n,))

@@ -1,0 +1,222 @@
+"""One rank's work on one unit in one step: from a gradient to a payload, and from received payloads to a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Array, Key, Payload, Proposal, Site, State
+from grace.core.values.unit import Unit
+
+# The states of a unit between two steps: {"memory": ..., "compressor": ...}.
+States = Mapping[str, State]
+
+
+class Concluded(NamedTuple):
+    """Result of a step: an array and a factor whose product is the unit's gradient, the new states, and the tally."""
+
+    x: Array
+    factor: float
+    states: dict[str, State]
+    tally: tuple[Array, Array] | None
+
+
+class UnitStep:
+    """One rank's step of a unit: states and a gradient in; a payload, the merged gradient and new states out.
+
+    It changes nothing but itself. The calls are `begin`, `compress` if the ranks negotiate, `remember`, and `conclude`.
+    `seed` is that of the run. `average=False` leaves sums undivided.
+    """
+
+    x: Array
+    payload: Payload
+    # A 0-d condition: this rank's gradient, or its payload, is not finite.
+    bad: Array = False
+    proposal: Proposal | None = None
+
+    def __init__(
+        self,
+        unit: Unit,
+        states: States,
+        ops: ArrayOps,
+        *,
+        seed: int,
+        step: Any,
+        rank: int,
+        size: int,
+        average: bool = True,
+    ) -> None:
+        self.unit, self.states = unit, states
+        self.site = Site(
+            ops=ops,
+            spec=unit.spec,
+            key=Key(Key.derive(seed, unit.spec.name), step),
+            rank=rank,
+            size=size,
+            state=states["compressor"],
+        )
+        # The memory's state in progress.
+        self.memory: State = states["memory"]
+        self._average = average
+
+    def begin(self, gradient: Array, lr: Any = None) -> None:
+        """Compensate a flat gradient, which is only read; compress it unless the ranks must negotiate first."""
+        unit, ops, spec = self.unit, self.site.ops, self.unit.spec
+        if unit.memory.needs_lr:
+            self.site = self.site._replace(lr=ops.full(1, lr, "float64")[0])
+        x, self.memory, finite = unit.memory.compensate(
+            ops.cast(gradient, spec.work_dtype), self.states["memory"], self.site
+        )
+        if unit.memory.stateless and unit.proposed:
+            # x may be the caller's own buffer, and it is still needed after this call.
+            x = ops.copy(x)
+        if unit.guarded and not unit.checks:
+            # Codecs may rely on finite input: zeros replace a bad gradient, and its flag tells the other ranks.
+            self.bad = ~(ops.finite(x) if finite is None else finite)
+            good = x
+            x = ops.choose(self.bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
+        self.x, self.site = x, self.site._replace(memory=self.memory)
+        self.proposal = unit.compressor.propose(x, self.site)
+        self._check_proposal()
+        if self.proposal is None:
+            self.compress()
+
+    def compress(self, negotiated: Array | None = None) -> None:
+        """Make the payload, with what the ranks negotiated."""
+        unit, ops = self.unit, self.site.ops
+        self.site = self.site._replace(negotiated=negotiated)
+        if unit.checks:
+            self.payload, finite = unit.compressor.compress_checked(self.x, self.site)
+            self.bad = ~finite
+        else:
+            self.payload = unit.compressor.compress(self.x, self.site)
+        if unit.guarded:
+            # A finite gradient can still overflow in the payload (float16, a norm); then no state may keep it.
+            for f in unit.fields:
+                if f.dtype.startswith(("float", "bfloat")):
+                    self.bad = ops.bit_or(self.bad, ~ops.finite(self.payload[f.name]))
+
+    def norms(self) -> tuple[Array, Array]:
+        """Return |x| and |x - C(x)|. Call it before `remember`."""
+        decoded = self.unit.compressor.decompress(self.payload, self.site)
+        return self.site.ops.norm(self.x), self.site.ops.norm(self.x - decoded)
+
+    @property
+    def sent(self) -> Payload:
+        """The payload as it travels."""
+        return self.divided if self._average and self.site.size > 1 and self.unit.half_sum else self.payload
+
+    @property
+    def divided(self) -> Payload:
+        """The payload whose 16-bit floats will be averaged, with its other floats divided by the number of ranks."""
+        wide = [f for f in self.unit.fields if f.wire and f.dtype in ("float32", "float64")]
+        cast = self.site.ops.cast
+        return {**self.payload, **{f.name: self.payload[f.name] * cast(1.0 / self.site.size, f.dtype) for f in wide}}
+
+    def remember(self) -> None:
+        """Update the memory with the payload; the buffer of x becomes the new residual."""
+        self.memory = self.unit.memory.update(self.x, self.payload, self.unit.compressor, self.memory, self.site)
+        del self.x
+
+    def commit_memory(self, flags: Sequence[Array]) -> dict[str, State] | None:
+        """Return the states with the new memory if no rank saw NaN or infinity, so that the old one can be freed.
+
+        Return None if that must wait for the end of the step.
+        """
+        if self.unit.memory.finishes or any(flag > 0 for flag in flags):
+            return None
+        self.states = {**self.states, "memory": self.memory}
+        return dict(self.states)
+
+    def conclude(self, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None = None) -> Concluded:
+        """Merge the payloads of all ranks, or their sum, and return the gradient for the optimizer and the new states.
+
+        `flags` are those of all ranks, or their sum. The result's array is `out` if it could be written to, else in its
+        own memory.
+        """
+        unit, site, ops = self.unit, self.site, self.site.ops
+        home = {f.name: self.payload[f.name] for f in unit.fields if not f.wire}
+        payloads = [{**payload, **home} for payload in payloads]
+        size = site.size if unit.compressor.averages else 1
+        already_mean = size == 1 or (self._average and unit.half_sum)
+        # Memories work on means; a sum, if the caller asked for one, is made from their result.
+        factor, back = unit.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
+        if not unit.memory.finishes:
+            factor, back = factor * back, 1.0
+        # A site of its own for this merge: no other engine, and no later call, may write to `out`.
+        there = site if unit.memory.finishes or out is None else site._replace(ops=ops.writing_to(out))
+        if unit.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
+            # A power of two is exact, and the payload is small compared with the dense result.
+            gradient = unit.compressor.merge([self._scaled(payload, factor) for payload in payloads], there)
+            factor = 1.0
+        else:
+            gradient = unit.compressor.merge(payloads, there)
+        memory = self.memory
+        if unit.memory.finishes:
+            mean = gradient if factor == 1 else ops.scale_(gradient, factor)
+            gradient, memory = unit.memory.finish(mean, memory, site)
+            factor = 1.0
+        states = {"memory": memory, "compressor": unit.compressor.learn(payloads, site)}
+        tally = unit.compressor.tally(payloads, site)
+        if unit.guarded:
+            bad = flags[0] > 0
+            for flag in flags[1:]:
+                bad = ops.bit_or(bad, flag > 0)
+            gradient, states = self._unless(bad, gradient, states)
+            if tally is not None:
+                tally = ops.where(bad, float("nan"), tally[0]), tally[1]
+        return Concluded(gradient, factor * back, states, tally)
+
+    def _unless(self, bad: Array, gradient: Array, states: States) -> tuple[Array, dict[str, State]]:
+        """Return the gradient and the new states; NaN and the old states if the condition `bad` holds."""
+        ops, spec, old = self.site.ops, self.unit.spec, self.states
+        places = [(kind, key) for kind, state in states.items() for key in state]
+        kept = [states[kind][key] for kind, key in places]
+        *chosen, gradient = ops.choose(
+            bad,
+            lambda: [
+                *(old[kind][key] for kind, key in places),
+                ops.full(spec.numel, float("nan"), spec.work_dtype),
+            ],
+            lambda: [*kept, gradient],
+        )
+        made: dict[str, State] = {"memory": {}, "compressor": {}}
+        for (kind, key), value in zip(places, chosen, strict=True):
+            made[kind][key] = value
+        return gradient, made
+
+    def _scaled(self, payload: Payload, factor: float) -> Payload:
+        """Return a payload that carries its gradient times a factor."""
+        fields, ops = self.unit.compressor.linear_in, self.site.ops
+        return {name: v * ops.cast(factor, ops.dtype(v)) if name in fields else v for name, v in payload.items()}
+
+    def _check_proposal(self) -> None:
+        """Raise PayloadError if the proposal is not what the compressor announced."""
+        ops, proposal = self.site.ops, self.proposal
+        announced = [(f.dtype, f.length) for f in self.unit.proposed]
+        proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
+        if announced != proposed:
+            raise PayloadError(
+                f"tensor '{self.unit.spec.name}': proposed() announced {announced}, but propose() returned {proposed}; "
+                "make the two agree."
+            )
+
+
+def retuned(steps: Sequence[UnitStep], tallies: Sequence[tuple[Array, Array]], states: Sequence[State]) -> list[State]:
+    """Return the states of equal compressors after they learned from what all their units together sent."""
+    # The tensors of a model may lie on several devices.
+    ops = steps[0].site.ops
+    wide = [[ops.cast(value, "float64") for value in tally] for tally in tallies]
+    first, second = (ops.sum(ops.stack([tally[i] for tally in wide], axis=0)) for i in (0, 1))
+    new = []
+    for step, old in zip(steps, states, strict=True):
+        site = step.site
+        first, second = (site.ops.cast(value, "float64") for value in (first, second))
+        made = step.unit.compressor.retune(old, first, second, site)
+        # A bad unit makes the sums useless for all.
+        good = site.ops.finite(first)
+        new.append({key: site.ops.where(good, made[key], old[key]) for key in old})
+    return new
