@@ -204,9 +204,16 @@ class Exchange(Measured, tf.Module):
             self._specs = tuple(specs)
             self._watched = tuple(weakref.ref(inside(v)) for v in variables)
             first, *later = (*self.history, self.config)
-            self._stages = Stages(specs, first, self.make_variable, sparse_as_dense=self.sparse_as_dense)
+            self._stages = Stages(
+                specs, first, self.make_variable, sparse_as_dense=self.sparse_as_dense, size=self._size()
+            )
             for config in later:
                 self._stages.change(self._stages.plan_of(config))
+
+    def _size(self) -> int:
+        """Return the number of ranks; 1 where Horovod is not initialized, as in a process that only loads a model."""
+        ranks = getattr(self.process_set, "ranks", None) if hvd.is_initialized() else None
+        return len(ranks) if ranks else 1
 
     def serves(self, variables: Sequence[Any]) -> bool:
         """Return whether the exchange was built for exactly these variables, in any order."""
@@ -269,6 +276,11 @@ class Exchange(Measured, tf.Module):
             raise ConfigError(
                 f"this process is not in {self.process_set} and cannot take part in its steps; "
                 "call it only on the ranks of the set."
+            )
+        if failure is None and stages.size != self._size() and any(plan.shards for plan in stages.plans):
+            failure = ConfigError(
+                f"the plan was made for {stages.size} ranks, and there are {self._size()}; call hvd.init() before you "
+                "build or load the optimizer: the communicator cuts tensors into one shard per rank."
             )
         description = {
             **self.describe(),

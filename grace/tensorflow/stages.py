@@ -15,7 +15,7 @@ from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config
 from grace.core.values.plan import Plan, make_plans, next_plan
-from grace.core.values.spec import TensorSpec
+from grace.core.values.spec import State, TensorSpec
 from grace.core.values.unit import Assignment, Unit
 from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.slots import VariableSlots
@@ -43,11 +43,12 @@ class Stages:
         make_variable: Callable[[str, tf.Tensor], tf.Variable],
         *,
         sparse_as_dense: bool,
+        size: int,
     ) -> None:
-        self._specs = specs
+        self._specs, self.size = specs, size
         self._seed = config.seed
         # The first step and the plan of each stage, by its number. After `change`, only the last stage is live.
-        self._stages = dict(enumerate(make_plans(specs, config, prefix="bucket", delegate=_delegated)))
+        self._stages = dict(enumerate(make_plans(specs, config, size=size, prefix="bucket", delegate=_delegated)))
         self._live = list(self._stages)
         always = set.intersection(*({item.spec.name for item in plan.delegated} for plan in self.plans))
         self.rows = frozenset(() if sparse_as_dense else always)
@@ -68,7 +69,7 @@ class Stages:
     @property
     def units(self) -> dict[str, Unit]:
         """The units of all stages by name. A unit is compressed as a whole."""
-        return {unit.spec.name: unit for plan in self.plans for unit in plan.units}
+        return {name: unit for plan in self.plans for name, unit in plan.stateful.items()}
 
     @property
     def plan(self) -> Plan:
@@ -82,7 +83,8 @@ class Stages:
         """Make the variables of a stage."""
         self.slots.stage = number
         self.slots.shared |= {(number, unit.spec.name) for unit in self._stages[number][1].units if unit.memory.shared}
-        prepare(self.slots, self._stages[number][1], _ops, self._seed)
+        # All ranks make the same variables, also for what only one of them keeps.
+        prepare(self.slots, self._stages[number][1], _ops, self._seed, rank=None)
 
     def start(
         self,
@@ -130,7 +132,7 @@ class Stages:
             return _delegated(item) or item.spec.name in self._rows
 
         prefix = f"bucket.change{len(self._stages)}"
-        plan = next_plan(self._specs, config, self.plan, prefix=prefix, delegate=delegated)
+        plan = next_plan(self._specs, config, self.plan, size=self.size, prefix=prefix, delegate=delegated)
         for item in plan.assignments if self._engines else ():
             item.compressor.check_ranks(self._transport.size)
         return plan
@@ -154,8 +156,12 @@ class Stages:
     def _carry_on(self, before: int, number: int) -> None:
         """Carry the states of one stage over to another."""
         self.slots.stage = before
-        units = (self._stages[stage][1].units for stage in (before, number))
-        new = carried(*units, self.slots.read, lambda unit: initial(unit, _ops(unit.spec.device), self._seed), _ops)
+        old, new_plan = (self._stages[stage][1] for stage in (before, number))
+
+        def fresh(unit: Unit) -> dict[str, State]:
+            return initial(unit, _ops(unit.spec.device), self._seed, rank=None)
+
+        new = carried(old, new_plan, self.slots.read, fresh, _ops, self.size)
         self.slots.stage = number
         for name, states in new.items():
             self.slots.write(name, states)

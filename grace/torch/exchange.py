@@ -71,7 +71,13 @@ class Exchange:
             if self.engine.under_way:
                 raise StepError("change() was called while gradients are being exchanged; call it after step().")
             config, plan = change_plan(
-                self._specs, self.config, self.plan, changes, prefix=prefix, delegate=self._delegate
+                self._specs,
+                self.config,
+                self.plan,
+                changes,
+                size=self._transport.size,
+                prefix=prefix,
+                delegate=self._delegate,
             )
             description = {"step": int(self.engine.step), "configuration": config.to_dict()}
             description["formats"] = formats([plan], functools.partial(get_ops, "torch"))

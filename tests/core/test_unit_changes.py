@@ -51,7 +51,7 @@ def change(sim, **options):
     """Continue with another configuration, as `change` does with other methods."""
     sim.config = make_config({**sim.config.to_dict(), **options})
     sim._changes += 1
-    plan = next_plan(sim._specs, sim.config, sim.plan, prefix=f"grace.change{sim._changes}")
+    plan = next_plan(sim._specs, sim.config, sim.plan, size=len(sim.engines), prefix=f"grace.change{sim._changes}")
     for engine in sim.engines:
         engine.change(plan)
 

@@ -127,11 +127,14 @@ def default_method(compressor: Compressor) -> Method:
 
 
 def valid_methods() -> list[Method]:
-    """Return every valid combination of compressor, memory and communicator, all with their defaults."""
+    """Return every valid combination of compressor, memory and communicator, all with their defaults.
+
+    Without two_shot, whose units are shards: tests/core/test_two_shot.py has its promises.
+    """
     parts = []
     for compressor in default_compressors():
         for memory in memories:
-            for communicator in communicators:
+            for communicator in sorted(set(communicators) - {"two_shot"}):
                 try:
                     parts.append(Method(compressor, memories.make(memory), communicators.make(communicator)))
                 except IncompatibleError:

@@ -13,7 +13,7 @@ from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.values.registry import communicators
-from grace.core.values.spec import Field, TensorSpec
+from grace.core.values.unit import Unit
 
 
 @communicators.register("allgather")
@@ -29,10 +29,8 @@ class Allgather(Communicator):
     def check(self, compressor: Compressor) -> None:
         return None
 
-    def layout(
-        self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]
-    ) -> GatherLayout:
-        return GatherLayout(specs, fields, guarded)
+    def layout(self, units: Sequence[Unit], size: int) -> GatherLayout:
+        return GatherLayout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         assert isinstance(layout, GatherLayout)

@@ -107,7 +107,7 @@ class Engine:
         # By tensor and unit, what `hold` has set aside.
         self._held: dict[str, dict[str, Held]] = {}
         self._adopt(plan)
-        prepare(self._slots, plan, ops, seed)
+        prepare(self._slots, plan, ops, seed, transport.rank)
 
     @property
     def step(self) -> Any:
@@ -119,7 +119,7 @@ class Engine:
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         self._assignment_of = {item.spec.name: item for item in plan.exchanged}
-        self._units = {unit.spec.name: unit for unit in plan.units}
+        self._units = plan.stateful
         self._bucket_of = {unit.spec.name: bucket for bucket in plan.buckets for unit in bucket.units}
         self.drop()
 
@@ -174,7 +174,7 @@ class Engine:
     def _carry_on(self, plan: Plan) -> None:
         for tensor in list(self._held):
             self.release(tensor)
-        new = carried(self.plan.units, plan.units, self._slots.read, self._initial, self._ops)
+        new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, self.transport.size)
         self._leave()
         self._adopt(plan)
         for name, states in new.items():
@@ -319,16 +319,21 @@ class Engine:
         self._incoming = Incoming(self.plan, self._ops)
 
     def _step_of(self, unit: Unit) -> UnitStep:
-        return UnitStep(
+        # The mean that an owner sends on is that of one rank, and its rounding does not depend on which one that is.
+        alone = unit.owner is not None
+        step = UnitStep(
             unit,
             self._slots.read(unit.spec.name),
             self._ops(unit.spec.device),
             seed=self._seed,
             step=self.step,
-            rank=self.transport.rank,
-            size=self.transport.size,
+            rank=0 if alone else self.transport.rank,
+            size=1 if alone else self.transport.size,
             average=self._average,
         )
+        if unit.onward is not None:
+            step.onward = self._step_of(unit.onward)
+        return step
 
     def _program(self, bucket: Bucket, run: BucketRun) -> Program[Received]:
         steps = [run.steps[unit.spec.name] for unit in bucket.units]
@@ -420,7 +425,12 @@ class Engine:
             name, step, target = unit.spec.name, run.steps[unit.spec.name], outgoing.target(unit)
             done: Concluded = step.conclude(payloads, flags, target)
             self._slots.write(name, done.states)
-            self._slots.note("unit", name, sent_bytes(step.site.ops, unit.fields, step.payload) + unit.negotiated_bytes)
+            sent = step
+            if step.onward is not None:
+                self._slots.write(step.onward.unit.spec.name, step.onward.states_unless(flags))
+                sent = step.onward if step.onward.unit.owner == self.transport.rank else step
+            fields = sent_bytes(step.site.ops, sent.unit.fields, sent.payload)
+            self._slots.note("unit", name, fields + unit.negotiated_bytes)
             if done.tally is not None:
                 tallies[name] = step, done.tally
             outgoing.add(unit, done.x, done.factor, target)
@@ -521,4 +531,4 @@ class Engine:
         self._slots.go_to(step)
 
     def _initial(self, unit: Unit) -> dict[str, State]:
-        return initial(unit, self._ops(unit.spec.device), self._seed)
+        return initial(unit, self._ops(unit.spec.device), self._seed, self.transport.rank)

@@ -127,7 +127,7 @@ class Simulation:
             raise ConfigError(f"Simulation: expected at least 1 rank, received {size!r}.")
         specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else list(tensors)
         self.config = make_config(config)
-        (_, plan), *later = make_plans(specs, self.config)
+        (_, plan), *later = make_plans(specs, self.config, size=size)
         self._specs, self._changes = specs, 0
         for text in dict.fromkeys(text for p in (plan, *(p for _, p in later)) for text in p.warnings):
             # Imported here, because logging installs a hook in every process that imports grace.
@@ -162,7 +162,7 @@ class Simulation:
             raise StepError("the plan cannot be changed in the middle of a step; change it after step().")
         self._changes += 1
         prefix = f"grace.change{self._changes}"
-        config, plan = change_plan(self._specs, self.config, self.plan, changes, prefix=prefix)
+        config, plan = change_plan(self._specs, self.config, self.plan, changes, size=len(self.engines), prefix=prefix)
         for engine in self.engines:
             engine.change(plan)
         self.config = config

@@ -83,7 +83,7 @@ class Slots:
             raise StateError(
                 f"checkpoint: the units of compression differ: {', '.join(different[:5])} "
                 f"{'is' if len(different) == 1 else 'are'} only on one side. Use the configuration it was saved with, "
-                "including granularity, bucket_bytes and split_bytes."
+                "including granularity, bucket_bytes and split_bytes; two_shot also needs the number of ranks."
             )
         new: dict[str, dict[str, State]] = {}
         for name, unit in units.items():
@@ -97,7 +97,9 @@ class Slots:
                     f"checkpoint, tensor '{name}': expected {_names(unit)}, received {dict(named)}; "
                     "use the configuration it was saved with."
                 )
-            new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in current}
+            # What another rank holds of a unit that only its owner has a memory for may have another form.
+            kinds = ["compressor"] if initial is not None and unit.owner is not None else list(current)
+            new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in kinds}
             if initial is not None and not unit.memory.shared:
                 new[name]["memory"] = initial(unit)["memory"]
         self._states.update(new)
@@ -152,34 +154,79 @@ def shown(value: Any) -> str:
     return f"{str(dtype).rpartition('.')[2]} {tuple(shape)}"
 
 
-def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int) -> None:
+def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int, rank: int | None) -> None:
     """Write the initial states of units that have none yet; needs no transport."""
-    for bucket in plan.buckets:
-        for unit in bucket.units:
-            if unit.spec.name not in slots:
-                slots.write(unit.spec.name, initial(unit, ops(unit.spec.device), seed))
+    for name, unit in plan.stateful.items():
+        if name not in slots:
+            slots.write(name, initial(unit, ops(unit.spec.device), seed, rank))
 
 
-def initial(unit: Unit, ops: ArrayOps, seed: int) -> dict[str, State]:
-    """Return the initial states of a unit."""
+def initial(unit: Unit, ops: ArrayOps, seed: int, rank: int | None) -> dict[str, State]:
+    """Return the initial states of a unit on a rank; without a rank, those that its owner has."""
     return {
-        "memory": unit.memory.init(unit.spec, ops),
+        "memory": unit.memory.init(unit.spec, ops) if rank is None or unit.owner in (None, rank) else {},
         "compressor": unit.compressor.init(unit.spec, ops, Key.derive(seed, unit.spec.name)),
     }
 
 
 def carried(
+    before: Plan,
+    after: Plan,
+    read: Callable[[str], dict[str, State]],
+    fresh: Callable[[Unit], dict[str, State]],
+    ops: Callable[[str], ArrayOps],
+    size: int,
+) -> dict[str, dict[str, State]]:
+    """Return the states of all units `after` a change: states that fit are kept, the others start as `fresh`.
+
+    A residual passes from one memory to any other that has one, in the units of the new one. State that a memory holds
+    per element is kept even if the units are cut differently. What only the owner of a unit holds back of a mean over
+    `size` ranks goes into its own residual, unless the same unit goes on.
+    """
+    new = _carried_units(before.units, after.units, read, fresh, ops)
+    for name, unit in after.stateful.items():
+        if unit.owner is not None:
+            same = name in before.stateful and before.stateful[name].method == unit.method
+            new[name] = read(name) if same else fresh(unit)
+    for unit in before.units:
+        onward = unit.onward
+        if onward is None or ((name := onward.spec.name) in new and after.stateful[name].method == onward.method):
+            continue
+        residual = read(name)["memory"].get("residual")
+        if residual is not None:
+            _hand_back(unit, residual * float(size), after.units, new, ops)
+    return new
+
+
+def _hand_back(
+    old: Unit,
+    residual: Array,
+    units: Sequence[Unit],
+    new: dict[str, dict[str, State]],
+    ops: Callable[[str], ArrayOps],
+) -> None:
+    """Add a residual, in the units of the memory of `old`, to those that the new units hold for the same elements."""
+    for unit in units:
+        memory = new[unit.spec.name]["memory"]
+        if "residual" not in memory:
+            continue
+        for piece, offset in offsets(unit):
+            for start, stop, _, place in _holders([old], piece):
+                total, low = memory["residual"], offset + start - piece.start
+                high = low + stop - start
+                added = _rescaled(residual[place : place + stop - start], old, unit, ops(unit.spec.device))
+                rows = [total[:low], total[low:high] + added, total[high:]]
+                memory = {**memory, "residual": ops(unit.spec.device).concat(rows)}
+        new[unit.spec.name] = {**new[unit.spec.name], "memory": memory}
+
+
+def _carried_units(
     before: Sequence[Unit],
     after: Sequence[Unit],
     read: Callable[[str], dict[str, State]],
     fresh: Callable[[Unit], dict[str, State]],
     ops: Callable[[str], ArrayOps],
 ) -> dict[str, dict[str, State]]:
-    """Return the states of the units `after` a change: states that fit are kept, the others start as `fresh`.
-
-    A residual passes from one memory to any other that has one, in the units of the new one. State that a memory holds
-    per element is kept even if the units are cut differently.
-    """
     old = {unit.pieces: unit for unit in before}
     new = {}
     for unit in after:

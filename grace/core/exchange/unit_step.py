@@ -35,6 +35,8 @@ class UnitStep:
     payload: Payload
     # A 0-d condition: this rank's gradient, or its payload, is not finite.
     bad: Array = False
+    # The step of the unit as which the mean is sent on.
+    onward: UnitStep | None = None
     proposal: Proposal | None = None
 
     def __init__(
@@ -131,12 +133,20 @@ class UnitStep:
         self.states = {**self.states, "memory": self.memory}
         return dict(self.states)
 
+    def merged(self, payloads: Sequence[Payload]) -> Array:
+        """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
+        gradient = self.unit.compressor.merge(payloads, self.site)
+        averages = self.unit.compressor.averages and self.site.size > 1
+        return self.site.ops.scale_(gradient, 1 / self.site.size) if averages else gradient
+
     def conclude(self, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None = None) -> Concluded:
         """Merge the payloads of all ranks, or their sum, and return the gradient for the optimizer and the new states.
 
         `flags` are those of all ranks, or their sum. The result's array is `out` if it could be written to, else in its
         own memory.
         """
+        if self.onward is not None:
+            return self._conclude_onward(self.onward, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
         home = {f.name: self.payload[f.name] for f in unit.fields if not f.wire}
         payloads = [{**payload, **home} for payload in payloads]
@@ -162,13 +172,50 @@ class UnitStep:
         states = {"memory": memory, "compressor": unit.compressor.learn(payloads, site)}
         tally = unit.compressor.tally(payloads, site)
         if unit.guarded:
-            bad = flags[0] > 0
-            for flag in flags[1:]:
-                bad = ops.bit_or(bad, flag > 0)
+            bad = self._any(flags)
             gradient, states = self._unless(bad, gradient, states)
             if tally is not None:
                 tally = ops.where(bad, float("nan"), tally[0]), tally[1]
         return Concluded(gradient, factor * back, states, tally)
+
+    def _conclude_onward(
+        self, onward: UnitStep, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None
+    ) -> Concluded:
+        """Do the same with the one payload in which the owner has sent the mean on."""
+        unit, ops, there = self.unit, self.site.ops, onward.site
+        if not unit.memory.finishes and out is not None:
+            there = there._replace(ops=ops.writing_to(out))
+        gradient = onward.unit.compressor.merge(payloads, there)
+        factor = unit.memory.gain
+        back = 1.0 if self._average or not unit.compressor.averages else float(self.site.size)
+        memory = self.memory
+        if unit.memory.finishes:
+            mean = gradient if factor == 1 else ops.scale_(gradient, factor)
+            gradient, memory = unit.memory.finish(mean, memory, self.site)
+            factor = 1.0
+        states = {"memory": memory, "compressor": self.states["compressor"]}
+        if flags:
+            gradient, states = self._unless(self._any(flags), gradient, states)
+        return Concluded(gradient, factor * back, states, None)
+
+    def states_unless(self, flags: Sequence[Array]) -> dict[str, State]:
+        """Return the new states of a unit whose payload others merge; the old ones if a flag is set."""
+        states = {"memory": self.memory, "compressor": self.states["compressor"]}
+        places = [(kind, key) for kind, state in states.items() for key in state]
+        if not flags or not places:
+            return states
+        chosen = self.site.ops.choose(
+            self._any(flags),
+            lambda: [self.states[kind][key] for kind, key in places],
+            lambda: [states[kind][key] for kind, key in places],
+        )
+        return _states(places, chosen)
+
+    def _any(self, flags: Sequence[Array]) -> Array:
+        bad = flags[0] > 0
+        for flag in flags[1:]:
+            bad = self.site.ops.bit_or(bad, flag > 0)
+        return bad
 
     def _unless(self, bad: Array, gradient: Array, states: States) -> tuple[Array, dict[str, State]]:
         """Return the gradient and the new states; NaN and the old states if the condition `bad` holds."""
@@ -183,10 +230,7 @@ class UnitStep:
             ],
             lambda: [*kept, gradient],
         )
-        made: dict[str, State] = {"memory": {}, "compressor": {}}
-        for (kind, key), value in zip(places, chosen, strict=True):
-            made[kind][key] = value
-        return gradient, made
+        return gradient, _states(places, chosen)
 
     def _scaled(self, payload: Payload, factor: float) -> Payload:
         """Return a payload that carries its gradient times a factor."""
@@ -203,6 +247,13 @@ class UnitStep:
                 f"tensor '{self.unit.spec.name}': proposed() announced {announced}, but propose() returned {proposed}; "
                 "make the two agree."
             )
+
+
+def _states(places: Sequence[tuple[str, str]], values: Sequence[Array]) -> dict[str, State]:
+    made: dict[str, State] = {"memory": {}, "compressor": {}}
+    for (kind, key), value in zip(places, values, strict=True):
+        made[kind][key] = value
+    return made
 
 
 def retuned(steps: Sequence[UnitStep], tallies: Sequence[tuple[Array, Array]], states: Sequence[State]) -> list[State]:

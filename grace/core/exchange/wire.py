@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from grace.core.exchange import indices
 from grace.core.exchange.checksum import CHECKSUM_BYTES, checksum
@@ -149,6 +149,11 @@ class GatherLayout:
         return _align(self._open_end, ALIGNMENT)
 
     @property
+    def has_checksum(self) -> bool:
+        """True if every buffer has a checksum."""
+        return self._start > 0
+
+    @property
     def fixed(self) -> bool:
         """True if the buffers of all ranks have one length, because nothing depends on the data."""
         return not self.counts and not self._coded
@@ -213,18 +218,19 @@ class GatherLayout:
 
         Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
         """
-        received = Received([[] for _ in self.specs], [[] for _ in self.specs], [])
-        base, mine = 0, ops.full(1, stamp & _INT32, "int32")
-        for rank in range(size):
-            base = self._decode_rank(ops, data, base, received, mine, rank)
-        if self._start:
-            total = ops.length(data)
-            require = functools.partial(_require, ops, size - 1)
-            # Nothing reads the bytes after the last buffer. A graph checks them if something waits for the check.
-            received.in_step[-1] = require(base == total, f"{base} bytes in all", total, received.in_step[-1])
-        return received
+        rows = decode_rows(ops, data, [self] * size, stamp)
+        return Received(
+            [[row.payloads[i][0] for row in rows] for i in range(len(self.specs))],
+            [[flag for row in rows for flag in row.flags[i]] for i in range(len(self.specs))],
+            [in_step for row in rows for in_step in row.in_step],
+        )
 
-    def _decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: Array, rank: int) -> int:
+    def empty(self) -> Received:
+        """Return contents with nothing in them yet."""
+        return Received([[] for _ in self.specs], [[] for _ in self.specs], [])
+
+    def decode_rank(self, ops: ArrayOps, data: Array, base: int, received: Received, stamp: Array, rank: int) -> int:
+        """Add the contents of the buffer that begins at `base` to `received`; return where it ends."""
         mine: list[Payload] = [{} for _ in self.specs]
         total = ops.length(data)
         require = functools.partial(_require, ops, rank)
@@ -286,6 +292,23 @@ class GatherLayout:
         for i, payload in enumerate(mine):
             received.payloads[i].append(payload)
         return end
+
+
+def decode_rows(ops: ArrayOps, data: Array, layouts: Sequence[GatherLayout], stamp: int) -> list[Received]:
+    """Return the contents of buffers in a row, one per rank, each of its own layout.
+
+    Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
+    """
+    rows, base, mine = [], 0, ops.full(1, stamp & _INT32, "int32")
+    for rank, layout in enumerate(layouts):
+        rows.append(layout.empty())
+        base = layout.decode_rank(ops, data, base, rows[-1], mine, rank)
+    if layouts[0].has_checksum:
+        total, last = ops.length(data), rows[-1].in_step
+        require = functools.partial(_require, ops, len(layouts) - 1)
+        # Nothing reads the bytes after the last buffer. A graph checks them if something waits for the check.
+        last[-1] = require(base == total, f"{base} bytes in all", total, last[-1])
+    return rows
 
 
 class SumLayout:
@@ -361,7 +384,15 @@ class SumLayout:
         return Received(payloads, flags, in_step)
 
 
-Layout = GatherLayout | SumLayout
+class Layout(Protocol):
+    """Layout of a bucket, as plans and reports see it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a rank sends per step, with every run-time length taken as zero."""
+
+    def checked(self) -> Layout:
+        """Return this layout with a checksum in every buffer that can have one."""
 
 
 def _require(ops: ArrayOps, rank: int, condition: Any, expected: str, received: Any, then: Any) -> Any:

@@ -19,7 +19,7 @@ def formats(plans: Iterable[Plan], ops: Callable[[str], ArrayOps]) -> dict[str, 
 
     `ops(device)` returns the array operations.
     """
-    items = [item for plan in plans for item in plan.exchanged]
+    items = [item for plan in plans for item in (*plan.exchanged, *plan.stateful.values())]
     found: dict[str, Any] = {
         "wire format": WIRE_FORMAT,
         "payload format": {

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from grace.core.methods.compressor import Compressor
-from grace.core.values.spec import Field, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.exchange.bucket_step import BucketStep
     from grace.core.exchange.collectives import Program
     from grace.core.exchange.wire import Layout, Received
+    from grace.core.values.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,13 @@ class Communicator(ABC):
     def check(self, compressor: Compressor) -> None:
         """Raise IncompatibleError if this communicator cannot carry the compressor's payloads."""
 
+    def divide(self, units: Sequence[Unit], size: int) -> Sequence[Unit]:
+        """Return the units as which `size` ranks exchange these units of a bucket (default: as they are)."""
+        return units
+
     @abstractmethod
-    def layout(self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]) -> Layout:
-        """Return the layout of a bucket's fields on the wire."""
+    def layout(self, units: Sequence[Unit], size: int) -> Layout:
+        """Return the layout of a bucket's fields on the wire, among `size` ranks."""
 
     @abstractmethod
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:

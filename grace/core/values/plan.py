@@ -51,6 +51,17 @@ class Plan:
         """Units of all buckets; each is compressed as one."""
         return [unit for bucket in self.buckets for unit in bucket.units]
 
+    @property
+    def shards(self) -> bool:
+        """True if units depend on the number of ranks."""
+        return any(unit.onward is not None for unit in self.units)
+
+    @cached_property
+    def stateful(self) -> dict[str, Unit]:
+        """Everything that has states, by name: the units, and those as which their means are sent on."""
+        onward = [unit.onward for unit in self.units if unit.onward is not None]
+        return {unit.spec.name: unit for unit in (*self.units, *onward)}
+
     @cached_property
     def places(self) -> dict[str, list[tuple[Unit, int, Piece]]]:
         """Places of each tensor, in element order: the unit, the offset in it, and the piece of the tensor there."""
@@ -138,11 +149,12 @@ def make_plan(
     specs: Sequence[TensorSpec],
     config: Config,
     *,
+    size: int = 1,
     prefix: str = "grace",
     delegate: Callable[[Assignment], bool] = lambda item: False,
     holding: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Return a plan that gives every tensor its method, its units and its bucket.
+    """Return a plan for `size` ranks that gives every tensor its method, its units and its bucket.
 
     A bucket holds tensors of one communicator and device, dense tensors apart, in reverse order of `specs` (the order
     in which the backward pass finishes them). `config.granularity`, `config.bucket_bytes` and `config.split_bytes`
@@ -182,7 +194,8 @@ def make_plan(
     for index, bucket in enumerate(members):
         units = fuse(bucket) if config.granularity != "layer" or bucket[0].dense else bucket
         communicator = bucket[0].communicator
-        layout = communicator.layout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
+        units = list(communicator.divide(units, size))
+        layout = communicator.layout(units, size)
         layout = layout.checked() if config.checksum else layout
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
     _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
@@ -298,6 +311,7 @@ def make_plans(
     specs: Sequence[TensorSpec],
     config: Config,
     *,
+    size: int = 1,
     prefix: str = "grace",
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> list[tuple[int, Plan]]:
@@ -308,7 +322,7 @@ def make_plans(
             item.spec.name for _, plan in plans for item in plan.assignments if item.memory.holds_residual
         )
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
-        plans.append((step, make_plan(specs, stage, prefix=name, delegate=delegate, holding=holding)))
+        plans.append((step, make_plan(specs, stage, size=size, prefix=name, delegate=delegate, holding=holding)))
     return plans
 
 
@@ -318,6 +332,7 @@ def change_plan(
     plan: Plan,
     changes: Mapping[str, Any],
     *,
+    size: int,
     prefix: str,
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> tuple[Config, Plan]:
@@ -326,7 +341,7 @@ def change_plan(
     Raises what `make_config` raises for them, and ConfigError if a schedule would undo the change.
     """
     config = change_config(config, changes)
-    return config, next_plan(specs, config, plan, prefix=prefix, delegate=delegate)
+    return config, next_plan(specs, config, plan, size=size, prefix=prefix, delegate=delegate)
 
 
 def next_plan(
@@ -334,12 +349,13 @@ def next_plan(
     config: Config,
     before: Plan,
     *,
+    size: int,
     prefix: str,
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> Plan:
     """Return the plan of a configuration that follows another plan and keeps all of its residuals."""
     holding = frozenset(item.spec.name for item in before.assignments if item.memory.holds_residual)
-    return make_plan(specs, config, prefix=prefix, delegate=delegate, holding=holding)
+    return make_plan(specs, config, size=size, prefix=prefix, delegate=delegate, holding=holding)
 
 
 def _assign(spec: TensorSpec, config: Config, holding: bool) -> Assignment:

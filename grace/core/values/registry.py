@@ -14,11 +14,11 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
 from grace.core.values.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from grace.core.methods.communicator import Communicator
-    from grace.core.methods.memory import Memory
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -116,7 +116,12 @@ class Registry(Generic[T]):
     def config_of(self, component: T) -> dict[str, Any]:
         """Return a JSON-able description, nested components included; make(config_of(component)) == component."""
         values = {f.name: getattr(component, f.name) for f in dataclasses.fields(component)}  # type: ignore[arg-type]
-        inner = {name: compressors.config_of(v) for name, v in values.items() if isinstance(v, Compressor)}
+        inner = {
+            name: registry.config_of(v)
+            for kind, registry in _INNER.items()
+            for name, v in values.items()
+            if isinstance(v, kind)
+        }
         return {"name": self.name_of(component), **values, **inner}
 
 
@@ -129,7 +134,8 @@ def fields_of(cls: type) -> dict[str, Any]:
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Return cls(**values) after checking names and types; integers pass as floats. Raises ConfigError.
 
-    A field of type Compressor accepts what `compressors.make` accepts: a name, a table, or a ready component.
+    A field of type Compressor or Memory accepts what `compressors.make` or `memories.make` accepts: a name, a table, or
+    a ready component.
     """
     fields = fields_of(cls)
     for key, value in values.items():
@@ -145,7 +151,14 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     if missing:
         raise ConfigError(f"{where} needs a value for {', '.join(missing)}.")
     # JSON and TOML have no tuples; a frozen component with a list could not be hashed and would not equal the original.
-    return cls(**{k: compressors.make(v) if fields[k] is Compressor else _plain(v) for k, v in values.items()})
+    return cls(**{k: _made(v, fields[k]) for k, v in values.items()})
+
+
+def _made(value: Any, hint: Any) -> Any:
+    for kind, registry in _INNER.items():
+        if value is not None and kind in (hint, *typing.get_args(hint)):
+            return registry.make(value)
+    return _plain(value)
 
 
 def _plain(value: Any) -> Any:
@@ -168,8 +181,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(isinstance(value, type(choice)) and value == choice for choice in typing.get_args(hint))
     if origin is tuple:
         return isinstance(value, (tuple, list)) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
-    if hint is Compressor:
-        return isinstance(value, (str, Mapping, Compressor))
+    if hint in (Compressor, Memory):
+        return isinstance(value, (str, Mapping, hint))
     if hint is float:
         # NaN and infinity would pass or fail every comparison of a range check.
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
@@ -187,3 +200,5 @@ def _fits(value: Any, hint: Any) -> bool:
 compressors: Registry[Compressor] = Registry("compressor", "compressors", "grace.core.compressors")
 memories: Registry[Memory] = Registry("memory", "memories", "grace.core.memories")
 communicators: Registry[Communicator] = Registry("communicator", "communicators", "grace.core.communicators")
+# The kinds of components that others may consist of.
+_INNER: dict[type, Registry[Any]] = {Compressor: compressors, Memory: memories}

@@ -18,6 +18,8 @@ from grace.core.values.spec import HALF_DTYPES, Field, TensorSpec
 
 # Smallest number of elements of a cut tensor in a unit; pieces start at multiples of it.
 GRAIN = 4096
+# The same for the shards of a unit, of which each rank owns one.
+SHARD_GRAIN = 512
 
 
 class Piece(NamedTuple):
@@ -120,6 +122,10 @@ class Unit(Assignment):
     """Pieces of tensors, laid end to end and compressed as one; `spec` describes them as one flat tensor."""
 
     pieces: tuple[Piece, ...] = ()
+    # The unit as which a communicator sends the mean of this one on; None if every rank makes the mean itself.
+    onward: Unit | None = None
+    # The only rank that keeps a memory for this unit; None if every rank does.
+    owner: int | None = None
 
 
 def whole(item: Assignment) -> Unit:
@@ -176,6 +182,27 @@ def _unit(units: Sequence[Unit], pieces: tuple[Piece, ...]) -> Unit:
         sparse=any(unit.spec.sparse for unit in units),
     )
     return dataclasses.replace(units[0], spec=spec, pieces=pieces)
+
+
+def shards(unit: Unit, count: int) -> list[Unit]:
+    """Return a unit as at most `count` units of about equal length."""
+    width = -(-unit.spec.numel // (count * SHARD_GRAIN)) * SHARD_GRAIN
+    if width >= unit.spec.numel:
+        return [unit]
+    return [
+        _unit([unit], tuple(_part(unit, start, min(start + width, unit.spec.numel))))
+        for start in range(0, unit.spec.numel, width)
+    ]
+
+
+def _part(unit: Unit, start: int, stop: int) -> Iterator[Piece]:
+    """Yield the pieces of elements start to stop of a unit."""
+    for piece, offset in offsets(unit):
+        low, high = max(start, offset), min(stop, offset + piece.numel)
+        # An empty tensor lies at one place, too.
+        here = start <= offset < stop or offset == stop == unit.spec.numel
+        if low < high or (here and not piece.numel):
+            yield Piece(piece.tensor, piece.start + low - offset, piece.start + high - offset)
 
 
 def offsets(unit: Unit) -> Iterator[tuple[Piece, int]]:

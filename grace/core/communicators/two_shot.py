@@ -1,0 +1,181 @@
+"""Two shots: a compressed reduce-scatter, then a compressed allgather."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from grace.core.communicators.allgather import Allgather
+from grace.core.exchange import collectives
+from grace.core.exchange.bucket_step import BucketStep
+from grace.core.exchange.collectives import Program
+from grace.core.exchange.wire import GatherLayout, Layout, Received, decode_rows
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
+from grace.core.values.config import Method
+from grace.core.values.errors import IncompatibleError
+from grace.core.values.registry import communicators, memories
+from grace.core.values.spec import TensorSpec
+from grace.core.values.unit import Unit, shards
+
+_EXAMPLE = TensorSpec("example", (1024,))
+
+
+@communicators.register("two_shot")
+@dataclass(frozen=True)
+class TwoShot(Communicator):
+    r"""Compressed reduce-scatter, then compressed allgather: the bytes do not grow with the number of ranks.
+
+    Formula: m_j = \mathrm{mean}_i\, C(x_{ij}), \quad g_j = C'(m_j)
+
+    Every unit is cut into one shard per rank. The ranks trade their compressed shards; the owner of shard j averages
+    what it gets, compresses the mean m_j again by C' and sends it to all ranks. A rank sends 2 (N - 1) / N payloads,
+    where gathering brings N - 1 payloads to every rank. What C' drops stays with the owner, in `shard_memory`, and is
+    added to the mean of the next step.
+
+    `second` is C': by default the compressor itself; "none" sends the mean as it is. `shard_memory` is by default
+    error feedback if C' has it by default, else none.
+
+    Reference: Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
+    compression", ICML 2019; Zheng et al., "Communication-efficient distributed blockwise momentum SGD with
+    error-feedback" (dist-EF-SGD), NeurIPS 2019; Liu et al., "A double residual compression algorithm for efficient
+    distributed learning" (DORE), AISTATS 2020; Tang et al., "1-bit Adam", ICML 2021.
+    """
+
+    any_length: ClassVar[bool] = True
+
+    second: Compressor | None = None
+    shard_memory: Memory | None = None
+
+    def check(self, compressor: Compressor) -> None:
+        second = self.second or compressor
+        for reason in (_why_not_first(compressor), _why_not_second(second)):
+            if reason:
+                raise IncompatibleError(
+                    f"communicator 'two_shot' cannot carry {compressor} with second={second}: {reason}. "
+                    f"Valid communicators: {'allreduce, allgather' if compressor.summable else 'allgather'}."
+                )
+        if self.shard_memory is not None and self.shard_memory.whole:
+            raise IncompatibleError(
+                f"communicator 'two_shot': shard_memory {self.shard_memory} needs whole tensors or the learning rate, "
+                "and the owner of a shard has neither. Valid: residual, none."
+            )
+
+    def divide(self, units: Sequence[Unit], size: int) -> list[Unit]:
+        divided = []
+        for unit in units:
+            # Units with fewer shards than there are ranks do not all begin with rank 0.
+            first = zlib.crc32(unit.spec.name.encode())
+            for number, shard in enumerate(shards(unit, size), first):
+                divided.append(dataclasses.replace(shard, onward=self._onward(shard, number % size)))
+        return divided
+
+    def _onward(self, shard: Unit, owner: int) -> Unit:
+        second = self.second or shard.compressor
+        feeds_back = memories.make(second.default_memory).feeds_back
+        memory = self.shard_memory or memories.make("residual" if feeds_back else "none")
+        spec = dataclasses.replace(shard.spec, name=f"mean of {shard.spec.name}", dtype=shard.spec.work_dtype)
+        method = Method(second, memory, Allgather())
+        return dataclasses.replace(shard, spec=spec, method=method, owner=owner)
+
+    def layout(self, units: Sequence[Unit], size: int) -> TwoShotLayout:
+        owned: list[list[int]] = [[] for _ in range(size)]
+        for index, unit in enumerate(units):
+            assert unit.onward is not None
+            assert unit.onward.owner is not None
+            owned[unit.onward.owner].append(index)
+        first: list[GatherLayout] = []
+        second: list[GatherLayout] = []
+        for indices in owned:
+            mine = [units[i] for i in indices]
+            onward = [unit.onward for unit in mine if unit.onward is not None]
+            # The flags of the first shot travel on in the second one.
+            guarded = [a.guarded or b.guarded for a, b in zip(mine, onward, strict=True)]
+            for layouts, described in ((first, mine), (second, onward)):
+                layouts.append(GatherLayout([u.spec for u in described], [u.fields for u in described], guarded))
+        return TwoShotLayout(tuple(map(tuple, owned)), tuple(first), tuple(second))
+
+    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
+        assert isinstance(layout, TwoShotLayout)
+        ops, owned = at.ops, layout.owned
+        payloads, flags = at.payloads, at.flags
+        buffers = [
+            shot.encode(ops, [payloads[i] for i in indices], [flags[i] for i in indices], at.stamp)
+            for shot, indices in zip(layout.first, owned, strict=True)
+        ]
+        (data,) = yield [collectives.alltoall(buffers)]
+        arrived = layout.first[at.rank].decode(ops, data, at.size, at.stamp)
+        onward = []
+        for i, theirs, bad in zip(owned[at.rank], arrived.payloads, arrived.flags, strict=True):
+            step = at.steps[i].onward
+            assert step is not None
+            step.begin(at.steps[i].merged(theirs))
+            for flag in bad:
+                step.bad = ops.bit_or(step.bad, flag > 0)
+            onward.append(step)
+        buffer = layout.second[at.rank].encode(
+            ops, [step.payload for step in onward], [step.bad for step in onward], at.stamp
+        )
+        for step in onward:
+            step.remember()
+        (data,) = yield [collectives.allgather(buffer, equal=layout.equal)]
+        received = Received([[] for _ in at.steps], [[] for _ in at.steps], list(arrived.in_step))
+        for indices, row in zip(owned, decode_rows(ops, data, layout.second, at.stamp), strict=True):
+            for i, theirs, bad in zip(indices, row.payloads, row.flags, strict=True):
+                received.payloads[i].extend(theirs)
+                received.flags[i].extend(bad)
+            received.in_step.extend(row.in_step)
+        return received
+
+
+@dataclass(frozen=True)
+class TwoShotLayout:
+    """Layouts of the two shots, by owner of the shards; `owned` holds the indices of its units in the bucket."""
+
+    owned: tuple[tuple[int, ...], ...]
+    first: tuple[GatherLayout, ...]
+    second: tuple[GatherLayout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a rank sends per step, on average, with every run-time length taken as zero."""
+        size = len(self.owned)
+        to_owners = (size - 1) * sum(shot.nbytes for shot in self.first)
+        return (to_owners + sum(shot.nbytes for shot in self.second)) // size
+
+    @cached_property
+    def equal(self) -> bool:
+        """True if the buffers of the second shot all have one length."""
+        return len({shot.nbytes for shot in self.second}) == 1 and all(shot.fixed for shot in self.second)
+
+    def checked(self) -> TwoShotLayout:
+        """Return this layout with a checksum in every buffer."""
+        first, second = (tuple(shot.checked() for shot in shots) for shots in (self.first, self.second))
+        return TwoShotLayout(self.owned, first, second)
+
+
+def _why_not_first(compressor: Compressor) -> str | None:
+    if compressor.summable:
+        return "its payloads can be added, and allreduce sends no more bytes and compresses once only"
+    if not compressor.flat:
+        return "it needs a whole tensor, and shards are parts of tensors"
+    if type(compressor).learn is not Compressor.learn or type(compressor).tally is not Compressor.tally:
+        return "it learns from the payloads of all ranks, and these come only to the owner of a shard"
+    return None
+
+
+def _why_not_second(compressor: Compressor) -> str | None:
+    if not compressor.flat:
+        return "the second compressor needs a whole tensor"
+    if compressor.proposed(_EXAMPLE):
+        return "the second compressor negotiates, and the owner of a shard is alone"
+    if any(not f.wire for f in compressor.wire(_EXAMPLE)):
+        return "the second compressor keeps a field on the rank that other ranks do not know"
+    if type(compressor).learn is not Compressor.learn or type(compressor).tally is not Compressor.tally:
+        return "the second compressor learns from the payloads of all ranks"
+    return None

@@ -1,0 +1,309 @@
+"""The communicator two_shot: compressed shards to their owners, and compressed means back, with states at both ends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import grace
+from grace.core.communicators.two_shot import TwoShot
+from grace.core.exchange.simulation import poll_all
+from grace.core.values.config import Method
+from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, PayloadError, StateError
+from grace.core.values.registry import compressors, memories
+from grace.core.values.spec import TensorSpec
+from grace.testing.harness import FRAMEWORKS, host, same
+from tests.support.steps import (
+    CUTS,
+    METHODS,
+    MIXED,
+    assert_same,
+    each,
+    gradient,
+    gradients,
+    on_host,
+    simulate,
+    states,
+    step,
+)
+
+
+def _serves(compressor):
+    try:
+        TwoShot().check(compressor)
+    except IncompatibleError:
+        return False
+    return True
+
+
+# Every method that can travel so, with its default memory.
+CHOSEN = {
+    name: dataclasses.replace(method, communicator=TwoShot())
+    for name, method in METHODS.items()
+    if _serves(method.compressor) and not method.memory.whole
+}
+SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("empty", (0, 4))]
+SPECS += [TensorSpec("half", (30, 60), "float16"), TensorSpec("double", (16, 90), "float64")]
+FEEDBACK = {name: m for name, m in CHOSEN.items() if m.memory.feeds_back and name not in ("dgc", "variance", "signum")}
+
+
+def held(sim):
+    """Return what all ranks hold back of the mean, per tensor and element, in units of the gradient."""
+    total = {spec.name: np.zeros(spec.numel) for spec in sim._specs}
+    # What an owner holds is in units of the memory of the unit whose mean it sends on.
+    scale = {unit.onward.spec.name: unit.memory.residual_scale for unit in sim.plan.units}
+    for engine in sim.engines:
+        for name, unit in sim.plan.stateful.items():
+            residual = engine._slots.read(name)["memory"].get("residual")
+            if residual is None:
+                continue
+            x, start = host(engine._ops("cpu"), residual).astype(np.float64), 0
+            x /= scale[name] if unit.owner is not None else unit.memory.residual_scale * len(sim.engines)
+            for piece in unit.pieces:
+                total[piece.tensor][piece.start : piece.stop] += x[start : start + piece.numel]
+                start += piece.numel
+    return total
+
+
+def test_most_methods_travel_so():
+    assert {"3lc", "dgc", "efsignsgd", "qsgd", "signsgd", "terngrad", "topk", "threshold"} <= set(CHOSEN)
+
+
+@each(chosen=CHOSEN, size=[1, 2, 3, 5], cut=["layer", *CUTS])
+def test_all_ranks_get_the_same_bits_and_send_what_is_predicted(chosen, size, cut, traffic):
+    options = CUTS.get(cut, {"granularity": "layer"})
+    sim = simulate(chosen, size=size, specs=SPECS, **options)
+    for number in range(2):
+        traffic.clear()
+        first, *others = step(sim, number)
+        for other in others:
+            assert_same([first], [other])
+        for spec in SPECS:
+            assert (first[spec.name].shape, str(first[spec.name].dtype)) == (spec.shape, spec.dtype)
+        for rank, engine in enumerate(sim.engines):
+            stats = engine.stats()
+            assert stats["wire_bytes"] == sum(traffic[rank].values())
+            assert {kind: n for kind, n in stats["collectives"].items() if n} == {
+                kind: n for kind, n in traffic[rank].items() if n
+            }
+    if chosen.compressor.fixed_size:
+        mean = np.mean([sum(mine.values()) for mine in traffic.values()])
+        assert abs(sum(bucket.nbytes for bucket in sim.plan.buckets) - mean) <= len(sim.plan.buckets)
+
+
+@each(chosen=FEEDBACK, size=[2, 3, 5], cut=["layer", *CUTS])
+def test_nothing_is_lost(chosen, size, cut):
+    """Applied plus what all ranks hold back is what was given."""
+    options = CUTS.get(cut, {"granularity": "layer"})
+    wide = [spec for spec in SPECS if spec.dtype in ("float32", "float64")]
+    sim = simulate(chosen, size=size, specs=wide, **options)
+    given, applied = ({spec.name: np.zeros(spec.numel) for spec in wide} for _ in "ab")
+    for number in range(6):
+        first, *_ = step(sim, number)
+        for spec in wide:
+            mine = [gradient(spec, number, rank).astype(np.float64) for rank in range(size)]
+            given[spec.name] += sum(mine).reshape(-1) / size
+            applied[spec.name] += first[spec.name].reshape(-1)
+    kept = held(sim)
+    for name, total in given.items():
+        scale = np.abs(total).max(initial=0.0) + sum(np.abs(kept[name]).max(initial=0.0) for _ in "a")
+        assert np.abs(applied[name] + kept[name] - total).max(initial=0.0) <= 2e-5 * scale, name
+
+
+@each(chosen=CHOSEN, framework=FRAMEWORKS)
+def test_frameworks_agree(chosen, framework):
+    specs = SPECS[:2]
+    numpy, other = (simulate(chosen, which, size=2, specs=specs) for which in ("numpy", framework))
+    for number in range(2):
+        assert_same(step(numpy, number), step(other, number))
+    assert_same(states(numpy), states(other))
+
+
+@each(chosen=CHOSEN, size=[2, 3])
+def test_results_do_not_depend_on_buckets_or_on_the_order_of_gradients(chosen, size):
+    alone, together, shuffled = (
+        simulate(chosen, size=size, specs=SPECS, bucket_bytes=n) for n in (0, 4 * 2**20, 4 * 2**20)
+    )
+    rng = np.random.default_rng(0)
+    for number in range(2):
+        expected = step(alone, number)
+        assert_same(expected, step(together, number))
+        given = gradients(shuffled, number)
+        calls = [(rank, spec.name) for rank in range(size) for spec in SPECS]
+        for i in rng.permutation(len(calls)):
+            rank, name = calls[i]
+            shuffled.engines[rank].ready(name, given[rank][name], 0.1)
+        poll_all([shuffled.engines[rank] for rank in rng.permutation(size)])
+        merged = {rank: shuffled.engines[rank].finish() for rank in rng.permutation(size)}
+        assert_same(expected, on_host(shuffled, [merged[rank] for rank in range(size)]))
+    assert_same(states(alone), states(together))
+    assert_same(states(alone), states(shuffled))
+
+
+@each(chosen=CHOSEN, framework=["numpy", "torch"], value=[np.nan, -np.inf])
+def test_a_bad_gradient_rolls_its_shard_back_on_all_ranks(chosen, framework, value):
+    """The owner passes the flag on, so that its own memory of the mean is rolled back, too."""
+    sim = simulate(chosen, framework, size=3, specs=SPECS[:2])
+    step(sim, 0)
+    before = states(sim)
+
+    def poison(name, rank, x):
+        return np.where(np.arange(x.size).reshape(x.shape) == 700, value, x).astype(x.dtype) if rank == 1 else x
+
+    first, *others = step(sim, 1, change=poison)
+    for other in others:
+        assert_same([first], [other])
+    hit = next(u for u in sim.plan.units if any(p.tensor == "long" and p.start <= 700 < p.stop for p in u.pieces))
+    (piece,) = hit.pieces
+    flat = first["long"].reshape(-1)
+    assert np.isnan(flat[piece.start : piece.stop]).all()
+    assert np.isfinite(np.delete(flat, np.s_[piece.start : piece.stop])).all()
+    assert np.isfinite(first["short"]).all()
+    for old, new in zip(before, states(sim), strict=True):
+        for key in old:
+            if key[0] in (hit.spec.name, hit.onward.spec.name):
+                assert same(old[key], new[key]), key
+    assert all(np.isfinite(x).all() for mine in step(sim, 2) for x in mine.values())
+
+
+@each(chosen=CHOSEN, framework=["numpy", "torch"])
+def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
+    whole, begun, resumed = (simulate(chosen, framework, size=3, specs=SPECS) for _ in "abc")
+    for number in range(2):
+        step(whole, number)
+        step(begun, number)
+    for old, new in zip(begun.engines, resumed.engines, strict=True):
+        assert new.load_state_dict(old.state_dict(), lambda saved, current: saved)
+    assert_same(step(whole, 2), step(resumed, 2))
+
+
+def test_a_checkpoint_of_another_rank_starts_the_memories_anew():
+    sim, fresh = (simulate(CHOSEN["topk"], size=2, specs=SPECS) for _ in "ab")
+    step(sim, 0)
+    target = sim.engines[1]
+    assert target.load_state_dict(sim.engines[0].state_dict(), lambda saved, current: saved) is False
+    assert_same([states(sim)[1]], [states(fresh)[1]])
+    with pytest.raises(StateError, match="two_shot also needs the number of ranks"):
+        simulate(CHOSEN["topk"], size=3, specs=SPECS).engines[0].load_state_dict(
+            target.state_dict(), lambda saved, current: saved
+        )
+
+
+@pytest.mark.parametrize("name", ["topk", "efsignsgd"])
+@pytest.mark.parametrize("after", [{"communicator": "allgather"}, {"bucket_bytes": 8192}, {"compress_ratio": 0.2}])
+def test_a_change_keeps_what_owners_hold(name, after):
+    if name != "topk" and "compress_ratio" in after:
+        pytest.skip("efsignsgd has no ratio")
+    options = {"compressor": name, "communicator": "two_shot", "default_rules": False}
+    sim = grace.Simulation(3, SPECS[:2], options)
+    for number in range(3):
+        step(sim, number)
+    before = held(sim)
+    assert any(np.abs(x).max() > 0 for x in before.values())
+    if "bucket_bytes" in after:
+        config = grace.make_config({**sim.config.to_dict(), **after})
+        plan = grace.Simulation(3, SPECS[:2], config).plan
+        for engine in sim.engines:
+            engine.change(plan)
+        kept = held(sim)
+    else:
+        sim.change(**after)
+        kept = held(sim) if sim.plan.shards else _held_by_ranks(sim)
+    for tensor, x in before.items():
+        assert np.allclose(kept[tensor], x, rtol=1e-5, atol=1e-6 * np.abs(x).max()), tensor
+
+
+def _held_by_ranks(sim):
+    total = {spec.name: np.zeros(spec.numel) for spec in sim._specs}
+    for engine in sim.engines:
+        for unit in sim.plan.units:
+            x, start = engine._slots.read(unit.spec.name)["memory"]["residual"].astype(np.float64), 0
+            for piece in unit.pieces:
+                mine = x[start : start + piece.numel] / unit.memory.residual_scale / len(sim.engines)
+                total[piece.tensor][piece.start : piece.stop] += mine
+                start += piece.numel
+    return total
+
+
+def test_bytes_do_not_grow_with_the_ranks():
+    """Each rank sends 2 (N - 1) / N payloads, counting what the allgather forwards; gathering brings N - 1 of them."""
+    n, sent = 1 << 20, {}
+    for size in (2, 4, 8):
+        sim = grace.Simulation(size, {"w": (1024, n // 1024)}, {"compressor": "qsgd", "communicator": "two_shot"})
+        rng = np.random.default_rng(0)
+        sim.step([{"w": rng.standard_normal((1024, n // 1024)).astype(np.float32)} for _ in range(size)])
+        kinds = sim.engines[0].stats()["collectives"]
+        sent[size] = kinds["alltoall"] + (size - 1) * kinds["allgather"]
+        # Codes of a byte, and a scale per 512 elements.
+        assert sent[size] <= 1.03 * 2 * (size - 1) / size * (n + n / 512 * 4)
+
+
+def test_the_second_compressor_and_its_memory_can_be_named():
+    options = {"compressor": "qsgd", "communicator": "two_shot", "second": "none", "shard_memory": "none"}
+    sim = grace.Simulation(3, {"w": (64, 48)}, {**options, "default_rules": False})
+    assert {type(u.onward.compressor) for u in sim.plan.units} == {type(compressors.make("none"))}
+    config = grace.make_config(options)
+    assert grace.make_config(config.to_dict()) == config
+    # The mean is sent as it is: what comes out is the mean of what qsgd sent.
+    g = [{"w": np.random.default_rng(rank).standard_normal((64, 48)).astype(np.float32)} for rank in range(3)]
+    merged = sim.step(g)[0]["w"]
+    mean = sum(x["w"] for x in g) / 3
+    assert np.abs(merged - mean).max() <= np.abs(mean).max() / 30
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"compressor": "powersgd"}, "its payloads can be added"),
+        ({"compressor": "atomo"}, "it needs a whole tensor"),
+        ({"compressor": "hardthreshold"}, "learns from the payloads of all ranks"),
+        ({"compressor": "qsgd", "second": "randomk"}, "keeps a field on the rank"),
+        ({"compressor": "qsgd", "second": {"name": "terngrad", "shared_scale": True}}, "negotiates"),
+        ({"compressor": "qsgd", "second": "atomo"}, "the second compressor needs a whole tensor"),
+        (
+            {"compressor": "topk", "shard_memory": {"name": "residual", "lr_correction": True}},
+            "shard_memory .* needs whole tensors or the learning rate",
+        ),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(options, told):
+    with pytest.raises(IncompatibleError, match=told):
+        grace.make_config({**options, "communicator": "two_shot"})
+
+
+def test_a_typo_in_an_option_is_told():
+    with pytest.raises(ConfigError, match="shard_memory"):
+        grace.make_config(compressor="qsgd", communicator="two_shot", shard_memry="none")
+
+
+def test_ranks_at_different_steps_are_noticed():
+    sim = simulate(CHOSEN["topk"], size=2, specs=SPECS[:2])
+    step(sim, 0)
+    sim.engines[1]._slots.go_to(5)
+    with pytest.raises(MismatchError, match="not at the same step"):
+        step(sim, 1)
+
+
+def test_a_checksum_covers_both_shots():
+    for damaged_round in (0, 1):
+        sim = simulate(CHOSEN["qsgd"], size=2, specs=SPECS[:1], checksum=True)
+        first, second = gradients(sim, 0)
+        sim.engines[0].ready("long", first["long"], 0.1)
+        sim.engines[1].ready("long", second["long"], 0.1)
+        # The second rank has found the buffers of the first round and has started the next one.
+        (waiting,) = (x for name, x in sim.exchange.buffers.items() if name.endswith(f"/{damaged_round}.0"))
+        (waiting[1] if damaged_round else waiting[1][0])[-100] ^= 1
+        with pytest.raises(PayloadError, match="checksum"):
+            poll_all(sim.engines)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_sums_are_the_size_times_the_average(average):
+    chosen = Method(compressors.make("qsgd"), memories.make("none"), TwoShot(compressors.make("none")))
+    sim = simulate(chosen, size=4, specs=MIXED[:2], average=average)
+    merged = step(sim, 0)[0]["matrix"]
+    total = sum(gradient(MIXED[0], 0, rank).astype(np.float64) for rank in range(4)) / (4 if average else 1)
+    finite = np.isfinite(total)
+    assert np.abs(merged - total)[finite].max() <= np.abs(total[finite]).max() / 20
