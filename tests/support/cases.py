@@ -52,11 +52,11 @@ def possible(row: dict[str, Any]) -> bool:
     """Return whether the launch exists and the method works with the communicator."""
     if "launcher" in row and (row["launcher"], row["ranks"]) not in _LAUNCHES:
         return False
-    return "communicator" not in row or _compatible(row["method"], row["communicator"])
+    return "communicator" not in row or works(row["method"], row["communicator"])
 
 
 @functools.cache
-def _compatible(method: str, communicator: str) -> bool:
+def works(method: str, communicator: str) -> bool:
     try:
         make_config({"compressor": method, "communicator": communicator})
     except IncompatibleError:

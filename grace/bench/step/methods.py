@@ -53,10 +53,9 @@ def compared(methods: list[Method]) -> list[Method]:
 def hops(exchange: Any, ranks: int) -> int:
     """Return the bytes that a rank sends in a step, over all hops of Gloo's rings, from `stats()` of the last step.
 
-    For B bytes, a rank sends 2 (ranks - 1) / ranks B in an allreduce and (ranks - 1) B in an allgather. The replacement
-    for an allreduce of 16-bit floats sends as much as an allreduce.
+    For B bytes, a rank sends 2 (ranks - 1) / ranks B in an allreduce and (ranks - 1) B in an allgather or broadcast. An
+    alltoall sends each buffer to its receiver.
     """
-    total = 0.0
-    for collective, nbytes in exchange.stats()["collectives"].items():
-        total += nbytes * (ranks - 1) * (2 / ranks if collective == "allreduce" else 1)
-    return round(total)
+    factors = {"allreduce": 2 * (ranks - 1) / ranks, "alltoall": 1}
+    sent = exchange.stats()["collectives"]
+    return round(sum(nbytes * factors.get(kind, ranks - 1) for kind, nbytes in sent.items()))

@@ -14,7 +14,7 @@ from grace import mpi
 from grace.core.ops import native
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from tests.support import half_precision, registered
+from tests.support import cases, half_precision, registered
 from tests.support.covering import rows
 from tests.support.launch import MPI, ROOT, Launch, command
 from tests.support.ranks import on, scenario
@@ -33,14 +33,13 @@ def _possible(row):
     usual = (row["communicator"], row["cut"], row["ranks"]) == ("default", "layer", 2)
     if row["communicator"] == "default":
         return usual or not variant
-    compressor = compressors.make(row["compressor"]) if not variant else None
-    return compressor is not None and compressor.fixed_size and compressor.default_communicator != "broadcast"
+    return not variant and cases.works(row["compressor"], row["communicator"])
 
 
 EXCHANGES = rows(
     {
         "compressor": [*compressors, *VARIANTS],
-        "communicator": ["default", "broadcast"],
+        "communicator": ["default", "broadcast", "two_shot"],
         "cut": ["layer", *(cut for cut in CUTS if cut != "bucket")],
         "ranks": [2, 4],
     },
