@@ -1,4 +1,4 @@
-"""Contract tests for compressors, memories and array operations, inside and outside grace.
+"""Contract tests for compressors, memories, communicators, transports and array operations, inside and outside grace.
 
 They need pytest, but no framework. Example:
 
@@ -14,10 +14,22 @@ With the mixin `Traced` before a contract, the tests run in TensorFlow graphs.
 
 from __future__ import annotations
 
+from grace.testing.communicator_contract import CommunicatorContract
 from grace.testing.contracts import CompressorContract
 from grace.testing.memory_contract import MemoryContract
 from grace.testing.ops_contract import OpsContract
 from grace.testing.poison import PoisonOps
 from grace.testing.traced import Traced, traced, traced_ops
+from grace.testing.transport_contract import TransportContract
 
-__all__ = ["CompressorContract", "MemoryContract", "OpsContract", "PoisonOps", "Traced", "traced", "traced_ops"]
+__all__ = [
+    "CommunicatorContract",
+    "CompressorContract",
+    "MemoryContract",
+    "OpsContract",
+    "PoisonOps",
+    "Traced",
+    "TransportContract",
+    "traced",
+    "traced_ops",
+]

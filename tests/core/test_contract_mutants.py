@@ -8,22 +8,28 @@ import numpy as np
 import pytest
 
 from grace.core.ops import get_ops
-from grace.core.values.errors import PayloadError
+from grace.core.values.errors import PayloadError, StepError
+from grace.core.values.registry import communicators as communicator_registry
 from grace.core.values.registry import compressors, memories
-from grace.testing import CompressorContract, MemoryContract, OpsContract
-from tests.mutants import array_ops, methods
+from grace.testing import CommunicatorContract, CompressorContract, MemoryContract, OpsContract, TransportContract
+from tests.mutants import array_ops, communicators, methods
 
 CONTRACTS = [
     (CompressorContract, methods.COMPRESSORS),
     (MemoryContract, methods.MEMORIES),
     (OpsContract, array_ops.OPS),
+    (CommunicatorContract, communicators.COMMUNICATORS),
+    (TransportContract, communicators.TRANSPORTS),
 ]
 # A mutant may also cause an error in the code that runs the test. This rejects it as well.
-REJECTED = (AssertionError, pytest.fail.Exception, PayloadError, np.exceptions.AxisError)
+REJECTED = (AssertionError, pytest.fail.Exception, PayloadError, StepError, np.exceptions.AxisError)
 
 
 def params(pairs):
-    return [pytest.param(test, part, id=f"{type(part).__name__}-{test}") for test, part in pairs]
+    return [
+        pytest.param(test, part, id=f"{(part if isinstance(part, type) else type(part)).__name__}-{test}")
+        for test, part in pairs
+    ]
 
 
 def run(contract, test, part, **extra):
@@ -50,6 +56,20 @@ def test_compressor_contract_rejects(test, part, registered):
     registered(compressors, part)
     with pytest.raises(REJECTED):
         run(CompressorContract, test, {"compressor": part}, ops=get_ops("numpy"))
+
+
+@pytest.mark.parametrize(("test", "part"), params(communicators.COMMUNICATORS))
+def test_communicator_contract_rejects(test, part, monkeypatch):
+    list(communicator_registry)
+    monkeypatch.setitem(communicator_registry._classes, "mutant", type(part))
+    with pytest.raises(REJECTED):
+        run(CommunicatorContract, test, {"communicator": part}, size=3)
+
+
+@pytest.mark.parametrize(("test", "part"), params(communicators.TRANSPORTS))
+def test_transport_contract_rejects(test, part):
+    with pytest.raises(REJECTED):
+        run(TransportContract, test, {"transports": communicators.ranks_of(part)}, ops=get_ops("numpy"))
 
 
 @pytest.mark.parametrize(("test", "part"), params(methods.MEMORIES))

@@ -7,10 +7,21 @@ from functools import cache
 
 import pytest
 
+from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.ops import get_ops
-from grace.core.values.registry import compressors, memories
-from grace.testing import CompressorContract, MemoryContract, OpsContract, Traced, traced, traced_ops
+from grace.core.values.registry import communicators, compressors, memories
+from grace.testing import (
+    CommunicatorContract,
+    CompressorContract,
+    MemoryContract,
+    OpsContract,
+    Traced,
+    TransportContract,
+    traced,
+    traced_ops,
+)
 from grace.testing.harness import FRAMEWORKS
+from tests.mutants.communicators import ranks_of
 from tests.support import covering, registered
 
 # Methods whose payloads may differ between frameworks, with the reason: for all gradients, and for float64 only.
@@ -211,3 +222,15 @@ def test_every_registered_part_is_under_test():
 
 def test_every_reordered_part_exists():
     assert set(REORDERED) | set(REORDERED_FLOAT64) | set(TIED) <= set(compressors)
+
+
+class TestCommunicators(CommunicatorContract):
+    @pytest.fixture(params=list(communicators))
+    def communicator(self, request):
+        return communicators.make(request.param)
+
+
+class TestSimulatedTransport(TransportContract):
+    @pytest.fixture(params=[1, 2, 5])
+    def transports(self, request):
+        return ranks_of(SimulatedTransport, request.param)

@@ -428,6 +428,13 @@ class TakesAllForFinite(Residual):
         return super().compensate(grad, state, at)._replace(finite=at.ops.finite(at.ops.zeros(1, "float32")))
 
 
+@breaks("test_finish_is_declared")
+@dataclass(frozen=True)
+class FinishesInSecret(Residual):
+    def finish(self, merged, state, at):
+        return merged * 2, state
+
+
 @breaks("test_zero_gradients_leave_nothing_behind")
 @dataclass(frozen=True)
 class InventsGradients(Residual):

@@ -92,6 +92,11 @@ def test_reported_bytes_are_those_handed_to_collectives(launch):
 
 
 @each_size
+def test_the_transport_keeps_its_contract(launch):
+    assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
+
+
+@each_size
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check(scenario("half_sums", launch))
 

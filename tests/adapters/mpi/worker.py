@@ -29,6 +29,7 @@ from grace.core.values.plan import make_plan
 from grace.core.values.registry import communicators, compressors
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE
 from grace.testing.harness import array, run_program, same
+from grace.testing.transport_contract import run_transport_contract
 from tests.support import half_precision, registered, steps
 from tests.support.rank import serve
 
@@ -169,6 +170,11 @@ def _total(transport: Any, x: np.ndarray) -> np.ndarray:
     if x.dtype.name in HALF_DTYPES:
         return run_program(sum_halves(get_ops("numpy"), x, RANK, SIZE, 1.0), transport, "halves")
     return transport.allreduce(x, op="sum", name="s").wait()
+
+
+def transport_contract() -> list[str]:
+    """Run the contract of transports with the one of this rank. Return the names of its tests."""
+    return run_transport_contract(mpi.MPITransport(), get_ops("numpy"))
 
 
 def half_sums() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from grace.core.ops import get_ops
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import run_program
+from grace.testing.transport_contract import run_transport_contract
 from grace.torch.transport import HorovodTransport
 from tests.adapters.torch.model import (
     PROCESS_SETS,
@@ -108,6 +109,11 @@ def none_and_horovod() -> dict[str, Any]:
             "moved": float((weights[0] - torch.cat([p.detach().reshape(-1) for p in make_net().parameters()])).norm()),
         }
     return results
+
+
+def transport_contract() -> list[str]:
+    """Run the contract of transports with the one of this rank. Return the names of its tests."""
+    return run_transport_contract(HorovodTransport(), get_ops("torch"))
 
 
 def half_sums() -> dict[str, Any]:

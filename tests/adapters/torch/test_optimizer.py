@@ -135,6 +135,11 @@ def test_none_equals_plain_horovod(launch):
 
 
 @on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4))
+def test_the_transport_keeps_its_contract(launch):
+    assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
+
+
+@on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4))
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))
 

@@ -1,0 +1,174 @@
+"""The contract that every communicator must fulfil."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from grace.core.exchange.simulation import Simulation
+from grace.core.methods.communicator import Communicator
+from grace.core.ops import get_ops
+from grace.core.values.config import Config, Method
+from grace.core.values.errors import IncompatibleError
+from grace.core.values.registry import compressors, memories
+from grace.core.values.spec import TensorSpec
+from grace.testing.harness import host, same
+
+Gradients = list[dict[str, "np.ndarray[Any, Any]"]]
+
+
+class CommunicatorContract:
+    """Tests that every communicator must pass. Derive a test class and override the fixture `communicator`.
+
+    They run simulations of some numbers of ranks with every registered compressor that the communicator accepts. The
+    test methods take their fixtures as plain arguments. So they can also be called directly, on a broken communicator.
+    """
+
+    sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 5)
+    specs: ClassVar[tuple[TensorSpec, ...]] = (
+        TensorSpec("long", (3, 1100)),
+        TensorSpec("short", (131,)),
+        TensorSpec("empty", (0, 4)),
+        TensorSpec("double", (16, 90), "float64"),
+    )
+
+    @pytest.fixture
+    def communicator(self) -> Communicator:
+        """Return the communicator under test."""
+        raise pytest.UsageError("override the fixture 'communicator' of CommunicatorContract")
+
+    @pytest.fixture(params=sizes)
+    def size(self, request: pytest.FixtureRequest) -> int:
+        """Return the number of ranks."""
+        return int(request.param)
+
+    def served(self, communicator: Communicator, size: int) -> Iterator[Method]:
+        """Yield every registered compressor that works with the communicator, with its default memory."""
+        found = False
+        for name in compressors:
+            compressor = compressors.make(name)
+            try:
+                compressor.check_ranks(size)
+                yield Method(compressor, memories.make(compressor.default_memory), communicator)
+            except IncompatibleError:
+                continue
+            found = True
+        assert found, f"{communicator} works with no registered compressor"
+
+    def simulation(self, method: Method, size: int) -> Simulation:
+        """Return a simulation in which tensors are joined and cut."""
+        config = Config(method, default_rules=False, bucket_bytes=6000, split_bytes=6000)
+        return Simulation(size, self.specs, config)
+
+    def gradients(self, size: int, step: int) -> Gradients:
+        """Return the gradients of all ranks."""
+        given: Gradients = []
+        for rank in range(size):
+            random = np.random.default_rng((step, rank))
+            given.append({spec.name: random.standard_normal(spec.shape).astype(spec.dtype) for spec in self.specs})
+        return given
+
+    def test_all_ranks_get_the_same_bits(self, communicator: Communicator, size: int) -> None:
+        for method in self.served(communicator, size):
+            simulation = self.simulation(method, size)
+            for step in range(2):
+                first, *others = simulation.step(self.gradients(size, step), lr=0.1)
+                for other in others:
+                    assert all(same(first[name], other[name]) for name in first), method.compressor
+
+    def test_what_is_sent_exactly_is_averaged(self, communicator: Communicator, size: int) -> None:
+        exact = [compressors.make("none"), compressors.make({"name": "threshold", "threshold": 0.0})]
+        accepted = 0
+        for compressor in exact:
+            try:
+                method = Method(compressor, memories.make("none"), communicator)
+            except IncompatibleError:
+                continue
+            accepted += 1
+            given = self.gradients(size, 0)
+            merged = self.simulation(method, size).step(given, lr=0.1)[0]
+            for spec in self.specs:
+                mean = sum(mine[spec.name].astype(np.float64) for mine in given) / size
+                assert np.allclose(merged[spec.name], mean, rtol=1e-5, atol=1e-6), (compressor, spec.name)
+        assert accepted, f"{communicator} takes neither 'none' nor 'threshold'"
+
+    def test_what_is_applied_and_what_is_held_is_what_was_given(self, communicator: Communicator, size: int) -> None:
+        """For all methods that are corrected by the memory `residual`."""
+        for method in self.served(communicator, size):
+            if not (method.memory == memories.make("residual") and method.compressor.averages):
+                continue
+            simulation = self.simulation(method, size)
+            total = {spec.name: np.zeros(spec.shape) for spec in self.specs}
+            for step in range(3):
+                given = self.gradients(size, step)
+                applied = simulation.step(given, lr=0.1)[0]
+                for name in total:
+                    total[name] += sum(mine[name].astype(np.float64) for mine in given) / size - applied[name]
+            for name, held in residuals(simulation).items():
+                # Three gradients with a standard deviation of 1 were given.
+                scale = 3 + np.abs(held).max(initial=0.0)
+                assert np.abs(held - total[name]).max(initial=0.0) <= 2e-6 * scale, (method.compressor, name)
+
+    def test_bytes_are_as_predicted(self, communicator: Communicator, size: int) -> None:
+        """On average over the ranks, if they do not depend on the data."""
+        for method in self.served(communicator, size):
+            if not method.compressor.fixed_size:
+                continue
+            simulation = self.simulation(method, size)
+            simulation.step(self.gradients(size, 0), lr=0.1)
+            predicted = sum(bucket.nbytes for bucket in simulation.plan.buckets)
+            sent = [engine.stats()["wire_bytes"] for engine in simulation.engines]
+            assert abs(np.mean(sent) - predicted) <= len(simulation.plan.buckets), method.compressor
+
+    def test_a_bad_gradient_reaches_all_ranks_and_no_state(self, communicator: Communicator, size: int) -> None:
+        for method in self.served(communicator, size):
+            simulation = self.simulation(method, size)
+            simulation.step(self.gradients(size, 0), lr=0.1)
+            before = states(simulation)
+            given = self.gradients(size, 1)
+            given[-1]["long"][1, 7] = np.nan
+            for merged in simulation.step(given, lr=0.1):
+                assert np.isnan(merged["long"][1, 7]), method.compressor
+                assert np.isfinite(merged["short"]).all() or not any(
+                    {"long", "short"} <= {piece.tensor for piece in unit.pieces} for unit in simulation.plan.units
+                )
+            after = states(simulation)
+            for name, unit in simulation.plan.stateful.items():
+                if any(p.tensor == "long" and p.start <= 1107 < p.stop for p in unit.pieces):
+                    changed = [key for key in before if key[1] == name and not same(before[key], after[key])]
+                    assert not changed, (method.compressor, changed)
+            assert all(np.isfinite(x).all() for x in after.values()), method.compressor
+
+
+def residuals(simulation: Simulation) -> dict[str, np.ndarray[Any, Any]]:
+    """Return what all ranks of a simulation hold back of the mean, by tensor, in units of the gradient."""
+    size = len(simulation.engines)
+    total = {item.spec.name: np.zeros(item.spec.numel) for item in simulation.plan.assignments}
+    # What an owner holds back of a mean is in units of the memory that the mean comes from.
+    scale = {u.onward.spec.name: u.memory.residual_scale for u in simulation.plan.units if u.onward is not None}
+    for engine in simulation.engines:
+        for name, unit in simulation.plan.stateful.items():
+            residual = engine.snapshot().units[name]["memory"].get("residual")
+            if residual is None:
+                continue
+            mine, start = host(get_ops("numpy"), residual).astype(np.float64), 0
+            mine /= scale[name] if unit.owner is not None else unit.memory.residual_scale * size
+            for piece in unit.pieces:
+                total[piece.tensor][piece.start : piece.stop] += mine[start : start + piece.numel]
+                start += piece.numel
+    shapes = {item.spec.name: item.spec.shape for item in simulation.plan.assignments}
+    return {name: x.reshape(shapes[name]) for name, x in total.items()}
+
+
+def states(simulation: Simulation) -> dict[tuple[int, str, str, str], np.ndarray[Any, Any]]:
+    """Return copies of all states of a simulation, by rank, unit, component and field."""
+    return {
+        (rank, name, kind, key): np.array(value)
+        for rank, engine in enumerate(simulation.engines)
+        for name, kinds in engine.snapshot().units.items()
+        for kind, state in kinds.items()
+        for key, value in state.items()
+    }

@@ -1,0 +1,129 @@
+"""Deliberately wrong communicators and transports. Each breaks one promise, and its contract must reject it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from grace.core.communicators.allgather import Allgather
+from grace.core.communicators.two_shot import TwoShot
+from grace.core.exchange import collectives
+from grace.core.exchange.simulation import SimulatedTransport, _Exchange
+from grace.core.ops import get_ops
+
+COMMUNICATORS: list[tuple[str, Any]] = []
+TRANSPORTS: list[tuple[str, Any]] = []
+
+
+def breaks(contract_test: str):
+    """Register a wrong communicator or transport with the contract test that must reject it."""
+
+    def decorate(cls):
+        if issubclass(cls, SimulatedTransport):
+            TRANSPORTS.append((contract_test, cls))
+        else:
+            COMMUNICATORS.append((contract_test, cls()))
+        return cls
+
+    return decorate
+
+
+@breaks("test_all_ranks_get_the_same_bits")
+@dataclass(frozen=True)
+class MergesItsOwnFirst(Allgather):
+    """Adds the payloads in an order of its own, so that sums are rounded otherwise on each rank."""
+
+    def program(self, at, layout):
+        received = yield from super().program(at, layout)
+        turned = [[*theirs[at.rank :], *theirs[: at.rank]] for theirs in received.payloads]
+        return received._replace(payloads=turned)
+
+
+@breaks("test_what_is_sent_exactly_is_averaged")
+@dataclass(frozen=True)
+class ForgetsTheLastRank(Allgather):
+    def program(self, at, layout):
+        received = yield from super().program(at, layout)
+        return received._replace(payloads=[[*theirs[:-1], theirs[0]] for theirs in received.payloads])
+
+
+@breaks("test_what_is_applied_and_what_is_held_is_what_was_given")
+@dataclass(frozen=True)
+class OwnersForget(TwoShot):
+    """Drops what the second compression leaves out."""
+
+    def divide(self, units, size):
+        divided = super().divide(units, size)
+        return [
+            dataclasses.replace(
+                unit,
+                onward=dataclasses.replace(unit.onward, method=dataclasses.replace(unit.onward.method, memory=_none())),
+            )
+            for unit in divided
+        ]
+
+
+@breaks("test_bytes_are_as_predicted")
+@dataclass(frozen=True)
+class SendsTwice(Allgather):
+    def program(self, at, layout):
+        buffer = layout.encode(at.ops, at.payloads, at.flags, at.stamp)
+        data, _ = yield [collectives.allgather(buffer), collectives.allgather(at.ops.copy(buffer))]
+        return layout.decode(at.ops, data, at.size, at.stamp)
+
+
+@breaks("test_a_bad_gradient_reaches_all_ranks_and_no_state")
+@dataclass(frozen=True)
+class KeepsFlagsToItself(Allgather):
+    """Every rank looks at its own flag only."""
+
+    def program(self, at, layout):
+        received = yield from super().program(at, layout)
+        return received._replace(flags=[theirs[at.rank : at.rank + 1] for theirs in received.flags])
+
+
+@breaks("test_allreduce")
+class AddsWhereItShouldCompare(SimulatedTransport):
+    def allreduce(self, x, *, op, name):
+        return super().allreduce(x, op="sum", name=name)
+
+
+@breaks("test_allgather")
+class GathersBackwards(SimulatedTransport):
+    def allgather(self, x, *, name, equal=False):
+        return self._start(x, name, lambda rows: self._ops.concat(rows[::-1]))
+
+
+@breaks("test_alltoall")
+class SendsAllToTheSame(SimulatedTransport):
+    def alltoall(self, xs, *, name):
+        return self._start(xs, name, lambda rows: self._ops.concat([row[0] for row in rows]))
+
+
+@breaks("test_broadcast")
+class BroadcastsItsOwn(SimulatedTransport):
+    def broadcast(self, x, *, root, name):
+        return self._start(x, name, lambda rows: rows[self.rank])
+
+
+@breaks("test_collectives_of_one_name_do_not_mix")
+class IgnoresNames(SimulatedTransport):
+    """Matches all collectives that are under way at a time, whatever their names."""
+
+    def allgather(self, x, *, name, equal=False):
+        number = self.__dict__.setdefault("number", 0)
+        self.number = (number + 1 + self.rank) % 3
+        return super().allgather(x, name=f"any {self.number}", equal=equal)
+
+
+def ranks_of(cls: type[SimulatedTransport], size: int = 3) -> list[SimulatedTransport]:
+    """Return the transports of all ranks of a simulation."""
+    exchange = _Exchange(size)
+    return [cls(rank, exchange, get_ops("numpy")) for rank in range(size)]
+
+
+def _none():
+    from grace.core.values.registry import memories
+
+    return memories.make("none")
