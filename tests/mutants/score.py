@@ -98,6 +98,8 @@ def build_kernels(root: Path) -> str:
 def run_pytest(root: Path, arguments: Sequence[str], output: str) -> None:
     """Run pytest in a checkout, in a process of its own that has no module of the project yet."""
     os.setsid()
+    # A shell that starts this in the background makes its children ignore the signal that ends a hung pytest.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     descriptor = os.open(output, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
