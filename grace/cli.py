@@ -80,6 +80,7 @@ class Doctor:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._problems: list[str] = []
+        self._tensorflow_kernels = ""
         # A launcher in the same folder as this Python works even if the environment is not activated.
         own = str(Path(sys.executable).parent)
         self._path = os.pathsep.join([os.environ.get("PATH", os.defpath), own])
@@ -139,7 +140,13 @@ class Doctor:
             return built
         for framework in filter(installed, FRAMEWORKS):
             topic = f"horovod.{framework}"
-            status, output = self._run(python(BUILD.format(framework)))
+            # TensorFlow takes seconds to import, so one process answers both questions about it, if it can.
+            both = framework == "tensorflow"
+            status, output = self._run(python(BUILD.format(framework) + f"\n{KERNELS}" * both))
+            if both and status == 0:
+                output, _, self._tensorflow_kernels = output.strip().rpartition("\n")
+            elif both:
+                status, output = self._run(python(BUILD.format(framework)))
             if status == 0:
                 built[framework] = output.strip().splitlines()[-1].split()
                 self._say(topic, f"built with {' and '.join(built[framework]) or 'neither MPI nor Gloo'}")
@@ -158,10 +165,12 @@ class Doctor:
             self._say("kernels", "not usable", str(error))
             return
         if installed("tensorflow"):
-            # Only TensorFlow itself can load its kernels; so a child process checks them.
-            status, output = self._run(python(KERNELS))
-            lines = output.strip().splitlines()[-1:]
-            self._say("kernels.tensorflow", lines[0] if status == 0 and lines else "unknown: the check failed")
+            found = self._tensorflow_kernels
+            if not found:
+                # Only TensorFlow itself can load its kernels; so a child process checks them.
+                status, output = self._run(python(KERNELS))
+                found = output.strip().rpartition("\n")[2] if status == 0 else ""
+            self._say("kernels.tensorflow", found or "unknown: the check failed")
 
     def _launchers(self) -> dict[str, str]:
         """Return the names and paths of the launchers that are installed."""
