@@ -34,6 +34,7 @@ from tests.support.steps import (
     specs_in,
     states,
     step,
+    ways_in_tensorflow,
     wire_eps,
 )
 
@@ -226,7 +227,7 @@ def test_random_numbers_follow_from_the_seed_the_name_and_the_step(chosen):
 # --- state ------------------------------------------------------------------------------------------------------
 
 
-@each(extras_on("numpy"), chosen=DEFAULTS, framework=FRAMEWORKS)
+@each(lambda row: extras_on("numpy")(row) and ways_in_tensorflow(row), chosen=DEFAULTS, framework=FRAMEWORKS)
 def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
     sim, fresh = (simulate(chosen, framework, specs=specs_in(framework, chosen)) for _ in "ab")
     for number in range(2):

@@ -22,13 +22,16 @@ from tests.support.steps import (
     specs_in,
     states,
     step,
+    ways_in_tensorflow,
 )
 
 BAD = [np.nan, np.inf]
 ALONE, IN_TURN = extras_on("numpy"), in_turn("bad", BAD)
 
 
-@each(lambda row: ALONE(row) and IN_TURN(row), chosen=DEFAULTS, framework=FRAMEWORKS, bad=BAD)
+@each(
+    lambda row: ALONE(row) and IN_TURN(row) and ways_in_tensorflow(row), chosen=DEFAULTS, framework=FRAMEWORKS, bad=BAD
+)
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
     clean, hit = (simulate(chosen, framework, specs=specs_in(framework, chosen)) for _ in "ab")
     step(clean, 0)

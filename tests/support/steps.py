@@ -99,6 +99,18 @@ def extras_on(*frameworks):
     return lambda row: covering.ALL or row["chosen"] in METHODS or row["framework"] in frameworks
 
 
+# One method per path through the engine: gathered, summed, of run-time length, with a proposal, with states, by shape.
+WAYS = ("none", "fp16", "topk", "randomk", "threshold", "terngrad", "efsignsgd", "powersgd")
+
+
+def ways_in_tensorflow(row):
+    """Return whether a row is not one of eager TensorFlow, or is of a method of WAYS; always true under `--all`.
+
+    What these tests check is the engine's. The graphs of test_graphs.py have every method, with states and a NaN.
+    """
+    return covering.ALL or row["framework"] != "tensorflow" or row["chosen"] in WAYS
+
+
 def specs_in(framework, chosen):
     """Return the tensors for steps in a framework: in TensorFlow, which is slow, the matrix and two others in turn."""
     if framework != "tensorflow" or covering.ALL:
