@@ -598,13 +598,17 @@ def plans(dtype: str) -> Iterator[tuple[int, str, int]]:
     yield AROUND[dtype], "normal", 0
 
 
-def sizes(dtype: str) -> Iterator[tuple[int, str, int]]:
-    """Return one or two of `plans` per size, for kernels that are already tested with other instructions."""
+def sizes(dtype: str, around: bool) -> Iterator[tuple[int, str, int]]:
+    """Return one or two of `plans` per size, for kernels that are already tested with other instructions.
+
+    `around` decides on the largest size, which takes longer than all others together.
+    """
     for seed, n in enumerate(SMALL + LARGE):
         yield n, "normal", seed
         if n in SMALL:
             yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
-    yield AROUND[dtype], "normal", 0
+    if around:
+        yield AROUND[dtype], "normal", 0
 
 
 _FEW_KINDS = ("normal", "zeros", "denormal", "huge")
