@@ -7,6 +7,7 @@ only reports what happened on its rank. The tests make the assertions.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -16,6 +17,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
+
+from tests.support.launch import ROOT
 
 
 def ranks() -> int:
@@ -45,3 +48,17 @@ def serve(rank: int, modules: Iterable[ModuleType], after: Callable[[], Any] = l
 def _send(stream: Any, message: Any) -> None:
     stream.write(json.dumps(message) + "\n")
     stream.flush()
+
+
+def run_digits(framework: str, arguments: list[str], hvd: Any) -> int:
+    """Run a digits example in this process, and return its exit status."""
+    sys.path.append(str(ROOT / "examples"))
+    shared, example = (importlib.import_module(name) for name in ("digits", f"{framework}_digits"))
+    sys.argv[1:] = arguments
+    return int(shared.main(framework, "", hvd, example.train))
+
+
+def run_program(code: str) -> str:
+    """Run a program in this process, which need not import a framework again."""
+    exec(code, {})
+    return "ended"

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import ALL
 from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command, environment
 
 # Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them.
@@ -31,6 +32,10 @@ START_S, SCENARIO_S, END_S = 240, 600, 60
 AFTER_ERROR_S = 30
 # How long a launcher may take to notice that a rank has died.
 AFTER_DEATH_S = 10
+
+
+# A test whose parts the ordinary run tests elsewhere, or by an example.
+with_all = pytest.mark.skipif(not ALL, reason="runs only with --all")
 
 
 def on(*launches: Launch) -> Any:

@@ -62,26 +62,23 @@ def _loaded(saved: keras.Model, config: dict[str, Any], folder: Path) -> keras.M
     return keras.saving.load_model(folder / "model.keras")
 
 
+WAYS = {"deferred": _deferred, "built": _built, "loaded": _loaded}
 # Methods with a residual, with factors that are equal on all ranks, and with momentum and a step number.
-WAYS = {
-    "topk": {"deferred": _deferred, "loaded": _loaded},
-    "powersgd": {"built": _built, "loaded": _loaded},
-    "dgc": {"deferred": _deferred},
-}
+RESUMED = {"topk": ["deferred", "loaded"], "powersgd": ["built", "loaded"], "dgc": ["deferred"]}
 
 
-def resume() -> dict[str, Any]:
+def resume(chosen: dict[str, list[str]] = RESUMED) -> dict[str, Any]:
     """Steps in one go; and a checkpoint half-way, from which fresh models take the same steps.
 
     All methods go on from a checkpoint in `trained`, by the model that wrote it, without the time for another trace.
     """
     results = {}
-    for name in WAYS:
+    for name, ways in chosen.items():
         config = {"compressor": name, **EVERYTHING}
         model = compiled(config, make_small())
         fit(model, 3)
         with _folder() as folder:
-            resumed = {way: load(model, config, folder) for way, load in WAYS[name].items()}
+            resumed = {way: WAYS[way](model, config, folder) for way in ways}
             fit(model, 3, start=3)
             whole = joined(model.trainable_variables)
             # The first step reads values that were restored before their variables existed.
@@ -204,10 +201,10 @@ def foreign_checkpoint() -> dict[str, Any]:
     }
 
 
-def partly_loaded() -> dict[str, Any]:
+def partly_loaded(names: list[str]) -> dict[str, Any]:
     """Restore a checkpoint of an earlier step on rank 0 only, and continue with several buckets."""
     results = {}
-    for name in ("topk", "powersgd", "rules"):
+    for name in names:
         rules = {"compressor": "topk", "rules": [{"match": "*bias", "compressor": "none"}]}
         config = {**(rules if name == "rules" else {"compressor": name}), "bucket_bytes": 0, **EVERYTHING}
         model = compiled(config, make_small())

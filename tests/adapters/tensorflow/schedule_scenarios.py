@@ -31,7 +31,8 @@ STEPS = 10
 class Sent(keras.callbacks.Callback):
     """A callback that records the bytes of every step."""
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.bytes: list[int] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -42,7 +43,13 @@ def tf_schedules() -> dict[str, Any]:
     """Change the method by the configuration in one graph, by `change`, and by the callback; continue from a file."""
     by_config, sent = net(), Sent()
     by_config.compile(wrap(SCHEDULED), "mse")
-    fit(by_config, STEPS, callbacks=[sent])
+    fit(by_config, 5, callbacks=[sent])
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.keras")
+        by_config.save(path)
+        resumed = keras.saving.load_model(path)
+    for model, callbacks in ((by_config, [sent]), (resumed, [])):
+        fit(model, STEPS - 5, start=5, callbacks=callbacks)
     eager = net()
     optimizer = wrap(FIRST)
     for step in range(STEPS):
@@ -54,14 +61,6 @@ def tf_schedules() -> dict[str, Any]:
     callback = ScheduleCallback(lambda epoch: STAGES[2 * epoch])
     for epoch in range(STEPS // 2):
         fit(by_callback, 2, start=2 * epoch, initial_epoch=epoch, epochs=epoch + 1, callbacks=[callback])
-    first = net()
-    first.compile(wrap(SCHEDULED), "mse")
-    fit(first, 5)
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "model.keras")
-        first.save(path)
-        resumed = keras.saving.load_model(path)
-    fit(resumed, STEPS - 5, start=5)
     models = {"config": by_config, "hand": eager, "callback": by_callback, "resumed": resumed}
     return {
         "weights": {name: digest(model.trainable_variables) for name, model in models.items()},

@@ -44,9 +44,10 @@ def trained(optimizer: keras.optimizers.Optimizer, alone: bool = False) -> keras
     return model
 
 
-def embeddings() -> dict[str, Any]:
+def embeddings(labels: list[str]) -> dict[str, Any]:
     """Train an embedding as rows, dense, accumulated, clipped, scaled and compressed. Compare with one process."""
     results = {}
+    alone = trained(sgd(), alone=True)
     for label, config, make, arguments in [
         ("rows", {"compressor": "none"}, sgd, {}),
         ("rows beside topk", {"compressor": "topk"}, lambda: keras.optimizers.Adam(0.01), {}),
@@ -56,12 +57,14 @@ def embeddings() -> dict[str, Any]:
         ("scaled", {"compressor": "none"}, lambda: scaled(sgd()), {}),
         ("compressed", {"compressor": "none", "rules": [{"match": "*embeddings*", **RULE}]}, sgd, {}),
     ]:
+        if label not in labels:
+            continue
         optimizer = wrap(config, make(), **arguments)
         with spy() as sent:
             model = trained(optimizer)
         results[label] = {
             "weights": digest(model.weights),
-            "distance": distance(model, trained(make(), alone=True)),
+            "distance": distance(model, alone if make is sgd else trained(make(), alone=True)),
             # Names are "grace.<process set>.<exchange>.<collective>".
             "sent": {name.split(".", 3)[3]: nbytes for name, nbytes in sent().items()},
             "reported": optimizer.grace.stats()["wire_bytes"],

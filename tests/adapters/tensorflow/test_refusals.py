@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.cases import TENSORFLOW_MPI
-from tests.support.launch import ROOT, TENSORFLOW, Launch
+from tests.support.cases import MORE_OF_TENSORFLOW
+from tests.support.launch import TENSORFLOW, TORCH, Launch
 from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
 TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
-each_launcher = on(TWO, TENSORFLOW_MPI)
+each_launcher = on(TWO, *MORE_OF_TENSORFLOW)
 
 
 @on(TWO)
@@ -118,13 +115,7 @@ def test_one_function_wraps_optimizers_of_keras(launch):
     assert "torch.optim.Optimizer or a keras.optimizers.Optimizer" in result["object"]
 
 
-def test_one_function_wraps_optimizers_of_pytorch():
+@on(Launch(TORCH, "python", 1))
+def test_one_function_wraps_optimizers_of_pytorch(launch):
     # In another process, because Horovod cannot serve two frameworks in one.
-    code = """
-import horovod.torch as hvd, torch, grace
-hvd.init()
-optimizer = grace.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), compressor="topk")
-print(isinstance(optimizer, torch.optim.SGD), optimizer.grace.plan is not None)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert scenario("dispatch", launch) == [[True, True]]

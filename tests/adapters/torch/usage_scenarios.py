@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import pickle
-import sys
 import threading
 import time
 import warnings
@@ -17,6 +15,7 @@ import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 
+import grace
 from tests.adapters.torch.model import (
     PROCESS_SETS,
     Net,
@@ -29,8 +28,8 @@ from tests.adapters.torch.model import (
     train,
     wrap,
 )
+from tests.support import rank
 from tests.support.cases import EVERYTHING, LAYERS
-from tests.support.launch import ROOT
 
 
 def foreign_checkpoint() -> dict[str, Any]:
@@ -652,9 +651,18 @@ def different_configurations() -> dict[str, Any]:
     return {"ratio": ratio, "typo": typo, "parameters": parameters, "agreed": agreed}
 
 
-def digits(arguments: list[str]) -> int:
-    """Run the digits example with these arguments, and return its exit status."""
-    sys.path.append(str(ROOT / "examples"))
-    shared, example = (importlib.import_module(name) for name in ("digits", "torch_digits"))
-    sys.argv[1:] = arguments
-    return int(shared.main("torch", "", hvd, example.train))
+def dispatch() -> list[bool]:
+    """Wrap an optimizer by the function of both frameworks."""
+    parameters = torch.nn.Linear(2, 2).parameters()
+    optimizer = grace.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), compressor="topk")
+    return [isinstance(optimizer, torch.optim.SGD), optimizer.grace.plan is not None]
+
+
+def digits(framework: str, arguments: list[str]) -> int:
+    """Run the digits example of a framework with these arguments, and return its exit status."""
+    return rank.run_digits(framework, arguments, hvd)
+
+
+def program(code: str) -> str:
+    """Run a program in this process, which has imported the framework."""
+    return rank.run_program(code)
