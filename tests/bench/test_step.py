@@ -95,7 +95,8 @@ def test_without_shaping(framework, tmp_path):
     if framework == "tensorflow":
         # Every round of a method traces its graph anew, which takes seconds.
         baselines, rounds, steps, figure = ["horovod"], 1, 4, []
-    given = ["--link", "none", "--model", "resnet", "--compressors", "topk,none", "--framework", framework]
+    methods = ["topk", "none"] if ALL or framework == "torch" else ["topk"]
+    given = ["--link", "none", "--model", "resnet", "--compressors", ",".join(methods), "--framework", framework]
     given += ["--rounds", str(rounds), "--steps", str(steps), "--baselines", ",".join(baselines)]
     given += ["--options", "bucket_bytes=65536", "seed=3"]
     folder = tmp_path / "poisoned"
@@ -103,7 +104,7 @@ def test_without_shaping(framework, tmp_path):
     output, _ = finished(*given, *figure, "--json", str(path), cwd=poison(folder))
     assert imported(folder) == ""
     results = json.loads(path.read_text())
-    assert [result["method"] for result in results] == ["compute", *baselines, "topk", "none"]
+    assert [result["method"] for result in results] == ["compute", *baselines, *methods]
     for result in results:
         assert result["method"] in output
         assert result["ranks"] == 2
@@ -114,15 +115,15 @@ def test_without_shaping(framework, tmp_path):
         assert result["compute_s"] == results[0]["median_s"]
         assert result["speedup_over_horovod"] == results[1]["median_s"] / result["median_s"]
         assert result["wire_bytes"] is None
-        chosen = {"bucket_bytes": 65536, "seed": 3} if result["method"] in ("topk", "none") else {}
+        chosen = {"bucket_bytes": 65536, "seed": 3} if result["method"] in methods else {}
         assert result["options"] == chosen
         assert result["cycle_time_ms"] == (None if result["method"].startswith("ddp") else 1.0)
         assert not any("peak" in key for key in result)
     assert "bucket_bytes=65536; seed=3" in output.splitlines()[0]
     said = {result["method"]: result["reported_bytes"] for result in results}
     # 1 % of 0.27 M values, 8 bytes each, and the rest of ResNet-20 whole.
-    assert said["none"] == 4 * 269_722
-    assert 0.02 * 4 * 269_722 < said["topk"] < 0.1 * said["none"]
+    assert said.get("none", 4 * 269_722) == 4 * 269_722
+    assert 0.02 * 4 * 269_722 < said["topk"] < 0.1 * 4 * 269_722
     if figure:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -293,11 +294,12 @@ def test_numbers_of_a_sweep():
 
 
 @needs_shaping
-@pytest.mark.parametrize("ranks", [2, 4] if ALL else [4])
+@pytest.mark.parametrize("ranks", [2, 4] if ALL else [3])
 def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
     path = tmp_path / "step.json"
     given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "2"]
-    finished(*given, "--compressors", "none,topk,fp16", "--json", str(path))
+    # One whose payloads are summed and one whose payloads are gathered. With two ranks, both would send the same share.
+    finished(*given, "--compressors", "none,topk,fp16" if ALL else "topk,fp16", "--json", str(path))
     assert not present()
     for result in json.loads(path.read_text()):
         sent, said = result["wire_bytes"], result["reported_bytes"]

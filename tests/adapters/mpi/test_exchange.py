@@ -15,7 +15,7 @@ from grace.core.ops import native
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from tests.support import cases, half_precision, registered
-from tests.support.covering import rows
+from tests.support.covering import ALL, rows
 from tests.support.launch import MPI, ROOT, Launch, command
 from tests.support.ranks import on, scenario
 from tests.support.steps import CUTS, METHODS, SPECS, gradients, simulate
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.distributed
 
 each_size = on(Launch(MPI, "mpirun", 2), Launch(MPI, "mpirun", 4))
 
-# Methods with their defaults, with every communicator and unit size. Their variants share the rest: one row each.
-VARIANTS = [registered.name(compressor) for compressor in registered.extra_compressors()]
+# Methods with their defaults, with every communicator and unit size. Under --all, also one row for each variant.
+VARIANTS = [registered.name(compressor) for compressor in registered.extra_compressors()] if ALL else []
 
 
 def _possible(row):

@@ -17,6 +17,7 @@ import pytest
 
 from grace.bench.step.ranks import RENDEZVOUS
 from grace.machine import python
+from tests.support.covering import ALL
 from tests.support.launch import ROOT, command
 
 pytestmark = pytest.mark.distributed
@@ -106,7 +107,7 @@ def launch_and_lose_one():
     )
 
 
-CASES = [("bucket", 2), ("layer", 2), ("model", 4)]
+CASES = [("bucket", 2), ("layer", 2), ("model", 4)] if ALL else [("bucket", 2), ("model", 4)]
 
 
 @pytest.fixture(scope="module")
