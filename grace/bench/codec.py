@@ -35,8 +35,9 @@ def make_unit(compressor: str, numel: int, device: str = "cpu") -> Unit:
     If the method cannot compress the matrix, the unit's `reason` says why. Raises ConfigError for an unknown name.
     """
     spec = TensorSpec("tensor", near_square(numel), device=device)
-    # The default rules do not compress small tensors.
-    (unit,) = make_plan([spec], make_config({"compressor": compressor, "default_rules": False})).units
+    # The default rules do not compress small tensors, and the default granularity cuts large ones.
+    options = {"compressor": compressor, "default_rules": False, "granularity": "layer"}
+    (unit,) = make_plan([spec], make_config(options)).units
     return unit
 
 
