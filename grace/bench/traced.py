@@ -45,7 +45,11 @@ class TracedStep(LocalStep):
         signature = [tf.TensorSpec([unit.spec.numel], tf.float32), tf.TensorSpec([], tf.int64)]
         signature += [_form(f) for f in unit.proposed]
         self._wire = [f for f in unit.fields if f.wire]
-        signature += [_form(f) for f in self._wire] * (1 if unit.communicator.sums else ranks - 1)
+        # What arrives: payloads, and their flags.
+        self._count = 1 if unit.communicator.sums else ranks
+        signature += [_form(f) for f in self._wire] * self._count
+        flag = tf.TensorSpec([], tf.float32 if unit.communicator.sums else tf.uint8)
+        signature += [flag] * self._count * unit.guarded
         self._graph = tf.function(self._traced, input_signature=signature, autograph=False)
 
     def states(self, rank: int) -> dict[str, State]:
@@ -59,14 +63,15 @@ class TracedStep(LocalStep):
     def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:
         negotiated = [] if arrived.negotiated is None else [arrived.negotiated]
         payloads = [payload[f.name] for payload in arrived.payloads for f in self._wire]
-        return Done(*self._graph(gradient, tf.constant(step, tf.int64), *negotiated, *payloads))
+        return Done(*self._graph(gradient, tf.constant(step, tf.int64), *negotiated, *payloads, *arrived.flags))
 
     def _traced(self, gradient: Array, step: Array, *arrays: Array) -> tuple[Any, ...]:
         first, width = len(self.unit.proposed), len(self._wire)
-        negotiated, flat = arrays[0] if first else None, arrays[first:]
+        end = first + self._count * width
+        negotiated, flat, flags = arrays[0] if first else None, arrays[first:end], arrays[end:]
         names = [f.name for f in self._wire]
         payloads = [dict(zip(names, flat[i : i + width], strict=True)) for i in range(0, len(flat), width)]
-        done, states = self.whole(gradient, self.states(0), step, Arrived(negotiated, payloads))
+        done, states = self.whole(gradient, self.states(0), step, Arrived(negotiated, payloads, list(flags)))
         for kind, state in states.items():
             for key, value in state.items():
                 self._variables[kind][key].assign(value)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
 from grace.core.exchange.collectives import Program
+from grace.core.exchange.simulation import negotiate, run_programs
+from grace.core.exchange.state import initial
 from grace.core.exchange.transport import Transport
+from grace.core.exchange.unit_step import UnitStep
 from grace.core.exchange.wire import GatherLayout
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+from grace.core.values.config import Method
+from grace.core.values.registry import communicators, memories
+from grace.core.values.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.values.unit import Assignment, Unit, whole
 
 FRAMEWORKS = tuple(name for name in ("numpy", "torch", "tensorflow") if importlib.util.find_spec(name) is not None)
+# The seed of the run in which components are tested.
+SEED = 0
 _HOST = NumpyOps()
 T = TypeVar("T")
 # Limits per dtype of the gradient. 16-bit gradients are decoded in float32; only the inputs have 16 bits.
@@ -105,6 +113,12 @@ class Exchange:
     sites: list[Site]
 
 
+def unit_of(compressor: Compressor, memory: Memory, spec: TensorSpec) -> Unit:
+    """Return a tensor as a unit of a compressor with this memory and the compressor's own communicator."""
+    communicator = communicators.make(compressor.default_communicator)
+    return whole(Assignment(spec, Method(compressor, memory, communicator)))
+
+
 def exchange(
     compressor: Compressor,
     ops: ArrayOps,
@@ -113,60 +127,23 @@ def exchange(
     *,
     step: int = 0,
     state: State | None = None,
-    memory: State | None = None,
 ) -> Exchange:
-    """Compress one gradient per rank as the engine does, including the negotiation.
-
-    `memory` holds the memory's state for the compressor. The learning rate decreases from step to step.
-    """
-    seed = Key.derive(0, spec.name)
-    size = len(xs)
-    sites = [
-        Site(
-            ops=ops,
-            spec=spec,
-            key=Key(seed, step),
-            rank=rank,
-            size=size,
-            state=compressor.init(spec, ops, seed) if state is None else state,
-            memory=memory or {},
-            lr=ops.full(1, 0.1 / (step + 1), "float64")[0],
-        )
-        for rank in range(size)
-    ]
-    arrays = [array(ops, x, spec.work_dtype) for x in xs]
-    sites = negotiate(compressor, arrays, sites)
-    payloads = [compressor.compress(x, at) for x, at in zip(arrays, sites, strict=True)]
-    return Exchange(ops, arrays, payloads, sites)
-
-
-def negotiate(compressor: Compressor, xs: Sequence[Array], sites: Sequence[Site]) -> list[Site]:
-    """Return the sites with what the ranks negotiated."""
-    proposals = [compressor.propose(x, at) for x, at in zip(xs, sites, strict=True)]
-    first, ops = proposals[0], sites[0].ops
-    if first is None:
-        return list(sites)
-    arrays = [p.array for p in proposals if p is not None]
-    negotiated = arrays[sites[0].key.step % len(arrays)] if first.op == "leader" else arrays[0]
-    for other in arrays[1:]:
-        if first.op == "sum":
-            negotiated = negotiated + other
-        elif first.op == "max":
-            negotiated = ops.where(other > negotiated, other, negotiated)
-    return [at._replace(negotiated=negotiated) for at in sites]
+    """Compress one gradient per rank as the engine does, including the negotiation, but without memory."""
+    unit = unit_of(compressor, memories.make("none"), spec)
+    steps = []
+    for rank, x in enumerate(xs):
+        states = initial(unit, ops, SEED, rank)
+        if state is not None:
+            states["compressor"] = state
+        steps.append(UnitStep(unit, states, ops, seed=SEED, step=step, rank=rank, size=len(xs)))
+        steps[-1].begin(array(ops, x, spec.work_dtype))
+    negotiate(steps)
+    return Exchange(ops, [s.x for s in steps], [s.payload for s in steps], [s.site for s in steps])
 
 
 def run_program(program: Program[T], transport: Transport, name: str) -> T:
     """Run a program of rounds over a transport to its end, and return its result; blocks."""
-    arrived: list[Array] | None = None
-    for number in itertools.count():
-        try:
-            collectives = next(program) if arrived is None else program.send(arrived)
-        except StopIteration as end:
-            return cast(T, end.value)
-        handles = [transport.start(c, f"{name}/{number}.{i}") for i, c in enumerate(collectives)]
-        arrived = [handle.wait() for handle in handles]
-    raise AssertionError
+    return run_programs([program], [transport], name)[0]
 
 
 def payload_on_host(ops: ArrayOps, payload: Payload) -> dict[str, np.ndarray[Any, Any]]:

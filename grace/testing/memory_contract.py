@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from grace.core.exchange.simulation import deliver, negotiate
+from grace.core.exchange.state import initial
+from grace.core.exchange.unit_step import UnitStep
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
@@ -17,7 +20,7 @@ from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import compressors, memories
 from grace.core.values.spec import Array, State, TensorSpec
-from grace.testing.harness import FRAMEWORKS, array, draw, exchange, host, same
+from grace.testing.harness import FRAMEWORKS, SEED, array, draw, exchange, host, same, unit_of
 from grace.testing.poison import PoisonOps
 
 Snapshot = dict[str, "np.ndarray[Any, Any]"]
@@ -57,14 +60,16 @@ class MemoryContract:
     def step(
         self, memory: Memory, compressor: Compressor, ops: ArrayOps, state: State, x: Array, step: int
     ) -> tuple[Array, State]:
-        """Run one step of one rank, in the engine's order of calls. Return the gradient and the new state."""
-        at = exchange(compressor, ops, self.spec, [host(ops, x)], step=step).sites[0]
-        x, progress, _ = memory.compensate(x, state, at)
-        ex = exchange(compressor, ops, self.spec, [host(ops, x)], step=step, memory=progress)
-        progress = memory.update(x, ex.payloads[0], compressor, progress, ex.sites[0])
-        mean = compressor.merge(ex.payloads, ex.sites[0])
-        mean = mean if memory.gain == 1 else ops.scale_(mean, memory.gain)
-        return memory.finish(mean, progress, ex.sites[0]) if memory.finishes else (mean, progress)
+        """Run one step of one rank, at a learning rate that falls. Return the gradient and the new state."""
+        unit = unit_of(compressor, memory, self.spec)
+        states = {**initial(unit, ops, SEED, 0), "memory": state}
+        begun = UnitStep(unit, states, ops, seed=SEED, step=step, rank=0, size=1)
+        begun.begin(x, 0.1 / (step + 1))
+        negotiate([begun])
+        ((payloads, flags),) = deliver([begun])
+        begun.remember()
+        merged, factor, states, _ = begun.conclude(payloads, flags)
+        return (merged if factor == 1 else ops.scale_(merged, factor)), states["memory"]
 
     def run(self, memory: Memory, compressor: Compressor, ops: ArrayOps, steps: int = 3) -> list[Snapshot]:
         """Run some steps. Return copies of the gradient and the state after each of them."""
@@ -117,6 +122,7 @@ class MemoryContract:
                 gradient = draw(self.spec, 1)
                 gradient[place] += bad
                 at = exchange(compressor, ops, self.spec, [draw(self.spec, 1)]).sites[0]
+                at = at._replace(lr=ops.full(1, 0.1, "float64")[0])
                 state = memory.init(self.spec, ops)
                 # Clipping divides by an infinite norm, and NumPy warns about it.
                 with np.errstate(invalid="ignore"):

@@ -9,7 +9,6 @@ from grace.core.exchange.simulation import reduced
 from grace.core.values.plan import make_plan
 from grace.core.values.spec import HALF_DTYPES, Key, Site
 from grace.core.values.unit import Assignment
-from grace.testing.harness import negotiate
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Reference:
             states["memory"] = memory_state
             xs.append(x)
             sites.append(site._replace(memory=memory_state))
-        sites = negotiate(compressor, xs, sites)
+        sites = self._negotiate(compressor, xs, sites)
         payloads = [compressor.compress(x, site) for x, site in zip(xs, sites, strict=True)]
         travelling = [{f.name: payload[f.name] for f in item.fields if f.wire} for payload in payloads]
         for rank in range(self.size):
@@ -88,6 +87,15 @@ class Reference:
         return sites, [
             [{**{name: ops.copy(v) for name, v in sent.items()}, **mine} for sent in travelling] for mine in home
         ]
+
+    def _negotiate(self, compressor, xs, sites):
+        """Return the sites with what the ranks negotiated."""
+        proposals = [compressor.propose(x, site) for x, site in zip(xs, sites, strict=True)]
+        if proposals[0] is None:
+            return sites
+        arrays, op = [proposal.array for proposal in proposals], proposals[0].op
+        negotiated = arrays[self.number % self.size] if op == "leader" else reduced(self.ops, arrays, op)
+        return [site._replace(negotiated=negotiated) for site in sites]
 
     def _sum(self, item, arrays):
         if self.ops.dtype(arrays[0]) not in HALF_DTYPES:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from grace.core.exchange.collectives import Reduction
+from grace.core.exchange.bucket_step import BucketStep
+from grace.core.exchange.collectives import Program, Reduction
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.transport import Handle, Transport
+from grace.core.exchange.unit_step import UnitStep
 from grace.core.guards.replicas import ADVICE, STATES, check_digests, digest, is_due, shared_states
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, make_config
 from grace.core.values.errors import ConfigError, StepError
 from grace.core.values.plan import Plan, change_plan, make_plans
-from grace.core.values.spec import Array, TensorSpec
+from grace.core.values.spec import Array, Payload, TensorSpec
+
+T = TypeVar("T")
 
 
 class _Exchange:
@@ -94,6 +99,61 @@ class SimulatedTransport(Transport):
 
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
         return self._start(x, name, lambda arrays: arrays[root])
+
+
+def run_programs(programs: Sequence[Program[T]], transports: Sequence[Transport], name: str) -> list[T]:
+    """Run the programs of several ranks in lock step, each over its transport, and return their results; blocks."""
+    results: dict[int, T] = {}
+    arrived: list[list[Array] | None] = [None for _ in programs]
+    for number in itertools.count():
+        started: list[list[Handle]] = []
+        for i, (program, transport, given) in enumerate(zip(programs, transports, arrived, strict=True)):
+            try:
+                collectives = next(program) if given is None else program.send(given)
+            except StopIteration as end:
+                results[i] = end.value
+                continue
+            started.append([transport.start(c, f"{name}/{number}.{j}") for j, c in enumerate(collectives)])
+        if results:
+            break
+        arrived = [[handle.wait() for handle in handles] for handles in started]
+    return [results[i] for i in range(len(programs))]
+
+
+class Delivered(NamedTuple):
+    """Payloads that a rank merges for one unit, one per rank or one sum, and the flags of a guarded unit."""
+
+    payloads: list[Payload]
+    flags: list[Array]
+
+
+def negotiate(steps: Sequence[UnitStep]) -> None:
+    """Combine the proposals of all ranks, and compress with the result. `steps` are those of one unit, begun."""
+    if steps[0].proposal is not None:
+        _in_lock_step([_bucket(step).negotiate() for step in steps], steps[0].site.ops)
+
+
+def deliver(steps: Sequence[UnitStep]) -> list[Delivered]:
+    """Carry the compressed payloads of one unit's step on all ranks; return what arrives at each rank.
+
+    The communicator must not divide the unit.
+    """
+    unit = steps[0].unit
+    layout = unit.communicator.layout([unit], len(steps))
+    programs = [unit.communicator.program(_bucket(step), layout) for step in steps]
+    received = _in_lock_step(programs, steps[0].site.ops)
+    return [Delivered(r.payloads[0], r.flags[0]) for r in received]
+
+
+def _bucket(step: UnitStep) -> BucketStep:
+    site = step.site
+    return BucketStep([step], site.ops, rank=site.rank, size=site.size, stamp=site.key.step, mean=True)
+
+
+def _in_lock_step(programs: Sequence[Program[T]], ops: ArrayOps) -> list[T]:
+    exchange = _Exchange(len(programs))
+    transports = [SimulatedTransport(rank, exchange, ops) for rank in range(len(programs))]
+    return run_programs(programs, transports, "unit")
 
 
 def poll_all(engines: Sequence[Engine]) -> None:
