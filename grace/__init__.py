@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 from grace.core.exchange.simulation import Simulation
+from grace.core.methods.capabilities import Checking, Learning, Negotiating, Selecting, Stateful, Tuning
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.memory import Memory
@@ -23,20 +24,26 @@ register_memory = memories.register
 register_communicator = communicators.register
 
 __all__ = [
+    "Checking",
     "Communicator",
     "Compressor",
     "Config",
     "DistributedOptimizer",
     "Field",
+    "Learning",
     "Memory",
     "Method",
+    "Negotiating",
     "Payload",
     "Proposal",
     "Rule",
+    "Selecting",
     "Simulation",
     "Site",
     "Sparsifier",
+    "Stateful",
     "TensorSpec",
+    "Tuning",
     "__version__",
     "communicators",
     "compressors",

@@ -9,7 +9,8 @@ import re
 from typing import Any, NamedTuple
 
 from grace.core.exchange.wire import payload_bytes
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.capabilities import proposed_fields, selects
+from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
 from grace.core.values.spec import ITEMSIZE, TensorSpec
 from grace.machine import FRAMEWORKS, installed
@@ -95,7 +96,7 @@ def _rows() -> list[list[str]]:
             rows.append([name, *["depends on options"] * (len(HEAD) - 1)])
             continue
         c = compressors.make(name)
-        words = ["yes" if flag else "no" for flag in (c.summable, c.unbiased, c.fixed_size, c.sparsifies)]
+        words = ["yes" if flag else "no" for flag in (c.summable, c.unbiased, c.fixed_size, sparsifies(c))]
         components = [c.default_memory, c.default_communicator]
         rows.append([name, *components, *words, feedback(c), _bits(c), runs_on])
     return rows
@@ -112,14 +113,14 @@ def feedback(compressor: Compressor) -> str:
 
 def _bits(compressor: Compressor) -> str:
     """Return the bits that one rank sends per element of the example: proposal and payload, without bucket header."""
-    fields = [*compressor.proposed(EXAMPLE), *compressor.wire(EXAMPLE)]
+    fields = [*proposed_fields(compressor, EXAMPLE), *compressor.wire(EXAMPLE)]
     fixed = payload_bytes(fields)
     if fixed is not None:
         return f"{8 * fixed / EXAMPLE.numel:.3g}"
     open_ended = [f for f in fields if f.wire and isinstance(f.length, str)]
     each = 8 * sum(ITEMSIZE[f.dtype] for f in open_ended)
     # Different lengths cannot be added, and a length is only a number of kept elements if the method selects.
-    if compressor.selects and len({f.length for f in open_ended}) == 1:
+    if selects(compressor) and len({f.length for f in open_ended}) == 1:
         return f"{each} per kept element"
     return "data-dependent"
 

@@ -19,6 +19,7 @@ from sphinx.application import Sphinx
 
 from grace.core.exchange.simulation import Simulation
 from grace.core.exchange.wire import payload_bytes
+from grace.core.methods.capabilities import proposed_fields
 from grace.core.methods.compressor import Compressor
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import Registry, compressors, fields_of
@@ -60,7 +61,7 @@ def sent(name: str) -> Sent:
     compressor = compressors.make(name)
     payload = payload_bytes(compressor.wire(EXAMPLE))
     if payload is not None:
-        proposals = payload_bytes(compressor.proposed(EXAMPLE)) or 0
+        proposals = payload_bytes(proposed_fields(compressor, EXAMPLE)) or 0
         collectives = {compressor.default_communicator: payload / EXAMPLE.numel}
         if proposals:
             collectives["allreduce"] = collectives.get("allreduce", 0) + proposals / EXAMPLE.numel

@@ -16,6 +16,7 @@ from grace.core.exchange.state import initial
 from grace.core.exchange.transport import Transport
 from grace.core.exchange.unit_step import UnitStep
 from grace.core.exchange.wire import GatherLayout
+from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
@@ -139,6 +140,11 @@ def exchange(
         steps[-1].begin(array(ops, x, spec.work_dtype))
     negotiate(steps)
     return Exchange(ops, [s.x for s in steps], [s.payload for s in steps], [s.site for s in steps])
+
+
+def learnt(compressor: Compressor, payloads: Sequence[Payload], at: Site) -> State:
+    """Return the state that a compressor learns from payloads; that of the site if it does not learn."""
+    return compressor.learn(payloads, at) if isinstance(compressor, Learning) else at.state
 
 
 def run_program(program: Program[T], transport: Transport, name: str) -> T:

@@ -17,7 +17,8 @@ from grace.core.values.spec import Array, Key, Site
 
 P = TypeVar("P", Compressor, Memory)
 
-_COMPRESSOR = ("propose", "compress", "decompress", "merge", "learn", "residual_", "erase_")
+# Some of a compressor's methods belong to capabilities, which only some have.
+_COMPRESSOR = ("propose", "compress", "compress_checked", "decompress", "merge", "learn", "residual_", "erase_")
 _MEMORY = ("compensate", "update", "finish")
 # These tell Python something about an array and compute nothing.
 _ABOUT_ARRAYS = ("dtype", "length", "size", "min_size", "require")
@@ -55,8 +56,9 @@ def traced(component: P) -> P:
     """
     result = copy.copy(component)
     for name in _COMPRESSOR if isinstance(component, Compressor) else _MEMORY:
-        # Set it on the instance, because the registry identifies a component by its class.
-        object.__setattr__(result, name, TracedMethod(component, name))
+        if hasattr(component, name):
+            # Set it on the instance, because the registry identifies a component by its class.
+            object.__setattr__(result, name, TracedMethod(component, name))
     return result
 
 

@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.capabilities import Checking, proposed_fields
+from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.spec import MAX_MAGNITUDE, Payload, TensorSpec
-from grace.testing.harness import EPS, array, draw, exchange, host, payload_on_host, same, wide
+from grace.testing.harness import EPS, array, draw, exchange, host, learnt, payload_on_host, same, wide
 
 
 class UnitContract(ABC):
-    """Tests of the flags `flat`, `joins`, `checks` and `linear_in` of a compressor."""
+    """Tests of the flags `flat`, `joins` and `linear_in` of a compressor, and of the capability `Checking`."""
 
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
 
@@ -40,7 +41,7 @@ class UnitContract(ABC):
 
     def test_joined_tensors_keep_their_error(self, compressor: Compressor) -> None:
         # A sparsifier chooses among the elements of all tensors; then the error of one alone says nothing.
-        if not compressor.joins or compressor.sparsifies:
+        if not compressor.joins or sparsifies(compressor):
             return
         ops, few = NumpyOps(), 20
         for spec in self.specs(compressor):
@@ -71,7 +72,9 @@ class UnitContract(ABC):
         return wide(x) - wide(host(ops, compressor.decompress(ex.payloads[0], ex.sites[0])))
 
     def test_what_is_checked_is_compressed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
-        for spec in self.specs(compressor, ops) if compressor.checks else []:
+        if not isinstance(compressor, Checking):
+            return
+        for spec in self.specs(compressor, ops):
             for bad in (0.0, np.nan, np.inf, -np.inf):
                 for place in (0, spec.numel // 2, spec.numel - 1) if spec.numel else ():
                     gradient = draw(spec, 1)
@@ -95,13 +98,13 @@ class UnitContract(ABC):
         return {
             "unfit": compressor.unfit(spec),
             "wire": compressor.wire(spec),
-            "proposed": compressor.proposed(spec),
+            "proposed": proposed_fields(compressor, spec),
             "contraction": compressor.contraction(spec),
             **{f"state.{k}": host(ops, v) for k, v in at.state.items()},
             **{f"payload.{k}": v for k, v in payload_on_host(ops, ex.payloads[0]).items()},
             "decoded": host(ops, compressor.decompress(ex.payloads[0], at)),
             "merged": host(ops, compressor.merge(ex.payloads, at)),
-            **{f"learnt.{k}": host(ops, v) for k, v in compressor.learn(ex.payloads, at).items()},
+            **{f"learnt.{k}": host(ops, v) for k, v in learnt(compressor, ex.payloads, at).items()},
         }
 
     def test_declared_linearity_holds(self, compressor: Compressor, ops: ArrayOps) -> None:

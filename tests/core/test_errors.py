@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.compressors.powersgd import PowerSGD
 from grace.core.compressors.topk import TopK
 from grace.core.values.errors import (
     ConfigError,
@@ -119,7 +118,7 @@ def test_a_payload_that_was_not_announced(mutant, communicator):
 
 
 def test_a_proposal_that_was_not_announced(mutant):
-    sim = simulation(**mutant(methods.AnnouncesNoAgreement))
+    sim = simulation(**mutant(methods.AnnouncesAShorterProposal))
     with pytest.raises(PayloadError, match=r"'a'.*proposed\(\) announced.*propose\(\) returned"):
         sim.step([{"a": gradient(), "b": gradient()} for _ in range(2)])
 
@@ -356,9 +355,3 @@ def test_all_errors_can_be_caught_at_once():
 def test_the_nearest_name_is_offered_only_if_it_is_near():
     assert nearest("topkk", ["topk", "qsgd"]) == " Did you mean 'topk'? Valid names: qsgd, topk."
     assert nearest("xyz", ["topk", "qsgd"]) == " Valid names: qsgd, topk."
-
-
-def test_erasing_is_for_sparsifiers_only():
-    assert not PowerSGD().sparsifies
-    with pytest.raises(TypeError, match="PowerSGD is no sparsifier"):
-        PowerSGD().erase_(gradient(), {}, None)

@@ -11,6 +11,7 @@ import pytest
 
 import grace
 from grace.core.exchange.simulation import poll_all
+from grace.core.methods.compressor import sparsifies
 from grace.core.ops import get_ops
 from grace.core.values.config import Method, make_config
 from grace.core.values.plan import make_plan
@@ -118,7 +119,7 @@ def test_long_tensors_are_cut_into_about_equal_slices():
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", [name for name, chosen in DEFAULTS.items() if not chosen.compressor.sparsifies])
+@pytest.mark.parametrize("name", [name for name, chosen in DEFAULTS.items() if not sparsifies(chosen.compressor)])
 def test_tensors_of_unlike_scale_keep_the_error_they_have_alone(name, cut):
     """One scale for all of them would ruin those with small gradients. Sparsifiers choose among all elements."""
     chosen = dataclasses.replace(DEFAULTS[name], memory=memories.make("none"))
@@ -297,7 +298,7 @@ def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
 
 
 @each(
-    chosen={name: parts for name, parts in METHODS.items() if parts.compressor.sparsifies},
+    chosen={name: parts for name, parts in METHODS.items() if sparsifies(parts.compressor)},
     cut=list(CUTS),
     framework=FRAMEWORKS,
 )

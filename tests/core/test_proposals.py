@@ -11,6 +11,7 @@ from grace.core.communicators.allreduce import Allreduce
 from grace.core.exchange.simulation import Simulation
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
+from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.values.config import Config, Method
 from grace.core.values.errors import PayloadError
@@ -23,7 +24,7 @@ SPECS = [TensorSpec("a", (30,)), TensorSpec("b", (5, 8))]
 
 
 @dataclass(frozen=True)
-class LeaderTopK(Sparsifier):
+class LeaderTopK(Sparsifier, Negotiating):
     """All ranks send the coordinates of one rank's largest elements. The ranks take turns."""
 
     summable = True
@@ -42,7 +43,7 @@ class LeaderTopK(Sparsifier):
 
 
 @dataclass(frozen=True)
-class SharedScale(Compressor):
+class SharedScale(Compressor, Negotiating):
     """Integers that share a scale, the largest magnitude of all ranks, so that they can be added."""
 
     summable = True

@@ -11,6 +11,7 @@ import pytest
 import grace
 import grace.core.compressors
 import grace.core.memories
+from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import Registry, communicators, compressors, memories
@@ -20,7 +21,7 @@ from tests.core.test_contract_mutants import run
 
 
 @dataclass(frozen=True)
-class MaxScale(Compressor):
+class MaxScale(Compressor, Negotiating):
     """A method from outside grace: int8 levels relative to the largest magnitude of all ranks, summed by allreduce."""
 
     levels: int = 31

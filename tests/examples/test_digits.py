@@ -12,6 +12,7 @@ import pytest
 from examples import digits
 from grace import make_config
 from grace.core.exchange.wire import payload_bytes
+from grace.core.methods.capabilities import proposed_fields
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
 from tests.support.covering import ALL
@@ -140,7 +141,7 @@ def payload_size(name, framework):
     for shape in shapes:
         spec = TensorSpec("weight", shape)
         assert compressor.unfit(spec) is None
-        size = payload_bytes([*compressor.proposed(spec), *compressor.wire(spec)])
+        size = payload_bytes([*proposed_fields(compressor, spec), *compressor.wire(spec)])
         if size is None:
             return None
         total += size

@@ -1186,7 +1186,7 @@ PATCHES = [
         "memory-dgc-masks-sparsifiers-only",
         "grace/core/memories/dgc.py",
         "if self.momentum_masking:",
-        "if self.momentum_masking and compressor.sparsifies:",
+        "if self.momentum_masking and compressor.linear_in:",
         "momentum is not masked with methods that select coordinates and quantize them",
         ("tests/papers/test_chain.py -k momentum",),
     ),

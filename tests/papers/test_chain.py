@@ -10,6 +10,7 @@ import pytest
 import grace
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
+from grace.core.methods.capabilities import Tuning
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.testing.harness import exchange
@@ -145,6 +146,15 @@ def test_sparsifiers_that_cannot_be_chained_are_refused_with_the_valid_ones(name
     with pytest.raises(ConfigError, match=r"cannot be its sparsifier: .*Valid sparsifiers: .*randomk.*topk") as error:
         make("chain", sparsifier=name)
     assert "threshold" not in str(error.value).split("Valid")[1]
+
+
+def test_sparsifiers_that_are_tuned_across_tensors_cannot_be_chained(monkeypatch):
+    class Tuned(TopK, Tuning):
+        init = tally = retune = None
+
+    monkeypatch.setitem(compressors._classes, "tuned", Tuned)
+    with pytest.raises(ConfigError, match="cannot be its sparsifier: it tunes a value across all tensors"):
+        make("chain", sparsifier="tuned")
 
 
 @pytest.mark.parametrize("name", ["signsgd", "powersgd", "topk", "chain"])

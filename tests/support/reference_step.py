@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.exchange.simulation import reduced
+from grace.core.methods.capabilities import Learning, Negotiating, Stateful, Tuning
 from grace.core.values.plan import make_plan
 from grace.core.values.spec import HALF_DTYPES, Key, Site
 from grace.core.values.unit import Assignment
@@ -30,7 +31,9 @@ class Reference:
             {
                 item.spec.name: {
                     "memory": item.memory.init(item.spec, self.ops),
-                    "compressor": item.compressor.init(item.spec, self.ops, Key.derive(self.seed, item.spec.name)),
+                    "compressor": item.compressor.init(item.spec, self.ops, Key.derive(self.seed, item.spec.name))
+                    if isinstance(item.compressor, Stateful)
+                    else {},
                 }
                 for item in self.items
             }
@@ -90,9 +93,9 @@ class Reference:
 
     def _negotiate(self, compressor, xs, sites):
         """Return the sites with what the ranks negotiated."""
-        proposals = [compressor.propose(x, site) for x, site in zip(xs, sites, strict=True)]
-        if proposals[0] is None:
+        if not isinstance(compressor, Negotiating) or not compressor.proposed(sites[0].spec):
             return sites
+        proposals = [compressor.propose(x, site) for x, site in zip(xs, sites, strict=True)]
         arrays, op = [proposal.array for proposal in proposals], proposals[0].op
         negotiated = arrays[self.number % self.size] if op == "leader" else reduced(self.ops, arrays, op)
         return [site._replace(negotiated=negotiated) for site in sites]
@@ -110,8 +113,9 @@ class Reference:
         if item.memory.gain != size:
             gradient = self.ops.scale_(gradient, item.memory.gain / size)
         gradient, states["memory"] = item.memory.finish(gradient, states["memory"], site)
-        states["compressor"] = item.compressor.learn(payloads, site)
-        return gradient, item.compressor.tally(payloads, site)
+        if isinstance(item.compressor, Learning):
+            states["compressor"] = item.compressor.learn(payloads, site)
+        return gradient, item.compressor.tally(payloads, site) if isinstance(item.compressor, Tuning) else None
 
     def _retune(self, tallies):
         ops = self.ops

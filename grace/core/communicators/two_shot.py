@@ -14,6 +14,7 @@ from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
 from grace.core.exchange.wire import GatherLayout, Layout, Received, decode_rows
+from grace.core.methods.capabilities import Learning, Tuning, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
@@ -164,7 +165,7 @@ def _why_not_first(compressor: Compressor) -> str | None:
         return "its payloads can be added, and allreduce sends no more bytes and compresses once only"
     if not compressor.flat:
         return "it needs a whole tensor, and shards are parts of tensors"
-    if type(compressor).learn is not Compressor.learn or type(compressor).tally is not Compressor.tally:
+    if isinstance(compressor, (Learning, Tuning)):
         return "it learns from the payloads of all ranks, and these come only to the owner of a shard"
     return None
 
@@ -172,10 +173,10 @@ def _why_not_first(compressor: Compressor) -> str | None:
 def _why_not_second(compressor: Compressor) -> str | None:
     if not compressor.flat:
         return "the second compressor needs a whole tensor"
-    if compressor.proposed(_EXAMPLE):
+    if proposed_fields(compressor, _EXAMPLE):
         return "the second compressor negotiates, and the owner of a shard is alone"
     if any(not f.wire for f in compressor.wire(_EXAMPLE)):
         return "the second compressor keeps a field on the rank that other ranks do not know"
-    if type(compressor).learn is not Compressor.learn or type(compressor).tally is not Compressor.tally:
+    if isinstance(compressor, (Learning, Tuning)):
         return "the second compressor learns from the payloads of all ranks"
     return None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -13,7 +14,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 @compressors.register("adaptive")
 @dataclass(frozen=True)
-class Adaptive(Compressor):
+class Adaptive(Compressor, Selecting):
     r"""Adaptive threshold: the largest elements of each sign, all sent as the mean of their sign.
 
     Formula: C(x)_i = \begin{cases} \mu_+ & i \in P \\ \mu_- & i \in N \\ 0 & \text{otherwise} \end{cases}
@@ -38,7 +39,6 @@ class Adaptive(Compressor):
     compress_ratio: float = 0.01
 
     fixed_size = False
-    selects = True
     default_memory = "residual"
     linear_in = ("means",)
 

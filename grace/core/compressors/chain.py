@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grace.core.methods.compressor import Compressor, Sparsifier
+from grace.core.methods.capabilities import Stateful, Tuning, proposed_fields, selects
+from grace.core.methods.compressor import Compressor, Sparsifier, sparsifies
 from grace.core.methods.quantized import QuantizedSparsifier
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
@@ -57,19 +58,21 @@ class Chain(QuantizedSparsifier):
 
 
 def _no_sparsifier(inner: Compressor) -> str | None:
-    if not isinstance(inner, Sparsifier) or not inner.sparsifies:
+    if not sparsifies(inner):
         return "it does not send exact values at indices"
     if not inner.fixed_size:
         return "the number of values that it keeps depends on the data"
+    if isinstance(inner, Tuning):
+        return "it tunes a value across all tensors"
     return _proposes(inner)
 
 
 def _no_quantizer(inner: Compressor) -> str | None:
-    if inner.selects:
+    if selects(inner):
         return "it drops some of the kept values"
     if not inner.averages:
         return "it votes, and the kept indices differ between ranks"
-    if type(inner).init is not Compressor.init or type(inner).learn is not Compressor.learn:
+    if isinstance(inner, Stateful):
         return "it keeps a state per element, and the kept elements change in every step"
     return _proposes(inner)
 
@@ -78,7 +81,7 @@ def _proposes(inner: Compressor) -> str | None:
     values = TensorSpec("values", (64,))
     if unfit := inner.unfit(values):
         return unfit
-    return "its ranks exchange a proposal before they compress" if inner.proposed(values) else None
+    return "its ranks exchange a proposal before they compress" if proposed_fields(inner, values) else None
 
 
 def _valid(why_not: Callable[[Compressor], str | None]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, PayloadError
@@ -14,7 +15,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, State, TensorSpe
 
 @compressors.register("gradiveq")
 @dataclass(frozen=True)
-class GradiVeQ(Compressor):
+class GradiVeQ(Compressor, Learning):
     r"""GradiVeQ: principal components of gradient slices, learned in a few steps without compression.
 
     Formula: C(g) = U U^\top g, \quad U = \text{the leading eigenvectors of}\; \sum g g^\top

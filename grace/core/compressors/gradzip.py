@@ -52,7 +52,7 @@ class GradZip(TwoFactors):
                 f"received {self.regularization!r}."
             )
 
-    def propose(self, x: Array, at: Site) -> Proposal | None:
+    def propose(self, x: Array, at: Site) -> Proposal:
         ops = at.ops
         q = at.state["q"]
         q = self.renewed(q, ops.reshape(ops.max(ops.abs(q), axis=0), (1, -1)) == 0, at)

@@ -36,7 +36,7 @@ class PowerSGD(TwoFactors):
 
     title = "powersgd"
 
-    def propose(self, x: Array, at: Site) -> Proposal | None:
+    def propose(self, x: Array, at: Site) -> Proposal:
         ops = at.ops
         q = at.state["q"]
         length = ops.reshape(ops.norm(q, axis=0), (1, -1))

@@ -51,7 +51,7 @@ class RandomK(Sparsifier):
         return self.scaled
 
     @property
-    def sparsifies(self) -> bool:
+    def selects(self) -> bool:
         return not self.scaled
 
     @property

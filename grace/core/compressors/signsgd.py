@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.values.registry import compressors
@@ -13,7 +14,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 @compressors.register("signsgd")
 @dataclass(frozen=True)
-class SignSGD(Compressor):
+class SignSGD(Compressor, Checking):
     r"""SignSGD: one sign bit per element; the ranks take a majority vote.
 
     Formula: C(x)_i = \mathrm{sign}(x_i), \quad g_i = \mathrm{sign}\bigl(\textstyle\sum_r \mathrm{sign}(x_{r,i})\bigr)
@@ -36,7 +37,6 @@ class SignSGD(Compressor):
     averages = False
     joins = True
     advice = "every element of a step is the learning rate or 0; take a much smaller learning rate than without grace"
-    checks = True
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("signs", "uint8", packed_size(spec.numel, 1)),)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.ops.composites import SKETCH_BLOCK
 from grace.core.values.errors import ConfigError
@@ -15,7 +16,7 @@ from grace.core.values.spec import Array, Field, Payload, Proposal, Site, Tensor
 
 @compressors.register("sketchedsgd")
 @dataclass(frozen=True)
-class SketchedSGD(Sparsifier):
+class SketchedSGD(Sparsifier, Negotiating):
     r"""Sketched-SGD: the k largest elements of the summed gradient, found in a Count-Sketch that allreduce adds.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \; K = \mathrm{top}_k |e|, \; e_i = \mathrm{median}_j \, s_j(i) S[j, h_j(i)]
@@ -86,7 +87,7 @@ class SketchedSGD(Sparsifier):
     def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("sketch", spec.work_dtype, self.rows * self._columns(spec)),)
 
-    def propose(self, x: Array, at: Site) -> Proposal | None:
+    def propose(self, x: Array, at: Site) -> Proposal:
         return Proposal(at.ops.count_sketch(x, self.rows, self._columns(at.spec), at.key), "sum")
 
     def estimate(self, at: Site) -> Array:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.sketch import decode_keys, encode_keys
 from grace.core.ops.base import packed_size
@@ -30,7 +31,7 @@ class _Places(NamedTuple):
 
 @compressors.register("sketchml")
 @dataclass(frozen=True)
-class SketchML(Compressor):
+class SketchML(Compressor, Selecting):
     r"""SketchML: the largest elements as quantile buckets in a sketch, with delta-coded indices.
 
     Formula: C(x)_i = \mathrm{sign}(x_i) \, \mathrm{mean}(b'), \quad b' \le b
@@ -66,7 +67,6 @@ class SketchML(Compressor):
     columns: float = 0.2
 
     fixed_size = False
-    selects = True
     default_memory = "residual"
 
     def __post_init__(self) -> None:

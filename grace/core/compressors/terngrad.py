@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -19,7 +20,7 @@ _MOST_RANKS = 127
 
 @compressors.register("terngrad")
 @dataclass(frozen=True)
-class TernGrad(Compressor):
+class TernGrad(Compressor, Negotiating):
     r"""TernGrad: stochastic rounding to -1, 0 and 1 times the largest magnitude; 2 bits per element.
 
     Formula: C(x)_i = s \, \mathrm{sign}(x_i) \, b_i, \; s = \max_j |x_j|, \; b_i \sim \mathrm{Bernoulli}(|x_i| / s)
@@ -79,8 +80,8 @@ class TernGrad(Compressor):
     def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("scale", spec.work_dtype, 1),) if self.shared_scale else ()
 
-    def propose(self, x: Array, at: Site) -> Proposal | None:
-        return Proposal(self._scale(x, at)[0], "max") if self.shared_scale else None
+    def propose(self, x: Array, at: Site) -> Proposal:
+        return Proposal(self._scale(x, at)[0], "max")
 
     def _scale(self, x: Array, at: Site) -> tuple[Array, Array | None]:
         """Return the largest magnitude after clipping, of shape (1,), and the clipping limit (None: not clipped)."""

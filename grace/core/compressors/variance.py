@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
@@ -19,7 +20,7 @@ MANTISSA = {"float32": 23, "float64": 52}
 
 @compressors.register("variance")
 @dataclass(frozen=True)
-class Variance(Compressor):
+class Variance(Compressor, Selecting):
     r"""Variance-based sparsifier: elements clearly above their noise, rounded to powers of two, 32 bits each.
 
     Formula: C(x)_i = \mathrm{sign}(x_i) \, \mathrm{pow2}(|x_i|) \, 1_{x_i^2 > \alpha v_i}
@@ -44,7 +45,6 @@ class Variance(Compressor):
     alpha: float = 1.5
 
     fixed_size = False
-    selects = True
     default_memory = "variance"
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grace.core.methods.capabilities import Stateful
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import StateError
 from grace.core.values.plan import Plan
@@ -163,9 +164,12 @@ def prepare(slots: Slots, plan: Plan, ops: Callable[[str], ArrayOps], seed: int,
 
 def initial(unit: Unit, ops: ArrayOps, seed: int, rank: int | None) -> dict[str, State]:
     """Return the initial states of a unit on a rank; without a rank, those that its owner has."""
+    compressor = unit.compressor
     return {
         "memory": unit.memory.init(unit.spec, ops) if rank is None or unit.owner in (None, rank) else {},
-        "compressor": unit.compressor.init(unit.spec, ops, Key.derive(seed, unit.spec.name)),
+        "compressor": compressor.init(unit.spec, ops, Key.derive(seed, unit.spec.name))
+        if isinstance(compressor, Stateful)
+        else {},
     }
 
 

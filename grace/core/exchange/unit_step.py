@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grace.core.methods.capabilities import Checking, Learning, Negotiating, Tuning
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Array, Key, Payload, Proposal, Site, State
@@ -81,9 +82,11 @@ class UnitStep:
             good = x
             x = ops.choose(self.bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
         self.x, self.site = x, self.site._replace(memory=self.memory)
-        self.proposal = unit.compressor.propose(x, self.site)
-        self._check_proposal()
-        if self.proposal is None:
+        if unit.proposed:
+            assert isinstance(unit.compressor, Negotiating)
+            self.proposal = unit.compressor.propose(x, self.site)
+            self._check_proposal(self.proposal)
+        else:
             self.compress()
 
     def compress(self, negotiated: Array | None = None) -> None:
@@ -91,6 +94,7 @@ class UnitStep:
         unit, ops = self.unit, self.site.ops
         self.site = self.site._replace(negotiated=negotiated)
         if unit.checks:
+            assert isinstance(unit.compressor, Checking)
             self.payload, finite = unit.compressor.compress_checked(self.x, self.site)
             self.bad = ~finite
         else:
@@ -169,8 +173,10 @@ class UnitStep:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
             gradient, memory = unit.memory.finish(mean, memory, site)
             factor = 1.0
-        states = {"memory": memory, "compressor": unit.compressor.learn(payloads, site)}
-        tally = unit.compressor.tally(payloads, site)
+        compressor = unit.compressor
+        learnt = compressor.learn(payloads, site) if isinstance(compressor, Learning) else site.state
+        states = {"memory": memory, "compressor": learnt}
+        tally = compressor.tally(payloads, site) if isinstance(compressor, Tuning) else None
         if unit.guarded:
             bad = self._any(flags)
             gradient, states = self._unless(bad, gradient, states)
@@ -237,11 +243,11 @@ class UnitStep:
         fields, ops = self.unit.compressor.linear_in, self.site.ops
         return {name: v * ops.cast(factor, ops.dtype(v)) if name in fields else v for name, v in payload.items()}
 
-    def _check_proposal(self) -> None:
+    def _check_proposal(self, proposal: Proposal) -> None:
         """Raise PayloadError if the proposal is not what the compressor announced."""
-        ops, proposal = self.site.ops, self.proposal
+        ops = self.site.ops
         announced = [(f.dtype, f.length) for f in self.unit.proposed]
-        proposed = [] if proposal is None else [(ops.dtype(proposal.array), ops.length(proposal.array))]
+        proposed = [(ops.dtype(proposal.array), ops.length(proposal.array))]
         if announced != proposed:
             raise PayloadError(
                 f"tensor '{self.unit.spec.name}': proposed() announced {announced}, but propose() returned {proposed}; "
@@ -264,9 +270,10 @@ def retuned(steps: Sequence[UnitStep], tallies: Sequence[tuple[Array, Array]], s
     first, second = (ops.sum(ops.stack([tally[i] for tally in wide], axis=0)) for i in (0, 1))
     new = []
     for step, old in zip(steps, states, strict=True):
-        site = step.site
+        site, compressor = step.site, step.unit.compressor
+        assert isinstance(compressor, Tuning)
         first, second = (site.ops.cast(value, "float64") for value in (first, second))
-        made = step.unit.compressor.retune(old, first, second, site)
+        made = compressor.retune(old, first, second, site)
         # A bad unit makes the sums useless for all.
         good = site.ops.finite(first)
         new.append({key: site.ops.where(good, made[key], old[key]) for key in old})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
@@ -38,7 +39,7 @@ class DGCMemory(Memory):
         check_clipping("dgc", self.gradient_clipping)
 
     def check(self, compressor: Compressor) -> None:
-        if not compressor.selects:
+        if not selects(compressor):
             raise IncompatibleError(
                 f"memory 'dgc' resets the coordinates that were sent, but {compressor} is no sparsifier. "
                 "Valid memories: none, residual."
@@ -64,5 +65,6 @@ class DGCMemory(Memory):
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         momentum = state["momentum"]
         if self.momentum_masking:
+            assert isinstance(compressor, Selecting)
             momentum = compressor.erase_(momentum, payload, at)
         return {"momentum": momentum, "residual": compressor.residual_(x_, payload, at)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
@@ -40,7 +41,7 @@ class VarianceMemory(Memory):
             raise ConfigError(f"memory variance: decay must lie in [0, 1], received {self.decay!r}.")
 
     def check(self, compressor: Compressor) -> None:
-        if not compressor.selects:
+        if not selects(compressor):
             raise IncompatibleError(
                 f"memory 'variance' resets the coordinates that were sent, but {compressor} is no sparsifier. "
                 "Valid memories: none, residual."
@@ -56,5 +57,6 @@ class VarianceMemory(Memory):
         return Compensated(ops.weighted_sum(state["residual"], 1, grad, 1), {"variance": variance})
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        assert isinstance(compressor, Selecting)
         variance = at.ops.scale_(compressor.erase_(state["variance"], payload, at), self.decay)
         return {"residual": compressor.erase_(x_, payload, at), "variance": variance}

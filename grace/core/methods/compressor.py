@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec
+from grace.core.methods.capabilities import Selecting
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @dataclass(frozen=True)
 class Compressor(ABC):
     """Base of compressors: a pure map between a flat gradient and a payload, configured by its fields only.
 
-    A new method defines `wire`, `compress` and `decompress`; a sparsifier also defines `erase_`. Gradients are flat,
-    finite, of dtype `spec.work_dtype`, and must not be changed. A rank usually decodes payloads of other ranks, so
-    everything that `decompress` needs must be in the payload, be static, follow from the shared key, or be a field with
-    `wire=False`.
+    A new method defines `wire`, `compress` and `decompress`. What only some methods do is a capability, a class that
+    they also derive from (`grace.core.methods.capabilities`). Gradients are flat, finite, of dtype `spec.work_dtype`,
+    and must not be changed. A rank usually decodes payloads of other ranks, so everything that `decompress` needs must
+    be in the payload, be static, follow from the shared key, or be a field with `wire=False`.
     Plain class attributes may override the properties below.
     """
 
@@ -42,23 +42,8 @@ class Compressor(ABC):
         return True
 
     @property
-    def sparsifies(self) -> bool:
-        """True if the payload carries some coordinates exactly and nothing of the others; `erase_` is defined."""
-        return False
-
-    @property
-    def selects(self) -> bool:
-        """True if the payload carries nothing of the coordinates left out; `erase_` is defined (momentum masking)."""
-        return self.sparsifies
-
-    @property
     def carries_nonfinite(self) -> bool:
         """True if NaN and infinity pass through the payload unchanged."""
-        return False
-
-    @property
-    def checks(self) -> bool:
-        """True if `compress_checked` is defined and finds NaN and infinity in the pass that compresses."""
         return False
 
     @property
@@ -133,31 +118,9 @@ class Compressor(ABC):
     def decompress(self, payload: Payload, at: Site) -> Array:
         """Return the dense flat gradient that one payload carries; equal in every call."""
 
-    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
-        """Return the payload and a 0-d bool that is True if x is finite; defined only if `checks` is True.
-
-        If x is not finite, the payload may be anything.
-        """
-        raise TypeError(
-            f"{type(self).__name__} does not check for NaN: compress_checked is defined only if checks is True; "
-            "call compress"
-        )
-
-    def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
-        """Return arrays that live across steps, available as `at.state` (default: none)."""
-        return {}
-
     def check_ranks(self, size: int) -> None:
         """Raise IncompatibleError if the payloads of `size` ranks cannot be merged (default: any number can)."""
         return
-
-    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
-        """Return the field that `propose` returns, from static facts only; at most one (default: none)."""
-        return ()
-
-    def propose(self, x: Array, at: Site) -> Proposal | None:
-        """Return what the ranks combine before they compress, flat; `at.negotiated` is the result (default: None)."""
-        return None
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         """Return the sum of the decoded payloads (default: decompress each and add in rank order)."""
@@ -166,34 +129,17 @@ class Compressor(ABC):
             total = at.ops.weighted_sum(total, 1, self.decompress(payload, at), 1)
         return total
 
-    def learn(self, payloads: Sequence[Payload], at: Site) -> State:
-        """Return the state for the next step, from the payloads of all ranks or their sum (default: unchanged)."""
-        return at.state
-
-    def tally(self, payloads: Sequence[Payload], at: Site) -> tuple[Array, Array] | None:
-        """Return two 0-d float64 arrays, equal on all ranks; `retune` gets their sums over tensors (default: None)."""
-        return None
-
-    def retune(self, state: State, first: Array, second: Array, at: Site) -> State:
-        """Return the state for the next step, from the sums of `tally` over all tensors of equal compressors."""
-        return state
-
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         """Return x minus the decoded payload; consumes x."""
         return at.ops.sub_(x, self.decompress(payload, at))
 
-    def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
-        """Return x with the carried coordinates set to zero; consumes x. Defined only if `selects` is True."""
-        raise TypeError(f"{type(self).__name__} is no sparsifier: erase_ is defined only if selects is True")
-
 
 @dataclass(frozen=True)
-class Sparsifier(Compressor):
-    """Base of sparsifiers, whose payload is `values` at distinct `indices`; they define only `wire` and `compress`."""
+class Sparsifier(Compressor, Selecting):
+    """Base of sparsifiers, whose payload is exact `values` at distinct `indices`; they define `wire` and `compress`.
 
-    @property
-    def sparsifies(self) -> bool:
-        return True
+    If options change the values, `selects` must be False.
+    """
 
     @property
     def joins(self) -> bool:
@@ -226,6 +172,11 @@ class Sparsifier(Compressor):
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         return at.ops.put_(x, payload["indices"], 0.0)
+
+
+def sparsifies(compressor: Compressor) -> bool:
+    """Return whether the payload carries some coordinates exactly and nothing of the others."""
+    return isinstance(compressor, Sparsifier) and compressor.selects
 
 
 def keep_count(ratio: float, numel: int) -> int:

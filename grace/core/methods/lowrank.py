@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from grace.core.methods.capabilities import Learning, Negotiating
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
@@ -30,7 +31,7 @@ def unfit_matrix(name: str, spec: TensorSpec, rank: float) -> str | None:
 
 
 @dataclass(frozen=True)
-class TwoFactors(Compressor):
+class TwoFactors(Compressor, Negotiating, Learning):
     """Base of methods that send a matrix as P Q^T: P is negotiated, then Q, linear in the matrix, travels.
 
     They define `propose` and `compress`. The summed Q starts the next step.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from grace.core.methods.capabilities import Learning, Selecting
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
@@ -15,13 +16,13 @@ _PREFIX = "values/"
 
 
 @dataclass(frozen=True)
-class QuantizedSparsifier(Compressor):
+class QuantizedSparsifier(Compressor, Selecting, Learning):
     """Base of methods that send the values of a sparsifier through a quantizer; they define `pair`.
 
-    The quantizer sees the k kept values as a separate tensor, `<name>/values`, with its own random numbers.
+    The quantizer sees the k kept values as a separate tensor, `<name>/values`, with its own random numbers. A state is
+    that of the sparsifier.
     """
 
-    selects = True
     default_memory = "residual"
     harmed_by_feedback = None
 
@@ -69,12 +70,13 @@ class QuantizedSparsifier(Compressor):
             inner.check_ranks(size)
 
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
-        return self.pair[0].init(spec, ops, key_seed)
+        sparsifier = self.pair[0]
+        return sparsifier.init(spec, ops, key_seed) if isinstance(sparsifier, Learning) else {}
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:
         sparsifier = self.pair[0]
-        if type(sparsifier).learn is Compressor.learn:
-            # It learns nothing, so the values need no decoding, which would take time.
+        if not isinstance(sparsifier, Learning):
+            # The values need no decoding, which would take time.
             return at.state
         return sparsifier.learn([self._dequantized(payload, at) for payload in payloads], at)
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from grace.core.exchange.wire import payload_bytes
+from grace.core.methods.capabilities import Checking, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
@@ -73,7 +74,7 @@ class Assignment:
     @cached_property
     def proposed(self) -> tuple[Field, ...]:
         """Fields that the ranks negotiate before they compress."""
-        return self.compressor.proposed(self.spec)
+        return proposed_fields(self.compressor, self.spec)
 
     @cached_property
     def negotiated_bytes(self) -> int:
@@ -109,7 +110,8 @@ class Assignment:
     @cached_property
     def checks(self) -> bool:
         """True if the compressor itself finds NaN and infinity, and nothing needs to know of them earlier."""
-        return self.guarded and self.compressor.checks and self.memory.stateless and not self.proposed
+        checking = isinstance(self.compressor, Checking)
+        return self.guarded and checking and self.memory.stateless and not self.proposed
 
     @cached_property
     def half_sum(self) -> bool:

@@ -1,0 +1,86 @@
+"""Capabilities of compressors: what only some methods have. Such a method derives from the class as well.
+
+A class that has a capability may lack it with some options; the docstrings say how an instance tells.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec
+
+
+class Negotiating(ABC):
+    """Capability to negotiate: the ranks combine a value before they compress, such as a common scale."""
+
+    @abstractmethod
+    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
+        """Return the one field that `propose` returns, from static facts only; () if nothing is negotiated."""
+
+    @abstractmethod
+    def propose(self, x: Array, at: Site) -> Proposal:
+        """Return what the ranks combine, flat; `at.negotiated` is the result. Called only if a field is proposed."""
+
+
+class Checking(ABC):
+    """Capability to find NaN and infinity in the pass that compresses, so that no other pass must look for them."""
+
+    @abstractmethod
+    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
+        """Return the payload and a 0-d bool that is True if x is finite.
+
+        If x is not finite, the payload may be anything.
+        """
+
+
+class Selecting(ABC):
+    """Capability to say which coordinates the payload carries; it carries nothing of the others (momentum masking)."""
+
+    @property
+    def selects(self) -> bool:
+        """False if the options take the capability away."""
+        return True
+
+    @abstractmethod
+    def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
+        """Return x with the carried coordinates set to zero; consumes x. Called only if `selects` is True."""
+
+
+class Stateful(ABC):
+    """Capability to keep a state across steps, equal on all ranks; base of `Learning` and `Tuning`, which change it."""
+
+    @abstractmethod
+    def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
+        """Return arrays that live across steps, available as `at.state`; {} if there are none with these options."""
+
+
+class Learning(Stateful):
+    """Capability to learn from what all ranks sent of a tensor."""
+
+    @abstractmethod
+    def learn(self, payloads: Sequence[Payload], at: Site) -> State:
+        """Return the state for the next step, from the payloads of all ranks or their sum."""
+
+
+class Tuning(Stateful):
+    """Capability to tune a value across all tensors, such as a common threshold."""
+
+    @abstractmethod
+    def tally(self, payloads: Sequence[Payload], at: Site) -> tuple[Array, Array] | None:
+        """Return two 0-d float64 arrays, equal on all ranks, for `retune`; None if nothing is tuned."""
+
+    @abstractmethod
+    def retune(self, state: State, first: Array, second: Array, at: Site) -> State:
+        """Return the state for the next step, from the sums of `tally` over all tensors of equal compressors."""
+
+
+def proposed_fields(compressor: object, spec: TensorSpec) -> tuple[Field, ...]:
+    """Return the fields that the ranks negotiate before they compress; none unless the compressor negotiates."""
+    return compressor.proposed(spec) if isinstance(compressor, Negotiating) else ()
+
+
+def selects(compressor: object) -> bool:
+    """Return whether the payload carries nothing of the coordinates left out, so that `erase_` may be called."""
+    return isinstance(compressor, Selecting) and compressor.selects
