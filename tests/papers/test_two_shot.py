@@ -50,6 +50,10 @@ def gradients(step, x):
 )
 def test_doublesqueeze(options, compress):
     """Algorithm 1: v_i = g_i + d_i, d_i = v_i - C(v_i); v = mean C(v_i) + d, d = v - C(v); x = x - eta C(v)."""
+    check_both_ways(options, compress)
+
+
+def check_both_ways(options, compress):
     simulation = grace.Simulation(
         RANKS, {"w": SHAPE}, {**options, "communicator": "two_shot", "granularity": "layer", "default_rules": False}
     )
@@ -73,6 +77,24 @@ def test_doublesqueeze(options, compress):
         x, y = x - ETA * applied, y - ETA * merged
     assert np.abs(worker).max() > 0.1
     assert np.abs(server).max() > 0.1
+
+
+def ternary(ratio):
+    """C(x) = mu sign(x) at the largest |x|, with mu their mean."""
+
+    def kept(x):
+        out = top(ratio)(x)
+        chosen = out != 0
+        out[chosen] = sign(out[chosen])
+        return out
+
+    return kept
+
+
+def test_stc():
+    """Sattler et al., 2019, Algorithm 2: sparse ternary compression of what goes up and of what comes down."""
+    chain = {"name": "chain", "sparsifier": {"name": "topk", "compress_ratio": 0.1}, "quantizer": "efsignsgd"}
+    check_both_ways({"compressor": chain, "memory": "residual"}, ternary(0.1))
 
 
 def test_dist_ef_sgd():

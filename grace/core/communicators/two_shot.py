@@ -14,10 +14,11 @@ from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
 from grace.core.exchange.wire import GatherLayout, Layout, Received, decode_rows
-from grace.core.methods.capabilities import Learning, Tuning, proposed_fields
+from grace.core.methods.capabilities import Stateful, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
+from grace.core.ops import get_ops
 from grace.core.values.config import Method
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators, memories
@@ -160,12 +161,17 @@ class TwoShotLayout:
         return TwoShotLayout(self.owned, first, second)
 
 
+def _keeps_state(compressor: Compressor) -> bool:
+    """Return whether it learns with its options, or tunes a value across tensors."""
+    return isinstance(compressor, Stateful) and bool(compressor.init(_EXAMPLE, get_ops("numpy"), 0))
+
+
 def _why_not_first(compressor: Compressor) -> str | None:
     if compressor.summable:
         return "its payloads can be added, and allreduce sends no more bytes and compresses once only"
     if not compressor.flat:
         return "it needs a whole tensor, and shards are parts of tensors"
-    if isinstance(compressor, (Learning, Tuning)):
+    if _keeps_state(compressor):
         return "it learns from the payloads of all ranks, and these come only to the owner of a shard"
     return None
 
@@ -177,6 +183,6 @@ def _why_not_second(compressor: Compressor) -> str | None:
         return "the second compressor negotiates, and the owner of a shard is alone"
     if any(not f.wire for f in compressor.wire(_EXAMPLE)):
         return "the second compressor keeps a field on the rank that other ranks do not know"
-    if isinstance(compressor, (Learning, Tuning)):
+    if _keeps_state(compressor):
         return "the second compressor learns from the payloads of all ranks"
     return None
