@@ -273,6 +273,18 @@ def test_what_cannot_travel_is_refused_by_name(options, told):
         grace.make_config({**options, "communicator": "two_shot"})
 
 
+def test_a_memory_of_whole_tensors_keeps_them():
+    """The norm that `gradient_clipping` limits is that of the tensor."""
+    options = {"compressor": "threshold", "threshold": 0.0, "second": "none", "default_rules": False}
+    sim = grace.Simulation(
+        3, {"w": (40, 50)}, {**options, "communicator": "two_shot", "memory": "residual", "gradient_clipping": 1.0}
+    )
+    assert [unit.spec.numel for unit in sim.plan.units] == [2000]
+    g = [{"w": np.random.default_rng(rank).standard_normal((40, 50)).astype(np.float32)} for rank in range(3)]
+    expected = sum(x["w"] / np.linalg.norm(x["w"]) / np.sqrt(3) for x in g) / 3
+    assert np.allclose(sim.step(g)[0]["w"], expected, atol=1e-6)
+
+
 def test_a_typo_in_an_option_is_told():
     with pytest.raises(ConfigError, match="shard_memory"):
         grace.make_config(compressor="qsgd", communicator="two_shot", shard_memry="none")

@@ -73,7 +73,8 @@ class TwoShot(Communicator):
         for unit in units:
             # Units with fewer shards than there are ranks do not all begin with rank 0.
             first = zlib.crc32(unit.spec.name.encode())
-            for number, shard in enumerate(shards(unit, size), first):
+            # A memory that needs the whole tensor keeps it: one rank owns all of it.
+            for number, shard in enumerate(shards(unit, size) if unit.flat else [unit], first):
                 divided.append(dataclasses.replace(shard, onward=self._onward(shard, number % size)))
         return divided
 
