@@ -85,7 +85,7 @@ def test_sum_is_the_size_times_the_average(chosen):
 
 
 @pytest.mark.parametrize("compressor", ["none", "fp16", "bf16"])
-@pytest.mark.parametrize("communicator", list(communicators))
+@pytest.mark.parametrize("communicator", sorted(set(communicators) - {"two_shot"}))
 def test_no_compression_is_the_mean(communicator, compressor):
     chosen = Method(compressors.make(compressor), memories.make("none"), communicators.make(communicator))
     sim = simulate(chosen)

@@ -23,6 +23,7 @@ class Patch(NamedTuple):
 ENGINE = "grace/core/exchange/engine.py"
 UNIT_STEP = "grace/core/exchange/unit_step.py"
 BUCKET_STEP = "grace/core/exchange/bucket_step.py"
+TWO_SHOT = "grace/core/communicators/two_shot.py"
 ASSEMBLY = "grace/core/exchange/assembly.py"
 STATE = "grace/core/exchange/state.py"
 WIRE = "grace/core/exchange/wire.py"
@@ -301,7 +302,7 @@ PATCHES = [
     Patch(
         "engine-change-forgets",
         ENGINE,
-        "new = carried(self.plan.units, plan.units, self._slots.read, self._initial, self._ops)",
+        "new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, self.transport.size)",
         "new = {unit.spec.name: self._initial(unit) for unit in plan.units}",
         "change() loses the residuals",
         (f"{SCHEDULE} -k 'residual or changes'",),
@@ -714,10 +715,58 @@ PATCHES = [
     Patch(
         "wire-checksum-without-the-end",
         WIRE,
-        "        if self._start:\n            total = ops.length(data)\n",
-        "        if False:\n            total = ops.length(data)\n",
+        "    if layouts[0].has_checksum:\n",
+        "    if False:\n",
         "bytes behind the last buffer pass",
         (f"{CHECKSUM} -k longer",),
+    ),
+    Patch(
+        "two-shot-flags-stop-at-the-owner",
+        TWO_SHOT,
+        "step.bad = ops.bit_or(step.bad, flag > 0)",
+        "step.bad = ops.bit_or(step.bad, step.bad)",
+        "NaN on one rank enters the states of all others",
+        ("tests/core/test_two_shot.py -k bad_gradient",),
+    ),
+    Patch(
+        "two-shot-owner-forgets",
+        TWO_SHOT,
+        "        for step in onward:\n            step.remember()\n",
+        "",
+        "what the second compression drops is lost",
+        ("tests/core/test_two_shot.py -k nothing_is_lost",),
+    ),
+    Patch(
+        "two-shot-owner-is-always-rank-0",
+        TWO_SHOT,
+        "self._onward(shard, number % size)",
+        "self._onward(shard, 0)",
+        "one rank averages everything, and its link carries all payloads",
+        ("tests/core/test_two_shot.py -k bytes_do_not_grow",),
+    ),
+    Patch(
+        "two-shot-rounds-by-owner",
+        ENGINE,
+        "rank=0 if alone else self.transport.rank",
+        "rank=self.transport.rank",
+        "the rounding of means depends on the rank that owns them",
+        ("tests/core/test_two_shot.py -k do_not_depend_on_buckets",),
+    ),
+    Patch(
+        "state-owner-keeps-its-residual",
+        STATE,
+        "residual * float(size)",
+        "residual",
+        "a change of the plan loses most of what owners hold back of means",
+        ("tests/core/test_two_shot.py -k change_keeps",),
+    ),
+    Patch(
+        "collectives-slices-of-halves-mixed",
+        "grace/core/exchange/collectives.py",
+        "for start, stop in itertools.pairwise(ends)",
+        "for start, stop in itertools.pairwise(reversed(ends))",
+        "16-bit floats are added in the wrong places",
+        ("tests/core/test_engine.py -k no_compression_is_the_mean",),
     ),
     Patch(
         "wire-damage-blamed-on-rank-0",
