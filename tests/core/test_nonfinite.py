@@ -103,6 +103,17 @@ def test_large_finite_gradients_overflow_no_state(chosen):
 
 
 @pytest.mark.parametrize("communicator", ["allreduce", "allgather"])
+def test_a_gradient_that_overflows_in_float16_enters_no_residual(communicator):
+    chosen = Method(compressors.make("fp16"), memories.make("residual"), communicators.make(communicator))
+    sim = simulate(chosen, specs=[TensorSpec("matrix", (24, 40))])
+    step(sim, 0)
+    before = states(sim)
+    merged = step(sim, 1, change=lambda name, rank, x: np.full_like(x, 1e6) if rank == 1 else x)
+    assert all(np.isnan(mine["matrix"]).all() for mine in merged)
+    assert_same(before, states(sim))
+
+
+@pytest.mark.parametrize("communicator", ["allreduce", "allgather"])
 def test_a_gradient_that_only_bfloat16_makes_infinite_enters_no_state(communicator):
     """The largest float32 is beyond the largest bfloat16."""
     parts = Method(compressors.make("bf16"), memories.make("residual"), communicators.make(communicator))

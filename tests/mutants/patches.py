@@ -745,14 +745,6 @@ PATCHES = [
         ("tests/core/test_two_shot.py -k bytes_do_not_grow",),
     ),
     Patch(
-        "two-shot-rounds-by-owner",
-        ENGINE,
-        "rank=0 if alone else self.transport.rank",
-        "rank=self.transport.rank",
-        "the rounding of means depends on the rank that owns them",
-        ("tests/core/test_two_shot.py -k do_not_depend_on_buckets",),
-    ),
-    Patch(
         "state-owner-keeps-its-residual",
         STATE,
         "residual * float(size)",

@@ -319,16 +319,15 @@ class Engine:
         self._incoming = Incoming(self.plan, self._ops)
 
     def _step_of(self, unit: Unit) -> UnitStep:
-        # The mean that an owner sends on is that of one rank, and its rounding does not depend on which one that is.
-        alone = unit.owner is not None
         step = UnitStep(
             unit,
             self._slots.read(unit.spec.name),
             self._ops(unit.spec.device),
             seed=self._seed,
             step=self.step,
-            rank=0 if alone else self.transport.rank,
-            size=1 if alone else self.transport.size,
+            rank=self.transport.rank,
+            # An owner sends a mean on alone.
+            size=self.transport.size if unit.owner is None else 1,
             average=self._average,
         )
         if unit.onward is not None:
