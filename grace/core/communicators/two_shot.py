@@ -45,8 +45,8 @@ class TwoShot(Communicator):
 
     Reference: Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
     compression", ICML 2019; Zheng et al., "Communication-efficient distributed blockwise momentum SGD with
-    error-feedback" (dist-EF-SGD), NeurIPS 2019; Liu et al., "A double residual compression algorithm for efficient
-    distributed learning" (DORE), AISTATS 2020; Tang et al., "1-bit Adam", ICML 2021.
+    error-feedback" (dist-EF-SGD, by the memory `efsignsgd`), NeurIPS 2019; Sattler et al., "Robust and
+    communication-efficient federated learning from non-IID data" (STC, by a chain of topk and efsignsgd), 2019.
     """
 
     any_length: ClassVar[bool] = True
