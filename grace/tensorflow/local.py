@@ -14,6 +14,9 @@ from grace.tensorflow.exchange import Exchange
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
 
+# Keras 3.12, the last one for Python 3.10, has none.
+MULTI_OPTIMIZER: type | tuple[()] = getattr(keras.optimizers, "MultiOptimizer", ())
+
 
 def check_local(optimizer: Any, exchange: Exchange, local_steps: int, passes: int) -> None:
     """Raise ConfigError if an argument cannot be combined with local steps."""
@@ -24,7 +27,7 @@ def check_local(optimizer: Any, exchange: Exchange, local_steps: int, passes: in
             f"{_WHERE}: local_steps averages the change of the weights and needs op=hvd.Average and "
             "gradient_predivide_factor=1; leave both arguments out."
         )
-    if passes != 1 or isinstance(optimizer, keras.optimizers.MultiOptimizer) or optimizer.gradient_accumulation_steps:
+    if passes != 1 or isinstance(optimizer, MULTI_OPTIMIZER) or optimizer.gradient_accumulation_steps:
         raise ConfigError(
             f"{_WHERE}: local_steps cannot be combined with gradient accumulation or a MultiOptimizer; "
             "leave local_steps out, or use a plain optimizer."

@@ -26,7 +26,7 @@ from grace.core.values.errors import ConfigError, StepError
 from grace.core.values.plan import early_warnings, warn_of_momentum
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient
-from grace.tensorflow.local import check_local, step_locally
+from grace.tensorflow.local import MULTI_OPTIMIZER, check_local, step_locally
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport
 from grace.tensorflow.waiting import gather
@@ -190,7 +190,7 @@ def _check(optimizer: Any) -> None:
 def _check_passes(optimizer: Any, passes: int) -> None:
     if passes < 1:
         raise ConfigError(f"{_WHERE}: backward_passes_per_step must be at least 1, received {passes!r}.")
-    if passes > 1 and isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if passes > 1 and isinstance(optimizer, MULTI_OPTIMIZER):
         raise ConfigError(
             f"{_WHERE}: a MultiOptimizer does not accumulate gradients; set gradient_accumulation_steps of its "
             "optimizers instead of backward_passes_per_step."
@@ -212,7 +212,7 @@ def innermost(optimizer: Any) -> Any:
 
 def _momentum(optimizer: Any) -> float:
     """Return the momentum of the optimizer, or the largest of its optimizers; of Adam and its kind beta_1."""
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, MULTI_OPTIMIZER):
         return max(map(_momentum, optimizer.optimizers))
     return float(getattr(optimizer, "momentum", None) or getattr(optimizer, "beta_1", 0.0))
 
@@ -290,7 +290,7 @@ class Distributed:
             return
         # Keras drops variables without a gradient on this rank, although another rank may have one.
         grads = self._filled(grads, trainable_variables)
-        if isinstance(self, keras.optimizers.MultiOptimizer):
+        if isinstance(self, MULTI_OPTIMIZER):
             # A MultiOptimizer never clips. Its inner optimizers do, and they are plain ones.
             grads = self.exchanged(grads, self._call.places)
         super().apply(grads, trainable_variables)

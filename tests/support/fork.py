@@ -8,6 +8,7 @@ its own, so that ranks still differ in the seeds of Python's hashes and generato
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -57,7 +58,8 @@ def serve(name: str, path: str) -> None:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     break
-                with workers.pop(pid) as connection:
+                # The process that waits for this worker may have ended.
+                with workers.pop(pid) as connection, contextlib.suppress(BrokenPipeError):
                     connection.sendall(f"{os.waitstatus_to_exitcode(status) & 0xFF}\n".encode())
         for pid, connection in workers.items():
             # The launcher has ended the process that waits for this worker.
