@@ -63,7 +63,7 @@ class MPIExchange:
             if failure is not None:
                 raise failure
             specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else tensors
-            (_, plan), *later = make_plans(specs, self.config, size=self.size)
+            (_, plan), *later = make_plans(specs, self.config, ranks=self.transport.ranks)
             ops = functools.partial(get_ops, "numpy")
             self.engine = Engine(
                 plan,

@@ -95,6 +95,7 @@ class MPITransport(Transport):
         self._failure: Exception | None = None
         self._notes: Notes | None = None
         self._connect("all ranks to make their transport")
+        self.local_size = self._local_size()
 
     def _connect(self, what: str) -> None:
         # One communicator per phase: within each, all ranks follow the order of starting, and a rank that is behind may
@@ -106,6 +107,21 @@ class MPITransport(Transport):
             self._comms.append(duplicate)
         if self._comms:
             self._notes = Notes(self._comms[0])
+
+    def _local_size(self) -> int:
+        """Return the number of ranks on each node if all have equally many, numbered node by node, else 0."""
+        if self.size == 1:
+            return 1
+        names = np.zeros((self.size, MPI.MAX_PROCESSOR_NAME), np.uint8)
+        mine = np.frombuffer(MPI.Get_processor_name().encode().ljust(names.shape[1], b"\0"), np.uint8)
+        # A split by shared memory would block without a limit.
+        request = self._comms[0].Iallgather(mine, names)
+        self._until(request.Test, lambda: "the names of all nodes")
+        nodes = [name.tobytes() for name in names]
+        local_size = nodes.count(nodes[0])
+        blocks = [set(nodes[i : i + local_size]) for i in range(0, self.size, local_size)]
+        known = len(set(nodes)) * local_size == self.size and all(len(block) == 1 for block in blocks)
+        return local_size if known else 0
 
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
         """Reduce x over all ranks; see `Transport.allreduce`."""

@@ -21,7 +21,7 @@ from grace.core.values.config import Config, change_config, make_config, refuse_
 from grace.core.values.errors import ConfigError, MismatchError, StepError
 from grace.core.values.plan import Plan
 from grace.core.values.registry import compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.values.spec import ONE_RANK, Ranks, TensorSpec
 from grace.tensorflow.gradients import (
     Gradient,
     as_rows,
@@ -37,7 +37,7 @@ from grace.tensorflow.replicas import Replicas, digests_of
 from grace.tensorflow.stages import Stages
 from grace.tensorflow.times import GraphTimes, Measured
 from grace.tensorflow.traced import Traced
-from grace.tensorflow.transport import HorovodTransport
+from grace.tensorflow.transport import HorovodTransport, local_size_of
 from grace.tensorflow.waiting import Watch, gather
 
 _OPS = functools.partial(get_ops, "tensorflow")
@@ -205,15 +205,15 @@ class Exchange(Measured, tf.Module):
             self._watched = tuple(weakref.ref(inside(v)) for v in variables)
             first, *later = (*self.history, self.config)
             self._stages = Stages(
-                specs, first, self.make_variable, sparse_as_dense=self.sparse_as_dense, size=self._size()
+                specs, first, self.make_variable, sparse_as_dense=self.sparse_as_dense, ranks=self._ranks()
             )
             for config in later:
                 self._stages.change(self._stages.plan_of(config))
 
-    def _size(self) -> int:
+    def _ranks(self) -> Ranks:
         """Return the number of ranks; 1 where Horovod is not initialized, as in a process that only loads a model."""
         ranks = getattr(self.process_set, "ranks", None) if hvd.is_initialized() else None
-        return len(ranks) if ranks else 1
+        return Ranks(len(ranks), local_size_of(self.process_set)) if ranks else ONE_RANK
 
     def serves(self, variables: Sequence[Any]) -> bool:
         """Return whether the exchange was built for exactly these variables, in any order."""
@@ -277,10 +277,10 @@ class Exchange(Measured, tf.Module):
                 f"this process is not in {self.process_set} and cannot take part in its steps; "
                 "call it only on the ranks of the set."
             )
-        if failure is None and stages.size != self._size() and any(plan.shards for plan in stages.plans):
+        if failure is None and stages.ranks != self._ranks() and any(plan.shards for plan in stages.plans):
             failure = ConfigError(
-                f"the plan was made for {stages.size} ranks, and there are {self._size()}; call hvd.init() before you "
-                "build or load the optimizer: the communicator cuts tensors into one shard per rank."
+                f"the plan was made for {stages.ranks.size} ranks, and there are {self._ranks().size}; call hvd.init() "
+                "before you build or load the optimizer: the communicator cuts tensors into one shard per rank."
             )
         description = {
             **self.describe(),

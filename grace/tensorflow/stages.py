@@ -15,7 +15,7 @@ from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config
 from grace.core.values.plan import Plan, make_plans, next_plan
-from grace.core.values.spec import State, TensorSpec
+from grace.core.values.spec import Ranks, State, TensorSpec
 from grace.core.values.unit import Assignment, Unit
 from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.slots import VariableSlots
@@ -43,12 +43,12 @@ class Stages:
         make_variable: Callable[[str, tf.Tensor], tf.Variable],
         *,
         sparse_as_dense: bool,
-        size: int,
+        ranks: Ranks,
     ) -> None:
-        self._specs, self.size = specs, size
+        self._specs, self.ranks = specs, ranks
         self._seed = config.seed
         # The first step and the plan of each stage, by its number. After `change`, only the last stage is live.
-        self._stages = dict(enumerate(make_plans(specs, config, size=size, prefix="bucket", delegate=_delegated)))
+        self._stages = dict(enumerate(make_plans(specs, config, ranks=ranks, prefix="bucket", delegate=_delegated)))
         self._live = list(self._stages)
         always = set.intersection(*({item.spec.name for item in plan.delegated} for plan in self.plans))
         self.rows = frozenset(() if sparse_as_dense else always)
@@ -132,7 +132,7 @@ class Stages:
             return _delegated(item) or item.spec.name in self._rows
 
         prefix = f"bucket.change{len(self._stages)}"
-        plan = next_plan(self._specs, config, self.plan, size=self.size, prefix=prefix, delegate=delegated)
+        plan = next_plan(self._specs, config, self.plan, ranks=self.ranks, prefix=prefix, delegate=delegated)
         for item in plan.assignments if self._engines else ():
             item.compressor.check_ranks(self._transport.size)
         return plan
@@ -161,7 +161,7 @@ class Stages:
         def fresh(unit: Unit) -> dict[str, State]:
             return initial(unit, _ops(unit.spec.device), self._seed, rank=None)
 
-        new = carried(old, new_plan, self.slots.read, fresh, _ops, self.size)
+        new = carried(old, new_plan, self.slots.read, fresh, _ops, self.ranks.size)
         self.slots.stage = number
         for name, states in new.items():
             self.slots.write(name, states)

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import Handle, Transport
+from grace.core.exchange.transport import Handle, Transport, known_local_size
 from grace.core.values.errors import ConfigError
 
 
@@ -22,6 +22,13 @@ class _Tensor(Handle):
 
     def wait(self) -> tf.Tensor:
         return self.result
+
+
+def local_size_of(process_set: Any) -> int:
+    """Return how many ranks of a process set each node has; 0 if unknown."""
+    if process_set.process_set_id != 0:
+        return 0
+    return known_local_size(hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size())
 
 
 class HorovodTransport(Transport):
@@ -39,6 +46,7 @@ class HorovodTransport(Transport):
             )
         self.size = len(process_set.ranks)
         self.rank = process_set.rank() if process_set.included() else -1
+        self.local_size = local_size_of(process_set)
         self._process_set = process_set
         self._prefix = prefix
         self._turn = tf.Variable(True, trainable=False)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from grace.core.exchange.simulation import Simulation
+from grace.core.exchange.state import held_onward
 from grace.core.methods.communicator import Communicator
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, Method
@@ -147,15 +148,18 @@ def residuals(simulation: Simulation) -> dict[str, np.ndarray[Any, Any]]:
     """Return what all ranks of a simulation hold back of the mean, by tensor, in units of the gradient."""
     size = len(simulation.engines)
     total = {item.spec.name: np.zeros(item.spec.numel) for item in simulation.plan.assignments}
-    # What an owner holds back of a mean is in units of the memory that the mean comes from.
-    scale = {u.onward.spec.name: u.memory.residual_scale for u in simulation.plan.units if u.onward is not None}
+    # In units of the gradient, and how many ranks hold a part of the mean.
+    scales = {unit.spec.name: unit.memory.residual_scale * size for unit in simulation.plan.units}
+    for unit in simulation.plan.units:
+        for onward, scale in held_onward(unit):
+            scales[onward.spec.name] = scale * len(onward.owners or ())
     for engine in simulation.engines:
         for name, unit in simulation.plan.stateful.items():
             residual = engine.snapshot().units[name]["memory"].get("residual")
             if residual is None:
                 continue
             mine, start = host(get_ops("numpy"), residual).astype(np.float64), 0
-            mine /= scale[name] if unit.owner is not None else unit.memory.residual_scale * size
+            mine /= scales[name]
             for piece in unit.pieces:
                 total[piece.tensor][piece.start : piece.stop] += mine[start : start + piece.numel]
                 start += piece.numel

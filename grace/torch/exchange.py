@@ -75,7 +75,7 @@ class Exchange:
                 self.config,
                 self.plan,
                 changes,
-                size=self._transport.size,
+                ranks=self._transport.ranks,
                 prefix=prefix,
                 delegate=self._delegate,
             )

@@ -138,7 +138,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         }
         # With local steps, the engine exchanges all tensors.
         delegate = _delegated if local_steps == 1 else lambda item: False
-        (_, plan), *later = make_plans(specs, made, size=transport.size, prefix=prefix, delegate=delegate)
+        (_, plan), *later = make_plans(specs, made, ranks=transport.ranks, prefix=prefix, delegate=delegate)
         ops = functools.partial(get_ops, "torch")
         description["formats"] = formats([plan, *(stage for _, stage in later)], ops)
         if included:

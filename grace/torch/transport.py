@@ -11,7 +11,7 @@ import horovod.torch as hvd
 import torch
 
 from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import Handle, Transport
+from grace.core.exchange.transport import Handle, Transport, known_local_size
 from grace.core.guards.started import Started
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import ConfigError
@@ -143,6 +143,8 @@ class HorovodTransport(Transport):
             )
         self.size = len(process_set.ranks)
         self.rank = process_set.rank() if process_set.included() else -1
+        if process_set.process_set_id == 0:
+            self.local_size = known_local_size(hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size())
         self._process_set = process_set
         self.started = Started()
 

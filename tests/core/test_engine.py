@@ -85,7 +85,7 @@ def test_sum_is_the_size_times_the_average(chosen):
 
 
 @pytest.mark.parametrize("compressor", ["none", "fp16", "bf16"])
-@pytest.mark.parametrize("communicator", sorted(set(communicators) - {"two_shot"}))
+@pytest.mark.parametrize("communicator", sorted(set(communicators) - registered.OF_SHARDS))
 def test_no_compression_is_the_mean(communicator, compressor):
     chosen = Method(compressors.make(compressor), memories.make("none"), communicators.make(communicator))
     sim = simulate(chosen)
@@ -418,4 +418,4 @@ def test_every_combination_has_a_memory_and_a_way_to_travel():
     assert {memories.name_of(chosen.memory) for chosen in registered.valid_methods()} == set(memories)
     assert {communicators.name_of(chosen.communicator) for chosen in registered.valid_methods()} == set(
         communicators
-    ) - {"two_shot"}
+    ) - registered.OF_SHARDS

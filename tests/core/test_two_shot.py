@@ -10,6 +10,7 @@ import pytest
 import grace
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.exchange.simulation import poll_all
+from grace.core.exchange.state import held_onward
 from grace.core.values.config import Method
 from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, PayloadError, StateError
 from grace.core.values.registry import compressors, memories
@@ -52,15 +53,14 @@ FEEDBACK = {name: m for name, m in CHOSEN.items() if m.memory.feeds_back and nam
 def held(sim):
     """Return what all ranks hold back of the mean, per tensor and element, in units of the gradient."""
     total = {spec.name: np.zeros(spec.numel) for spec in sim._specs}
-    # What an owner holds is in units of the memory of the unit whose mean it sends on.
-    scale = {unit.onward.spec.name: unit.memory.residual_scale for unit in sim.plan.units}
+    scales = {onward.spec.name: scale for unit in sim.plan.units for onward, scale in held_onward(unit)}
     for engine in sim.engines:
         for name, unit in sim.plan.stateful.items():
             residual = engine._slots.read(name)["memory"].get("residual")
             if residual is None:
                 continue
             x, start = host(engine._ops("cpu"), residual).astype(np.float64), 0
-            x /= scale[name] if unit.owner is not None else unit.memory.residual_scale * len(sim.engines)
+            x /= scales[name] if unit.owners is not None else unit.memory.residual_scale * len(sim.engines)
             for piece in unit.pieces:
                 total[piece.tensor][piece.start : piece.stop] += x[start : start + piece.numel]
                 start += piece.numel
@@ -261,7 +261,7 @@ def test_the_second_compressor_and_its_memory_can_be_named():
         ({"compressor": "hardthreshold"}, "learns from the payloads of all ranks"),
         ({"compressor": "qsgd", "second": "randomk"}, "keeps a field on the rank"),
         ({"compressor": "qsgd", "second": {"name": "terngrad", "shared_scale": True}}, "negotiates"),
-        ({"compressor": "qsgd", "second": "atomo"}, "the second compressor needs a whole tensor"),
+        ({"compressor": "qsgd", "second": "atomo"}, "the second one needs a whole tensor"),
         (
             {"compressor": "topk", "shard_memory": {"name": "residual", "lr_correction": True}},
             "shard_memory .* needs whole tensors or the learning rate",

@@ -12,6 +12,7 @@ from grace.core.values.config import make_config
 from grace.core.values.errors import StateError
 from grace.core.values.plan import next_plan
 from grace.core.values.registry import compressors
+from grace.core.values.spec import Ranks
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.steps import (
     CUTS,
@@ -51,7 +52,9 @@ def change(sim, **options):
     """Continue with another configuration, as `change` does with other methods."""
     sim.config = make_config({**sim.config.to_dict(), **options})
     sim._changes += 1
-    plan = next_plan(sim._specs, sim.config, sim.plan, size=len(sim.engines), prefix=f"grace.change{sim._changes}")
+    plan = next_plan(
+        sim._specs, sim.config, sim.plan, ranks=Ranks(len(sim.engines)), prefix=f"grace.change{sim._changes}"
+    )
     for engine in sim.engines:
         engine.change(plan)
 

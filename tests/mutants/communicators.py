@@ -53,8 +53,8 @@ class ForgetsTheLastRank(Allgather):
 class OwnersForget(TwoShot):
     """Drops what the second compression leaves out."""
 
-    def divide(self, units, size):
-        divided = super().divide(units, size)
+    def divide(self, units, ranks):
+        divided = super().divide(units, ranks)
         return [
             dataclasses.replace(
                 unit,

@@ -24,6 +24,7 @@ ENGINE = "grace/core/exchange/engine.py"
 UNIT_STEP = "grace/core/exchange/unit_step.py"
 BUCKET_STEP = "grace/core/exchange/bucket_step.py"
 TWO_SHOT = "grace/core/communicators/two_shot.py"
+HIERARCHICAL = "grace/core/communicators/hierarchical.py"
 ASSEMBLY = "grace/core/exchange/assembly.py"
 STATE = "grace/core/exchange/state.py"
 WIRE = "grace/core/exchange/wire.py"
@@ -739,15 +740,55 @@ PATCHES = [
     Patch(
         "two-shot-owner-is-always-rank-0",
         TWO_SHOT,
-        "self._onward(shard, number % size)",
-        "self._onward(shard, 0)",
+        "self._onward(shard, (number % ranks.size,))",
+        "self._onward(shard, (0,))",
         "one rank averages everything, and its link carries all payloads",
         ("tests/core/test_two_shot.py -k bytes_do_not_grow",),
     ),
     Patch(
+        "hierarchical-flags-stop-at-the-owner",
+        HIERARCHICAL,
+        "step.onward.bad = ops.bit_or(step.onward.bad, flag > 0)",
+        "pass",
+        "NaN that a lossy method within a node replaces by zeros enters the states of the owners",
+        ("tests/core/test_hierarchical.py -k bad_gradient",),
+    ),
+    Patch(
+        "hierarchical-empty-ranks-stay-away",
+        HIERARCHICAL,
+        "range(len(parts), local_size)",
+        "range(0)",
+        "a rank that owns no shard of a bucket leaves the rounds of its peers",
+        ("tests/core/test_hierarchical.py -k TestHierarchical",),
+    ),
+    Patch(
+        "hierarchical-residual-of-each-change-is-lost",
+        HIERARCHICAL,
+        '"leftover" if unit.holding else "none"',
+        '"none"',
+        "what owners hold is lost when units are cut differently",
+        ("tests/core/test_hierarchical.py -k change_keeps",),
+    ),
+    Patch(
+        "hierarchical-sends-to-all-nodes",
+        "grace/core/exchange/collectives.py",
+        "every = [nothing] * size",
+        "every = [x] * size",
+        "what a group exchanges goes to all ranks",
+        ("tests/core/test_hierarchical.py -k leave_a_node",),
+    ),
+    Patch(
+        "agreement-without-units",
+        "grace/core/guards/agreement.py",
+        "if any(plan.shards for plan in plans):",
+        "if False:",
+        "ranks on nodes of different sizes start with different units",
+        ("tests/core/test_hierarchical.py -k differently",),
+    ),
+    Patch(
         "state-owner-keeps-its-residual",
         STATE,
-        "residual * float(size)",
+        "residual * (size / len(owners) / scale)",
         "residual",
         "a change of the plan loses most of what owners hold back of means",
         ("tests/core/test_two_shot.py -k change_keeps",),

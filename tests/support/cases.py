@@ -66,10 +66,17 @@ def works(method: str, communicator: str) -> bool:
     return True
 
 
+def communicator_of(row: dict[str, Any]) -> Any:
+    """Return the communicator of a row, as a configuration names it: four ranks count as two nodes."""
+    if row["communicator"] != "hierarchical":
+        return row["communicator"]
+    return {"name": "hierarchical", "local_size": 2 if row.get("ranks") == 4 else 1}
+
+
 def config_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of a row."""
     name = row["method"]
-    travels = {"communicator": row["communicator"]} if "communicator" in row else {}
+    travels = {"communicator": communicator_of(row)} if "communicator" in row else {}
     return {"compressor": name, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
 
 

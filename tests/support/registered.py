@@ -30,6 +30,9 @@ def ops_of(backend: str) -> ArrayOps:
     return get_ops(framework, native=False if reference else None)
 
 
+# Communicators whose units are shards; tests of their own have their promises.
+OF_SHARDS = {"two_shot", "hierarchical"}
+
 EXTRA_COMPRESSORS = [
     {"name": "3lc", "sparsity_multiplier": 1.9},
     {"name": "adaptive", "compress_ratio": 0.3},
@@ -129,12 +132,12 @@ def default_method(compressor: Compressor) -> Method:
 def valid_methods() -> list[Method]:
     """Return every valid combination of compressor, memory and communicator, all with their defaults.
 
-    Without two_shot, whose units are shards: tests/core/test_two_shot.py has its promises.
+    Without the communicators of `OF_SHARDS`.
     """
     parts = []
     for compressor in default_compressors():
         for memory in memories:
-            for communicator in sorted(set(communicators) - {"two_shot"}):
+            for communicator in sorted(set(communicators) - OF_SHARDS):
                 try:
                     parts.append(Method(compressor, memories.make(memory), communicators.make(communicator)))
                 except IncompatibleError:

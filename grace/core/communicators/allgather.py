@@ -13,6 +13,7 @@ from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.values.registry import communicators
+from grace.core.values.spec import Ranks
 from grace.core.values.unit import Unit
 
 
@@ -29,7 +30,7 @@ class Allgather(Communicator):
     def check(self, compressor: Compressor) -> None:
         return None
 
-    def layout(self, units: Sequence[Unit], size: int) -> GatherLayout:
+    def layout(self, units: Sequence[Unit], ranks: Ranks) -> GatherLayout:
         return GatherLayout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:

@@ -14,7 +14,7 @@ from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators
-from grace.core.values.spec import HALF_DTYPES, Array
+from grace.core.values.spec import HALF_DTYPES, Array, Ranks
 from grace.core.values.unit import Unit
 
 
@@ -35,7 +35,7 @@ class Allreduce(Communicator):
                 f"Valid communicators: allgather{', broadcast' if compressor.fixed_size else ''}."
             )
 
-    def layout(self, units: Sequence[Unit], size: int) -> SumLayout:
+    def layout(self, units: Sequence[Unit], ranks: Ranks) -> SumLayout:
         return SumLayout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:

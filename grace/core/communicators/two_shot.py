@@ -22,7 +22,7 @@ from grace.core.ops import get_ops
 from grace.core.values.config import Method
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.values.spec import Ranks, TensorSpec
 from grace.core.values.unit import Unit, shards
 
 _EXAMPLE = TensorSpec("example", (1024,))
@@ -56,7 +56,7 @@ class TwoShot(Communicator):
 
     def check(self, compressor: Compressor) -> None:
         second = self.second or compressor
-        for reason in (_why_not_first(compressor), _why_not_second(second)):
+        for reason in (_why_not_first(compressor), why_not_second(second)):
             if reason:
                 raise IncompatibleError(
                     f"communicator 'two_shot' cannot carry {compressor} with second={second}: {reason}. "
@@ -68,30 +68,30 @@ class TwoShot(Communicator):
                 "and the owner of a shard has neither. Valid: residual, none."
             )
 
-    def divide(self, units: Sequence[Unit], size: int) -> list[Unit]:
+    def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
         divided = []
         for unit in units:
             # Units with fewer shards than there are ranks do not all begin with rank 0.
             first = zlib.crc32(unit.spec.name.encode())
             # A memory that needs the whole tensor keeps it: one rank owns all of it.
-            for number, shard in enumerate(shards(unit, size) if unit.flat else [unit], first):
-                divided.append(dataclasses.replace(shard, onward=self._onward(shard, number % size)))
+            for number, shard in enumerate(shards(unit, ranks.size) if unit.flat else [unit], first):
+                divided.append(dataclasses.replace(shard, onward=self._onward(shard, (number % ranks.size,))))
         return divided
 
-    def _onward(self, shard: Unit, owner: int) -> Unit:
+    def _onward(self, shard: Unit, owners: tuple[int, ...]) -> Unit:
         second = self.second or shard.compressor
         feeds_back = memories.make(second.default_memory).feeds_back
         memory = self.shard_memory or memories.make("residual" if feeds_back else "none")
         spec = dataclasses.replace(shard.spec, name=f"mean of {shard.spec.name}", dtype=shard.spec.work_dtype)
         method = Method(second, memory, Allgather())
-        return dataclasses.replace(shard, spec=spec, method=method, owner=owner)
+        return dataclasses.replace(shard, spec=spec, method=method, owners=owners)
 
-    def layout(self, units: Sequence[Unit], size: int) -> TwoShotLayout:
-        owned: list[list[int]] = [[] for _ in range(size)]
+    def layout(self, units: Sequence[Unit], ranks: Ranks) -> TwoShotLayout:
+        owned: list[list[int]] = [[] for _ in range(ranks.size)]
         for index, unit in enumerate(units):
             assert unit.onward is not None
-            assert unit.onward.owner is not None
-            owned[unit.onward.owner].append(index)
+            assert unit.onward.owners is not None
+            owned[unit.onward.owners[0]].append(index)
         first: list[GatherLayout] = []
         second: list[GatherLayout] = []
         for indices in owned:
@@ -126,6 +126,8 @@ class TwoShot(Communicator):
         )
         for step in onward:
             step.remember()
+        for every in at.steps:
+            every.bringing = every.onward
         (data,) = yield [collectives.allgather(buffer, equal=layout.equal)]
         received = Received([[] for _ in at.steps], [[] for _ in at.steps], list(arrived.in_step))
         for indices, row in zip(owned, decode_rows(ops, data, layout.second, at.stamp), strict=True):
@@ -162,7 +164,7 @@ class TwoShotLayout:
         return TwoShotLayout(self.owned, first, second)
 
 
-def _keeps_state(compressor: Compressor) -> bool:
+def keeps_state(compressor: Compressor) -> bool:
     """Return whether it learns with its options, or tunes a value across tensors."""
     return isinstance(compressor, Stateful) and bool(compressor.init(_EXAMPLE, get_ops("numpy"), 0))
 
@@ -172,18 +174,19 @@ def _why_not_first(compressor: Compressor) -> str | None:
         return "its payloads can be added, and allreduce sends no more bytes and compresses once only"
     if not compressor.flat:
         return "it needs a whole tensor, and shards are parts of tensors"
-    if _keeps_state(compressor):
+    if keeps_state(compressor):
         return "it learns from the payloads of all ranks, and these come only to the owner of a shard"
     return None
 
 
-def _why_not_second(compressor: Compressor) -> str | None:
+def why_not_second(compressor: Compressor) -> str | None:
+    """Return the reason why it cannot compress a mean that one rank owns; None if it can."""
     if not compressor.flat:
-        return "the second compressor needs a whole tensor"
+        return "the second one needs a whole tensor"
     if proposed_fields(compressor, _EXAMPLE):
-        return "the second compressor negotiates, and the owner of a shard is alone"
+        return "the second one negotiates, and the owner of a shard is alone"
     if any(not f.wire for f in compressor.wire(_EXAMPLE)):
-        return "the second compressor keeps a field on the rank that other ranks do not know"
-    if _keeps_state(compressor):
-        return "the second compressor learns from the payloads of all ranks"
+        return "the second one keeps a field on the rank that other ranks do not know"
+    if keeps_state(compressor):
+        return "the second one learns from the payloads of all ranks"
     return None

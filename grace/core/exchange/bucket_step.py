@@ -7,6 +7,8 @@ from typing import Literal
 
 from grace.core.exchange.collectives import Program, allreduce
 from grace.core.exchange.unit_step import UnitStep
+from grace.core.exchange.wire import Layout, Received
+from grace.core.methods.communicator import Communicator
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.spec import Array, Payload
 
@@ -39,6 +41,22 @@ class BucketStep:
     def proposals(self) -> bool:
         """True if units wait for what the ranks negotiate."""
         return any(step.proposal is not None for step in self.steps)
+
+    def run(self, communicator: Communicator, layout: Layout) -> Program[Received]:
+        """Negotiate, run the program of the communicator, and update the memories while the payloads travel."""
+        if self.proposals:
+            yield from self.negotiate()
+        program = communicator.program(self, layout)
+        arrived: list[Array] | None = None
+        while True:
+            try:
+                collectives = next(program) if arrived is None else program.send(arrived)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            if arrived is None:
+                for step in self.steps:
+                    step.remember()
+            arrived = yield collectives
 
     def negotiate(self) -> Program[list[Array]]:
         """Combine the proposals of all ranks, one collective for those of one kind, and compress with the results.

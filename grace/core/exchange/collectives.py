@@ -32,7 +32,9 @@ class Collective(NamedTuple):
         """Return the buffers that leave a rank, each counted once however many ranks receive it."""
         if self.kind == "broadcast" and rank != self.root:
             return ()
-        return self.buffers[:rank] + self.buffers[rank + 1 :] if self.kind == "alltoall" else self.buffers
+        if self.kind != "alltoall":
+            return self.buffers
+        return tuple({id(x): x for x in (*self.buffers[:rank], *self.buffers[rank + 1 :])}.values())
 
 
 # A program yields the collectives of a round, which start together, and gets their results in the same order.
@@ -78,6 +80,50 @@ def together(programs: Sequence[Program[T]]) -> Program[list[T]]:
         for index, collectives in started.items():
             advance(index, [next(arrived) for _ in collectives])
     return [results[index] for index in range(len(programs))]
+
+
+def among(group: Sequence[int], program: Program[T], ops: ArrayOps, rank: int, size: int) -> Program[T]:
+    """Run a program among the ranks of a group, of which this rank is one; return its result.
+
+    All ranks must run such a program at the same time, each in its own group, and all programs must have the same
+    rounds. What they yield becomes alltoalls of all ranks that send nothing to other groups, because not every
+    transport has collectives of some ranks only.
+    """
+    arrived: list[Array] | None = None
+    while True:
+        try:
+            collectives = next(program) if arrived is None else program.send(arrived)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        arrived = yield from together([_in_group(c, group, ops, rank, size) for c in collectives])
+
+
+def _in_group(collective: Collective, group: Sequence[int], ops: ArrayOps, rank: int, size: int) -> Program[Array]:
+    """Do what a collective of the group does, by alltoalls of all ranks."""
+    x, *_ = collective.buffers
+    nothing = ops.zeros(0, ops.dtype(x))
+
+    def trade(buffers: Sequence[Array]) -> Program[Array]:
+        every = [nothing] * size
+        for other, buffer in zip(group, buffers, strict=True):
+            every[other] = buffer
+        (received,) = yield [alltoall(every)]
+        return received
+
+    count = len(group)
+    if collective.kind == "alltoall":
+        return (yield from trade(collective.buffers))
+    if collective.kind == "allgather":
+        return (yield from trade([x] * count))
+    if collective.kind == "broadcast":
+        is_root = group[collective.root] == rank
+        return ops.reshape((yield from trade([x if is_root else nothing] * count)), (ops.length(x),))
+    n, mine = ops.length(x), group.index(rank)
+    ends = [n * i // count for i in range(count + 1)]
+    rows = yield from trade([x[ends[i] : ends[i + 1]] for i in range(count)])
+    rows = ops.reshape(rows, (count, ends[mine + 1] - ends[mine]))
+    part = ops.sum(rows, axis=0) if collective.op == "sum" else ops.max(rows, axis=0)
+    return ops.reshape((yield from trade([part] * count)), (n,))
 
 
 def sum_halves(ops: ArrayOps, x: Array, rank: int, size: int, factor: float) -> Program[Array]:

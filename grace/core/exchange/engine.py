@@ -319,16 +319,18 @@ class Engine:
         self._incoming = Incoming(self.plan, self._ops)
 
     def _step_of(self, unit: Unit) -> UnitStep:
+        rank, size = self.transport.rank, self.transport.size
+        if unit.owners is not None:
+            rank, size = unit.owners.index(rank) if rank in unit.owners else 0, len(unit.owners)
         step = UnitStep(
             unit,
             self._slots.read(unit.spec.name),
             self._ops(unit.spec.device),
             seed=self._seed,
             step=self.step,
-            rank=self.transport.rank,
-            # An owner sends a mean on alone.
-            size=self.transport.size if unit.owner is None else 1,
-            average=self._average,
+            rank=rank,
+            size=size,
+            average=self._average or unit.owners is not None,
         )
         if unit.onward is not None:
             step.onward = self._step_of(unit.onward)
@@ -425,9 +427,10 @@ class Engine:
             done: Concluded = step.conclude(payloads, flags, target)
             self._slots.write(name, done.states)
             sent = step
-            if step.onward is not None:
-                self._slots.write(step.onward.unit.spec.name, step.onward.states_unless(flags))
-                sent = step.onward if step.onward.unit.owner == self.transport.rank else step
+            for onward in step.chain:
+                self._slots.write(onward.unit.spec.name, onward.states_unless(flags))
+                if onward.unit.kept_by(self.transport.rank):
+                    sent = onward
             fields = sent_bytes(step.site.ops, sent.unit.fields, sent.payload)
             self._slots.note("unit", name, fields + unit.negotiated_bytes)
             if done.tally is not None:

@@ -18,7 +18,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, make_config
 from grace.core.values.errors import ConfigError, StepError
 from grace.core.values.plan import Plan, change_plan, make_plans
-from grace.core.values.spec import Array, Payload, TensorSpec
+from grace.core.values.spec import Array, Payload, Ranks, TensorSpec
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ def deliver(steps: Sequence[UnitStep]) -> list[Delivered]:
     The communicator must not divide the unit.
     """
     unit = steps[0].unit
-    layout = unit.communicator.layout([unit], len(steps))
+    layout = unit.communicator.layout([unit], Ranks(len(steps)))
     programs = [unit.communicator.program(_bucket(step), layout) for step in steps]
     received = _in_lock_step(programs, steps[0].site.ops)
     return [Delivered(r.payloads[0], r.flags[0]) for r in received]
@@ -187,7 +187,7 @@ class Simulation:
             raise ConfigError(f"Simulation: expected at least 1 rank, received {size!r}.")
         specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else list(tensors)
         self.config = make_config(config)
-        (_, plan), *later = make_plans(specs, self.config, size=size)
+        (_, plan), *later = make_plans(specs, self.config, ranks=Ranks(size))
         self._specs, self._changes = specs, 0
         for text in dict.fromkeys(text for p in (plan, *(p for _, p in later)) for text in p.warnings):
             # Imported here, because logging installs a hook in every process that imports grace.
@@ -222,7 +222,9 @@ class Simulation:
             raise StepError("the plan cannot be changed in the middle of a step; change it after step().")
         self._changes += 1
         prefix = f"grace.change{self._changes}"
-        config, plan = change_plan(self._specs, self.config, self.plan, changes, size=len(self.engines), prefix=prefix)
+        config, plan = change_plan(
+            self._specs, self.config, self.plan, changes, ranks=Ranks(len(self.engines)), prefix=prefix
+        )
         for engine in self.engines:
             engine.change(plan)
         self.config = config

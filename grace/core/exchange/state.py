@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grace.core.methods.capabilities import Stateful
@@ -99,7 +99,7 @@ class Slots:
                     "use the configuration it was saved with."
                 )
             # What another rank holds of a unit that only its owner has a memory for may have another form.
-            kinds = ["compressor"] if initial is not None and unit.owner is not None else list(current)
+            kinds = ["compressor"] if initial is not None and unit.owners is not None else list(current)
             new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in kinds}
             if initial is not None and not unit.memory.shared:
                 new[name]["memory"] = initial(unit)["memory"]
@@ -166,7 +166,7 @@ def initial(unit: Unit, ops: ArrayOps, seed: int, rank: int | None) -> dict[str,
     """Return the initial states of a unit on a rank; without a rank, those that its owner has."""
     compressor = unit.compressor
     return {
-        "memory": unit.memory.init(unit.spec, ops) if rank is None or unit.owner in (None, rank) else {},
+        "memory": unit.memory.init(unit.spec, ops) if rank is None or unit.kept_by(rank) else {},
         "compressor": compressor.init(unit.spec, ops, Key.derive(seed, unit.spec.name))
         if isinstance(compressor, Stateful)
         else {},
@@ -184,22 +184,35 @@ def carried(
     """Return the states of all units `after` a change: states that fit are kept, the others start as `fresh`.
 
     A residual passes from one memory to any other that has one, in the units of the new one. State that a memory holds
-    per element is kept even if the units are cut differently. What only the owner of a unit holds back of a mean over
-    `size` ranks goes into its own residual, unless the same unit goes on.
+    per element is kept even if the units are cut differently. What only the owners of a unit hold back of a mean over
+    `size` ranks goes into their own residuals, unless they own the same unit again.
     """
     new = _carried_units(before.units, after.units, read, fresh, ops)
     for name, unit in after.stateful.items():
-        if unit.owner is not None:
-            same = name in before.stateful and before.stateful[name].method == unit.method
-            new[name] = read(name) if same else fresh(unit)
+        if unit.owners is not None:
+            old = before.stateful.get(name)
+            again = old is not None and (old.owners, old.pieces) == (unit.owners, unit.pieces)
+            new[name] = _continued(old, unit, read(name), fresh(unit), ops) if old and again else fresh(unit)
     for unit in before.units:
-        onward = unit.onward
-        if onward is None or ((name := onward.spec.name) in new and after.stateful[name].method == onward.method):
-            continue
-        residual = read(name)["memory"].get("residual")
-        if residual is not None:
-            _hand_back(unit, residual * float(size), after.units, new, ops)
+        for onward, scale in held_onward(unit):
+            name, owners = onward.spec.name, onward.owners or ()
+            residual = read(name)["memory"].get("residual")
+            other = after.stateful.get(name)
+            goes_on = other is not None and (other.owners, other.pieces) == (onward.owners, onward.pieces)
+            if residual is not None and not (goes_on and "residual" in new[name]["memory"]):
+                _hand_back(unit, residual * (size / len(owners) / scale), after.units, new, ops)
     return new
+
+
+def held_onward(unit: Unit) -> Iterator[tuple[Unit, float]]:
+    """Yield the units as which the mean of a unit is sent on, each with the unit of its residual in gradients.
+
+    A memory sees what the memory before it has made of the gradient.
+    """
+    scale = unit.memory.residual_scale
+    for onward in unit.chain:
+        scale *= onward.memory.residual_scale
+        yield onward, scale
 
 
 def _hand_back(
@@ -209,7 +222,7 @@ def _hand_back(
     new: dict[str, dict[str, State]],
     ops: Callable[[str], ArrayOps],
 ) -> None:
-    """Add a residual, in the units of the memory of `old`, to those that the new units hold for the same elements."""
+    """Add a residual, in units of the gradient, to those that the new units hold for the same elements."""
     for unit in units:
         memory = new[unit.spec.name]["memory"]
         if "residual" not in memory:
@@ -218,7 +231,7 @@ def _hand_back(
             for start, stop, _, place in _holders([old], piece):
                 total, low = memory["residual"], offset + start - piece.start
                 high = low + stop - start
-                added = _rescaled(residual[place : place + stop - start], old, unit, ops(unit.spec.device))
+                added = residual[place : place + stop - start] * unit.memory.residual_scale
                 rows = [total[:low], total[low:high] + added, total[high:]]
                 memory = {**memory, "residual": ops(unit.spec.device).concat(rows)}
         new[unit.spec.name] = {**new[unit.spec.name], "memory": memory}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from grace.core.exchange.collectives import Collective, Reduction
-from grace.core.values.spec import Array
+from grace.core.values.spec import Array, Ranks
 
 # The seconds that a rank waits for others, unless the configuration says something else.
 TIMEOUT = 300
@@ -24,6 +24,11 @@ class Handle(Protocol):
         return False
 
 
+def known_local_size(rank: int, node: int, local_rank: int, local_size: int) -> int:
+    """Return the number of ranks on this node if ranks are numbered node by node, else 0."""
+    return local_size if rank == node * local_size + local_rank else 0
+
+
 class Transport(ABC):
     """Base of transports: collectives on flat buffers among `size` ranks.
 
@@ -38,8 +43,15 @@ class Transport(ABC):
     ordered: ClassVar[bool] = False
     rank: int
     size: int
+    # Ranks on each node, if they are numbered node by node; 0 if unknown.
+    local_size: int = 0
     timeout: float = TIMEOUT
     explain: Callable[[str], str] = "collective '{}'".format
+
+    @property
+    def ranks(self) -> Ranks:
+        """The number of ranks, in all and on each node."""
+        return Ranks(self.size, self.local_size)
 
     def start(self, collective: Collective, name: str) -> Handle:
         """Start a collective of a program."""

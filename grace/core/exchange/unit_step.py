@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grace.core.methods.capabilities import Checking, Learning, Negotiating, Tuning
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array, Key, Payload, Proposal, Site, State
+from grace.core.values.registry import memories
+from grace.core.values.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State
 from grace.core.values.unit import Unit
 
 # The states of a unit between two steps: {"memory": ..., "compressor": ...}.
@@ -34,10 +36,16 @@ class UnitStep:
 
     x: Array
     payload: Payload
+    # The learning rate that `begin` got.
+    lr: Any = None
     # A 0-d condition: this rank's gradient, or its payload, is not finite.
     bad: Array = False
     # The step of the unit as which the mean is sent on.
     onward: UnitStep | None = None
+    # The step whose payload brings the mean of all ranks, if the communicator sends it on.
+    bringing: UnitStep | None = None
+    # The new states, if the communicator itself has concluded the step.
+    concluded: dict[str, State] | None = None
     proposal: Proposal | None = None
 
     def __init__(
@@ -68,6 +76,7 @@ class UnitStep:
     def begin(self, gradient: Array, lr: Any = None) -> None:
         """Compensate a flat gradient, which is only read; compress it unless the ranks must negotiate first."""
         unit, ops, spec = self.unit, self.site.ops, self.unit.spec
+        self.lr = lr
         if unit.memory.needs_lr:
             self.site = self.site._replace(lr=ops.full(1, lr, "float64")[0])
         x, self.memory, finite = unit.memory.compensate(
@@ -140,8 +149,8 @@ class UnitStep:
     def merged(self, payloads: Sequence[Payload]) -> Array:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
         gradient = self.unit.compressor.merge(payloads, self.site)
-        averages = self.unit.compressor.averages and self.site.size > 1
-        return self.site.ops.scale_(gradient, 1 / self.site.size) if averages else gradient
+        averages = self.unit.compressor.averages and len(payloads) > 1
+        return self.site.ops.scale_(gradient, 1 / len(payloads)) if averages else gradient
 
     def conclude(self, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None = None) -> Concluded:
         """Merge the payloads of all ranks, or their sum, and return the gradient for the optimizer and the new states.
@@ -149,8 +158,8 @@ class UnitStep:
         `flags` are those of all ranks, or their sum. The result's array is `out` if it could be written to, else in its
         own memory.
         """
-        if self.onward is not None:
-            return self._conclude_onward(self.onward, payloads, flags, out)
+        if self.bringing is not None:
+            return self._conclude_mean(self.bringing, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
         home = {f.name: self.payload[f.name] for f in unit.fields if not f.wire}
         payloads = [{**payload, **home} for payload in payloads]
@@ -184,16 +193,17 @@ class UnitStep:
                 tally = ops.where(bad, float("nan"), tally[0]), tally[1]
         return Concluded(gradient, factor * back, states, tally)
 
-    def _conclude_onward(
-        self, onward: UnitStep, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None
+    def _conclude_mean(
+        self, bringing: UnitStep, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None
     ) -> Concluded:
-        """Do the same with the one payload in which the owner has sent the mean on."""
-        unit, ops, there = self.unit, self.site.ops, onward.site
+        """Do the same with the one payload in which an owner has sent the mean on."""
+        unit, ops, there = self.unit, self.site.ops, bringing.site
         if not unit.memory.finishes and out is not None:
             there = there._replace(ops=ops.writing_to(out))
-        gradient = onward.unit.compressor.merge(payloads, there)
+        gradient = bringing.unit.compressor.merge(payloads, there)
         factor = unit.memory.gain
-        back = 1.0 if self._average or not unit.compressor.averages else float(self.site.size)
+        averages = all(step.unit.compressor.averages for step in (self, *self.chain))
+        back = 1.0 if self._average or not averages else float(self.site.size)
         memory = self.memory
         if unit.memory.finishes:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
@@ -204,8 +214,27 @@ class UnitStep:
             gradient, states = self._unless(self._any(flags), gradient, states)
         return Concluded(gradient, factor * back, states, None)
 
+    @property
+    def chain(self) -> Iterator[UnitStep]:
+        """The steps of the units as which the mean is sent on, one after another."""
+        onward = self.onward
+        while onward is not None:
+            yield onward
+            onward = onward.onward
+
+    def of_mean(self) -> UnitStep:
+        """Return a step that sends the mean of the same unit back, without a memory and with other random numbers."""
+        unit, site = self.unit, self.site
+        unit = dataclasses.replace(unit, method=dataclasses.replace(unit.method, memory=memories.make("none")))
+        states = {"memory": NO_STATE, "compressor": self.states["compressor"]}
+        back = UnitStep(unit, states, site.ops, seed=0, step=site.key.step, rank=0, size=1)
+        back.site = back.site._replace(key=Key(Key.derive(site.key.seed, "mean"), site.key.step))
+        return back
+
     def states_unless(self, flags: Sequence[Array]) -> dict[str, State]:
         """Return the new states of a unit whose payload others merge; the old ones if a flag is set."""
+        if self.concluded is not None:
+            return self.concluded
         states = {"memory": self.memory, "compressor": self.states["compressor"]}
         places = [(kind, key) for kind, state in states.items() for key in state]
         if not flags or not places:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grace.core.exchange.wire import WIRE_FORMAT
@@ -14,7 +15,7 @@ from grace.core.values.plan import Plan
 from grace.core.values.registry import compressors
 
 
-def formats(plans: Iterable[Plan], ops: Callable[[str], ArrayOps]) -> dict[str, Any]:
+def formats(plans: Sequence[Plan], ops: Callable[[str], ArrayOps]) -> dict[str, Any]:
     """Return what decides the bytes of a run beside its configuration: a part of every first description.
 
     `ops(device)` returns the array operations.
@@ -26,6 +27,10 @@ def formats(plans: Iterable[Plan], ops: Callable[[str], ArrayOps]) -> dict[str, 
             compressors.name_of(c): c.payload_format for item in items for c in _methods(item.compressor)
         },
     }
+    if any(plan.shards for plan in plans):
+        # They depend on the number of ranks on a node, which the launcher may tell each rank differently.
+        names = repr([list(plan.stateful) for plan in plans])
+        found["units"] = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
     multiplying = [item for item in items if any(c.multiplies for c in _methods(item.compressor))]
     if multiplying:
         # Other last bits let the replicas drift apart.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from grace.core.methods.compressor import Compressor
+from grace.core.values.spec import Ranks
 
 if TYPE_CHECKING:
     from grace.core.exchange.bucket_step import BucketStep
@@ -33,13 +34,17 @@ class Communicator(ABC):
     def check(self, compressor: Compressor) -> None:
         """Raise IncompatibleError if this communicator cannot carry the compressor's payloads."""
 
-    def divide(self, units: Sequence[Unit], size: int) -> Sequence[Unit]:
-        """Return the units as which `size` ranks exchange these units of a bucket (default: as they are)."""
+    def resolve(self, compressor: Compressor, ranks: Ranks) -> Communicator:
+        """Return the communicator for a compressor and these ranks (default: this one)."""
+        return self
+
+    def divide(self, units: Sequence[Unit], ranks: Ranks) -> Sequence[Unit]:
+        """Return the units as which the ranks exchange these units of a bucket (default: as they are)."""
         return units
 
     @abstractmethod
-    def layout(self, units: Sequence[Unit], size: int) -> Layout:
-        """Return the layout of a bucket's fields on the wire, among `size` ranks."""
+    def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
+        """Return the layout of a bucket's fields on the wire."""
 
     @abstractmethod
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:

@@ -15,7 +15,7 @@ from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.values.config import Config, Method, change_config, dense_method
 from grace.core.values.errors import ConfigError, GraceWarning
 from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import ITEMSIZE, TensorSpec
+from grace.core.values.spec import ITEMSIZE, ONE_RANK, Ranks, TensorSpec
 from grace.core.values.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
 
 
@@ -59,7 +59,7 @@ class Plan:
     @cached_property
     def stateful(self) -> dict[str, Unit]:
         """Everything that has states, by name: the units, and those as which their means are sent on."""
-        onward = [unit.onward for unit in self.units if unit.onward is not None]
+        onward = (other for unit in self.units for other in unit.chain)
         return {unit.spec.name: unit for unit in (*self.units, *onward)}
 
     @cached_property
@@ -149,12 +149,12 @@ def make_plan(
     specs: Sequence[TensorSpec],
     config: Config,
     *,
-    size: int = 1,
+    ranks: Ranks = ONE_RANK,
     prefix: str = "grace",
     delegate: Callable[[Assignment], bool] = lambda item: False,
     holding: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Return a plan for `size` ranks that gives every tensor its method, its units and its bucket.
+    """Return a plan for `ranks` that gives every tensor its method, its units and its bucket.
 
     A bucket holds tensors of one communicator and device, dense tensors apart, in reverse order of `specs` (the order
     in which the backward pass finishes them). `config.granularity`, `config.bucket_bytes` and `config.split_bytes`
@@ -165,7 +165,8 @@ def make_plan(
     """
     model_numel = sum(spec.numel for spec in specs)
     items = [
-        _assign(dataclasses.replace(spec, model_numel=model_numel), config, spec.name in holding) for spec in specs
+        _assign(dataclasses.replace(spec, model_numel=model_numel), config, ranks, spec.name in holding)
+        for spec in specs
     ]
     seen: set[str] = set()
     for spec in specs:
@@ -194,8 +195,8 @@ def make_plan(
     for index, bucket in enumerate(members):
         units = fuse(bucket) if config.granularity != "layer" or bucket[0].dense else bucket
         communicator = bucket[0].communicator
-        units = list(communicator.divide(units, size))
-        layout = communicator.layout(units, size)
+        units = list(communicator.divide(units, ranks))
+        layout = communicator.layout(units, ranks)
         layout = layout.checked() if config.checksum else layout
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
     _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
@@ -311,7 +312,7 @@ def make_plans(
     specs: Sequence[TensorSpec],
     config: Config,
     *,
-    size: int = 1,
+    ranks: Ranks = ONE_RANK,
     prefix: str = "grace",
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> list[tuple[int, Plan]]:
@@ -322,7 +323,7 @@ def make_plans(
             item.spec.name for _, plan in plans for item in plan.assignments if item.memory.holds_residual
         )
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
-        plans.append((step, make_plan(specs, stage, size=size, prefix=name, delegate=delegate, holding=holding)))
+        plans.append((step, make_plan(specs, stage, ranks=ranks, prefix=name, delegate=delegate, holding=holding)))
     return plans
 
 
@@ -332,7 +333,7 @@ def change_plan(
     plan: Plan,
     changes: Mapping[str, Any],
     *,
-    size: int,
+    ranks: Ranks,
     prefix: str,
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> tuple[Config, Plan]:
@@ -341,7 +342,7 @@ def change_plan(
     Raises what `make_config` raises for them, and ConfigError if a schedule would undo the change.
     """
     config = change_config(config, changes)
-    return config, next_plan(specs, config, plan, size=size, prefix=prefix, delegate=delegate)
+    return config, next_plan(specs, config, plan, ranks=ranks, prefix=prefix, delegate=delegate)
 
 
 def next_plan(
@@ -349,21 +350,22 @@ def next_plan(
     config: Config,
     before: Plan,
     *,
-    size: int,
+    ranks: Ranks,
     prefix: str,
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> Plan:
     """Return the plan of a configuration that follows another plan and keeps all of its residuals."""
     holding = frozenset(item.spec.name for item in before.assignments if item.memory.holds_residual)
-    return make_plan(specs, config, size=size, prefix=prefix, delegate=delegate, holding=holding)
+    return make_plan(specs, config, ranks=ranks, prefix=prefix, delegate=delegate, holding=holding)
 
 
-def _assign(spec: TensorSpec, config: Config, holding: bool) -> Assignment:
+def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool) -> Assignment:
     rule = config.rule_for(spec)
     method = rule.method if rule else config.method
     unfit = method.compressor.unfit(spec)
     if unfit:
         method = dense_method()
+    method = dataclasses.replace(method, communicator=method.communicator.resolve(method.compressor, ranks))
     if holding and method.memory.stateless:
         method = dataclasses.replace(method, memory=memories.make("leftover"))
-    return Assignment(spec, method, unfit or (rule.reason if rule else ""), config.index_coding)
+    return Assignment(spec, method, unfit or (rule.reason if rule else ""), config.index_coding, holding)

@@ -11,14 +11,12 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.values.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from grace.core.methods.communicator import Communicator
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -134,8 +132,7 @@ def fields_of(cls: type) -> dict[str, Any]:
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Return cls(**values) after checking names and types; integers pass as floats. Raises ConfigError.
 
-    A field of type Compressor or Memory accepts what `compressors.make` or `memories.make` accepts: a name, a table, or
-    a ready component.
+    A field whose type is a component accepts what its registry's `make` accepts: a name, a table, or a ready component.
     """
     fields = fields_of(cls)
     for key, value in values.items():
@@ -181,7 +178,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(isinstance(value, type(choice)) and value == choice for choice in typing.get_args(hint))
     if origin is tuple:
         return isinstance(value, (tuple, list)) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
-    if hint in (Compressor, Memory):
+    if hint in _INNER:
         return isinstance(value, (str, Mapping, hint))
     if hint is float:
         # NaN and infinity would pass or fail every comparison of a range check.
@@ -201,4 +198,8 @@ compressors: Registry[Compressor] = Registry("compressor", "compressors", "grace
 memories: Registry[Memory] = Registry("memory", "memories", "grace.core.memories")
 communicators: Registry[Communicator] = Registry("communicator", "communicators", "grace.core.communicators")
 # The kinds of components that others may consist of.
-_INNER: dict[type, Registry[Any]] = {Compressor: compressors, Memory: memories}
+_INNER: dict[type, Registry[Any]] = {
+    Compressor: compressors,
+    Memory: memories,
+    Communicator: communicators,
+}

@@ -117,6 +117,19 @@ class Key(NamedTuple):
         return int.from_bytes(digest, "little")
 
 
+class Ranks(NamedTuple):
+    """Number of ranks, and how many of them each node has (0: unknown).
+
+    With a known `local_size`, ranks are numbered node by node: rank r is on node r // local_size.
+    """
+
+    size: int = 1
+    local_size: int = 0
+
+
+ONE_RANK = Ranks()
+
+
 class Proposal(NamedTuple):
     """Array that the ranks combine before they compress: element-wise "sum" or "max", or a rotating "leader"'s."""
 

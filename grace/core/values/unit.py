@@ -47,6 +47,8 @@ class Assignment:
     method: Method
     reason: str = ""
     index_coding: str = "int32"
+    # It carries a residual of an earlier plan.
+    holding: bool = False
 
     @property
     def compressor(self) -> Compressor:
@@ -126,13 +128,26 @@ class Unit(Assignment):
     pieces: tuple[Piece, ...] = ()
     # The unit as which a communicator sends the mean of this one on; None if every rank makes the mean itself.
     onward: Unit | None = None
-    # The only rank that keeps a memory for this unit; None if every rank does.
-    owner: int | None = None
+    # The ranks that exchange this unit and keep a memory for it; None if every rank does.
+    owners: tuple[int, ...] | None = None
+
+    def kept_by(self, rank: int) -> bool:
+        """Return whether a rank keeps a memory for this unit."""
+        return self.owners is None or rank in self.owners
+
+    @property
+    def chain(self) -> Iterator[Unit]:
+        """The units as which the mean of this one is sent on, one after another."""
+        onward = self.onward
+        while onward is not None:
+            yield onward
+            onward = onward.onward
 
 
 def whole(item: Assignment) -> Unit:
     """Return a tensor as one unit, in its own shape."""
-    return Unit(item.spec, item.method, item.reason, item.index_coding, (Piece(item.spec.name, 0, item.spec.numel),))
+    piece = Piece(item.spec.name, 0, item.spec.numel)
+    return Unit(item.spec, item.method, item.reason, item.index_coding, item.holding, (piece,))
 
 
 def cut(item: Assignment, most_bytes: int) -> list[Unit]:
@@ -183,7 +198,7 @@ def _unit(units: Sequence[Unit], pieces: tuple[Piece, ...]) -> Unit:
         shape=(sum(piece.numel for piece in pieces),),
         sparse=any(unit.spec.sparse for unit in units),
     )
-    return dataclasses.replace(units[0], spec=spec, pieces=pieces)
+    return dataclasses.replace(units[0], spec=spec, pieces=pieces, holding=any(unit.holding for unit in units))
 
 
 def shards(unit: Unit, count: int) -> list[Unit]:
@@ -195,6 +210,13 @@ def shards(unit: Unit, count: int) -> list[Unit]:
         _unit([unit], tuple(_part(unit, start, min(start + width, unit.spec.numel))))
         for start in range(0, unit.spec.numel, width)
     ]
+
+
+def empty_shard(unit: Unit, number: int) -> Unit:
+    """Return a unit with no elements of this one, for a rank that takes part in its exchange with nothing."""
+    spec = dataclasses.replace(unit.spec, name=f"{unit.spec.name}, empty shard {number}", shape=(0,))
+    last = unit.pieces[-1]
+    return dataclasses.replace(unit, spec=spec, pieces=(Piece(last.tensor, last.stop, last.stop),))
 
 
 def _part(unit: Unit, start: int, stop: int) -> Iterator[Piece]:

@@ -27,10 +27,10 @@ from grace.core.guards import waiting
 from grace.core.ops import get_ops
 from grace.core.values.plan import make_plan
 from grace.core.values.registry import communicators, compressors
-from grace.core.values.spec import HALF_DTYPES, ITEMSIZE
+from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Ranks
 from grace.testing.harness import array, run_program, same
 from grace.testing.transport_contract import run_transport_contract
-from tests.support import half_precision, registered, steps
+from tests.support import cases, half_precision, registered, steps
 from tests.support.rank import serve
 
 WORLD = MPI.COMM_WORLD
@@ -58,7 +58,7 @@ STEPS = 3
 def _config(row: dict[str, Any]) -> grace.Config:
     parts = registered.default_method(COMPRESSORS[row["compressor"]])
     if row["communicator"] != "default":
-        parts = grace.Method(parts.compressor, parts.memory, communicators.make(row["communicator"]))
+        parts = grace.Method(parts.compressor, parts.memory, communicators.make(cases.communicator_of(row)))
     return steps.config(parts, **steps.CUTS.get(row["cut"], {}))
 
 
@@ -75,7 +75,7 @@ def exchanges(rows: list[dict[str, Any]]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for number, row in enumerate(rows):
         label, config = f"{row['compressor']}/{row['communicator']}/{row['cut']}", _config(row)
-        plan = make_plan(steps.MIXED, config)
+        plan = make_plan(steps.MIXED, config, ranks=Ranks(SIZE))
         refused = outcome(lambda p=plan: [item.compressor.check_ranks(SIZE) for item in p.assignments])
         if refused:
             results[label] = {"refused": refused, "exchange": outcome(lambda c=config: mpi.MPIExchange(steps.MIXED, c))}

@@ -9,6 +9,7 @@ from tests.support import cases, half_precision
 from tests.support.covering import ALL
 from tests.support.launch import SUMMED, TORCH, Launch
 from tests.support.ranks import on, same, scenario
+from tests.support.registered import OF_SHARDS
 from tests.support.steps import WAYS
 
 pytestmark = pytest.mark.distributed
@@ -118,7 +119,7 @@ def test_granularity_decides_what_is_one_unit(launch):
     for label, row in listed.items():
         units, tensors = ranks[0][label]["units"]
         assert same([rank[label]["units"] for rank in ranks]), label
-        if row["communicator"] == "two_shot":
+        if row["communicator"] in OF_SHARDS:
             # Its units are shards.
             assert units >= tensors or row["granularity"] != "layer", label
         elif row["granularity"] == "layer" and row["method"] != "none":

@@ -1,0 +1,261 @@
+"""Hierarchy of nodes: little compressed within a node, compressed between nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core.communicators.two_shot import keeps_state, why_not_second
+from grace.core.exchange import collectives
+from grace.core.exchange.bucket_step import BucketStep
+from grace.core.exchange.collectives import Collective, Program, among
+from grace.core.exchange.unit_step import UnitStep
+from grace.core.exchange.wire import GatherLayout, Layout, Received, decode_rows
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor
+from grace.core.values.config import Method
+from grace.core.values.errors import ConfigError, IncompatibleError
+from grace.core.values.registry import communicators, compressors, memories
+from grace.core.values.spec import Array, Ranks, TensorSpec
+from grace.core.values.unit import Unit, empty_shard, shards
+
+_EMPTY = TensorSpec("empty", (0,))
+
+
+@communicators.register("hierarchical")
+@dataclass(frozen=True)
+class Hierarchical(Communicator):
+    r"""Uncompressed within a node, compressed between nodes.
+
+    Formula: m_j = \mathrm{mean}_{i \in \mathrm{node}}\, x_{ij}, \quad g_j = \mathrm{mean}_\mathrm{nodes}\, C(m_j)
+
+    Every unit is cut into one shard per rank of a node. The ranks of a node trade their shards uncompressed; the rank
+    that gets shard j averages it, adds its residual and compresses it. The ranks of all nodes that have shard j
+    exchange it by the communicator `between`. Then each passes the result on within its node. So slow links between
+    nodes carry compressed shards only, and each link as much as if its node was one rank.
+
+    `between` is by default the compressor's usual communicator. `within` compresses inside of a node: "none", "fp16",
+    or another compressor that needs no error feedback. `local_size` is the number of ranks on a node; by default the
+    launcher tells it. Ranks must be numbered node by node. With one node, only `within` compresses.
+
+    Reference: Shi et al., "Towards scalable distributed training of deep learning on public cloud clusters"
+    (HiTopKComm, by topk), MLSys 2021; Wang et al., "ZeRO++: extremely efficient collective communication for giant
+    model training" (two hops, by qsgd on both), 2023.
+    """
+
+    any_length: ClassVar[bool] = True
+
+    between: Communicator | None = None
+    within: Compressor | None = None
+    local_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_size is not None and self.local_size < 1:
+            raise ConfigError(
+                "communicator hierarchical: local_size must be the number of ranks on a node, at least 1; received "
+                f"{self.local_size!r}."
+            )
+        if isinstance(self.between, Hierarchical):
+            raise ConfigError("communicator hierarchical: between cannot be hierarchical itself; name another one.")
+
+    def check(self, compressor: Compressor) -> None:
+        for reason in (_why_not_between(compressor), _why_not_within(self._within)):
+            if reason:
+                raise IncompatibleError(
+                    f"communicator 'hierarchical' cannot carry {compressor} with within={self._within}: {reason}. "
+                    f"Valid communicators: {compressor.default_communicator}."
+                )
+        if self.between is not None:
+            self.between.check(compressor)
+
+    def resolve(self, compressor: Compressor, ranks: Ranks) -> Communicator:
+        nodes = Ranks(ranks.size // self._local_size(ranks))
+        between = self.between or communicators.make(compressor.default_communicator)
+        return dataclasses.replace(self, between=between.resolve(compressor, nodes))
+
+    @property
+    def _within(self) -> Compressor:
+        return self.within or compressors.make("none")
+
+    def _local_size(self, ranks: Ranks) -> int:
+        """Return the number of ranks on a node. Raises ConfigError if it is unknown or does not divide all ranks."""
+        local_size = self.local_size or ranks.local_size
+        if ranks.size == 1:
+            return 1
+        if not local_size:
+            raise ConfigError(
+                f"communicator hierarchical: the number of ranks on a node is unknown for these {ranks.size} ranks. "
+                "Set local_size, or start equally many ranks on every node and number them node by node."
+            )
+        if ranks.size % local_size:
+            raise ConfigError(
+                f"communicator hierarchical: expected equally many ranks on every node, received {ranks.size} ranks "
+                f"with {local_size} on a node; start as many on every node, or set local_size."
+            )
+        return local_size
+
+    def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
+        local_size = self._local_size(ranks)
+        nodes = ranks.size // local_size
+        if local_size == 1:
+            return [made for unit in units for made in self._between_nodes(unit, nodes)]
+        if nodes == 1:
+            return [dataclasses.replace(unit, method=self._method_within(unit)) for unit in units]
+        divided = []
+        for unit in units:
+            # The first shards of all units do not all lie on one rank.
+            first = zlib.crc32(unit.spec.name.encode())
+            parts = shards(unit, local_size) if unit.flat else [unit]
+            # All ranks of a node take part in the same rounds, even with nothing.
+            parts += [empty_shard(unit, number) for number in range(len(parts), local_size)]
+            for number, part in enumerate(parts, first):
+                owners = tuple(range(number % local_size, ranks.size, local_size))
+                divided += [self._of_node(made, owners) for made in self._between_nodes(part, nodes)]
+        return divided
+
+    def _between_nodes(self, unit: Unit, nodes: int) -> Sequence[Unit]:
+        assert self.between is not None
+        method = Method(unit.compressor, unit.memory, self.between)
+        return self.between.divide([dataclasses.replace(unit, method=method)], Ranks(nodes))
+
+    def _method_within(self, unit: Unit) -> Method:
+        within = self._within
+        memory = memories.make("leftover" if unit.holding else "none")
+        return Method(within, memory, communicators.make(within.default_communicator))
+
+    def _of_node(self, unit: Unit, owners: tuple[int, ...]) -> Unit:
+        """Return the unit that the ranks of a node exchange so that the owners can exchange `unit` between nodes."""
+        spec = dataclasses.replace(unit.spec, name=f"mean of the node of {unit.spec.name}", dtype=unit.spec.work_dtype)
+        onward = unit.onward and dataclasses.replace(
+            unit.onward, owners=tuple(owners[node] for node in unit.onward.owners or ())
+        )
+        between = dataclasses.replace(unit, spec=spec, owners=owners, onward=onward, holding=False)
+        return dataclasses.replace(unit, method=self._method_within(unit), onward=between)
+
+    def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
+        local_size = self._local_size(ranks)
+        if local_size in (1, ranks.size):
+            return units[0].communicator.layout(units, ranks)
+        owned: list[list[int]] = [[] for _ in range(local_size)]
+        for index, unit in enumerate(units):
+            owners = _onward(unit).owners
+            assert owners is not None
+            owned[owners[0]].append(index)
+        first, between = [], []
+        for indices in owned:
+            mine = [units[i] for i in indices]
+            inner = [_numbered_by_node(_onward(unit), local_size) for unit in mine]
+            guarded = [unit.guarded or other.guarded for unit, other in zip(mine, inner, strict=True)]
+            first.append(GatherLayout([u.spec for u in mine], [u.fields for u in mine], guarded))
+            between.append(inner[0].communicator.layout(inner, Ranks(ranks.size // local_size)))
+        return HierarchicalLayout(tuple(map(tuple, owned)), tuple(first), tuple(between))
+
+    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
+        if not isinstance(layout, HierarchicalLayout):
+            return (yield from at.steps[0].unit.communicator.program(at, layout))
+        ops, owned = at.ops, layout.owned
+        local_size = len(owned)
+        node, local = divmod(at.rank, local_size)
+        here = range(node * local_size, (node + 1) * local_size)
+        peers = range(local, at.size, local_size)
+        payloads, flags = at.payloads, at.flags
+        buffers = [
+            shot.encode(ops, [payloads[i] for i in indices], [flags[i] for i in indices], at.stamp)
+            for shot, indices in zip(layout.first, owned, strict=True)
+        ]
+        data = yield from among(here, _alone(collectives.alltoall(buffers)), ops, at.rank, at.size)
+        arrived = layout.first[local].decode(ops, data, local_size, at.stamp)
+        mine = [at.steps[i] for i in owned[local]]
+        inner = []
+        for step, theirs, bad in zip(mine, arrived.payloads, arrived.flags, strict=True):
+            assert step.onward is not None
+            step.onward.begin(step.merged(theirs), step.lr)
+            for flag in bad:
+                step.onward.bad = ops.bit_or(step.onward.bad, flag > 0)
+            inner.append(step.onward)
+        nodes = BucketStep(inner, ops, rank=node, size=len(peers), stamp=at.stamp, mean=True)
+        received = yield from among(
+            peers, nodes.run(inner[0].unit.communicator, layout.between[local]), ops, at.rank, at.size
+        )
+        back: list[UnitStep] = []
+        for step, theirs, bad in zip(mine, received.payloads, received.flags, strict=True):
+            assert step.onward is not None
+            done = step.onward.conclude(theirs, bad)
+            step.onward.concluded = done.states
+            back.append(step.of_mean())
+            back[-1].begin(done.x if done.factor == 1 else ops.scale_(done.x, done.factor))
+            for flag in bad:
+                back[-1].bad = ops.bit_or(back[-1].bad, flag > 0)
+        buffer = layout.first[local].encode(ops, [b.payload for b in back], [b.bad for b in back], at.stamp)
+        for every in at.steps:
+            every.bringing = every.of_mean()
+        data = yield from among(here, _alone(collectives.allgather(buffer)), ops, at.rank, at.size)
+        result = Received([[] for _ in at.steps], [[] for _ in at.steps], [*arrived.in_step, *received.in_step])
+        for indices, row in zip(owned, decode_rows(ops, data, layout.first, at.stamp), strict=True):
+            for i, theirs, bad in zip(indices, row.payloads, row.flags, strict=True):
+                result.payloads[i].extend(theirs)
+                result.flags[i].extend(bad)
+            result.in_step.extend(row.in_step)
+        return result
+
+
+@dataclass(frozen=True)
+class HierarchicalLayout:
+    """Layouts by rank of a node: `first` within the node, there and back, and `between` nodes.
+
+    `owned` holds the indices of its units in the bucket.
+    """
+
+    owned: tuple[tuple[int, ...], ...]
+    first: tuple[GatherLayout, ...]
+    between: tuple[Layout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a rank sends per step, on average, with every run-time length taken as zero."""
+        count = len(self.owned)
+        within = 2 * (count - 1) * sum(shot.nbytes for shot in self.first)
+        return (within + sum(layout.nbytes for layout in self.between)) // count
+
+    def checked(self) -> HierarchicalLayout:
+        """Return this layout with a checksum in every buffer that can have one."""
+        first, between = tuple(shot.checked() for shot in self.first), tuple(each.checked() for each in self.between)
+        return HierarchicalLayout(self.owned, first, between)
+
+
+def _onward(unit: Unit) -> Unit:
+    assert unit.onward is not None
+    return unit.onward
+
+
+def _numbered_by_node(unit: Unit, local_size: int) -> Unit:
+    """Return the unit with the ranks that own what it is sent on as, numbered as `between` does."""
+    if unit.onward is None:
+        return unit
+    owners = tuple(rank // local_size for rank in unit.onward.owners or ())
+    return dataclasses.replace(unit, onward=dataclasses.replace(unit.onward, owners=owners))
+
+
+def _alone(collective: Collective) -> Program[Array]:
+    """Return a program of one collective."""
+    (received,) = yield [collective]
+    return received
+
+
+def _why_not_between(compressor: Compressor) -> str | None:
+    if not compressor.flat:
+        return "it needs a whole tensor, and shards are parts of tensors"
+    if compressor.unfit(_EMPTY):
+        return "a shard may be empty, and it cannot compress empty tensors"
+    if keeps_state(compressor):
+        return "it learns from the payloads of all ranks, and these come only to the owners of a shard"
+    return None
+
+
+def _why_not_within(within: Compressor) -> str | None:
+    if memories.make(within.default_memory).feeds_back:
+        return "within a node there is no error feedback, which it needs"
+    return why_not_second(within)
