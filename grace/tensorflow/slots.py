@@ -153,8 +153,8 @@ class VariableSlots(Slots):
         a function twice if it makes variables.
         """
         for bucket in plan.buckets:
-            by_data = [unit for unit in bucket.units if unit.wire_bytes is None]
-            places = [(kind, bucket.name) for kind in ("bucket", *KINDS) if by_data]
+            by_data = [unit for unit in bucket.units if any(u.wire_bytes is None for u in (unit, *unit.chain))]
+            places = [(kind, bucket.name) for kind in ("bucket", *KINDS) if not bucket.layout.fixed]
             places += [("unit", unit.spec.name) for unit in by_data]
             if norms:
                 places += [(kind, unit.spec.name) for kind in ("size", "error") for unit in bucket.units]

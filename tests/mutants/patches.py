@@ -24,6 +24,7 @@ ENGINE = "grace/core/exchange/engine.py"
 UNIT_STEP = "grace/core/exchange/unit_step.py"
 BUCKET_STEP = "grace/core/exchange/bucket_step.py"
 TWO_SHOT = "grace/core/communicators/two_shot.py"
+SPARSE = "grace/core/communicators/sparse_allreduce.py"
 HIERARCHICAL = "grace/core/communicators/hierarchical.py"
 ASSEMBLY = "grace/core/exchange/assembly.py"
 STATE = "grace/core/exchange/state.py"
@@ -744,6 +745,54 @@ PATCHES = [
         "self._onward(shard, (0,))",
         "one rank averages everything, and its link carries all payloads",
         ("tests/core/test_two_shot.py -k bytes_do_not_grow",),
+    ),
+    Patch(
+        "sparse-forgets-what-is-dropped",
+        SPARSE,
+        "        step.remember(_chosen(ops, step.payload, back))\n",
+        "        step.remember()\n",
+        "entries that do not come back are lost",
+        ("tests/core/test_sparse_allreduce.py -k nothing_is_lost",),
+    ),
+    Patch(
+        "sparse-tree-forgets-what-it-drops",
+        SPARSE,
+        'step.x = ops.scatter_add_(step.x, entries["indices"], entries["values"])',
+        "pass",
+        "sums that a rank of the tree drops are lost",
+        ("tests/core/test_sparse_allreduce.py -k nothing_is_lost",),
+    ),
+    Patch(
+        "sparse-ranges-of-equal-width",
+        SPARSE,
+        'ops.gather(ops.concat([indices, ops.full(1, numel, "int32")]), ops.cast(inner, "int32"))',
+        'ops.cast((ops.arange(size - 1, "int64") + 1) * numel // size, "int32")',
+        "one rank gets most of the entries if they lie in a part of the tensor",
+        ("tests/core/test_sparse_allreduce.py -k words_do_not_grow",),
+    ),
+    Patch(
+        "sparse-counts-from-below",
+        SPARSE,
+        "return ops.where(reached > 0, mine + part, ops.sum(counts))",
+        "return ops.where(reached > 0, mine, ops.sum(counts))",
+        "none of the entries of the smallest magnitude come back",
+        ("tests/core/test_sparse_allreduce.py -k largest_sums",),
+    ),
+    Patch(
+        "sparse-union-is-never-dense",
+        SPARSE,
+        "is_full = 2 * ops.length(values) > width",
+        "is_full = 2 * ops.length(values) > width + ops.length(values) * 2",
+        "a filled union takes twice the bytes of a dense exchange",
+        ("tests/core/test_sparse_allreduce.py -k fills_travels",),
+    ),
+    Patch(
+        "sparse-flags-stop-at-the-owner",
+        SPARSE,
+        "        bad = ops.bit_or(bad, flag > 0)\n",
+        "        pass\n",
+        "NaN on one rank enters the states of all others",
+        ("tests/core/test_sparse_allreduce.py -k bad_gradient",),
     ),
     Patch(
         "hierarchical-flags-stop-at-the-owner",

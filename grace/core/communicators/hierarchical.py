@@ -220,6 +220,11 @@ class HierarchicalLayout:
         within = 2 * (count - 1) * sum(shot.nbytes for shot in self.first)
         return (within + sum(layout.nbytes for layout in self.between)) // count
 
+    @property
+    def fixed(self) -> bool:
+        """True if the number of bytes does not depend on the data."""
+        return all(layout.fixed for layout in (*self.first, *self.between))
+
     def checked(self) -> HierarchicalLayout:
         """Return this layout with a checksum in every buffer that can have one."""
         first, between = tuple(shot.checked() for shot in self.first), tuple(each.checked() for each in self.between)

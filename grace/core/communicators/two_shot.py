@@ -153,6 +153,11 @@ class TwoShotLayout:
         to_owners = (size - 1) * sum(shot.nbytes for shot in self.first)
         return (to_owners + sum(shot.nbytes for shot in self.second)) // size
 
+    @property
+    def fixed(self) -> bool:
+        """True if the number of bytes does not depend on the data."""
+        return all(shot.fixed for shot in (*self.first, *self.second))
+
     @cached_property
     def equal(self) -> bool:
         """True if the buffers of the second shot all have one length."""

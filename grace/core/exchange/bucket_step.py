@@ -53,7 +53,7 @@ class BucketStep:
                 collectives = next(program) if arrived is None else program.send(arrived)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
-            if arrived is None:
+            if arrived is None and not communicator.remembers:
                 for step in self.steps:
                     step.remember()
             arrived = yield collectives

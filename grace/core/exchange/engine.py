@@ -370,7 +370,7 @@ class Engine:
             steps = list(run.steps.values())
             self.times.mark("handed", bucket.name, [array for step in steps for array in step.payload.values()])
             # Update the memories while the payload travels.
-            for step in steps:
+            for step in () if bucket.communicator.remembers else steps:
                 step.remember()
 
     def _advance(self, bucket: Bucket, run: BucketRun) -> bool:

@@ -131,9 +131,10 @@ class UnitStep:
         cast = self.site.ops.cast
         return {**self.payload, **{f.name: self.payload[f.name] * cast(1.0 / self.site.size, f.dtype) for f in wide}}
 
-    def remember(self) -> None:
-        """Update the memory with the payload; the buffer of x becomes the new residual."""
-        self.memory = self.unit.memory.update(self.x, self.payload, self.unit.compressor, self.memory, self.site)
+    def remember(self, sent: Payload | None = None) -> None:
+        """Update the memory with the payload, or with what was sent of it; the buffer of x becomes the new residual."""
+        sent = self.payload if sent is None else sent
+        self.memory = self.unit.memory.update(self.x, sent, self.unit.compressor, self.memory, self.site)
         del self.x
 
     def commit_memory(self, flags: Sequence[Array]) -> dict[str, State] | None:

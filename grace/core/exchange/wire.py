@@ -326,6 +326,11 @@ class SumLayout:
         if any(self.guarded):
             self.groups.setdefault("float32", [])
 
+    @property
+    def fixed(self) -> bool:
+        """True if nothing depends on the data."""
+        return all(isinstance(f.length, int) for group in self.groups.values() for _, f in group)
+
     def checked(self) -> SumLayout:
         """Return this layout: the sum is made under way, so that no checksum of one rank can be checked."""
         return self
@@ -390,6 +395,10 @@ class Layout(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that a rank sends per step, with every run-time length taken as zero."""
+
+    @property
+    def fixed(self) -> bool:
+        """True if the number of bytes does not depend on the data."""
 
     def checked(self) -> Layout:
         """Return this layout with a checksum in every buffer that can have one."""

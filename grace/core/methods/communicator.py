@@ -29,6 +29,8 @@ class Communicator(ABC):
     sums: ClassVar[bool] = False
     # Payloads may differ in length between ranks, which coded indices need.
     any_length: ClassVar[bool] = False
+    # The program updates the memories itself, because it may drop entries on the way.
+    remembers: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, compressor: Compressor) -> None:

@@ -102,11 +102,10 @@ class Plan:
         """Return a table: per tensor the method, memory, collective, bytes per step, and why it stays dense."""
         rows = [("tensor", "shape", "compressor", "memory", "collective", "dense bytes", "wire bytes", "why")]
         wire_total = sum(b.nbytes for b in self.buckets) + sum(item.spec.nbytes for item in self.delegated)
-        dense_total, open_ended = 0, False
+        dense_total, open_ended = 0, not all(bucket.layout.fixed for bucket in self.buckets)
         for item in sorted(self.assignments, key=lambda p: p.spec.name):
             spec, wire = item.spec, self.bytes_of(item)
             dense_total += spec.nbytes
-            open_ended |= wire is None
             rows.append(
                 (
                     spec.name,

@@ -39,7 +39,7 @@ def _possible(row):
 EXCHANGES = rows(
     {
         "compressor": [*compressors, *VARIANTS],
-        "communicator": ["default", "broadcast", "two_shot", "hierarchical"],
+        "communicator": ["default", "broadcast", "two_shot", "hierarchical", "sparse_allreduce"],
         "cut": ["layer", *(cut for cut in CUTS if cut != "bucket")],
         "ranks": [2, 4],
     },

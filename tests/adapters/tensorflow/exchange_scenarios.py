@@ -66,7 +66,8 @@ def _bytes(exchange: grace.tensorflow.Exchange, sent: dict[str, int]) -> dict[st
     return {
         "reported": exchange.stats()["wire_bytes"],
         "sent": sum(sent.values()),
-        "fixed": all(item.compressor.fixed_size for item in plan.assignments),
+        # Of shards, the mean over the ranks is predicted.
+        "fixed": all(b.layout.fixed for b in plan.buckets) and not plan.shards,
         "predicted": sum(b.nbytes for b in plan.buckets) + sum(p.spec.nbytes for p in plan.delegated),
         "padding": sum(b.nbytes % 4 for b in plan.buckets),
     }

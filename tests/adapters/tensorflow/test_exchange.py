@@ -10,6 +10,7 @@ from tests.support.cases import MORE_OF_TENSORFLOW, TENSORFLOW_MPI
 from tests.support.covering import ALL
 from tests.support.launch import SUMMED, TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
+from tests.support.registered import OF_SHARDS
 from tests.support.steps import WAYS
 
 pytestmark = pytest.mark.distributed
@@ -84,7 +85,8 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(launch):
         for label, row in listed.items():
             result = rank[label]
             # Two ranks pad 16-bit floats to whole 32-bit integers.
-            half = row["method"] in ("fp16", "bf16") and row["communicator"] == "allreduce" and launch.ranks == 2
+            summed = row["communicator"] in ("allreduce", "hierarchical")
+            half = row["method"] in ("fp16", "bf16") and summed and launch.ranks == 2
             assert result["sent"] == result["reported"] + half * result["padding"], label
             if result["fixed"]:
                 assert result["predicted"] == result["reported"], label
@@ -115,6 +117,9 @@ def test_nan_and_inf_reach_all_ranks_and_no_residual(launch):
         for label, result in rank.items():
             assert [step["finite"] for step in result["steps"]] == [True, True, False, False, True], label
             by_tensor = "/layer/" in label
+            if any(name in label for name in OF_SHARDS):
+                # Only the shard with the bad element is rolled back, which the simulation checks.
+                continue
             for step in result["steps"][2:4]:
                 assert step["others finite"] or not by_tensor, label
                 assert step["state kept"] or not result["guarded"], label

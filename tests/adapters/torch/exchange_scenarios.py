@@ -73,7 +73,8 @@ def trained(rows: ROWS) -> dict[str, Any]:
             "finite": bool(np.isfinite(loss)),
             "reported": stats["wire_bytes"] - sum(p.spec.nbytes for p in optimizer.grace.plan.delegated),
             "sent": sum(nbytes for _, nbytes in sent),
-            "fixed": all(p.compressor.fixed_size for p in optimizer.grace.plan.assignments),
+            # Of shards, the mean over the ranks is predicted.
+            "fixed": all(b.layout.fixed for b in optimizer.grace.plan.buckets) and not optimizer.grace.plan.shards,
             "predicted": sum(b.nbytes for b in optimizer.grace.plan.buckets),
         }
     return results
@@ -177,7 +178,7 @@ def given(rows: ROWS) -> dict[str, Any]:
         merged[label_of(row)] = found
         compressed = [
             sum(compressors.name_of(item.compressor) == row["method"] for item in parts)
-            for parts in (plan.units, plan.exchanged)
+            for parts in (plan.stateful.values(), plan.exchanged)
         ]
         units = engine.state_dict()["tensors"].values()
         results[label_of(row)] = {
