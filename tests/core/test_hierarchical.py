@@ -21,7 +21,7 @@ from grace.core.values.spec import Ranks, TensorSpec
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS
-from tests.support.steps import assert_same, gradient, gradients, simulate, states, step
+from tests.support.steps import assert_same, gradient, gradients, in_a_graph, simulate, states, step
 
 SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("empty", (0, 4))]
 SPECS += [TensorSpec("half", (30, 60), "float16"), TensorSpec("double", (16, 90), "float64")]
@@ -92,6 +92,14 @@ def test_frameworks_agree(framework, options):
     for number in range(2):
         assert_same(step(numpy, number), step(other, number))
     assert_same(states(numpy), states(other))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"within": "qsgd"}, {"between": "two_shot", "within": "fp16"}], ids=["usual", "qsgd", "shots"]
+)
+def test_a_graph_gives_the_same(options):
+    chosen = method("efsignsgd", **options)
+    assert_same(in_a_graph(chosen, 4, SPECS[:2]), step(simulate(chosen, size=4, specs=SPECS[:2]), 0))
 
 
 def test_only_compressed_shards_leave_a_node(monkeypatch):

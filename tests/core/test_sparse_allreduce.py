@@ -17,7 +17,7 @@ from grace.core.values.spec import TensorSpec
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS
-from tests.support.steps import assert_same, gradient, gradients, simulate, states, step
+from tests.support.steps import assert_same, gradient, gradients, in_a_graph, simulate, states, step
 
 REDUCTIONS = ["split", "union", "tree"]
 SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("empty", (0, 4))]
@@ -223,6 +223,15 @@ def test_frameworks_agree(framework, reduction, name):
     for number in range(2):
         assert_same(step(numpy, number), step(other, number))
     assert_same(states(numpy), states(other))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", ["topk", "threshold"])
+def test_a_graph_gives_the_same(reduction, name):
+    chosen = method(
+        {"name": name, "threshold": 1.5} if name == "threshold" else {"name": name, "compress_ratio": 0.05}, reduction
+    )
+    assert_same(in_a_graph(chosen, 3, [WIDE, SPECS[1]]), step(simulate(chosen, size=3, specs=[WIDE, SPECS[1]]), 0))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

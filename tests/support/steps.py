@@ -188,3 +188,16 @@ def wire_eps(chosen: Method, spec: TensorSpec) -> float:
     compressor = chosen.compressor if chosen.compressor.unfit(spec) is None else compressors.make("none")
     fields = compressor.wire(spec)
     return 16 * max([EPS.get(f.dtype, 0.0) for f in fields if f.wire] + [EPS[spec.dtype], EPS[spec.work_dtype]])
+
+
+def in_a_graph(chosen, size, specs, **options):
+    """Return the results of the first step of all ranks, run by one graph of TensorFlow."""
+    tf = pytest.importorskip("tensorflow")
+    given = gradients(simulate(chosen, size=size, specs=specs, **options), 0)
+
+    @tf.function
+    def run(mine):
+        return simulate(chosen, "tensorflow", size=size, specs=specs, **options).step(mine, lr=0.1)
+
+    merged = run([{name: tf.constant(x) for name, x in rank.items()} for rank in given])
+    return [{name: x.numpy() for name, x in rank.items()} for rank in merged]

@@ -123,7 +123,7 @@ def _split(at: BucketStep, layout: SparseLayout) -> Program[Received]:
             number += 1
         else:
             share = (most + (size - 1)) // size
-        kept.append(_largest(ops, entries, ops.size(share)))
+        kept.append(_largest(ops, entries, ops.size(ops.cast(share, "int32"))))
     received = yield from _gathered(at, layout, kept, arrived)
     for step, payloads in zip(at.steps, received.payloads, strict=True):
         if step.unit.memory.stateless:
