@@ -225,8 +225,8 @@ def test_every_reordered_part_exists():
 
 
 class TestCommunicators(CommunicatorContract):
-    # tests/core/test_hierarchical.py says how many ranks a node has.
-    @pytest.fixture(params=sorted(set(communicators) - {"hierarchical"}))
+    # A plan resolves auto. tests/core/test_hierarchical.py says how many ranks a node has.
+    @pytest.fixture(params=sorted(set(communicators) - {"auto", "hierarchical"}))
     def communicator(self, request):
         return communicators.make(request.param)
 

@@ -85,7 +85,9 @@ def test_sum_is_the_size_times_the_average(chosen):
 
 
 @pytest.mark.parametrize("compressor", ["none", "fp16", "bf16"])
-@pytest.mark.parametrize("communicator", sorted(set(communicators) - registered.OF_SHARDS))
+@pytest.mark.parametrize(
+    "communicator", sorted(set(communicators) - registered.OF_SHARDS - {"auto", "sparse_allreduce"})
+)
 def test_no_compression_is_the_mean(communicator, compressor):
     chosen = Method(compressors.make(compressor), memories.make("none"), communicators.make(communicator))
     sim = simulate(chosen)
@@ -327,7 +329,7 @@ def test_bytes_reported_are_bytes_sent(chosen, traffic):
             assert {kind: n for kind, n in stats["collectives"].items() if n} == traffic[rank]
             assert stats["wire_bytes"] == sum(traffic[rank].values())
     predicted = sum(bucket.nbytes for bucket in sim.plan.buckets)
-    if chosen.compressor.fixed_size:
+    if all(bucket.layout.fixed for bucket in sim.plan.buckets):
         assert predicted == sum(traffic[0].values())
     else:
         assert predicted <= sum(traffic[0].values())
@@ -418,4 +420,4 @@ def test_every_combination_has_a_memory_and_a_way_to_travel():
     assert {memories.name_of(chosen.memory) for chosen in registered.valid_methods()} == set(memories)
     assert {communicators.name_of(chosen.communicator) for chosen in registered.valid_methods()} == set(
         communicators
-    ) - registered.OF_SHARDS
+    ) - registered.OF_SHARDS - {"auto"}

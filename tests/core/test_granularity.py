@@ -256,7 +256,7 @@ def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, traffic
             assert sum(tensor["wire_bytes"] for tensor in stats["tensors"].values()) == fields
             assert set(stats["tensors"]) == {spec.name for spec in MIXED}
     predicted = sum(bucket.nbytes for bucket in sim.plan.buckets)
-    if chosen.compressor.fixed_size:
+    if all(bucket.layout.fixed for bucket in sim.plan.buckets):
         assert predicted == sum(traffic[0].values())
         assert sum(sim.plan.bytes_of(item) for item in sim.plan.assignments) == fields
     else:
@@ -402,11 +402,15 @@ def test_rules_with_several_methods_share_a_bucket(cut, framework):
         {"name": "dgc", "gradient_clipping": 1.0},
     ],
 )
-def test_what_depends_on_a_whole_tensor_is_neither_cut_nor_fused(memory):
+def test_what_depends_on_a_whole_tensor_is_not_cut_and_with_a_learning_rate_not_fused(memory):
     chosen = {"compressor": "topk", "memory": memory, "default_rules": False}
     specs = [TensorSpec(name, (40, 4096)) for name in "ab"]
     plan = make_plan(specs, make_config(chosen, split_bytes=4096))
-    assert pieces(plan) == [[(name, 0, 40 * 4096)] for name in "ba"]
+    tensors = [{name for name, _, _ in unit} for unit in pieces(plan)]
+    assert all(len(names) == 1 for names in tensors)
+    # One learning rate holds for all of a tensor, so that it may be cut.
+    cut = memory == {"name": "residual", "lr_correction": True}
+    assert len(tensors) == (80 if cut else 2)
 
 
 def test_a_unit_never_grows_beyond_what_the_method_can_compress(monkeypatch):

@@ -47,7 +47,8 @@ class TestHierarchical(CommunicatorContract):
 def test_one_rank_per_node_is_the_exchange_between_nodes(name):
     usual = compressors.make(name).default_communicator
     plain = Method(*(getattr(method(name), kind) for kind in ("compressor", "memory")), communicators.make(usual))
-    alone, flat = simulate(method(name, local_size=1), size=3, specs=SPECS), simulate(plain, size=3, specs=SPECS)
+    chosen = method(name, local_size=1, between=usual)
+    alone, flat = (simulate(one, size=3, specs=SPECS) for one in (chosen, plain))
     for number in range(3):
         assert_same(step(alone, number), step(flat, number))
     assert_same(states(alone), states(flat))
@@ -112,7 +113,11 @@ def test_only_compressed_shards_leave_a_node(monkeypatch):
         return original(self, xs, name=name)
 
     monkeypatch.setattr(SimulatedTransport, "alltoall", alltoall)
-    sim = simulate(method({"name": "topk", "compress_ratio": 0.01}), size=6, specs=[TensorSpec("w", (1000, 400))])
+    sim = simulate(
+        method({"name": "topk", "compress_ratio": 0.01}, between="allgather"),
+        size=6,
+        specs=[TensorSpec("w", (1000, 400))],
+    )
     step(sim, 0)
     # 2,000 elements of 8 bytes in a shard, to two other nodes.
     assert all(2 * 16_000 <= sent <= 2 * 16_000 + 100 for sent in left.values())
@@ -198,7 +203,9 @@ def test_the_launcher_tells_the_nodes_and_the_option_wins():
     for known, named, nodes in itertools.product((1, 2, 4), (None, 1, 2, 4), "n"):
         del nodes
         config = grace.make_config(
-            compressor="topk", communicator={"name": "hierarchical", "local_size": named}, default_rules=False
+            compressor="topk",
+            communicator={"name": "hierarchical", "local_size": named, "between": "allgather"},
+            default_rules=False,
         )
         plan = make_plan(SPECS[:1], config, ranks=Ranks(4, known))
         owners = {unit.onward.owners for unit in plan.units if unit.onward}

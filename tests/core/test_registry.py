@@ -85,7 +85,9 @@ def test_every_module_registers_something(registry, package):
 
 
 def test_names_are_those_that_configurations_use():
-    assert {"allgather", "allreduce", "broadcast", "hierarchical", "sparse_allreduce", "two_shot"} == set(communicators)
+    assert {"allgather", "allreduce", "auto", "broadcast", "hierarchical", "sparse_allreduce", "two_shot"} == set(
+        communicators
+    )
     assert {"none", "residual", "dgc", "efsignsgd", "powersgd"} <= set(memories)
     assert {"none", "fp16", "topk", "randomk", "threshold", "dgc", "qsgd", "terngrad", "signsgd"} <= set(compressors)
     assert list(compressors) == sorted(compressors)

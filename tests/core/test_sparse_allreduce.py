@@ -12,7 +12,7 @@ from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.values.config import Method
 from grace.core.values.errors import IncompatibleError
-from grace.core.values.registry import compressors, memories
+from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import TensorSpec
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals
@@ -125,7 +125,7 @@ def test_words_of_a_tree_grow_with_the_logarithm(crossed):
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_union_is_what_allgather_gives(size):
     chosen = method({"name": "topk", "compress_ratio": 0.1}, "union")
-    plain = dataclasses.replace(chosen, communicator=grace.make_config(compressor="topk").method.communicator)
+    plain = dataclasses.replace(chosen, communicator=communicators.make("allgather"))
     a, b = simulate(chosen, size=size, specs=SPECS), simulate(plain, size=size, specs=SPECS)
     for number in range(3):
         assert_same(step(a, number), step(b, number))

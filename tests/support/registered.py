@@ -137,7 +137,7 @@ def valid_methods() -> list[Method]:
     parts = []
     for compressor in default_compressors():
         for memory in memories:
-            for communicator in sorted(set(communicators) - OF_SHARDS):
+            for communicator in sorted(set(communicators) - OF_SHARDS - {"auto"}):
                 try:
                     parts.append(Method(compressor, memories.make(memory), communicators.make(communicator)))
                 except IncompatibleError:

@@ -37,7 +37,7 @@ class Hierarchical(Communicator):
     exchange it by the communicator `between`. Then each passes the result on within its node. So slow links between
     nodes carry compressed shards only, and each link as much as if its node was one rank.
 
-    `between` is by default the compressor's usual communicator. `within` compresses inside of a node: "none", "fp16",
+    `between` is by default `auto`. `within` compresses inside of a node: "none", "fp16",
     or another compressor that needs no error feedback. `local_size` is the number of ranks on a node; by default the
     launcher tells it. Ranks must be numbered node by node. With one node, only `within` compresses.
 
@@ -71,10 +71,16 @@ class Hierarchical(Communicator):
         if self.between is not None:
             self.between.check(compressor)
 
-    def resolve(self, compressor: Compressor, ranks: Ranks) -> Communicator:
+    def resolve(self, method: Method, ranks: Ranks) -> Communicator:
         nodes = Ranks(ranks.size // self._local_size(ranks))
-        between = self.between or communicators.make(compressor.default_communicator)
-        return dataclasses.replace(self, between=between.resolve(compressor, nodes))
+        return dataclasses.replace(self, between=self._between.resolve(method, nodes))
+
+    def why(self, method: Method, ranks: Ranks) -> str:
+        return self._between.why(method, Ranks(ranks.size // self._local_size(ranks)))
+
+    @property
+    def _between(self) -> Communicator:
+        return self.between or communicators.make("auto")
 
     @property
     def _within(self) -> Compressor:

@@ -54,15 +54,18 @@ class TwoShot(Communicator):
     second: Compressor | None = None
     shard_memory: Memory | None = None
 
+    def obstacle(self, compressor: Compressor) -> str | None:
+        """Return the reason why it cannot carry the compressor; None if it can."""
+        return _why_not_first(compressor) or why_not_second(self.second or compressor)
+
     def check(self, compressor: Compressor) -> None:
-        second = self.second or compressor
-        for reason in (_why_not_first(compressor), why_not_second(second)):
-            if reason:
-                raise IncompatibleError(
-                    f"communicator 'two_shot' cannot carry {compressor} with second={second}: {reason}. "
-                    f"Valid communicators: {'allreduce, allgather' if compressor.summable else 'allgather'}."
-                )
-        if self.shard_memory is not None and self.shard_memory.whole:
+        reason = self.obstacle(compressor)
+        if reason:
+            raise IncompatibleError(
+                f"communicator 'two_shot' cannot carry {compressor} with second={self.second or compressor}: {reason}. "
+                f"Valid communicators: {'allreduce, allgather' if compressor.summable else 'allgather'}."
+            )
+        if self.shard_memory is not None and (self.shard_memory.whole or self.shard_memory.needs_lr):
             raise IncompatibleError(
                 f"communicator 'two_shot': shard_memory {self.shard_memory} needs whole tensors or the learning rate, "
                 "and the owner of a shard has neither. Valid: residual, none."

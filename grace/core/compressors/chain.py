@@ -52,6 +52,10 @@ class Chain(QuantizedSparsifier):
                 )
 
     @property
+    def absolute(self) -> bool:
+        return self.sparsifier.absolute or self.quantizer.absolute
+
+    @property
     def pair(self) -> tuple[Sparsifier, Compressor]:
         assert isinstance(self.sparsifier, Sparsifier)
         return self.sparsifier, self.quantizer

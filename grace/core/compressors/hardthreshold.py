@@ -64,6 +64,10 @@ class HardThreshold(Sparsifier, Tuning):
             raise ConfigError(f"hardthreshold: tune_steps must be at least 0, or null, received {self.tune_steps!r}.")
 
     @property
+    def absolute(self) -> bool:
+        return True
+
+    @property
     def _tunes(self) -> bool:
         return self.threshold is None and self.tune_steps != 0
 

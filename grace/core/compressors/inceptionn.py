@@ -56,6 +56,10 @@ class Inceptionn(Compressor):
             raise ConfigError(f"inceptionn: error_bound must lie in [2^-64, 1), received {self.error_bound!r}.")
 
     @property
+    def absolute(self) -> bool:
+        return not self.relative
+
+    @property
     def linear_in(self) -> tuple[str, ...]:
         return ("scale",) if self.relative else ()
 

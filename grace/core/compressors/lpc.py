@@ -49,6 +49,10 @@ class LPC(Compressor):
             )
 
     @property
+    def absolute(self) -> bool:
+        return self.delta is not None
+
+    @property
     def unbiased(self) -> bool:
         return self.delta is None
 

@@ -48,6 +48,10 @@ class OneBit(Compressor):
     payload_format = 2
 
     @property
+    def absolute(self) -> bool:
+        return self.threshold != 0
+
+    @property
     def flat(self) -> bool:
         return not self.columns
 

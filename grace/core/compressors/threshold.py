@@ -45,6 +45,10 @@ class Threshold(Sparsifier):
                 f"threshold: capacity must be a share of the elements in (0, 1], received {self.capacity!r}."
             )
 
+    @property
+    def absolute(self) -> bool:
+        return True
+
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return Field("values", spec.work_dtype, "kept"), Field("indices", "int32", "kept", below=spec.numel)
 

@@ -51,7 +51,7 @@ class DGCMemory(Memory):
 
     @property
     def whole(self) -> bool:
-        return self.needs_lr or self.gradient_clipping is not None
+        return self.gradient_clipping is not None
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}

@@ -48,7 +48,7 @@ class Residual(Memory):
 
     @property
     def whole(self) -> bool:
-        return self.needs_lr or self.gradient_clipping is not None
+        return self.gradient_clipping is not None
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         state = {"residual": ops.zeros(spec.numel, spec.work_dtype)}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from grace.core.exchange.bucket_step import BucketStep
     from grace.core.exchange.collectives import Program
     from grace.core.exchange.wire import Layout, Received
+    from grace.core.values.config import Method
     from grace.core.values.unit import Unit
 
 
@@ -36,9 +37,13 @@ class Communicator(ABC):
     def check(self, compressor: Compressor) -> None:
         """Raise IncompatibleError if this communicator cannot carry the compressor's payloads."""
 
-    def resolve(self, compressor: Compressor, ranks: Ranks) -> Communicator:
-        """Return the communicator for a compressor and these ranks (default: this one)."""
+    def resolve(self, method: Method, ranks: Ranks) -> Communicator:
+        """Return the communicator for a method, which names this one, and these ranks (default: this one)."""
         return self
+
+    def why(self, method: Method, ranks: Ranks) -> str:
+        """Return the reason for the result of `resolve`, for the report; empty if there is nothing to say."""
+        return ""
 
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> Sequence[Unit]:
         """Return the units as which the ranks exchange these units of a bucket (default: as they are)."""

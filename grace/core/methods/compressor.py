@@ -47,6 +47,11 @@ class Compressor(ABC):
         return False
 
     @property
+    def absolute(self) -> bool:
+        """True if it depends on the size of the gradient, as a fixed threshold does, so that C(a x) is not a C(x)."""
+        return False
+
+    @property
     def flat(self) -> bool:
         """True if only the length of the tensor matters, not its shape; a large tensor may then be cut."""
         return True
@@ -81,7 +86,7 @@ class Compressor(ABC):
 
     @property
     def default_communicator(self) -> str:
-        """Name of the communicator that is used unless the user names one."""
+        """Name of the communicator that `auto` chooses for two ranks; for more ranks it may choose another."""
         return "allreduce" if self.summable else "allgather"
 
     @property

@@ -68,7 +68,7 @@ class Memory(ABC):
 
     @property
     def needs_lr(self) -> bool:
-        """True if the memory reads `Site.lr`; only optimizers know the learning rate, tapes do not."""
+        """True if the memory reads `Site.lr`; its tensors are not joined. Only optimizers know it, tapes do not."""
         return False
 
     @property
@@ -78,8 +78,8 @@ class Memory(ABC):
 
     @property
     def whole(self) -> bool:
-        """True if a norm or learning rate of the whole tensor matters; the tensor is then neither cut nor joined."""
-        return self.needs_lr
+        """True if a norm of the whole tensor matters; the tensor is then neither cut nor joined."""
+        return False
 
     def check(self, compressor: Compressor) -> None:
         """Raise IncompatibleError if this memory cannot serve the compressor (default: it can)."""

@@ -378,7 +378,7 @@ def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -
     made: dict[str, Any] = {}
     for kind in _COMPONENTS:
         registry = _REGISTRIES[kind]
-        choice = values[kind] if kind in values else getattr(made["compressor"], f"default_{kind}")
+        choice = values[kind] if kind in values else _default(kind, made)
         if isinstance(choice, str):
             choice = {"name": choice}
         if isinstance(choice, Mapping):
@@ -400,6 +400,14 @@ def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -
             place = "belongs to the top level" if key in _TOP_LEVEL else f"is no option of {_chosen(made)}"
             raise ConfigError(f"{where}: '{key}' {place}.{nearest(str(key), [*_COMPONENTS, *other_keys, *known])}")
     return Method(**made)
+
+
+def _default(kind: str, made: Mapping[str, Any]) -> str:
+    """Return the name of a component that the user does not name."""
+    if kind == "communicator":
+        return "auto"
+    name: str = getattr(made["compressor"], f"default_{kind}")
+    return name
 
 
 def _chosen(made: Mapping[str, Any]) -> str:

@@ -364,7 +364,9 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool) -> As
     unfit = method.compressor.unfit(spec)
     if unfit:
         method = dense_method()
-    method = dataclasses.replace(method, communicator=method.communicator.resolve(method.compressor, ranks))
+    why = method.communicator.why(method, ranks)
+    method = dataclasses.replace(method, communicator=method.communicator.resolve(method, ranks))
     if holding and method.memory.stateless:
         method = dataclasses.replace(method, memory=memories.make("leftover"))
-    return Assignment(spec, method, unfit or (rule.reason if rule else ""), config.index_coding, holding)
+    reasons = unfit or (rule.reason if rule else ""), why
+    return Assignment(spec, method, "; ".join(filter(None, reasons)), config.index_coding, holding)

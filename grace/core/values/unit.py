@@ -101,8 +101,8 @@ class Assignment:
 
     @property
     def joins(self) -> bool:
-        """True if it may be joined with others."""
-        return self.flat and self.compressor.joins
+        """True if it may be joined with others, whose learning rates may differ."""
+        return self.flat and self.compressor.joins and not self.memory.needs_lr
 
     @cached_property
     def guarded(self) -> bool:
