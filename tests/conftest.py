@@ -24,6 +24,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     items[:] = ranks.grouped(items)
+    for item in items:
+        if item.get_closest_marker("distributed") is not None:
+            item.add_marker(pytest.mark.xdist_group(ranks.group(item)))
     # Long tests first: at the end, the other workers would wait for one.
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
@@ -34,7 +37,7 @@ _seconds: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report):
-    _seconds[report.nodeid.rpartition("/")[0]] += report.duration
+    _seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
 
 
 def pytest_sessionfinish():

@@ -1,8 +1,8 @@
 """A pool of ranks that a launcher starts once. It runs one scenario after another, for many tests.
 
-Starting ranks and importing a framework on each of them takes longer than most scenarios. One pool runs at a time,
-because Horovod's and Open MPI's threads take processor time even when nothing is exchanged; `grouped` orders the tests
-by their parameter `launch`, so that every pool starts once.
+Starting ranks and importing a framework on each of them takes longer than most scenarios. A test process has one pool
+at a time, because Horovod's and Open MPI's threads take processor time even when nothing is exchanged; `grouped` orders
+the tests by their parameter `launch`, so that every pool starts once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from tests.support.covering import ALL
-from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command, environment
+from tests.support.launch import NAMES, ROOT, TENSORFLOW, TORCH, Launch, command, environment
 
 # Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them.
 START_S, SCENARIO_S, END_S = 240, 600, 60
@@ -47,9 +47,22 @@ def grouped(items: list[pytest.Item]) -> list[pytest.Item]:
     """Sort tests by launch, in the order of the launches' first tests. Tests without a launch come first, in order."""
     by_launch: dict[Launch | None, list[pytest.Item]] = {None: []}
     for item in items:
-        launch = item.callspec.params.get("launch") if hasattr(item, "callspec") else None
-        by_launch.setdefault(launch if isinstance(launch, Launch) else None, []).append(item)
+        by_launch.setdefault(_launch_of(item), []).append(item)
     return [item for group in by_launch.values() for item in group]
+
+
+def group(item: pytest.Item) -> str:
+    """Return the name of the tests that must run in one process: those of a worker, whose ranks have one import.
+
+    A test without a launch runs with the others of its file, which share fixtures.
+    """
+    launch = _launch_of(item)
+    return item.nodeid.partition("::")[0].replace("/", ".") if launch is None else NAMES[launch.worker]
+
+
+def _launch_of(item: pytest.Item) -> Launch | None:
+    launch = item.callspec.params.get("launch") if hasattr(item, "callspec") else None
+    return launch if isinstance(launch, Launch) else None
 
 
 @functools.cache
