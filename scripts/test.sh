@@ -6,8 +6,8 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$root"
-times="$(mktemp)"
-trap 'rm -f "$times"' EXIT
+times="$(mktemp)" site="$(mktemp)" docs=""
+trap 'rm -f "$times" "$site"; if [ -n "$docs" ]; then kill "$docs" 2>/dev/null || true; fi' EXIT
 
 # Run a command as one group of the table of times, which has a line per group: seconds, a tab and the name.
 timed() {
@@ -32,7 +32,10 @@ step() {
 step "lint" ruff check .
 step "format" ruff format --check .
 step "types" mypy
-step "docs" bash scripts/docs.sh -q
+# Sphinx needs one core for 40 s. It runs beside the first half of the tests, and its outcome is told after them.
+printf '\ntest: docs, beside the next step: bash scripts/docs.sh -q\n'
+bash scripts/docs.sh -q >"$site" 2>&1 &
+docs=$!
 
 found=0
 tests() {
@@ -45,6 +48,14 @@ tests() {
 # Tests that start processes run two at a time, because they often wait: those of one framework's ranks in one process.
 # All other tests run in parallel on all cores.
 tests "tests, one process" -n auto -m "not distributed" "$@"
+status=0
+wait "$docs" || status=$?
+docs=""
+cat "$site"
+if [ "$status" -ne 0 ]; then
+    echo "test: docs: failed with exit status $status" >&2
+    exit "$status"
+fi
 GRACE_TEST_TIMES="$times" tests "tests, several processes" -n 2 --dist loadgroup -m distributed "$@"
 if [ "$found" -eq 0 ]; then
     echo "test: the arguments select no test: $*" >&2
