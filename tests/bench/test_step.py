@@ -91,12 +91,14 @@ def present():
 def test_without_shaping(framework, tmp_path):
     path, picture = tmp_path / "step.json", tmp_path / "step.png"
     baselines, rounds, steps = ["horovod", "horovod-fp16", "ddp", "ddp-powersgd"], 2, 2
-    figure = ["--plot", str(picture)]
+    figure, model, numbers = ["--plot", str(picture)], "resnet", 269_722
     if framework == "tensorflow":
-        # Every round of a method traces its graph anew, which takes seconds.
+        # Every round of a method traces its graph anew, which takes seconds. test_models.py has TensorFlow's resnet.
         baselines, rounds, steps, figure = ["horovod"], 1, 4, []
+        if not ALL:
+            model, numbers = "mlp", 25_175_040
     methods = ["topk", "none"] if ALL or framework == "torch" else ["topk"]
-    given = ["--link", "none", "--model", "resnet", "--compressors", ",".join(methods), "--framework", framework]
+    given = ["--link", "none", "--model", model, "--compressors", ",".join(methods), "--framework", framework]
     given += ["--rounds", str(rounds), "--steps", str(steps), "--baselines", ",".join(baselines)]
     given += ["--options", "bucket_bytes=65536", "seed=3"]
     folder = tmp_path / "poisoned"
@@ -109,7 +111,7 @@ def test_without_shaping(framework, tmp_path):
         assert result["method"] in output
         assert result["ranks"] == 2
         assert result["link"] == "none"
-        assert result["model"] == "resnet"
+        assert result["model"] == model
         assert len(result["times"]) == 4
         assert 0 < result["spread"][0] <= result["median_s"] <= result["spread"][1]
         assert result["compute_s"] == results[0]["median_s"]
@@ -121,9 +123,9 @@ def test_without_shaping(framework, tmp_path):
         assert not any("peak" in key for key in result)
     assert "bucket_bytes=65536; seed=3" in output.splitlines()[0]
     said = {result["method"]: result["reported_bytes"] for result in results}
-    # 1 % of 0.27 M values, 8 bytes each, and the rest of ResNet-20 whole.
-    assert said.get("none", 4 * 269_722) == 4 * 269_722
-    assert 0.02 * 4 * 269_722 < said["topk"] < 0.1 * 4 * 269_722
+    # 1 % of the values, 8 bytes each, and small tensors whole, which are many in ResNet-20.
+    assert said.get("none", 4 * numbers) == 4 * numbers
+    assert 0.02 * 4 * numbers < said["topk"] < (0.1 if model == "resnet" else 0.021) * 4 * numbers
     if figure:
         assert picture.read_bytes().startswith(b"\x89PNG")
 

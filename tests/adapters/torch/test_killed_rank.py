@@ -107,7 +107,7 @@ def launch_and_lose_one():
     )
 
 
-CASES = [("bucket", 2), ("layer", 2), ("model", 4)] if ALL else [("bucket", 2), ("model", 4)]
+CASES = [("bucket", 2), ("layer", 2), ("model", 4)] if ALL else [("bucket", 2), ("model", 3)]
 
 
 @pytest.fixture(scope="module")
