@@ -48,6 +48,7 @@ SETTINGS = {
     "qsgd": Setting(options={"quantum_num": 15}),
     "natural": Setting(),
     "lpc": Setting(),
+    "uniform": Setting(),
     "eightbit": Setting(),
     "inceptionn": Setting(),
     "terngrad": Setting(),

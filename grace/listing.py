@@ -8,11 +8,12 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from grace.core.exchange.lanes import in_lanes
 from grace.core.exchange.wire import payload_bytes
 from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
-from grace.core.values.spec import ITEMSIZE, TensorSpec
+from grace.core.values.spec import ITEMSIZE, Field, TensorSpec
 from grace.machine import FRAMEWORKS, installed
 
 
@@ -45,6 +46,7 @@ FAMILIES = (
             "signum",
             "efsignsgd",
             "onebit",
+            "uniform",
         ),
     ),
     Family(
@@ -111,9 +113,17 @@ def feedback(compressor: Compressor) -> str:
     return "optional" if compressor.default_memory == "none" else "recommended"
 
 
+def sent_fields(compressor: Compressor, spec: TensorSpec = EXAMPLE, ranks: int = 2) -> list[Field]:
+    """Return what a rank sends of a tensor by the default communicator: proposal and payload, as they travel."""
+    payload = compressor.wire(spec)
+    if communicators.get(compressor.default_communicator).sums:
+        payload = in_lanes(payload, ranks)
+    return [*proposed_fields(compressor, spec), *payload]
+
+
 def _bits(compressor: Compressor) -> str:
-    """Return the bits that one rank sends per element of the example: proposal and payload, without bucket header."""
-    fields = [*proposed_fields(compressor, EXAMPLE), *compressor.wire(EXAMPLE)]
+    """Return the bits that one of two ranks sends per element of the example, without bucket header."""
+    fields = sent_fields(compressor)
     fixed = payload_bytes(fields)
     if fixed is not None:
         return f"{8 * fixed / EXAMPLE.numel:.3g}"

@@ -17,9 +17,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from grace.core.exchange.wire import payload_bytes  # noqa: E402
-from grace.core.methods.capabilities import proposed_fields  # noqa: E402
 from grace.core.values.registry import compressors  # noqa: E402 - found by the path above
-from grace.listing import EXAMPLE, FAMILIES  # noqa: E402
+from grace.listing import EXAMPLE, FAMILIES, sent_fields  # noqa: E402
 
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "figures" / "step_time.svg"
@@ -115,7 +114,7 @@ def _bytes(names: tuple[str, ...]) -> str:
     fixed, varies = [], False
     for name in names:
         compressor = compressors.make(name)
-        total = payload_bytes([*proposed_fields(compressor, EXAMPLE), *compressor.wire(EXAMPLE)])
+        total = payload_bytes(sent_fields(compressor))
         if total is None:
             varies = True
         else:

@@ -53,7 +53,7 @@ def codecs() -> dict[str, Codec]:
 @cache
 def saved_bytes(method: str, ranks: int) -> float:
     """Return the bytes per element by which a rank receives less than in a plain allreduce of float32."""
-    return 4 * 2 * (ranks - 1) / ranks - methods.sent(method).received(ranks)
+    return 4 * 2 * (ranks - 1) / ranks - methods.sent(method, ranks).received(ranks)
 
 
 def break_even(method: str, ranks: int, parameters: float) -> float:

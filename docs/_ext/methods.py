@@ -24,7 +24,7 @@ from grace.core.methods.compressor import Compressor
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import Registry, compressors, fields_of
 from grace.core.values.spec import TensorSpec
-from grace.listing import EXAMPLE, FAMILIES, feedback
+from grace.listing import EXAMPLE, FAMILIES, feedback, sent_fields
 
 FOLDER = Path(__file__).parents[1] / "methods"
 # Bytes that depend on the data are the mean of so many steps on a matrix of normal values.
@@ -56,12 +56,16 @@ class Sent(NamedTuple):
         return sum(bytes_ * shares[collective] for collective, bytes_ in self.collectives.items())
 
 
-def sent(name: str) -> Sent:
-    """Return what a method sends of a float32 matrix of 1,024 x 1,024 elements, or about what, with default options."""
+def sent(name: str, ranks: int = 2) -> Sent:
+    """Return what one of some ranks sends of a float32 matrix of 1,024 x 1,024 elements, with default options.
+
+    If the bytes depend on the data, return about what it sends.
+    """
     compressor = compressors.make(name)
-    payload = payload_bytes(compressor.wire(EXAMPLE))
+    proposed = proposed_fields(compressor, EXAMPLE)
+    payload = payload_bytes(sent_fields(compressor, ranks=ranks)[len(proposed) :])
     if payload is not None:
-        proposals = payload_bytes(proposed_fields(compressor, EXAMPLE)) or 0
+        proposals = payload_bytes(proposed) or 0
         collectives = {compressor.default_communicator: payload / EXAMPLE.numel}
         if proposals:
             collectives["allreduce"] = collectives.get("allreduce", 0) + proposals / EXAMPLE.numel
@@ -233,8 +237,9 @@ def index(all_sent: dict[str, Sent]) -> str:
         "```",
         "",
         "`bytes` is what one rank sends per element of a float32 gradient with default options. It is computed for a "
-        f"matrix of {EXAMPLE.shape[0]:,} x {EXAMPLE.shape[1]:,} elements. With *about*, it is the mean of {STEPS} "
-        f"steps ({', '.join(f'`{name}`: {steps}' for name, steps in FEWER_STEPS.items())}) on {SAMPLE.shape[0]} x "
+        f"matrix of {EXAMPLE.shape[0]:,} x {EXAMPLE.shape[1]:,} elements on 2 ranks. "
+        f"With *about*, it is the mean of {STEPS} steps "
+        f"({', '.join(f'`{name}`: {steps}' for name, steps in FEWER_STEPS.items())}) on {SAMPLE.shape[0]} x "
         f"{SAMPLE.shape[1]} normal values with standard deviation {DEVIATION}. The columns after it are the bytes per "
         "element that one rank receives among 2, 4, 8 and 16 ranks. With allgather they grow with the number of "
         "ranks. With allreduce they do not: a ring sends 2 (n - 1) / n times the payload.",
@@ -255,6 +260,8 @@ def index(all_sent: dict[str, Sent]) -> str:
         lines += [row(*head), row("---", "---", "---", *["---:"] * 5, "---", "---")]
         for name in family.methods:
             compressor, size = compressors.make(name), all_sent[name]
+            # Sums of integers take more bits on more ranks.
+            among = [(sent(name, n) if size.exact else size).received(n) for n in RANKS]
             about = "" if size.exact else "about "
             lines.append(
                 row(
@@ -262,7 +269,7 @@ def index(all_sent: dict[str, Sent]) -> str:
                     compressor.default_memory,
                     compressor.default_communicator,
                     f"{about}{size.total:.3g}",
-                    *(f"{size.received(n):.3g}" for n in RANKS),
+                    *(f"{received:.3g}" for received in among),
                     "unbiased" if compressor.unbiased else "biased",
                     feedback(compressor),
                 )

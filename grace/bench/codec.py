@@ -12,7 +12,7 @@ from grace.core.exchange.wire import sent_bytes
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import make_config
 from grace.core.values.plan import make_plan
-from grace.core.values.spec import Array, Payload, State, TensorSpec
+from grace.core.values.spec import Array, Payload, Ranks, State, TensorSpec
 from grace.core.values.unit import Unit
 
 SEED = 0
@@ -71,6 +71,7 @@ class LocalStep:
 
     def __init__(self, unit: Unit, ops: ArrayOps, ranks: int) -> None:
         unit.compressor.check_ranks(ranks)
+        (unit,) = unit.communicator.divide([unit], Ranks(ranks))
         self.unit, self.ops, self.ranks = unit, ops, ranks
         self._states = [initial(unit, ops, SEED, rank) for rank in range(ranks)]
 

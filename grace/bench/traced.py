@@ -79,4 +79,5 @@ class TracedStep(LocalStep):
 
 
 def _form(field: Field) -> tf.TensorSpec:
-    return tf.TensorSpec([None if isinstance(field.length, str) else field.length], tf.dtypes.as_dtype(field.dtype))
+    length = None if isinstance(field.length, str) else field.length
+    return tf.TensorSpec([length], tf.dtypes.as_dtype("int32" if field.lanes else field.dtype))

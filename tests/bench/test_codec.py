@@ -16,6 +16,7 @@ from grace.bench.codec import LocalStep, make_unit, near_square
 from grace.bench.gradients import DEVIATION, Gradients
 from grace.core.exchange.wire import payload_bytes
 from grace.core.ops import get_ops
+from grace.core.values.spec import Ranks
 from grace.testing.harness import same
 
 KEYS = {"compressor", "numel", "median_s", "copy_s", "ratio_to_copy", "wire_bytes"} | {
@@ -57,6 +58,7 @@ def check(results, output, names, sizes, repetitions):
         pays_below = pytest.approx(8e-9 * saved / r["median_s"]) if saved > 0 else None
         assert r["break_even_gbit_per_s"] == pays_below
         unit = make_unit(r["compressor"], r["numel"])
+        (unit,) = unit.communicator.divide([unit], Ranks(r["ranks"]))
         fixed = payload_bytes([*unit.fields, *unit.proposed])
         assert fixed is None or r["wire_bytes"] == fixed
 

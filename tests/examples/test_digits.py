@@ -12,9 +12,9 @@ import pytest
 from examples import digits
 from grace import make_config
 from grace.core.exchange.wire import payload_bytes
-from grace.core.methods.capabilities import proposed_fields
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
+from grace.listing import sent_fields
 from tests.support.covering import ALL
 from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command
 from tests.support.ranks import on, scenario
@@ -141,7 +141,7 @@ def payload_size(name, framework):
     for shape in shapes:
         spec = TensorSpec("weight", shape)
         assert compressor.unfit(spec) is None
-        size = payload_bytes([*proposed_fields(compressor, spec), *compressor.wire(spec)])
+        size = payload_bytes(sent_fields(compressor, spec))
         if size is None:
             return None
         total += size

@@ -29,6 +29,8 @@ HIERARCHICAL = "grace/core/communicators/hierarchical.py"
 ASSEMBLY = "grace/core/exchange/assembly.py"
 STATE = "grace/core/exchange/state.py"
 WIRE = "grace/core/exchange/wire.py"
+LANES = "grace/core/exchange/lanes.py"
+UNIFORM = "grace/core/compressors/uniform.py"
 PLAN = "grace/core/values/plan.py"
 REPLICAS = "grace/core/guards/replicas.py"
 UNIT = "grace/core/values/unit.py"
@@ -921,6 +923,62 @@ PATCHES = [
         "ops.max(gaps) > powers",
         "a widest gap that is a power of two loses its highest bit",
         ("tests/core/test_index_codings.py -k 'come_back'",),
+    ),
+    Patch(
+        "lanes-without-a-sign",
+        LANES,
+        "_WORD // (most.bit_length() + 1)",
+        "_WORD // most.bit_length()",
+        "a lane has no bit for the sign of a sum, which overflows into the next",
+        ("tests/papers/test_uniform.py",),
+    ),
+    Patch(
+        "lanes-borrow-from-the-next",
+        LANES,
+        "ops.shift_right(word - low, bits)",
+        "ops.shift_right(word, bits)",
+        "the integer after a negative one is too small by one",
+        ("tests/papers/test_uniform.py",),
+    ),
+    Patch(
+        "lanes-of-one-rank",
+        "grace/core/communicators/allreduce.py",
+        "dataclasses.replace(unit, summed=ranks.size)",
+        "dataclasses.replace(unit, summed=1)",
+        "lanes hold the integers of one rank, and the sum of several overflows",
+        ("tests/papers/test_uniform.py -k overflows",),
+    ),
+    Patch(
+        "lanes-are-not-counted",
+        WIRE,
+        "4 * words(length, field.lanes) if field.lanes else length",
+        "length",
+        "plans and statistics count integers that share words as if they travelled alone",
+        ("tests/papers/test_uniform.py -k overflows",),
+    ),
+    Patch(
+        "uniform-any-number-of-ranks",
+        UNIFORM,
+        "size * self.most > MOST",
+        "self.most > MOST",
+        "a sum of many ranks overflows 32 bits in silence",
+        ("tests/papers/test_uniform.py -k refused",),
+    ),
+    Patch(
+        "uniform-same-rounding-on-all-ranks",
+        UNIFORM,
+        "at.private_key if self.stochastic",
+        "at.key if self.stochastic",
+        "all ranks round up or down alike, and the mean does not average their errors",
+        ("tests/papers/test_uniform.py -k independently",),
+    ),
+    Patch(
+        "quantize-nearest-towards-zero",
+        HELPERS,
+        "u: Array = 0.5",
+        "u: Array = 0.0",
+        "without random numbers, levels are cut off and not rounded",
+        ("tests/papers/test_uniform.py",),
     ),
     # --- plan -----------------------------------------------------------------------------------------------------
     Patch(

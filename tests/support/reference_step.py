@@ -84,6 +84,11 @@ class Reference:
             states = self.states[rank][spec.name]
             states["memory"] = item.memory.update(xs[rank], payloads[rank], compressor, states["memory"], sites[rank])
         if item.communicator.sums:
+            # Integers of a known magnitude are widened before they are added.
+            wider = {f.name for f in item.fields if f.most is not None}
+            travelling = [
+                {name: ops.cast(v, "int64") if name in wider else v for name, v in sent.items()} for sent in travelling
+            ]
             travelling = [{name: self._sum(item, [sent[name] for sent in travelling]) for name in travelling[0]}]
         home = [{f.name: payload[f.name] for f in item.fields if not f.wire} for payload in payloads]
         # Every rank gets its own copy, because the merged gradient may be a payload and is changed in place.

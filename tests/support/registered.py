@@ -85,6 +85,10 @@ EXTRA_COMPRESSORS = [
     {"name": "threshold", "threshold": 1e9},
     {"name": "topk", "compress_ratio": 0.1},
     {"name": "topk", "compress_ratio": 1.0},
+    {"name": "uniform", "bits": 2},
+    {"name": "uniform", "bits": 12, "stochastic": True},
+    {"name": "uniform", "bits": 24},
+    {"name": "uniform", "stochastic": True},
     {"name": "wangni", "compress_ratio": 0.3},
     {"name": "wangni", "variance_budget": 1.0},
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,6 +35,9 @@ class Allreduce(Communicator):
                 f"communicator 'allreduce' adds payloads, but those of {compressor} cannot be added. "
                 f"Valid communicators: allgather{', broadcast' if compressor.fixed_size else ''}."
             )
+
+    def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
+        return [dataclasses.replace(unit, summed=ranks.size) for unit in units]
 
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> SumLayout:
         return SumLayout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])

@@ -109,7 +109,7 @@ class Hierarchical(Communicator):
         if local_size == 1:
             return [made for unit in units for made in self._between_nodes(unit, nodes)]
         if nodes == 1:
-            return [dataclasses.replace(unit, method=self._method_within(unit)) for unit in units]
+            return [made for unit in units for made in self._within_node(unit, ranks)]
         divided = []
         for unit in units:
             # The first shards of all units do not all lie on one rank.
@@ -127,6 +127,10 @@ class Hierarchical(Communicator):
         method = Method(unit.compressor, unit.memory, self.between)
         return self.between.divide([dataclasses.replace(unit, method=method)], Ranks(nodes))
 
+    def _within_node(self, unit: Unit, ranks: Ranks) -> Sequence[Unit]:
+        method = self._method_within(unit)
+        return method.communicator.divide([dataclasses.replace(unit, method=method)], ranks)
+
     def _method_within(self, unit: Unit) -> Method:
         within = self._within
         memory = memories.make("leftover" if unit.holding else "none")
@@ -139,7 +143,7 @@ class Hierarchical(Communicator):
             unit.onward, owners=tuple(owners[node] for node in unit.onward.owners or ())
         )
         between = dataclasses.replace(unit, spec=spec, owners=owners, onward=onward, holding=False)
-        return dataclasses.replace(unit, method=self._method_within(unit), onward=between)
+        return dataclasses.replace(unit, method=self._method_within(unit), onward=between, summed=0)
 
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
         local_size = self._local_size(ranks)
@@ -150,14 +154,15 @@ class Hierarchical(Communicator):
             owners = _onward(unit).owners
             assert owners is not None
             owned[owners[0]].append(index)
-        first, between = [], []
+        first, between, negotiated = [], [], 0
         for indices in owned:
             mine = [units[i] for i in indices]
             inner = [_numbered_by_node(_onward(unit), local_size) for unit in mine]
             guarded = [unit.guarded or other.guarded for unit, other in zip(mine, inner, strict=True)]
             first.append(GatherLayout([u.spec for u in mine], [u.fields for u in mine], guarded))
             between.append(inner[0].communicator.layout(inner, Ranks(ranks.size // local_size)))
-        return HierarchicalLayout(tuple(map(tuple, owned)), tuple(first), tuple(between))
+            negotiated += sum(unit.negotiated_bytes for unit in inner)
+        return HierarchicalLayout(tuple(map(tuple, owned)), tuple(first), tuple(between), negotiated)
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         if not isinstance(layout, HierarchicalLayout):
@@ -212,19 +217,20 @@ class Hierarchical(Communicator):
 class HierarchicalLayout:
     """Layouts by rank of a node: `first` within the node, there and back, and `between` nodes.
 
-    `owned` holds the indices of its units in the bucket.
+    `owned` holds the indices of its units in the bucket. `negotiated` are the bytes of all proposals between nodes.
     """
 
     owned: tuple[tuple[int, ...], ...]
     first: tuple[GatherLayout, ...]
     between: tuple[Layout, ...]
+    negotiated: int
 
     @property
     def nbytes(self) -> int:
         """Bytes that a rank sends per step, on average, with every run-time length taken as zero."""
         count = len(self.owned)
         within = 2 * (count - 1) * sum(shot.nbytes for shot in self.first)
-        return (within + sum(layout.nbytes for layout in self.between)) // count
+        return (within + sum(layout.nbytes for layout in self.between) + self.negotiated) // count
 
     @property
     def fixed(self) -> bool:
@@ -234,7 +240,7 @@ class HierarchicalLayout:
     def checked(self) -> HierarchicalLayout:
         """Return this layout with a checksum in every buffer that can have one."""
         first, between = tuple(shot.checked() for shot in self.first), tuple(each.checked() for each in self.between)
-        return HierarchicalLayout(self.owned, first, between)
+        return HierarchicalLayout(self.owned, first, between, self.negotiated)
 
 
 def _onward(unit: Unit) -> Unit:

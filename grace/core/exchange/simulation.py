@@ -136,10 +136,12 @@ def negotiate(steps: Sequence[UnitStep]) -> None:
 def deliver(steps: Sequence[UnitStep]) -> list[Delivered]:
     """Carry the compressed payloads of one unit's step on all ranks; return what arrives at each rank.
 
-    The communicator must not divide the unit.
+    The communicator must not cut the unit.
     """
     unit = steps[0].unit
-    layout = unit.communicator.layout([unit], Ranks(len(steps)))
+    ranks = Ranks(len(steps))
+    (divided,) = unit.communicator.divide([unit], ranks)
+    layout = unit.communicator.layout([divided], ranks)
     programs = [unit.communicator.program(_bucket(step), layout) for step in steps]
     received = _in_lock_step(programs, steps[0].site.ops)
     return [Delivered(r.payloads[0], r.flags[0]) for r in received]

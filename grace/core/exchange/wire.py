@@ -10,7 +10,8 @@ This aligns every field to its own width without padding between fields. The cou
 receiver finds the end of each rank's buffer without another exchange, and a rank that selects nothing sends only a
 header. The checksum is that of the rest of the rank's buffer; its 8 bytes leave all fields aligned.
 
-Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their flags are float32 elements. A
+Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their flags are float32 elements.
+Integers of a known largest magnitude travel in int32 words, several of them in each (`grace.core.exchange.lanes`). A
 flag means that this rank's gradient was not finite. The stamp is the step number: random numbers follow from it, so
 payloads of ranks at different steps (after only one of them loaded a checkpoint) must not be added.
 """
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from grace.core.exchange import indices
 from grace.core.exchange.checksum import CHECKSUM_BYTES, checksum
+from grace.core.exchange.lanes import pack, unpack, words
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
@@ -44,15 +46,23 @@ def payload_bytes(fields: Sequence[Field]) -> int | None:
             continue
         if isinstance(field.length, str) or field.coding != "int32":
             return None
-        total += field.length * ITEMSIZE[field.dtype]
+        total += _fixed_bytes(field)
     return total
+
+
+def _fixed_bytes(field: Field) -> int:
+    """Return the bytes of a field of fixed length."""
+    length = int(field.length)
+    return 4 * words(length, field.lanes) if field.lanes else length * ITEMSIZE[field.dtype]
 
 
 def sent_bytes(ops: ArrayOps, fields: Sequence[Field], payload: Payload) -> Any:
     """Return the bytes of this payload's fields on the wire: an int, or a 0-d array in a traced graph."""
     total: Any = 0
     for f in fields:
-        if f.wire and f.coding == "int32":
+        if f.wire and f.lanes:
+            total = total + _fixed_bytes(f)
+        elif f.wire and f.coding == "int32":
             total = total + ops.length(payload[f.name]) * ITEMSIZE[f.dtype]
         elif f.wire:
             below, k = int(f.below or 0), ops.length(payload[f.name])
@@ -322,7 +332,8 @@ class SumLayout:
         for i, tensor_fields in enumerate(self.fields):
             for f in tensor_fields:
                 if f.wire:
-                    self.groups.setdefault(f.dtype, []).append((i, f))
+                    assert f.most is None or f.lanes, f"integers '{f.name}' may overflow; divide() of allreduce widens"
+                    self.groups.setdefault("int32" if f.lanes else f.dtype, []).append((i, f))
         if any(self.guarded):
             self.groups.setdefault("float32", [])
 
@@ -338,8 +349,7 @@ class SumLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers of one rank, with every run-time length taken as zero."""
-        fixed = [(d, f.length) for d, group in self.groups.items() for _, f in group if isinstance(f.length, int)]
-        fields = sum(length * ITEMSIZE[dtype] for dtype, length in fixed)
+        fields = sum(_fixed_bytes(f) for group in self.groups.values() for _, f in group if isinstance(f.length, int))
         return fields + (4 * (sum(self.guarded) + 2 * _DIGESTS) if any(self.guarded) else 0)
 
     def encode(
@@ -354,7 +364,7 @@ class SumLayout:
             _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
         buffers: dict[str, Array] = {}
         for dtype, group in self.groups.items():
-            pieces = [payloads[i][f.name] for i, f in group]
+            pieces = [_packed(ops, f, payloads[i][f.name]) for i, f in group]
             if dtype == "float32":
                 pieces += [ops.full(1, flag, "float32") for flag, g in zip(flags, self.guarded, strict=True) if g]
                 if any(self.guarded):
@@ -374,8 +384,10 @@ class SumLayout:
             offset: int = 0
             for i, f in group:
                 length = lengths[i, f.length] if isinstance(f.length, str) else f.length
-                payloads[i][0][f.name] = buffers[dtype][offset : offset + length]
-                offset = offset + length
+                there = words(length, f.lanes) if f.lanes else length
+                piece = buffers[dtype][offset : offset + there]
+                payloads[i][0][f.name] = unpack(ops, piece, length, f.lanes) if f.lanes else piece
+                offset = offset + there
             if dtype == "float32":
                 for i, guard in enumerate(self.guarded):
                     if guard:
@@ -387,6 +399,10 @@ class SumLayout:
                     total, squares = sums[:_DIGESTS], sums[_DIGESTS:]
                     in_step.append(~ops.any(size * squares != total * total))
         return Received(payloads, flags, in_step)
+
+
+def _packed(ops: ArrayOps, field: Field, x: Array) -> Array:
+    return pack(ops, x, int(field.length), field.lanes) if field.lanes else x
 
 
 class Layout(Protocol):

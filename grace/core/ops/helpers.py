@@ -61,13 +61,16 @@ class Helpers(Primitives):
 
     # --- the helpers of the GRACE paper -----------------------------------------------------------------------------
 
-    def quantize(self, x: Array, scale: Array, levels: int, key: Key) -> Array:
+    def quantize(self, x: Array, scale: Array, levels: int, key: Key | None) -> Array:
         """Return signed levels l in [-levels, levels] with E[l] = levels * x / scale, by stochastic rounding (int64).
 
-        x and scale have equal shape or broadcast; where scale is 0 the level is 0.
+        x and scale have equal shape or broadcast; where scale is 0 the level is 0. Without a key, l is the level
+        nearest to levels * x / scale, and of two the one farther from zero.
         """
-        n = self.length(self.reshape(x, (-1,)))
-        u = self.cast(self.reshape(self.uniform(n, key), tuple(x.shape)), self.dtype(x))
+        u: Array = 0.5
+        if key is not None:
+            n = self.length(self.reshape(x, (-1,)))
+            u = self.cast(self.reshape(self.uniform(n, key), tuple(x.shape)), self.dtype(x))
         safe = self.where(scale > 0, scale, 1.0)
         magnitude = self.clip(self.floor(self.abs(x) / safe * levels + u), 0, levels)
         magnitude = self.where(scale > 0, magnitude, 0.0)

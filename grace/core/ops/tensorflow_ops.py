@@ -236,7 +236,7 @@ class TensorflowOps(ArrayOps):
         return _opaque(super().weighted_sum(x, a, y, b))
 
     @_as_graph
-    def quantize(self, x: Array, scale: Array, levels: Any, key: Key) -> Array:
+    def quantize(self, x: Array, scale: Array, levels: Any, key: Key | None) -> Array:
         return super().quantize(x, scale, self.cast(levels, self.dtype(x)), key)
 
     @_as_graph

@@ -91,7 +91,9 @@ class Field(NamedTuple):
     If payloads are summable, it must be equal on all ranks, for instance follow from the step. `wire=False` keeps the
     field on the rank: it must be equal on all ranks, for instance indices drawn from the shared key. `below` marks
     int32 indices, strictly ascending and below that number, which may travel in fewer bytes; `coding` names their
-    coding (see `grace.core.exchange.indices`).
+    coding (see `grace.core.exchange.indices`). `most` is the largest magnitude of integers that are added exactly: a
+    sum of them travels in as few bits as it needs on this number of ranks, `lanes` of them in a 32-bit word (see
+    `grace.core.exchange.lanes`).
     """
 
     name: str
@@ -100,6 +102,8 @@ class Field(NamedTuple):
     wire: bool = True
     below: int | None = None
     coding: str = "int32"
+    most: int | None = None
+    lanes: int = 0
 
 
 class Key(NamedTuple):

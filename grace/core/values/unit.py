@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from grace.core.exchange.lanes import in_lanes
 from grace.core.exchange.wire import payload_bytes
 from grace.core.methods.capabilities import Checking, proposed_fields
 from grace.core.methods.communicator import Communicator
@@ -130,6 +131,14 @@ class Unit(Assignment):
     onward: Unit | None = None
     # The ranks that exchange this unit and keep a memory for it; None if every rank does.
     owners: tuple[int, ...] | None = None
+    # The number of ranks whose payloads are added on the way; 0 if none are.
+    summed: int = 0
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """Fields of its payload, as they travel."""
+        fields = super().fields
+        return in_lanes(fields, self.summed) if self.summed else fields
 
     def kept_by(self, rank: int) -> bool:
         """Return whether a rank keeps a memory for this unit."""

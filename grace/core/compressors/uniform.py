@@ -1,0 +1,104 @@
+"""Uniform quantization with a scale that all ranks share, so that integers are added on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grace.core.exchange.lanes import MOST
+from grace.core.methods.capabilities import Negotiating
+from grace.core.methods.compressor import Compressor
+from grace.core.values.errors import ConfigError, IncompatibleError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Proposal, Site, TensorSpec
+
+
+@compressors.register("uniform")
+@dataclass(frozen=True)
+class Uniform(Compressor, Negotiating):
+    r"""Uniform quantization: integers of `bits` bits with a scale that all ranks share, added exactly by allreduce.
+
+    Formula: C(x)_i = \mathrm{round}(f x_i) / f, \quad f = (2^{b-1} - 1) / \max_{r, j} |x_{rj}|
+
+    b is `bits`. The ranks r first negotiate the largest magnitude: one float of the working dtype. Each of them rounds
+    to the nearest integer, so its error is at most 1 / (2 f) per element, and so is that of the mean. `stochastic=True`
+    rounds up or down at random instead: unbiased, with a variance of at most 1 / (4 f^2) per element.
+    An allreduce adds the integers exactly, in any order. As many share a 32-bit word as the bits of the largest sum
+    over N ranks allow: floor(32 / w), where w - 1 is the number of bits of N (2^(b-1) - 1). With 8 bits these are 3 on
+    2 to 4 ranks, and 2 on up to 258; with 4 bits 6 on 2 ranks, 5 on 4, and 4 on up to 18. Ranks whose sum would not fit
+    into 32 bits are refused.
+
+    Error: 0.0001 |x|^2 for normal x; 0.033 |x|^2 with `bits=4`; 0.0002 |x|^2 with `stochastic=true`.
+
+    Cost: one pass for the maximum, one to round, a few integer passes to pack and unpack; one random number per element
+    if stochastic; no sorting, no state.
+
+    When: many ranks, because the bytes hardly grow with their number, and gradients that are alike in size on all
+    ranks. A rank whose gradient is small compared with that of another sends few levels; there take qsgd. With few
+    bits use error feedback or `stochastic`. SwitchML's aggregation is `bits=24` with the memory none: one integer per
+    word, with an error like that of float32, on up to 256 ranks. SwitchML has one scale per packet, this method one per
+    tensor, and the switch itself is not part of it.
+
+    Reference: Sapio et al., "Scaling distributed machine learning with in-network aggregation" (SwitchML), NSDI 2021.
+    """
+
+    bits: int = 8
+    stochastic: bool = False
+
+    summable = True
+    linear_in = ("scale",)
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 24:
+            raise ConfigError(f"uniform: bits must be a number of bits from 2 to 24, received {self.bits!r}.")
+
+    @property
+    def most(self) -> int:
+        """Largest integer: 2^(bits - 1) - 1."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def unbiased(self) -> bool:
+        return self.stochastic
+
+    @property
+    def default_memory(self) -> str:
+        return "none" if self.stochastic else "residual"
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        # No element is rounded farther than to zero.
+        return None if self.stochastic else 0.0
+
+    def check_ranks(self, size: int) -> None:
+        if size * self.most > MOST:
+            raise IncompatibleError(
+                f"uniform: the sum of {self.bits} bits fits into 32 bits on at most {MOST // self.most} ranks, "
+                f"received {size}; lower bits."
+            )
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        dtype = "int8" if self.bits <= 8 else "int16" if self.bits <= 16 else "int32"
+        codes = Field("codes", dtype, spec.numel, most=self.most)
+        return codes, Field("scale", spec.work_dtype, 1, wire=False)
+
+    def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
+        return (Field("scale", spec.work_dtype, 1),)
+
+    def propose(self, x: Array, at: Site) -> Proposal:
+        return Proposal(at.ops.reshape(at.ops.max_abs(x), (1,)), "max")
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        key = at.private_key if self.stochastic else None
+        codes = at.ops.quantize(x, at.negotiated, self.most, key)
+        return {"codes": at.ops.cast(codes, self.wire(at.spec)[0].dtype), "scale": at.negotiated}
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return at.ops.dequantize(payload["codes"], payload["scale"], self.most, at.spec.work_dtype)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        if len(payloads) == 1:
+            return self.decompress(payloads[0], at)
+        codes = at.ops.cast(payloads[0]["codes"], "int64")
+        for payload in payloads[1:]:
+            codes = codes + at.ops.cast(payload["codes"], "int64")
+        return self.decompress({**payloads[0], "codes": codes}, at)
