@@ -43,6 +43,8 @@ SETTINGS = {
     "topk": Setting(options={"compress_ratio": 0.01}),
     # A coordinate is sent every 1 / compress_ratio steps on average. Such a delay needs less momentum.
     "randomk": Setting(lr=0.15, momentum=0.5, options={"compress_ratio": 0.1}),
+    # The filter delays what is sent; its default suits the larger learning rates of many ranks.
+    "scalecom": Setting(options={"compress_ratio": 0.01, "beta": 0.5}),
     "hardthreshold": Setting(options={"compress_ratio": 0.01}),
     "threshold": Setting(options={"threshold": 0.01}),
     "qsgd": Setting(options={"quantum_num": 15}),

@@ -52,7 +52,7 @@ FAMILIES = (
     Family(
         "Sparsification",
         "the network is slow; `topk` is the usual first choice",
-        ("topk", "randomk", "threshold", "hardthreshold", "dgc", "wangni", "sketchedsgd"),
+        ("topk", "randomk", "threshold", "hardthreshold", "dgc", "wangni", "sketchedsgd", "scalecom"),
     ),
     Family(
         "Hybrid",

@@ -126,7 +126,7 @@ def test_one_rank_works(chosen):
 # --- error feedback ---------------------------------------------------------------------------------------------
 
 
-FEEDBACK = ["residual", "powersgd", "efsignsgd"]
+FEEDBACK = ["residual", "powersgd", "efsignsgd", "lowpass"]
 AVERAGED = {name: parts for name, parts in DEFAULTS.items() if parts.compressor.averages}
 
 
@@ -137,9 +137,9 @@ def test_error_feedback_loses_nothing(chosen, memory):
     Votes are scale-free and do not have this property. Their declaration excludes them.
     """
     compressor = chosen.compressor
-    # The memory efsignsgd keeps its residual in units of the weights. With lr 0.5, this is exact in binary.
-    feedback = memories.make({"name": memory, "lr": 0.5} if memory == "efsignsgd" else memory)
-    lr = getattr(feedback, "lr", 1.0)
+    # The residuals of these two have another unit. With 0.5, this is exact in binary.
+    options = {"efsignsgd": {"lr": 0.5}, "lowpass": {"beta": 0.5}}
+    feedback = memories.make({"name": memory, **options.get(memory, {})})
     chosen = Method(compressor, feedback, communicators.make(compressor.default_communicator))
     sim = simulate(chosen)
     applied = {spec.name: np.zeros(spec.shape) for spec in SPECS}
@@ -154,7 +154,7 @@ def test_error_feedback_loses_nothing(chosen, memory):
         key = (spec.name, "memory", "residual")
         residual = 0.0
         if key in left[0]:
-            residual = sum(state[key].astype(np.float64) for state in left) / RANKS / lr
+            residual = sum(state[key].astype(np.float64) for state in left) / RANKS / feedback.residual_scale
         residual = np.reshape(residual, spec.shape if key in left[0] else ())
         error = np.abs(applied[spec.name] + residual - given[spec.name])
         scale = np.abs(applied[spec.name]).max(initial=0.0) + np.abs(given[spec.name]).max(initial=0.0)

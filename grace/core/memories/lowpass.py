@@ -1,0 +1,52 @@
+"""Memory of ScaleCom: error feedback through a low-pass filter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Compensated, Memory
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import memories
+from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+
+
+@memories.register("lowpass")
+@dataclass(frozen=True)
+class LowPass(Memory):
+    r"""Error feedback through a low-pass filter, for ScaleCom.
+
+    Formula: x = m + g, \quad \text{send } C(x), \quad m \leftarrow (1 - \beta) m + \beta (x - C(x))
+
+    The update is m + beta (g - C(x)), so the sum of all gradients minus that of all that was sent is m / beta. Nothing
+    is lost: m is beta times what a rank owes, and each step adds only this share of the debt to the gradient. With
+    `beta` = 1 it is the memory `residual`. A smaller beta smooths the residuals, so that those of the ranks grow more
+    alike and one rank can choose for all. The price is delay: if |x - C(x)|^2 <= (1 - delta) |x|^2 and |g| <= G, then
+    the debt is at most s G / (beta (1 - s)) with s = sqrt(1 - delta), 1 / beta times that of plain error feedback. The
+    memory takes one buffer of the gradient's size.
+
+    Reference: Chen et al., "ScaleCom: scalable sparsified gradient compression for communication-efficient distributed
+    training", NeurIPS 2020, Algorithm 1.
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta <= 1:
+            raise ConfigError(f"memory lowpass: beta must lie in (0, 1], received {self.beta!r}.")
+
+    @property
+    def residual_scale(self) -> float:
+        return self.beta
+
+    def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
+        return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
+
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
+        x, finite = at.ops.finite_sum(state["residual"], 1, grad, 1)
+        return Compensated(x, {"residual": state["residual"]}, finite)
+
+    def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        left = compressor.residual_(x_, payload, at)
+        return {"residual": at.ops.weighted_sum(state["residual"], 1 - self.beta, left, self.beta)}
