@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from grace.core.exchange.engine import Engine
+from grace.core.exchange.exchange import Exchange
 from grace.core.exchange.transport import TIMEOUT
 from grace.core.guards.agreement import agree, check_steps, formats
-from grace.core.guards.replicas import SUMMARY_BYTES, compare, digest, is_due, shared_states
+from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config
 from grace.core.values.errors import StepError
-from grace.core.values.plan import Plan, make_plans
-from grace.core.values.spec import Array, TensorSpec
+from grace.core.values.plan import make_plans
+from grace.core.values.spec import Array, TensorSpec, as_specs
 from grace.mpi.transport import MPITransport
 
 logger = logging.getLogger("grace")
@@ -28,7 +27,7 @@ logger = logging.getLogger("grace")
 _WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
-class MPIExchange:
+class MPIExchange(Exchange[Engine]):
     """One rank's part in an exchange of NumPy gradients; like `grace.Simulation`, but with real processes.
 
     A call with one gradient per tensor, which is only read, returns the merged gradients, equal on all ranks. `tensors`
@@ -40,6 +39,8 @@ class MPIExchange:
 
     Raises the rank's own ConfigError or IncompatibleError, and MismatchError on every rank if ranks differ.
     """
+
+    called = "MPIExchange"
 
     def __init__(
         self,
@@ -53,29 +54,23 @@ class MPIExchange:
         description: dict[str, Any] = {}
         timeout = TIMEOUT
         try:
-            self.config = make_config(config)
-            timeout = self.config.timeout
+            made = make_config(config)
+            timeout = made.timeout
         except Exception as error:
             failure = error
         self.transport = MPITransport(comm, timeout=timeout)
-        self.rank, self.size = self.transport.rank, self.transport.size
+        rank, ranks = self.transport.rank, self.transport.ranks
         try:
             if failure is not None:
                 raise failure
-            specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else tensors
-            (_, plan), *later = make_plans(specs, self.config, ranks=self.transport.ranks)
+            specs = as_specs(tensors)
+            (_, plan), *later = make_plans(specs, made, ranks=ranks)
             ops = functools.partial(get_ops, "numpy")
-            self.engine = Engine(
-                plan,
-                ops,
-                self.transport,
-                seed=self.config.seed,
-                average=average,
-                later=later,
-            )
-            self.engine.times.start_as_told(*_WORLD)
+            engine = Engine(plan, ops, self.transport, seed=made.seed, average=average, later=later)
+            super().__init__(made, specs, [engine], ops, rank=rank, ranks=ranks, world=[_WORLD])
+            engine.times.start_as_told(*_WORLD)
             description = {
-                "configuration": self.config.to_dict(),
+                "configuration": made.to_dict(),
                 "average": average,
                 "tensors": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
                 "formats": formats([plan, *(stage for _, stage in later)], ops),
@@ -83,25 +78,16 @@ class MPIExchange:
         except Exception as error:
             # The other ranks must learn of it, or they would wait for this rank below.
             failure = error
+        where = "grace.mpi.MPIExchange"
         try:
-            agree(
-                description,
-                failure,
-                lambda mine: self.transport.gather_objects(mine, "grace/agree"),
-                "grace.mpi.MPIExchange",
-            )
+            agree(description, failure, lambda m: self.transport.gather_objects(m, "grace/agree", f"{where}()"), where)
         except Exception:
             # All ranks get here, or none.
             self.transport.close()
             raise
-        if self.rank == 0:
+        if rank == 0:
             for text in self.plan.warnings:
                 logger.warning("%s", text)
-
-    @property
-    def plan(self) -> Plan:
-        """Plan of the next step."""
-        return self.engine.plan
 
     def __call__(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Exchange one gradient per tensor and return the merged gradients.
@@ -141,19 +127,7 @@ class MPIExchange:
         The option `check_replicas` compares the states every so many steps. The exchange does not know the weights.
         Raises MismatchError, which names the first tensor that differs, on every rank.
         """
-        arrays = {**(weights or {}), **shared_states(self.engine.snapshot())}
-        transport = self.transport
-
-        def exchange(mine: bytes) -> list[bytes]:
-            everyone = transport.allgather(np.frombuffer(mine, np.uint8), name="grace/replicas").wait().tobytes()
-            return [everyone[i : i + SUMMARY_BYTES] for i in range(0, len(everyone), SUMMARY_BYTES)]
-
-        compare(
-            {name: digest(get_ops("numpy"), x) for name, x in arrays.items()},
-            exchange,
-            lambda mine: transport.gather_objects(mine, "grace/replicas in detail"),
-            f"before step {self.engine.step}",
-        )
+        self._compare(weights or {})
 
     def discard(self) -> None:
         """Drop a call that failed on some ranks or on all; every rank must call it instead of the exchange.
@@ -163,27 +137,10 @@ class MPIExchange:
         on. Raises MismatchError on every rank if the call has succeeded on some of them: then load a checkpoint.
         """
         self.transport.discard()
-        check_steps(self.transport.gather_objects(int(self.engine.step), "grace/discard"))
+        check_steps(self._gather([int(self.engine.step)], "discard", "MPIExchange.discard()"))
 
-    def stats(self) -> dict[str, Any]:
-        """Return what the last call sent; see `grace.core.exchange.engine.Engine.stats`."""
-        return self.engine.stats()
-
-    def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of all further steps; see `grace.core.observe.timeline.Times.start`."""
-        self.engine.times.start(path, *_WORLD)
-
-    def stop_timeline(self) -> None:
-        """Stop the timeline."""
-        self.engine.times.stop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step and states of this rank; every rank must save its own."""
-        return self.engine.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load a result of `state_dict` of this rank; see `grace.core.exchange.engine.Engine.load_state_dict`."""
-        return self.engine.load_state_dict(state, lambda saved, current: np.array(saved, current.dtype))
+    def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
+        return self.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)
 
     def close(self) -> None:
         """Free the MPI resources of the exchange, on all ranks."""

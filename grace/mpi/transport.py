@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -151,17 +150,9 @@ class MPITransport(Transport):
         what = f"broadcast {x.dtype} from rank {root}"
         return self._start(what, name, x, lambda x, lengths: self._spread(x, root), equal=True)
 
-    def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Return the JSON-able values of all ranks, in rank order; blocks."""
-        text = json.dumps(value).encode()
-        data = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-        received = self.allgather(data, name=name).wait().tobytes()
-        values, start = [], 0
-        for _ in range(self.size):
-            length = int.from_bytes(received[start : start + 8], "little")
-            values.append(json.loads(received[start + 8 : start + 8 + length]))
-            start += 8 + length
-        return values
+    def gather_bytes(self, data: bytes, name: str) -> bytes:
+        """Join the bytes of all ranks; see `Transport.gather_bytes`."""
+        return bytes(self.allgather(np.frombuffer(data, np.uint8), name=name).wait().tobytes())
 
     def discard(self) -> None:
         """Drop all collectives that are under way, and any failure, on all ranks; waits for all of them.

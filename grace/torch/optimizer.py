@@ -152,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     agree(
         description,
         failure,
-        lambda mine: transport.gather_objects(mine, name, "grace.torch.DistributedOptimizer()") if included else [mine],
+        lambda mine: transport.gather_objects(mine, name, "grace.torch.DistributedOptimizer()"),
         "grace.torch.DistributedOptimizer",
     )
     engine = Engine(
@@ -165,7 +165,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         times=times,
     )
     parameters = {name: p for p, name in names.items()}
-    exchange = Exchange(made, engine, specs, prefix, delegate, parameters)
+    exchange = Exchange(made, specs, engine, transport, parameters, prefix=prefix, delegate=delegate)
     if local_steps > 1:
         step_locally(wrapped, {p: name for p, name in names.items() if p.requires_grad}, exchange, local_steps)
     else:

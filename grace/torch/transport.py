@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,10 +157,8 @@ class HorovodTransport(Transport):
     def allgather(self, x: torch.Tensor, *, name: str, equal: bool = False) -> Handle:
         if self.size == 1:
             return _Done(x)
-        return self._allgather(x, name, equal, self._waiter(name))
-
-    def _allgather(self, x: torch.Tensor, name: str, equal: bool, waiter: _Waiter) -> Handle:
         handle: Handle
+        waiter = self._waiter(name)
         if equal and self.size == 2 and x.device.type == "cpu" and x.numel() > 0:
             handle = _GatherOfTwo(x, self.rank, name, self._process_set, waiter)
         else:
@@ -234,23 +231,9 @@ class HorovodTransport(Transport):
             self.timeout /= 2
         return steps
 
-    def gather_objects(self, value: Any, name: str, what: str) -> list[Any]:
-        """Return the values of all ranks, in rank order. The values must be serializable as JSON. Blocks.
-
-        `what` tells what the ranks meet for.
-        """
-        if self.size == 1:
-            return [value]
-        text = json.dumps(value).encode()
-        data = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-        waiter = _Waiter(self, lambda: f"{what} (collective '{name}')")
-        received = bytes(self._allgather(data, name, False, waiter).wait().tolist())
-        values, start = [], 0
-        for _ in range(self.size):
-            length = int.from_bytes(received[start : start + 8], "little")
-            values.append(json.loads(received[start + 8 : start + 8 + length]))
-            start += 8 + length
-        return values
+    def gather_bytes(self, data: bytes, name: str) -> bytes:
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return bytes(self.allgather(sent, name=name).wait().tolist())
 
 
 def _call(kind: str, x: torch.Tensor, **options: Any) -> dict[str, Any]:

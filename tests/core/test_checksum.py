@@ -169,7 +169,7 @@ def damaged_step(**options):
     for engine, mine in zip(sim.engines, gradients, strict=True):
         for name, gradient in mine.items():
             engine.ready(name, gradient)
-    for waiting in sim.exchange.buffers.values():
+    for waiting in sim.network.buffers.values():
         if waiting[1].dtype == np.uint8:
             waiting[1] = waiting[1].copy()
             waiting[1][-100] ^= 1

@@ -305,7 +305,7 @@ def test_a_checksum_covers_both_shots():
         sim.engines[0].ready("long", first["long"], 0.1)
         sim.engines[1].ready("long", second["long"], 0.1)
         # The second rank has found the buffers of the first round and has started the next one.
-        (waiting,) = (x for name, x in sim.exchange.buffers.items() if name.endswith(f"/{damaged_round}.0"))
+        (waiting,) = (x for name, x in sim.network.buffers.items() if name.endswith(f"/{damaged_round}.0"))
         (waiting[1] if damaged_round else waiting[1][0])[-100] ^= 1
         with pytest.raises(PayloadError, match="checksum"):
             poll_all(sim.engines)

@@ -9,7 +9,7 @@ from typing import Any
 from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.exchange import collectives
-from grace.core.exchange.simulation import SimulatedTransport, _Exchange
+from grace.core.exchange.simulation import SimulatedTransport, _Network
 from grace.core.ops import get_ops
 
 COMMUNICATORS: list[tuple[str, Any]] = []
@@ -119,8 +119,8 @@ class IgnoresNames(SimulatedTransport):
 
 def ranks_of(cls: type[SimulatedTransport], size: int = 3) -> list[SimulatedTransport]:
     """Return the transports of all ranks of a simulation."""
-    exchange = _Exchange(size)
-    return [cls(rank, exchange, get_ops("numpy")) for rank in range(size)]
+    network = _Network(size)
+    return [cls(rank, network, get_ops("numpy")) for rank in range(size)]
 
 
 def _none():

@@ -271,7 +271,7 @@ def _state(rng: Draw) -> bool:
     except GraceError:
         return False
     finally:
-        sim.exchange.buffers.clear()
+        sim.network.buffers.clear()
         engine.reset()
     return True
 

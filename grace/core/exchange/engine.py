@@ -126,10 +126,10 @@ class Engine:
     def _stage_at(self, step: int) -> Plan:
         return next(plan for first, plan in reversed(self._stages) if first <= step)
 
-    @property
-    def under_way(self) -> bool:
-        """True if a step has begun and is not finished."""
-        return bool(self._incoming.names)
+    def check_idle(self, call: str) -> None:
+        """Raise StepError if a step is under way, when the call is not possible."""
+        if self._incoming.names:
+            raise StepError(f"{call}() was called while gradients are being exchanged; call it after step().")
 
     def exchanges(self, name: str) -> bool:
         """Return whether the engine exchanges the tensor now, rather than the adapter."""
@@ -156,6 +156,16 @@ class Engine:
         for name, held in self._held.pop(tensor, {}).items():
             self._slots.write(name, self._whole(name, self._slots.read(name), held))
 
+    @property
+    def shared_states(self) -> dict[str, Array]:
+        """The states that are equal on all ranks, by a name that says what they are."""
+        found: dict[str, Array] = {}
+        for unit in self.plan.units:
+            for kind, state in self._slots.read(unit.spec.name).items():
+                if kind == "compressor" or unit.memory.shared:
+                    found |= {f"{key} of the {kind} of {unit.spec.name}": value for key, value in state.items()}
+        return found
+
     def _whole(self, name: str, states: dict[str, State], held: Held) -> dict[str, State]:
         return {**states, "memory": put_back(states["memory"], held, self._ops(self._units[name].spec.device))}
 
@@ -164,8 +174,7 @@ class Engine:
 
         Raises StepError in the middle of a step.
         """
-        if self.under_way:
-            raise StepError("the plan cannot be changed in the middle of a step; change it after step().")
+        self.check_idle("change")
         for item in plan.assignments:
             item.compressor.check_ranks(self.transport.size)
         self._stages = [(0, plan)]

@@ -10,21 +10,23 @@ from typing import Any, NamedTuple, TypeVar
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program, Reduction
 from grace.core.exchange.engine import Engine
+from grace.core.exchange.exchange import Exchange
+from grace.core.exchange.state import check_mapping, shown
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.exchange.unit_step import UnitStep
-from grace.core.guards.replicas import ADVICE, STATES, check_digests, digest, is_due, shared_states
+from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, make_config
-from grace.core.values.errors import ConfigError, StepError
-from grace.core.values.plan import Plan, change_plan, make_plans
-from grace.core.values.spec import Array, Payload, Ranks, TensorSpec
+from grace.core.values.errors import ConfigError, StateError, StepError
+from grace.core.values.plan import make_plans
+from grace.core.values.spec import Array, Payload, Ranks, TensorSpec, as_specs
 
 T = TypeVar("T")
 
 
-class _Exchange:
-    """Buffers that the ranks handed in, by the name of the collective."""
+class _Network:
+    """Buffers that the ranks of a process handed in, by the name of the collective."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -58,15 +60,15 @@ class _Exchange:
 class _Simulated(Handle):
     """Collective under way; `result` makes its result from what all ranks handed in."""
 
-    exchange: _Exchange
+    network: _Network
     name: str
     result: Callable[[list[Any]], Array]
 
     def arrived(self) -> bool:
-        return self.exchange.full(self.name)
+        return self.network.full(self.name)
 
     def wait(self) -> Array:
-        return self.result(self.exchange.take(self.name))
+        return self.result(self.network.take(self.name))
 
 
 def reduced(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
@@ -80,13 +82,13 @@ def reduced(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
 class SimulatedTransport(Transport):
     """One rank's end of an exchange within the process; a wait that would hang raises StepError."""
 
-    def __init__(self, rank: int, exchange: _Exchange, ops: ArrayOps) -> None:
-        self.rank, self.size = rank, exchange.size
-        self._exchange, self._ops = exchange, ops
+    def __init__(self, rank: int, network: _Network, ops: ArrayOps) -> None:
+        self.rank, self.size = rank, network.size
+        self._network, self._ops = network, ops
 
     def _start(self, given: Any, name: str, result: Callable[[list[Any]], Array]) -> Handle:
-        self._exchange.put(name, self.rank, given)
-        return _Simulated(self._exchange, name, result)
+        self._network.put(name, self.rank, given)
+        return _Simulated(self._network, name, result)
 
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
         return self._start(x, name, lambda arrays: reduced(self._ops, arrays, op))
@@ -153,8 +155,8 @@ def _bucket(step: UnitStep) -> BucketStep:
 
 
 def _in_lock_step(programs: Sequence[Program[T]], ops: ArrayOps) -> list[T]:
-    exchange = _Exchange(len(programs))
-    transports = [SimulatedTransport(rank, exchange, ops) for rank in range(len(programs))]
+    network = _Network(len(programs))
+    transports = [SimulatedTransport(rank, network, ops) for rank in range(len(programs))]
     return run_programs(programs, transports, "unit")
 
 
@@ -165,7 +167,7 @@ def poll_all(engines: Sequence[Engine]) -> None:
         advanced = any(list(map(Engine.poll, engines)))
 
 
-class Simulation:
+class Simulation(Exchange[Engine]):
     """`size` ranks that train in lock step inside one process, with the numerics of a real run.
 
     >>> import numpy as np
@@ -175,6 +177,8 @@ class Simulation:
     >>> bool((merged[0]["w"] == merged[1]["w"]).all())
     True
     """
+
+    called = "Simulation"
 
     def __init__(
         self,
@@ -187,72 +191,69 @@ class Simulation:
     ) -> None:
         if size < 1:
             raise ConfigError(f"Simulation: expected at least 1 rank, received {size!r}.")
-        specs = [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else list(tensors)
-        self.config = make_config(config)
-        (_, plan), *later = make_plans(specs, self.config, ranks=Ranks(size))
-        self._specs, self._changes = specs, 0
+        made = make_config(config)
+        specs = as_specs(tensors)
+        (_, plan), *later = make_plans(specs, made, ranks=Ranks(size))
         for text in dict.fromkeys(text for p in (plan, *(p for _, p in later)) for text in p.warnings):
             # Imported here, because logging installs a hook in every process that imports grace.
             import logging
 
             logging.getLogger("grace").warning("%s", text)
-        self.exchange = _Exchange(size)
+        self.network = _Network(size)
 
         def ops(device: str) -> ArrayOps:
             return get_ops(framework, device)
 
-        self._ops = ops("cpu")
-        self.engines = [
-            Engine(
-                plan,
-                ops,
-                SimulatedTransport(rank, self.exchange, self._ops),
-                seed=self.config.seed,
-                average=average,
-                later=later,
-            )
-            for rank in range(size)
-        ]
-
-    def change(self, **changes: Any) -> None:
-        """Continue with other options or components, as in change(compress_ratio=0.1); residuals are carried over.
-
-        Raises what `make_config` raises for them, ConfigError if the configuration has a schedule, StepError in the
-        middle of a step.
-        """
-        if any(engine.under_way for engine in self.engines):
-            raise StepError("the plan cannot be changed in the middle of a step; change it after step().")
-        self._changes += 1
-        prefix = f"grace.change{self._changes}"
-        config, plan = change_plan(
-            self._specs, self.config, self.plan, changes, ranks=Ranks(len(self.engines)), prefix=prefix
-        )
-        for engine in self.engines:
-            engine.change(plan)
-        self.config = config
-
-    @property
-    def plan(self) -> Plan:
-        """Plan of the next step."""
-        return self.engines[0].plan
+        transports = [SimulatedTransport(rank, self.network, ops("cpu")) for rank in range(size)]
+        engines = [Engine(plan, ops, t, seed=made.seed, average=average, later=later) for t in transports]
+        super().__init__(made, specs, engines, ops, ranks=Ranks(size), world=[(rank, size) for rank in range(size)])
 
     def step(self, gradients: Sequence[Mapping[str, Array]], lr: float | None = None) -> list[dict[str, Array]]:
         """Exchange one gradient per tensor and rank, which are only read; return the merged gradients per rank.
 
         `lr` is the learning rate with which they will be applied, for memories that correct for it.
         """
-        if is_due(self.engines[0].step, self.config.check_replicas):
-            self._check_states()
+        if is_due(self.engine.step, self.config.check_replicas):
+            self.check_replicas()
         for engine, mine in zip(self.engines, gradients, strict=True):
             for name, gradient in mine.items():
                 engine.ready(name, gradient, lr)
         poll_all(self.engines)
         return [engine.finish() for engine in self.engines]
 
-    def _check_states(self) -> None:
-        """Raise MismatchError if states differ that must be equal on all ranks. A simulation knows no weights."""
-        digests = [
-            {name: digest(self._ops, state) for name, state in shared_states(engine.snapshot()).items()}
-            for engine in self.engines
-        ]
-        check_digests(digests, STATES, f"before step {self.engines[0].step}", ADVICE)
+    def stats(self, rank: int = 0) -> dict[str, Any]:
+        """Return the statistics of a rank in the last step; see `grace.core.exchange.engine.Engine.stats`."""
+        return self.engines[rank].stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the states of all ranks: the key "ranks" has a list with one mapping per rank."""
+        return {"ranks": [engine.state_dict() for engine in self.engines]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Load a result of `state_dict`. Return whether a simulation of as many ranks has saved it.
+
+        If not, warns and starts with residuals of zero; what is equal on all ranks is loaded. Raises StepError during a
+        step, and StateError if the state belongs to other tensors, methods, shapes or dtypes, or is damaged; then
+        nothing was loaded.
+        """
+        for engine in self.engines:
+            engine.check_idle("load_state_dict")
+        ranks = check_mapping(state, "the state of a simulation").get("ranks")
+        if not isinstance(ranks, Sequence) or not ranks:
+            raise StateError(
+                f"checkpoint, ranks: expected a list with one state per rank, received {shown(ranks)}; load what "
+                "Simulation.state_dict() has returned."
+            )
+        before = [engine.snapshot() for engine in self.engines]
+        try:
+            mine = [e.load_state_dict(ranks[i % len(ranks)], self._place) for i, e in enumerate(self.engines)]
+        except Exception:
+            for engine, snapshot in zip(self.engines, before, strict=True):
+                engine.restore(snapshot)
+            raise
+        if not all(mine):
+            self._warn_of_residuals(ranks[0])
+        return all(mine)
+
+    def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
+        return list(mine)

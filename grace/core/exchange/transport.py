@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from grace.core.exchange.collectives import Collective, Reduction
 from grace.core.values.spec import Array, Ranks
@@ -82,3 +83,32 @@ class Transport(ABC):
     @abstractmethod
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
         """Send the root's buffer to every rank; all ranks pass buffers of equal length, and only the root's is read."""
+
+    def gather_bytes(self, data: bytes, name: str) -> bytes:
+        """Join the bytes of all ranks in rank order; blocks. What `gather_objects` needs, and the engine does not."""
+        raise NotImplementedError
+
+    def gather_objects(self, value: Any, name: str, what: str) -> list[Any]:
+        """Return the JSON-able values of all ranks, in rank order; of this rank alone if it is outside of them. Blocks.
+
+        `what` says for what the ranks meet. It is part of the messages about a long wait.
+        """
+        if self.rank < 0:
+            return [value]
+        explain, self.explain = self.explain, lambda name: f"{what} (collective '{name}')"
+        try:
+            return gather_objects(value, self.size, lambda data: self.gather_bytes(data, name))
+        finally:
+            self.explain = explain
+
+
+def gather_objects(value: Any, size: int, gather: Callable[[bytes], bytes]) -> list[Any]:
+    """Return the JSON-able values of all ranks, in rank order. `gather` joins the bytes of all ranks."""
+    text = json.dumps(value).encode()
+    received = gather(len(text).to_bytes(8, "little") + text)
+    values, start = [], 0
+    for _ in range(size):
+        length = int.from_bytes(received[start : start + 8], "little")
+        values.append(json.loads(received[start + 8 : start + 8 + length]))
+        start += 8 + length
+    return values

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from grace.core.exchange.checksum import checksum
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import MismatchError
 from grace.core.values.spec import Array
-
-if TYPE_CHECKING:
-    from grace.core.exchange.engine import Snapshot
 
 # Bytes that each rank sends for a comparison of replicas that are equal.
 SUMMARY_BYTES = 8
@@ -36,16 +33,6 @@ def summary(digests: Mapping[str, int]) -> bytes:
     return hashlib.blake2b(repr([*digests.items()]).encode(), digest_size=SUMMARY_BYTES).digest()
 
 
-def shared_states(snapshot: Snapshot) -> dict[str, Array]:
-    """Return the states that are equal on all ranks."""
-    found: dict[str, Array] = {}
-    for unit in snapshot.plan.units:
-        for kind, state in snapshot.units[unit.spec.name].items():
-            if kind == "compressor" or unit.memory.shared:
-                found |= {f"{key} of the {kind} of {unit.spec.name}": value for key, value in state.items()}
-    return found
-
-
 def is_due(step: int, every: int) -> bool:
     """Return whether the replicas are compared before a step, with the option `check_replicas = every`."""
     return every > 0 and step % every == 0
@@ -62,17 +49,11 @@ def check_digests(digests: Sequence[Mapping[str, int]], what: str, when: str, ad
             )
 
 
-def compare(
-    mine: Mapping[str, int],
-    exchange: Callable[[bytes], list[bytes]],
-    gather: Callable[[dict[str, int]], list[dict[str, int]]],
-    when: str,
-) -> None:
-    """Raise MismatchError, which names the first tensor that differs, on every rank if the digests differ.
+def compare(mine: Sequence[Mapping[str, int]], gather: Callable[[Sequence[Any], str], list[Any]], when: str) -> None:
+    """Raise MismatchError, which names the first tensor that differs, on every rank if digests differ.
 
-    `exchange` sends the summary of this rank to all ranks, and `gather` the digests. The second is called only if the
-    summaries differ.
+    `mine` has the digests of each rank in this process. `gather(values, purpose)` returns one value per rank of all
+    ranks. The digests themselves are sent only if the digests of all of them differ.
     """
-    mine_in_brief = summary(mine)
-    if any(other != mine_in_brief for other in exchange(mine_in_brief)):
-        check_digests(gather(dict(mine)), STATES, when, ADVICE)
+    if len(set(gather([summary(digests).hex() for digests in mine], "replicas"))) > 1:
+        check_digests(gather(mine, "replicas in detail"), STATES, when, ADVICE)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from grace.core.exchange.wire import Layout
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count
-from grace.core.values.config import Config, Method, change_config, dense_method
+from grace.core.values.config import Config, Method, dense_method
 from grace.core.values.errors import ConfigError, GraceWarning
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import ITEMSIZE, ONE_RANK, Ranks, TensorSpec
@@ -324,24 +323,6 @@ def make_plans(
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
         plans.append((step, make_plan(specs, stage, ranks=ranks, prefix=name, delegate=delegate, holding=holding)))
     return plans
-
-
-def change_plan(
-    specs: Sequence[TensorSpec],
-    config: Config,
-    plan: Plan,
-    changes: Mapping[str, Any],
-    *,
-    ranks: Ranks,
-    prefix: str,
-    delegate: Callable[[Assignment], bool] = lambda item: False,
-) -> tuple[Config, Plan]:
-    """Return the configuration with other options or components in mid-run, and its plan, which keeps all residuals.
-
-    Raises what `make_config` raises for them, and ConfigError if a schedule would undo the change.
-    """
-    config = change_config(config, changes)
-    return config, next_plan(specs, config, plan, ranks=ranks, prefix=prefix, delegate=delegate)
 
 
 def next_plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -82,6 +83,11 @@ class TensorSpec:
     def work_dtype(self) -> str:
         """Dtype of compensation, residual and decoded sums: float32, or float64 for a float64 gradient."""
         return "float64" if self.dtype == "float64" else "float32"
+
+
+def as_specs(tensors: Mapping[str, tuple[int, ...]] | Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return the specs of tensors that may be given as shapes by name, and are then float32."""
+    return [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else list(tensors)
 
 
 class Field(NamedTuple):

@@ -120,14 +120,14 @@ class Graph:
         ops = get_ops("tensorflow")
         self.traces = 0
         self.plan = self.sim.plan
-        self.engines = self.sim.engines = []
+        self.engines = self.sim._engines = []
         for rank in range(size):
             slots = VariableSlots(lambda name, value: tf.Variable(value, trainable=False))
             slots.expect_notes(self.plan, False, ())
             times = GraphTimes()
             times.track = track_times
             times.expect(self.plan)
-            transport = SimulatedTransport(rank, self.sim.exchange, ops)
+            transport = SimulatedTransport(rank, self.sim.network, ops)
             self.engines.append(Engine(self.plan, lambda device: ops, transport, seed=5, slots=slots, times=times))
         self._run = tf.function(self._step, autograph=False)
 

@@ -31,9 +31,9 @@ def test_a_replica_that_parts_is_named(launch):
 
 
 @two_ranks
-def test_equal_replicas_train_on_and_send_eight_bytes(launch):
+def test_equal_replicas_train_on_and_send_a_digest(launch):
     ranks = scenario("compared_replicas", launch)
     assert same(ranks)
     assert len(set(ranks[0]["weights"])) == 1
     # Before the steps 0, 2 and 4. The call by hand comes later.
-    assert ranks[0]["sent"] == [[], [["replicas", 8]] * 3]
+    assert ranks[0]["sent"] == [[], [["replicas", 26]] * 3]

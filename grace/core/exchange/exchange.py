@@ -1,0 +1,221 @@
+"""`Exchange`: what a run can ask of an exchange and change in it, the same in every adapter."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from grace.core.guards.agreement import agree, formats
+from grace.core.guards.replicas import compare, digest
+from grace.core.observe.timeline import Times
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.config import Config, change_config
+from grace.core.values.errors import GraceWarning
+from grace.core.values.plan import Plan, next_plan
+from grace.core.values.spec import ONE_RANK, Array, Ranks, TensorSpec
+from grace.core.values.unit import Assignment
+
+
+class Driver(Protocol):
+    """What an exchange needs of its engines; `Engine` describes the methods."""
+
+    track_norms: bool
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def step(self) -> Any: ...
+    @property
+    def times(self) -> Times: ...
+    @property
+    def shared_states(self) -> dict[str, Array]: ...
+    def check_idle(self, call: str) -> None: ...
+    def change(self, plan: Plan) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool: ...
+
+
+D = TypeVar("D", bound=Driver)
+
+
+class Exchange(Generic[D]):
+    """The plan, the statistics and the state of an exchange, and their changes in mid-run; the base of every adapter.
+
+    `engines` are those of the ranks in this process: one, more in a simulation, none while the tensors are unknown. All
+    of them have the plan of `config`. `ops(device)` returns the array operations, and `delegate` says what the adapter
+    exchanges itself. `prefix` begins the names of collectives and buckets. `world` has rank and size among all
+    processes per engine, which name the files of timelines.
+    """
+
+    # The exchange as its users call it.
+    called: ClassVar[str]
+
+    def __init__(
+        self,
+        config: Config,
+        specs: Sequence[TensorSpec],
+        engines: Sequence[D],
+        ops: Callable[[str], ArrayOps],
+        *,
+        rank: int = 0,
+        ranks: Ranks = ONE_RANK,
+        prefix: str = "grace",
+        delegate: Callable[[Assignment], bool] = lambda item: False,
+        world: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.config, self.rank, self.ranks, self.prefix = config, rank, ranks, prefix
+        self._specs, self._engines, self._ops = specs, engines, ops
+        self._delegate, self._world = delegate, world
+        self._changes = 0
+
+    # --- what lies below: an adapter may have its own ways ----------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.size
+
+    @property
+    def engines(self) -> Sequence[D]:
+        """The engines of the ranks in this process."""
+        return self._engines
+
+    @property
+    def engine(self) -> D:
+        """The engine of this process; in a simulation that of rank 0."""
+        return self.engines[0]
+
+    def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
+        """Return the JSON-able values of all ranks, in rank order, from those of the ranks in this process."""
+        raise NotImplementedError
+
+    def _plan_of(self, config: Config) -> Plan:
+        """Return the plan that follows the current one under a changed configuration."""
+        prefix = f"{self.prefix}.change{self._changes + 1}"
+        return next_plan(self._specs, config, self.plan, ranks=self.ranks, prefix=prefix, delegate=self._delegate)
+
+    def _weights(self) -> Mapping[str, Array]:
+        """Return the weights, as far as the exchange knows them."""
+        return {}
+
+    def _digest(self, x: Array) -> int:
+        """Return the digest of the bits of a weight or state."""
+        return digest(self._ops("cpu"), x)
+
+    def _place(self, saved: Any, current: Array) -> Array:
+        """Return a copy of a saved array, of the kind and in the place of the current one."""
+        return self._ops("cpu").copy(saved)
+
+    # --- what users call --------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the next step: how each tensor is exchanged."""
+        return self.engine.plan
+
+    def report(self) -> str:
+        """Return the start-up report: method, memory, collective and bytes of each tensor, and why some stay dense."""
+        return self.plan.report()
+
+    def stats(self) -> dict[str, Any]:
+        """Return bytes, times, relative errors and residual norms of the last step.
+
+        `grace.core.exchange.engine.Engine.stats` describes the keys.
+        """
+        return self.engine.stats()
+
+    def change(self, **changes: Any) -> None:
+        """Change options, for instance change(compress_ratio=0.1), or the method. Residuals are kept.
+
+        All ranks must call it between the same two steps. Raises the errors of `make_config`, ConfigError if the
+        configuration has a schedule, StepError during a step, and MismatchError on every rank if the ranks differ.
+        """
+        failure: Exception | None = None
+        description: dict[str, Any] = {}
+        plan = None
+        try:
+            for engine in self.engines:
+                engine.check_idle("change")
+            config = change_config(self.config, changes)
+            description["configuration"] = config.to_dict()
+            if self.engines:
+                plan = self._plan_of(config)
+                description |= {"step": int(self.engine.step), "formats": formats([plan], self._ops)}
+        except Exception as error:
+            # The other ranks must learn of it, or they would wait for this rank below.
+            failure = error
+        where = f"{self.called}.change"
+        agree(description, failure, lambda mine: self._gather([mine], "change", f"{where}()"), where)
+        if plan is not None:
+            self._changes += 1
+            for engine in self.engines:
+                engine.change(plan)
+        self.config = config
+
+    def check_replicas(self) -> None:
+        """Compare the weights and the shared states of all ranks now; all ranks must call it between the same steps.
+
+        The option `check_replicas` does it every so many steps. Raises MismatchError, which names the first tensor that
+        differs, on every rank.
+        """
+        self._compare(self._weights())
+
+    def _compare(self, weights: Mapping[str, Array]) -> None:
+        mine = [
+            {name: self._digest(x) for name, x in {**weights, **engine.shared_states}.items()}
+            for engine in self.engines
+        ]
+        compare(
+            mine,
+            lambda values, purpose: self._gather(values, purpose, "the comparison of replicas"),
+            f"before step {int(self.engine.step)}",
+        )
+
+    @property
+    def track_norms(self) -> bool:
+        """True if each step measures errors and norms for stats(). This costs a decompression per tensor and step."""
+        return self.engine.track_norms
+
+    @track_norms.setter
+    def track_norms(self, value: bool) -> None:
+        for engine in self.engines:
+            engine.track_norms = value
+
+    def start_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a Chrome trace of all further steps; see `grace.core.observe.timeline.Times.start`."""
+        for engine, (rank, size) in zip(self.engines, self._world, strict=True):
+            engine.times.start(path, rank, size)
+
+    def stop_timeline(self) -> None:
+        """Stop writing the timeline."""
+        for engine in self.engines:
+            engine.times.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the states of this rank; every rank must save its own."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Load a result of `state_dict`. Return whether the same rank of as many ranks has saved it.
+
+        If not, warns and starts with residuals of zero; what is equal on all ranks is loaded. Raises StepError during a
+        step, and StateError if the state belongs to other tensors, methods, shapes or dtypes, or is damaged; then
+        nothing was loaded.
+        """
+        self.engine.check_idle("load_state_dict")
+        mine = self.engine.load_state_dict(state, self._place)
+        if not mine:
+            self._warn_of_residuals(state)
+        return mine
+
+    def _warn_of_residuals(self, state: Mapping[str, Any]) -> None:
+        """Warn that another rank has saved a state. It is called at the end, because a warning may be an error."""
+        warnings.warn(
+            f"rank {state['rank']} of {state['size']} saved this checkpoint, and rank {self.rank} of {self.size} loads "
+            "it: residuals start from zero. To continue exactly, save and load one file per rank.",
+            GraceWarning,
+            stacklevel=3,
+        )
