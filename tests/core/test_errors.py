@@ -173,7 +173,7 @@ def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(config, t
 
 def test_a_checkpoint_of_another_version_is_refused():
     state = {**saved(trained()), "version": 99}
-    with pytest.raises(StateError, match="version 2, received 99"):
+    with pytest.raises(StateError, match="version 3, received 99"):
         simulation().engines[0].load_state_dict(state, copy)
 
 
@@ -286,7 +286,7 @@ def edits(state):
         yield f"no {path}", edited(state, path, lambda at, key=path[-1]: at.pop(key))
         for wrong in WRONG:
             yield f"{path} is {wrong!r}", edited(state, path, lambda at, k=path[-1], v=wrong: at.update({k: v}))
-        if path[-1] not in ("tensors", "parts"):
+        if path[-1] not in ("tensors", "components"):
             yield f"7 beside {path}", edited(state, path, lambda at: at.update({7: None}))
 
 

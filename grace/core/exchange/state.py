@@ -14,7 +14,7 @@ from grace.core.values.registry import compressors, memories
 from grace.core.values.spec import Array, Key, State
 from grace.core.values.unit import Piece, Unit, offsets
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 # What the memory of a unit held for the elements of one tensor: by key of the state and first element.
 Held = dict[tuple[str, int], Array]
 
@@ -66,7 +66,7 @@ class Slots:
 
     def save(self, units: Mapping[str, Unit]) -> dict[str, dict[str, Any]]:
         """Return each unit's states and the names of the components that they belong to."""
-        return {name: {"parts": _names(unit), **self.read(name)} for name, unit in units.items()}
+        return {name: {"components": _names(unit), **self.read(name)} for name, unit in units.items()}
 
     def load(
         self,
@@ -89,10 +89,10 @@ class Slots:
         new: dict[str, dict[str, State]] = {}
         for name, unit in units.items():
             current = self.read(name)
-            missing = {"parts", *current} - set(check_mapping(saved[name], f"tensor '{name}'"))
+            missing = {"components", *current} - set(check_mapping(saved[name], f"tensor '{name}'"))
             if missing:
                 raise _unreadable(f"tensor '{name}'", ", ".join(sorted(missing)), "nothing of this name")
-            named = check_mapping(saved[name]["parts"], f"tensor '{name}', parts")
+            named = check_mapping(saved[name]["components"], f"tensor '{name}', components")
             if {kind: str(other) for kind, other in named.items()} != _names(unit):
                 raise StateError(
                     f"checkpoint, tensor '{name}': expected {_names(unit)}, received {dict(named)}; "
