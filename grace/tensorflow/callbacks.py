@@ -69,7 +69,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """Replace the metrics in `logs` by their mean over all ranks."""
         if logs is None:
             return
-        everyone = gather(self.process_set, "metrics")({name: float(value) for name, value in logs.items()})
+        everyone = gather(self.process_set, "metrics", "MetricAverageCallback")(
+            {name: float(value) for name, value in logs.items()}
+        )
         different = sorted({name for other in everyone for name in set(other) ^ set(everyone[0])})
         if different:
             raise MismatchError(

@@ -14,10 +14,11 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from grace.core.exchange import exchange as core
 from grace.core.guards.agreement import agree, formats
-from grace.core.guards.replicas import compare
+from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
-from grace.core.values.config import Config, change_config, make_config, refuse_typos
+from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import ConfigError, MismatchError, StepError
 from grace.core.values.plan import Plan
 from grace.core.values.registry import compressors
@@ -33,7 +34,7 @@ from grace.tensorflow.gradients import (
     names_of,
     nothing,
 )
-from grace.tensorflow.replicas import Replicas, digests_of
+from grace.tensorflow.replicas import Replicas
 from grace.tensorflow.stages import Stages
 from grace.tensorflow.times import GraphTimes, Measured
 from grace.tensorflow.traced import Traced
@@ -49,7 +50,7 @@ logger = logging.getLogger("grace")
 _meetings: collections.Counter[int] = collections.Counter()
 
 
-class Exchange(Measured, tf.Module):
+class Exchange(Measured, core.Exchange[Stages], tf.Module):
     """The compressed exchange of the gradients of one list of variables, with the state that it keeps between steps.
 
     An optimizer has its own exchange as the attribute `grace`. For tapes, make one exchange and pass it to every tape.
@@ -57,6 +58,8 @@ class Exchange(Measured, tf.Module):
     `grace.make_config`; the other arguments are those of Horovod. Raises ConfigError for a wrong configuration or
     arguments that are not supported.
     """
+
+    called = "optimizer.grace"
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class Exchange(Measured, tf.Module):
         process_set: Any = hvd.global_process_set,
         **options: Any,
     ) -> None:
-        super().__init__(name="grace")
+        tf.Module.__init__(self, name="grace")
         if op not in (hvd.Average, hvd.Sum):
             raise ConfigError(
                 f"the argument 'op' must be hvd.Average or hvd.Sum, received {op}; "
@@ -80,7 +83,7 @@ class Exchange(Measured, tf.Module):
                 f"({hvd.Average}), received {gradient_predivide_factor!r} with op={op}."
             )
         refuse_typos(options, type(self), "grace.tensorflow.Exchange")
-        self.config = make_config(config, **options)
+        core.Exchange.__init__(self, make_config(config, **options), (), (), _OPS)
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
         self.sparse_as_dense = sparse_as_dense
@@ -108,23 +111,17 @@ class Exchange(Measured, tf.Module):
 
     # --- public interface ---------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
-        """Return bytes, times, relative errors and residual norms of the last step.
-
-        `grace.core.exchange.engine.Engine.stats` describes the keys. Raises StepError before the first step.
-        """
-        if self._transport is None:
-            raise StepError("stats() describes the last step, and there is none yet; call it after the first step.")
-        return self._known().stats()
-
-    def report(self) -> str:
-        """Return the start-up report: method, memory, collective and bytes of each tensor, and why some stay dense."""
-        return self.plan.report()
+    @property
+    def engines(self) -> Sequence[Stages]:
+        """The plans and states of all stages; none before the variables are known."""
+        return [] if self._stages is None else [self._stages]
 
     @property
-    def plan(self) -> Plan:
-        """The plan for the next step: how each tensor is exchanged. Raises StepError before the variables are known."""
-        return self._known().plan
+    def engine(self) -> Stages:
+        """The plans and states of all stages. Raises StepError before the variables are known."""
+        if self._stages is None:
+            raise StepError("the variables are not known yet; build the optimizer, or run a first step.")
+        return self._stages
 
     @property
     def built(self) -> bool:
@@ -139,38 +136,12 @@ class Exchange(Measured, tf.Module):
         ConfigError if the configuration has a schedule, StepError inside a graph, and MismatchError on every rank if
         the ranks differ.
         """
-        description: dict[str, Any] = {}
-        failure: Exception | None = None
-        stages, plan = self._stages, None
-        try:
-            if not tf.executing_eagerly():
-                raise StepError("change() was called inside tf.function; call it outside, between two steps.")
-            config = change_config(self.config, changes)
-            if stages is not None:
-                plan = stages.plan_of(config)
-                description["step"] = int(stages.slots.step)
-                description["formats"] = formats([plan], _OPS)
-            description["configuration"] = config.to_dict()
-        except Exception as error:
-            failure = error
-        agree(description, failure, gather(self.process_set, "change", self.config.timeout), "optimizer.grace.change")
-        before, self.config = self.config, config
-        if stages is not None and plan is not None:
+        before = self.config
+        super().change(**changes)
+        if self.built:
             self.history.append(before)
-            stages.change(plan)
-            if self._transport is not None:
-                self._trace_anew()
-
-    def check_replicas(self) -> None:
-        """Compare the weights and the shared states of all ranks now; all ranks must call it between the same steps.
-
-        The option `check_replicas` does it every so many steps. Raises MismatchError, which names the first tensor that
-        differs, on every rank.
-        """
-        stages = self._known()
-        send = gather(self.process_set, "replicas")
-        mine = digests_of({**self._weights(), **stages.slots.shared_states})
-        compare(mine, send, send, f"before step {int(stages.slots.step)}")
+        if self._transport is not None:
+            self._trace_anew()
 
     # --- before the first step ----------------------------------------------------------------------------------
 
@@ -204,16 +175,25 @@ class Exchange(Measured, tf.Module):
             self._specs = tuple(specs)
             self._watched = tuple(weakref.ref(inside(v)) for v in variables)
             first, *later = (*self.history, self.config)
+            self.rank, self.ranks = self._rank_of_ranks()
             self._stages = Stages(
-                specs, first, self.make_variable, sparse_as_dense=self.sparse_as_dense, ranks=self._ranks()
+                specs,
+                first,
+                self.make_variable,
+                sparse_as_dense=self.sparse_as_dense,
+                rank=self.rank,
+                ranks=self.ranks,
             )
             for config in later:
                 self._stages.change(self._stages.plan_of(config))
 
-    def _ranks(self) -> Ranks:
-        """Return the number of ranks; 1 where Horovod is not initialized, as in a process that only loads a model."""
+    def _rank_of_ranks(self) -> tuple[int, Ranks]:
+        """Return this rank and the ranks; 0 of 1 where Horovod is not initialized, as in a process that only loads."""
         ranks = getattr(self.process_set, "ranks", None) if hvd.is_initialized() else None
-        return Ranks(len(ranks), local_size_of(self.process_set)) if ranks else ONE_RANK
+        if not ranks:
+            return 0, ONE_RANK
+        rank = self.process_set.rank() if self.process_set.included() else -1
+        return rank, Ranks(len(ranks), local_size_of(self.process_set))
 
     def serves(self, variables: Sequence[Any]) -> bool:
         """Return whether the exchange was built for exactly these variables, in any order."""
@@ -237,15 +217,10 @@ class Exchange(Measured, tf.Module):
         self._variables.append(variable)
         return variable
 
-    def _known(self) -> Stages:
-        if self._stages is None:
-            raise StepError("the variables are not known yet; build the optimizer, or run a first step.")
-        return self._stages
-
     @property
     def of_this_rank(self) -> list[tf.Variable]:
         """The variables that differ between ranks. A broadcast must not change them."""
-        slots = self._known().slots
+        slots = self.engine.slots
         return [slots.origin, *slots.of_this_rank]
 
     def describe(self) -> dict[str, Any]:
@@ -270,17 +245,18 @@ class Exchange(Measured, tf.Module):
                 "model.optimizer.grace.process_set = hvd.add_process_set(...)."
             )
         failure = failure or self._start_as_told()
-        stages = self._known()
+        stages = self.engine
         set_id = self.process_set.process_set_id
         if not self.process_set.included():
             raise ConfigError(
                 f"this process is not in {self.process_set} and cannot take part in its steps; "
                 "call it only on the ranks of the set."
             )
-        if failure is None and stages.ranks != self._ranks() and any(plan.shards for plan in stages.plans):
+        rank, ranks = self._rank_of_ranks()
+        if failure is None and ranks != self.ranks and any(plan.shards for plan in stages.plans):
             failure = ConfigError(
-                f"the plan was made for {stages.ranks.size} ranks, and there are {self._ranks().size}; call hvd.init() "
-                "before you build or load the optimizer: the communicator cuts tensors into one shard per rank."
+                f"the plan was made for {self.size} ranks, and there are {ranks.size}; call hvd.init() before you build "
+                "or load the optimizer: the communicator cuts tensors into one shard per rank."
             )
         description = {
             **self.describe(),
@@ -296,8 +272,8 @@ class Exchange(Measured, tf.Module):
                 "kinds": {spec.name: self._kind(spec, g) for spec, g in zip(self._specs, gradients, strict=False)},
             },
         }
-        meet = gather(self.process_set, "first step", self.config.timeout)
-        everyone = agree(description, failure, meet, "the first step")
+        self.rank, self.ranks, where = rank, ranks, "the first step"
+        everyone = agree(description, failure, lambda mine: self._gather([mine], "first step", where), where)
         # Horovod may reuse the identifier of a removed set with other ranks. So the ranks' counts may differ.
         number = max(other["of this rank"]["meetings"] for other in everyone)
         _meetings[set_id] = number + 1
@@ -336,7 +312,6 @@ class Exchange(Measured, tf.Module):
         The first call contacts the other ranks. Raises StepError for a wrong number of gradients, ConfigError inside
         `jit_compile=True`, and MismatchError on every rank if the ranks differ.
         """
-        self._known()
         failure = self._objection(gradients)
         if self._transport is None:
             with tf.init_scope():
@@ -416,8 +391,17 @@ class Exchange(Measured, tf.Module):
         """Return the form in which a gradient is sent: "dense", "rows of DTYPE" (of the indices), or None."""
         if gradient is None:
             return None
-        rows = isinstance(gradient, tf.IndexedSlices) and spec.name in self._known().rows
+        rows = isinstance(gradient, tf.IndexedSlices) and spec.name in self.engine.rows
         return f"rows of {gradient.indices.dtype.name}" if rows else "dense"
+
+    def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
+        return gather(self.process_set, purpose, what, self.config.timeout)(mine[0])
+
+    def _plan_of(self, config: Config) -> Plan:
+        return self.engine.plan_of(config)
+
+    def _digest(self, x: tf.Variable) -> int:
+        return digest(get_ops("numpy"), x.numpy())
 
     def _weights(self) -> dict[str, tf.Variable]:
         """Return the variables that must be equal on all ranks before a step, as far as they still exist."""
@@ -430,13 +414,13 @@ class Exchange(Measured, tf.Module):
         """Run the body of the traced step."""
         self.traces += 1
         assert self._transport is not None
-        stages = self._known()
+        stages = self.engine
         self._watch.begin(stages.slots.step, flat(gradients)[:1])
         self._replicas.compare(self._weights(), stages.slots.shared_states, stages.slots.step, self._transport)
         stages.slots.belong_to(self._transport.rank, self._transport.size)
         stages.enter()
         before = stages.slots.snapshot() if absent or loss_scale is not None else []
-        merged = stages.step(gradients, None if self.learning_rate is None else self.learning_rate())
+        merged = stages.run(gradients, None if self.learning_rate is None else self.learning_rate())
         results = flat(merged)
         if loss_scale is not None:
             scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]

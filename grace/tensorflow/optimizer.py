@@ -120,8 +120,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         failure = error
     included = process_set.process_set_id is not None and process_set.included()
     timeout = TIMEOUT if failure is not None else exchange.config.timeout
-    meet = gather(process_set, "optimizer", timeout) if included else lambda mine: [mine]
-    agree(description, failure, meet, _WHERE)
+    agree(description, failure, gather(process_set, "optimizer", f"{_WHERE}()", timeout), _WHERE)
     exchange.warned = early_warnings(exchange.config)
     if included and process_set.rank() == 0:
         for text in exchange.warned:

@@ -54,11 +54,6 @@ class Replicas:
         self._taken.assign(taken + 1)
 
 
-def digests_of(variables: Mapping[str, tf.Variable]) -> dict[str, int]:
-    """Return the digest of each variable's value now."""
-    return {name: digest(get_ops("numpy"), variable.numpy()) for name, variable in variables.items()}
-
-
 def _compared(
     variables: Mapping[str, tf.Variable], weights: int, moment: tf.Tensor, transport: HorovodTransport
 ) -> tf.Tensor:

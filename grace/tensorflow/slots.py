@@ -32,6 +32,8 @@ class VariableSlots(Slots):
         self._counter = make("step", tf.zeros([], tf.int64))
         # The rank that these memories belong to, and the number of ranks. -1: no rank yet.
         self.origin = make("origin", tf.constant([-1, 0], tf.int32))
+        # The variables of all states, by the names that they were made with.
+        self.states: dict[str, tf.Variable] = {}
         self._variables: dict[tuple[int, str], dict[str, dict[str, tf.Variable]]] = {}
         self._counts: dict[tuple[str, str], tf.Variable] = {}
 
@@ -69,7 +71,9 @@ class VariableSlots(Slots):
             if variable is not None and variable.shape == value.shape and variable.dtype == value.dtype:
                 return variable
         of_stage = f"/stage{self.stage}" if self.stage else ""
-        return self._make(f"{name}/{kind}/{key}{of_stage}", value)
+        made = f"{name}/{kind}/{key}{of_stage}"
+        self.states[made] = self._make(made, value)
+        return self.states[made]
 
     @property
     def of_this_rank(self) -> list[tf.Variable]:

@@ -10,12 +10,13 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from grace.core.exchange.engine import Engine
-from grace.core.exchange.state import carried, initial, prepare
+from grace.core.exchange.state import STATE_VERSION, carried, check_saved, initial, prepare, shown
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config
+from grace.core.values.errors import StateError, StepError
 from grace.core.values.plan import Plan, make_plans, next_plan
-from grace.core.values.spec import Ranks, State, TensorSpec
+from grace.core.values.spec import Array, Ranks, State, TensorSpec
 from grace.core.values.unit import Assignment, Unit
 from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.slots import VariableSlots
@@ -43,9 +44,13 @@ class Stages:
         make_variable: Callable[[str, tf.Tensor], tf.Variable],
         *,
         sparse_as_dense: bool,
+        rank: int,
         ranks: Ranks,
     ) -> None:
         self._specs, self.ranks = specs, ranks
+        # The rank and the number of ranks to which the memories belong.
+        self._place = rank, ranks.size
+        self.track_norms, self.times = False, GraphTimes()
         self._seed = config.seed
         # The first step and the plan of each stage, by its number. After `change`, only the last stage is live.
         self._stages = dict(enumerate(make_plans(specs, config, ranks=ranks, prefix="bucket", delegate=_delegated)))
@@ -76,6 +81,21 @@ class Stages:
         """The plan of the next step."""
         return self._stages[self._number_at(int(self.slots.step))][1]
 
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+        return int(self.slots.step)
+
+    @property
+    def shared_states(self) -> dict[str, tf.Variable]:
+        """The states that are equal on all ranks, by a name that says what they are."""
+        return self.slots.shared_states
+
+    def check_idle(self, call: str) -> None:
+        """Raise StepError inside a graph, when the call is not possible."""
+        if not tf.executing_eagerly():
+            raise StepError(f"{call}() was called inside tf.function; call it outside, between two steps.")
+
     def _number_at(self, step: int) -> int:
         return next(number for number in reversed(self._live) if self._stages[number][0] <= step)
 
@@ -102,7 +122,8 @@ class Stages:
         `rows` names the tensors whose gradients are rows. `warned` holds the warnings that were already logged.
         """
         self._transport, self._rows, self._op = transport, rows, op
-        self._predivide, self._track_norms, self._times, self._warned = predivide, track_norms, times, warned
+        self._place = transport.rank, transport.size
+        self._predivide, self.track_norms, self.times, self._warned = predivide, track_norms, times, warned
         for number in self._live:
             self._engage(number)
 
@@ -111,12 +132,12 @@ class Stages:
         self.slots.stage = number
         average = self._op == hvd.Average
         engine = Engine(
-            plan, _ops, self._transport, seed=self._seed, average=average, slots=self.slots, times=self._times
+            plan, _ops, self._transport, seed=self._seed, average=average, slots=self.slots, times=self.times
         )
-        engine.track_norms = self._track_norms
+        engine.track_norms = self.track_norms
         self._engines[number] = engine
-        self.slots.expect_notes(plan, self._track_norms, self._rows)
-        self._times.expect(plan)
+        self.slots.expect_notes(plan, self.track_norms, self._rows)
+        self.times.expect(plan)
         if self._transport.rank == 0:
             for text in plan.warnings:
                 if text not in self._warned:
@@ -184,7 +205,7 @@ class Stages:
 
         return enter
 
-    def step(self, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
+    def run(self, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
         """Exchange one gradient per tensor. `lr` is the learning rate if it is known. It is traced into a graph."""
         tf.debugging.Assert(tf.equal(self._last.read_value(), self._live[-1]), [_STALE])
         step = self.slots.step
@@ -218,7 +239,12 @@ class Stages:
         return [merged[name] for name in names]
 
     def stats(self) -> dict[str, Any]:
-        """Return the statistics of the last step; see `grace.core.exchange.engine.Engine.stats`."""
+        """Return the statistics of the last step; see `grace.core.exchange.engine.Engine.stats`.
+
+        Raises StepError before the first step.
+        """
+        if not self._engines:
+            raise StepError("stats() describes the last step, and there is none yet; call it after the first step.")
         step, (changed, number) = int(self.slots.step), self._done
         self.slots.stage = number if step == changed else self._number_at(max(0, step - 1))
         stats = self._engines[self.slots.stage].stats()
@@ -228,6 +254,35 @@ class Stages:
                 stats["wire_bytes"] += int(rows) - tensor["wire_bytes"]
                 tensor["wire_bytes"] = int(rows)
         return stats
+
+    # --- checkpoint ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the states of this rank, as arrays of NumPy by the names of their variables."""
+        tensors = {name: variable.numpy() for name, variable in self.slots.states.items()}
+        rank, size = self._place
+        return {"version": STATE_VERSION, "step": self.step, "rank": rank, "size": size, "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
+        """Load step and states; see `grace.core.exchange.engine.Engine.load_state_dict`."""
+        check_saved(state)
+        expected, found = (
+            {name: shown(value) for name, value in saved.items()}
+            for saved in (self.state_dict()["tensors"], state["tensors"])
+        )
+        if found != expected:
+            raise StateError(
+                f"checkpoint: expected states {expected}, received {found}; use the configuration it was saved with, "
+                "and the changes that were made since."
+            )
+        mine = (state["rank"], state["size"]) == self._place
+        own = {id(variable) for variable in self.slots.of_this_rank}
+        for name, variable in self.slots.states.items():
+            keep = mine or id(variable) not in own
+            variable.assign(convert(state["tensors"][name], variable) if keep else tf.zeros_like(variable))
+        self.slots.go_to(int(state["step"]))
+        self.slots.origin.assign(self._place)
+        return mine
 
 
 def _ops(device: str) -> ArrayOps:

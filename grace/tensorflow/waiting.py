@@ -12,9 +12,10 @@ from types import FrameType
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.exchange.transport import TIMEOUT, gather_objects
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import WaitError
 
@@ -23,33 +24,37 @@ _exiting = threading.Event()
 atexit.register(_exiting.set)
 
 
-def gather(process_set: Any, purpose: str, timeout: float = TIMEOUT) -> Callable[[Any], list[Any]]:
-    """Return a function that gathers one object from each rank of the process set. The function blocks.
+def gather(process_set: Any, purpose: str, what: str, timeout: float = TIMEOUT) -> Callable[[Any], list[Any]]:
+    """Return a function that gathers the JSON-able values of the ranks of a process set, or of a rank outside of it.
 
-    It raises WaitError after `timeout` seconds. Horovod's collective then stays behind on a thread of its own.
+    The function blocks. It raises WaitError after `timeout` seconds; `what` says for what the ranks meet. Horovod's
+    collective then stays behind on a thread of its own.
     """
+    if process_set.process_set_id is None or not process_set.included():
+        return lambda mine: [mine]
     name = f"grace.{process_set.process_set_id}.{purpose}".replace(" ", ".")
+    rank, size = process_set.rank(), len(process_set.ranks)
 
-    def meet(mine: Any) -> list[Any]:
-        results: list[list[Any]] = []
+    def joined(data: bytes) -> bytes:
+        results: list[bytes] = []
         errors: list[Exception] = []
 
         def run() -> None:
             try:
-                results.append(hvd.allgather_object(mine, name=name, process_set=process_set))
+                sent = tf.constant(np.frombuffer(data, np.uint8))
+                results.append(hvd.allgather(sent, name=name, process_set=process_set).numpy().tobytes())
             except Exception as error:
                 errors.append(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
-        rank, size = process_set.rank(), len(process_set.ranks)
-        what = f"the meeting of all ranks for '{purpose}'"
-        wait_until(lambda: not thread.is_alive(), lambda: what, rank=rank, size=size, timeout=timeout)
+        told = f"{what} (collective '{name}')"
+        wait_until(lambda: not thread.is_alive(), lambda: told, rank=rank, size=size, timeout=timeout)
         if errors:
             raise errors[0]
         return results[0]
 
-    return meet
+    return lambda mine: gather_objects(mine, size, joined)
 
 
 class Watch:

@@ -37,7 +37,7 @@ def waits(folder: str) -> dict[str, Any]:
     results["change"] = error_of(lambda: exchange.change(compress_ratio=0.1)) if first else ""
     meet()
     if not first:
-        waiting.gather(hvd.global_process_set, "change")(None)
+        waiting.gather(hvd.global_process_set, "change", "this scenario")(None)
     meet()
     began = time.monotonic()
     with mock.patch.object(waiting, "end_process", lambda error: ended.write_text(str(error))):
