@@ -13,6 +13,7 @@ from horovod.torch import mpi_ops
 
 from tests.adapters.torch import (
     exchange_scenarios,
+    promise_scenarios,
     replica_scenarios,
     scaler_scenarios,
     schedule_scenarios,
@@ -53,6 +54,7 @@ def main() -> None:
     sleep_while_waiting()
     modules = (
         exchange_scenarios,
+        promise_scenarios,
         replica_scenarios,
         scaler_scenarios,
         schedule_scenarios,

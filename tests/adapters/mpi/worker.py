@@ -31,6 +31,7 @@ from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Ranks
 from grace.testing.harness import array, run_program, same
 from grace.testing.transport_contract import run_transport_contract
 from tests.support import cases, half_precision, registered, steps
+from tests.support.promises import TENSORS, Run, gradients, joined, kept
 from tests.support.rank import serve
 
 WORLD = MPI.COMM_WORLD
@@ -458,6 +459,16 @@ def timeline() -> dict[str, Any]:
         with mock.patch.dict(os.environ, GRACE_TIMELINE=path):
             results["refused"] = outcome(lambda: mpi.MPIExchange({"w": (20, 10)}, config))
     return results
+
+
+def promises() -> dict[str, str]:
+    """Return the errors of the promises that every exchange keeps."""
+
+    def make(config: dict[str, Any]) -> Run:
+        exchange = mpi.MPIExchange(TENSORS, config)
+        return Run(exchange, lambda number: joined(exchange(gradients(number, RANK))))
+
+    return kept(make)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""The promises of every exchange, kept by an optimizer of PyTorch on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import grace.torch
+from tests.support.promises import TENSORS, Run, gradients, joined, kept
+
+
+def promises() -> dict[str, str]:
+    return kept(_run)
+
+
+def _run(config: dict[str, Any]) -> Run:
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in TENSORS.items()}
+    plain = torch.optim.SGD(parameters.values(), lr=0.1)
+    optimizer = grace.torch.DistributedOptimizer(plain, parameters.items(), config)
+
+    def step(number: int) -> bytes:
+        optimizer.zero_grad()
+        given = gradients(number, hvd.rank())
+        sum((p * torch.from_numpy(given[name])).sum() for name, p in parameters.items()).backward()
+        optimizer.step()
+        return joined({name: p.grad for name, p in parameters.items()})
+
+    return Run(optimizer.grace, step)

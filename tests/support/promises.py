@@ -1,0 +1,144 @@
+"""What every adapter's exchange promises. An adapter runs `kept` on each of its ranks, or once for all of them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from grace.core.values.errors import ConfigError, GraceWarning, StateError
+
+TENSORS = {"w": (40, 30), "v": (30, 20)}
+TOPK = {"compressor": "topk", "compress_ratio": 0.1, "default_rules": False}
+
+
+class Run(NamedTuple):
+    """An exchange, and a function that takes a step with the gradients of that number and returns the merged ones."""
+
+    exchange: Any
+    step: Callable[[int], bytes]
+
+
+Make = Callable[[dict[str, Any]], Run]
+
+
+def gradients(number: int, rank: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng((number, rank))
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in TENSORS.items()}
+
+
+def joined(merged: dict[str, Any]) -> bytes:
+    return b"".join(np.asarray(merged[name]).tobytes() for name in TENSORS)
+
+
+def kept(make: Make) -> dict[str, str]:
+    """Return the error of each promise, empty if it is kept. `make` returns the run of a configuration."""
+    return {promise.__name__: _error(promise, make) for promise in PROMISES}
+
+
+def _error(promise: Callable[[Make], None], make: Make) -> str:
+    try:
+        promise(make)
+    except (Exception, pytest.fail.Exception) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def plan_and_report(make: Make) -> None:
+    exchange = make(TOPK).exchange
+    assert {item.spec.name for item in exchange.plan.assignments} == set(TENSORS)
+    assert all(word in exchange.report() for word in ("topk", *TENSORS))
+
+
+def statistics(make: Make) -> None:
+    for norms in (False, True):
+        run = make(TOPK)
+        run.exchange.track_norms = norms
+        assert run.exchange.track_norms is norms
+        run.step(0)
+        stats = run.exchange.stats()
+        assert stats["step"] == 1
+        assert 0 < stats["wire_bytes"] < stats["dense_bytes"]
+        assert all((tensor["relative_error"] is not None) is norms for tensor in stats["tensors"].values())
+
+
+def change(make: Make) -> None:
+    run = make(TOPK)
+    run.step(0)
+    before = run.exchange.stats()["wire_bytes"]
+    for ratio in (0.3, 0.2):
+        run.exchange.change(compress_ratio=ratio)
+        assert run.exchange.config.method.compressor.compress_ratio == ratio
+    with pytest.raises(ConfigError, match="compress_rate"):
+        run.exchange.change(compress_rate=0.5)
+    assert run.exchange.config.method.compressor.compress_ratio == 0.2
+    run.step(1)
+    assert run.exchange.stats()["wire_bytes"] > 1.5 * before
+    with pytest.raises(ConfigError, match="schedule"):
+        make({**TOPK, "schedule": [{"step": 5, "compress_ratio": 0.5}]}).exchange.change(compress_ratio=0.2)
+
+
+def replicas(make: Make) -> None:
+    run = make({"compressor": "powersgd", "default_rules": False})
+    run.step(0)
+    run.exchange.check_replicas()
+
+
+def timeline(make: Make) -> None:
+    run = make(TOPK)
+    with tempfile.TemporaryDirectory() as folder:
+        run.exchange.start_timeline(Path(folder) / "trace.json")
+        run.step(0)
+        run.exchange.stop_timeline()
+        run.step(1)
+        traces = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
+    assert traces
+    for trace in traces:
+        assert {event["args"]["step"] for event in trace if event["ph"] == "X"} == {0}
+
+
+def resumed_state(make: Make) -> None:
+    first, second = make(TOPK), make(TOPK)
+    first.step(0)
+    saved = first.exchange.state_dict()
+    expected = [first.step(1), first.step(2)]
+    assert second.exchange.load_state_dict(saved) is True
+    assert [second.step(1), second.step(2)] == expected
+
+
+def state_of_another_rank(make: Make) -> None:
+    first, second = make(TOPK), make(TOPK)
+    first.step(0)
+    saved = first.exchange.state_dict()
+    other = {"ranks": [{**one, "rank": 7} for one in saved["ranks"]]} if "ranks" in saved else {**saved, "rank": 7}
+    with pytest.warns(GraceWarning, match="residuals start from zero"):
+        assert second.exchange.load_state_dict(other) is False
+    assert second.step(1) == make(TOPK).step(1) != first.step(1)
+    assert second.exchange.stats()["step"] == 2
+
+
+def damaged_state(make: Make) -> None:
+    whole, run = make(TOPK), make(TOPK)
+    for each in (whole, run):
+        each.step(0)
+    for wrong in ({}, None, {**run.exchange.state_dict(), "version": 2, "ranks": [{"version": 2}]}):
+        with pytest.raises(StateError):
+            run.exchange.load_state_dict(wrong)
+    assert run.step(1) == whole.step(1)
+
+
+PROMISES = (
+    plan_and_report,
+    statistics,
+    change,
+    replicas,
+    timeline,
+    resumed_state,
+    state_of_another_rank,
+    damaged_state,
+)
