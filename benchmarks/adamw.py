@@ -64,7 +64,7 @@ def train(config, seed, images, labels):
             for name, p in parameters.items():
                 p.grad = merged[name]
             optimizer.step()
-            stats = simulation.engines[0].stats()
+            stats = simulation.stats()
             shares.append(stats["wire_bytes"] / stats["dense_bytes"])
     with torch.no_grad():
         found = model(images[-TEST_IMAGES:]).argmax(1) == labels[-TEST_IMAGES:]

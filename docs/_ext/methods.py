@@ -75,7 +75,7 @@ def sent(name: str, ranks: int = 2) -> Sent:
     steps = FEWER_STEPS.get(name, STEPS)
     for gradient in figures.normal(SAMPLE.shape, DEVIATION, steps):
         simulation.step([{SAMPLE.name: gradient}])
-        for collective, count in simulation.engines[0].stats()["collectives"].items():
+        for collective, count in simulation.stats()["collectives"].items():
             totals[collective] = totals.get(collective, 0) + count / steps / SAMPLE.numel
     return Sent({collective: total for collective, total in totals.items() if total}, exact=False)
 

@@ -175,14 +175,14 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
             self._specs = tuple(specs)
             self._watched = tuple(weakref.ref(inside(v)) for v in variables)
             first, *later = (*self.history, self.config)
-            self.rank, self.ranks = self._rank_of_ranks()
+            rank, ranks = self.rank, self.ranks = self._rank_of_ranks()
             self._stages = Stages(
                 specs,
                 first,
                 self.make_variable,
                 sparse_as_dense=self.sparse_as_dense,
-                rank=self.rank,
-                ranks=self.ranks,
+                rank=rank,
+                ranks=ranks,
             )
             for config in later:
                 self._stages.change(self._stages.plan_of(config))
@@ -253,10 +253,10 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
                 "call it only on the ranks of the set."
             )
         rank, ranks = self._rank_of_ranks()
-        if failure is None and ranks != self.ranks and any(plan.shards for plan in stages.plans):
+        if failure is None and ranks != stages.ranks and any(plan.shards for plan in stages.plans):
             failure = ConfigError(
-                f"the plan was made for {self.size} ranks, and there are {ranks.size}; call hvd.init() before you build "
-                "or load the optimizer: the communicator cuts tensors into one shard per rank."
+                f"the plan was made for {stages.ranks.size} ranks, and there are {ranks.size}; call hvd.init() before "
+                "you build or load the optimizer: the communicator cuts tensors into one shard per rank."
             )
         description = {
             **self.describe(),

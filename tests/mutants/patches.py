@@ -201,8 +201,8 @@ PATCHES = [
     Patch(
         "tensorflow-meets-without-a-limit",
         "grace/tensorflow/waiting.py",
-        "lambda: what, rank=rank, size=size, timeout=timeout)",
-        "lambda: what, rank=rank, size=size, timeout=10 * timeout)",
+        "lambda: told, rank=rank, size=size, timeout=timeout)",
+        "lambda: told, rank=rank, size=size, timeout=10 * timeout)",
         "a rank of TensorFlow waits longer than its limit for others that do not wrap",
         ("tests/adapters/tensorflow/test_waiting.py",),
     ),

@@ -1,4 +1,4 @@
-"""What every adapter's exchange promises. An adapter runs `kept` on each of its ranks, or once for all of them."""
+"""Promises of the exchange of every adapter. An adapter runs `kept` on each of its ranks, or once for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Exchange`: what a run can ask of an exchange and change in it, the same in every adapter."""
+"""`Exchange`: all that a run can ask of an exchange and change in it, the same in every adapter."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from grace.core.values.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.values.unit import Assignment
 
 
-class Driver(Protocol):
-    """What an exchange needs of its engines; `Engine` describes the methods."""
+class _Driver(Protocol):
+    """An engine, or what takes its place; `grace.core.exchange.engine.Engine` describes the methods."""
 
     track_norms: bool
 
@@ -38,7 +38,7 @@ class Driver(Protocol):
     def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool: ...
 
 
-D = TypeVar("D", bound=Driver)
+D = TypeVar("D", bound=_Driver)
 
 
 class Exchange(Generic[D]):
