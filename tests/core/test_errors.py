@@ -186,9 +186,9 @@ def test_a_checkpoint_of_another_rank_or_size_keeps_what_all_ranks_share(compres
     ):
         assert target.load_state_dict(state, copy) is False
         assert target.step == 1
-        for name in ("a", "b"):
+        for name in target.plan.stateful:
             states = target._slots.read(name)
-            assert not states["memory"]["residual"].any(), "another rank's residual is not ours"
+            assert not any(x.any() for x in states["memory"].values()), "another rank's residual is not ours"
             for key, value in states["compressor"].items():
                 assert np.array_equal(value, state["tensors"][name]["compressor"][key])
     assert sim.engines[0]._slots.read("a")["memory"]["residual"].any()

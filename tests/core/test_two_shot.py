@@ -13,7 +13,7 @@ from grace.core.exchange.simulation import poll_all
 from grace.core.exchange.state import held_onward
 from grace.core.values.config import Method
 from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, PayloadError, StateError
-from grace.core.values.registry import compressors, memories
+from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.steps import (
@@ -185,10 +185,23 @@ def test_a_checkpoint_of_another_rank_starts_the_memories_anew():
     target = sim.engines[1]
     assert target.load_state_dict(sim.engines[0].state_dict(), lambda saved, current: saved) is False
     assert_same([states(sim)[1]], [states(fresh)[1]])
-    with pytest.raises(StateError, match="two_shot also needs the number of ranks"):
-        simulate(CHOSEN["topk"], size=3, specs=SPECS).engines[0].load_state_dict(
-            target.state_dict(), lambda saved, current: saved
-        )
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc"])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (1, 4)])
+def test_a_checkpoint_of_another_number_of_ranks_starts_the_memories_anew(name, sizes):
+    """auto may have chosen another communicator for it."""
+    chosen = dataclasses.replace(CHOSEN[name], communicator=communicators.make("auto"))
+    before, sim, fresh = (simulate(chosen, size=size, specs=SPECS) for size in (*sizes, sizes[1]))
+    step(before, 0)
+    for engine in sim.engines:
+        assert engine.load_state_dict(before.engines[0].state_dict(), lambda saved, current: saved) is False
+        assert engine.step == 1
+    assert_same(states(sim), states(fresh))
+    step(sim, 1)
+    other = simulate(chosen, size=sizes[1], specs=SPECS[:1])
+    with pytest.raises(StateError, match="units of compression differ"):
+        other.engines[0].load_state_dict(before.engines[0].state_dict(), lambda saved, current: saved)
 
 
 @pytest.mark.parametrize("name", ["topk", "efsignsgd"])

@@ -515,7 +515,8 @@ class Engine:
         before = self.snapshot()
         self._start_at(int(state["step"]))
         try:
-            self._slots.load(self._units, state["tensors"], convert, self._initial if not mine else None)
+            resized = state["size"] != self.transport.size
+            self._slots.load(self._units, state["tensors"], convert, self._initial if not mine else None, resized)
         except Exception:
             # All or nothing, also for a checkpoint of another stage.
             self.restore(before)

@@ -65,8 +65,11 @@ class Slots:
         return self._notes.get((kind, name))
 
     def save(self, units: Mapping[str, Unit]) -> dict[str, dict[str, Any]]:
-        """Return each unit's states and the names of the components that they belong to."""
-        return {name: {"components": _names(unit), **self.read(name)} for name, unit in units.items()}
+        """Return each unit's states, and the names of its components and tensors."""
+        return {
+            name: {"components": _names(unit), "of": tensors_of(unit), **self.read(name)}
+            for name, unit in units.items()
+        }
 
     def load(
         self,
@@ -74,22 +77,28 @@ class Slots:
         saved: Mapping[str, dict[str, Any]],
         convert: Callable[[Array, Array], Array],
         initial: Callable[[Unit], dict[str, State]] | None,
+        resized: bool = False,
     ) -> None:
         """Load what `save` returned, all or nothing; with `initial`, memories start from its result instead.
 
+        `resized` says that another number of ranks saved it, which may have cut the same tensors into other units.
         Raises StateError if the checkpoint belongs to other tensors, methods, shapes or dtypes, or is damaged.
         """
+        if initial is not None and resized and set(saved) != set(units) and _same_tensors(saved, units):
+            # Methods that share states between ranks do not depend on the number of ranks.
+            self._states.update({name: initial(unit) for name, unit in units.items()})
+            return
         if set(saved) != set(units):
             different = sorted(map(str, set(saved) ^ set(units)))
             raise StateError(
                 f"checkpoint: the units of compression differ: {', '.join(different[:5])} "
                 f"{'is' if len(different) == 1 else 'are'} only on one side. Use the configuration it was saved with, "
-                "including granularity, bucket_bytes and split_bytes; two_shot also needs the number of ranks."
+                "including granularity, bucket_bytes and split_bytes."
             )
         new: dict[str, dict[str, State]] = {}
         for name, unit in units.items():
             current = self.read(name)
-            missing = {"components", *current} - set(check_mapping(saved[name], f"tensor '{name}'"))
+            missing = {"components", "of", *current} - set(check_mapping(saved[name], f"tensor '{name}'"))
             if missing:
                 raise _unreadable(f"tensor '{name}'", ", ".join(sorted(missing)), "nothing of this name")
             named = check_mapping(saved[name]["components"], f"tensor '{name}', components")
@@ -98,12 +107,39 @@ class Slots:
                     f"checkpoint, tensor '{name}': expected {_names(unit)}, received {dict(named)}; "
                     "use the configuration it was saved with."
                 )
+            tensors = saved[name]["of"]
+            if not isinstance(tensors, Sequence) or [*map(str, tensors)] != tensors_of(unit):
+                raise _unreadable(f"tensor '{name}', of", str(tensors_of(unit)), shown(tensors))
             # What another rank holds of a unit that only its owner has a memory for may have another form.
             kinds = ["compressor"] if initial is not None and unit.owners is not None else list(current)
             new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in kinds}
             if initial is not None and not unit.memory.shared:
                 new[name]["memory"] = initial(unit)["memory"]
         self._states.update(new)
+
+
+def tensors_of(unit: Unit) -> list[str]:
+    """Return the names of the tensors that a unit has elements of, each once."""
+    return list(dict.fromkeys(piece.tensor for piece in unit.pieces))
+
+
+def _same_tensors(saved: Mapping[str, dict[str, Any]], units: Mapping[str, Unit]) -> bool:
+    """Return whether saved units have the same tensors as these, with the same methods."""
+    found = set()
+    for name, entry in saved.items():
+        missing = {"components", "of"} - set(check_mapping(entry, f"tensor '{name}'"))
+        if missing or not isinstance(entry["of"], Sequence):
+            raise _unreadable(f"tensor '{name}'", "'components' and 'of'", "another kind")
+        components = check_mapping(entry["components"], f"tensor '{name}', components")
+        found |= {(str(tensor), *map(str, components.items())) for tensor in entry["of"]}
+    # A saved unit may be one that an owner sent on, whose memory is another one.
+    wanted = {
+        (tensor, *map(str, _names(unit).items()))
+        for unit in units.values()
+        if unit.owners is None
+        for tensor in tensors_of(unit)
+    }
+    return wanted <= found and {tensor for tensor, *_ in wanted} == {tensor for tensor, *_ in found}
 
 
 def check_saved(state: Any) -> None:
