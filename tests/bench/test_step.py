@@ -313,6 +313,17 @@ def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
 
 
 @needs_shaping
+def test_ranks_of_a_node_share_a_link_that_they_use_between_nodes_only(tmp_path):
+    """Two nodes of two ranks: each rank sends the payload of its half, the node as much as one rank alone."""
+    path = tmp_path / "step.json"
+    given = ["--nodes", "2x2", "--link", "10gbit", "--rounds", "1", "--steps", "2", "--options"]
+    finished(*given, "communicator=hierarchical", "--compressors", "topk", "--json", str(path))
+    found = {result["method"]: result for result in json.loads(path.read_text())}
+    # 1 % of the elements at 8 bytes each, and small dense tensors.
+    assert found["topk"]["wire_bytes"] < 0.1 * found["horovod"]["wire_bytes"]
+
+
+@needs_shaping
 def test_a_slower_link_takes_longer():
     """2 MB of gradients take at least 0.16 s at 100 Mbit/s, on a busy machine too."""
     with network.Network(2, "100mbit") as made:
@@ -429,6 +440,10 @@ def listening(pid):
         (["--model", "vg"], "Did you mean 'vgg'"),
         (["--ranks", "1"], "--ranks: expected at least 2, received 1"),
         (["--ranks", "999999999"], "--ranks: expected at most 253"),
+        (["--nodes", "2x4", "--ranks", "8"], "leave --ranks out"),
+        (["--nodes", "2by4"], "expected nodes x ranks, such as 2x4, received '2by4'"),
+        (["--nodes", "0x4"], "expected nodes x ranks"),
+        (["--nodes", "2x2", "--link", "none"], "--nodes needs links with limited bandwidth"),
         (["--compressors", "topkk"], "topk"),
         (["--baselines", "ddpp"], "Did you mean 'ddp'"),
         (["--baselines", "ddp", "--framework", "tensorflow"], "'ddp' needs PyTorch"),

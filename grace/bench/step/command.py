@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -52,7 +53,11 @@ def add_step(commands: Any) -> None:
         "waits for new pages.",
     )
     add = parser.add_argument
-    add("--ranks", type=int, default=2, metavar="N", help="processes (default: 2)")
+    add("--ranks", type=int, metavar="N", help="processes, each with a link of its own (default: 2)")
+    nodes = (
+        "nodes with R ranks each in place of --ranks, such as 2x4; a node's ranks share its link, and have no limit "
+    )
+    add("--nodes", metavar="NxR", help=f"{nodes}among each other")
     add("--link", default="1gbit", help=f"{', '.join(LINKS)}; all but 'none' need root (default: 1gbit)")
     add("--latency", metavar="TIME", help="additional delay per packet, such as 100us; needs netem in the kernel")
     add("--model", default="mlp", help=f"{', '.join(NAMES)} (default: mlp)")
@@ -111,13 +116,14 @@ def _checked(args: argparse.Namespace) -> Run:
     """Return the run that the arguments describe. Raises ConfigError if they are wrong."""
     _check_together(args)
     rounds = ROUNDS if args.rounds is None else args.rounds
-    for option, value, least in (("ranks", args.ranks, 2), ("rounds", rounds, 1), ("steps", args.steps, 1)):
+    ranks, local_size = _ranks(args)
+    for option, value, least in (("ranks", ranks, 2), ("rounds", rounds, 1), ("steps", args.steps, 1)):
         if value < least:
             raise ConfigError(f"--{option}: expected at least {least}, received {value}.")
-    if args.ranks > MOST_RANKS:
+    if ranks > MOST_RANKS:
         raise ConfigError(
             f"--ranks: expected at most {MOST_RANKS}, the number of addresses in the test network, received "
-            f"{args.ranks}. Every rank is a process of several hundred megabytes."
+            f"{ranks}. Every rank is a process of several hundred megabytes."
         )
     _check("--model", args.model, NAMES)
     _check("--framework", args.framework, ("torch", "tensorflow"))
@@ -140,11 +146,27 @@ def _checked(args: argparse.Namespace) -> Run:
         check_plot(args.plot)
     from grace.bench.step.run import Setting
 
-    setting = Setting(args.framework, args.model, args.ranks, args.link, args.latency, rounds, args.steps, options)
+    setting = Setting(
+        args.framework, args.model, ranks, args.link, args.latency, rounds, args.steps, local_size, options
+    )
     if args.sweep:
         return _sweep(setting, compressors, args)
     methods = compared([Method(name) for name in (*baselines, *compressors)])
     return _memory(setting, methods) if args.memory else _time(setting, methods, args.plot)
+
+
+def _ranks(args: argparse.Namespace) -> tuple[int, int]:
+    """Return the number of ranks, in all and on each node."""
+    if args.nodes is None:
+        return 2 if args.ranks is None else args.ranks, 1
+    if args.ranks is not None:
+        raise ConfigError("--nodes says how many ranks there are; leave --ranks out.")
+    found = re.fullmatch(r"(\d+)x(\d+)", args.nodes)
+    if not found or not int(found[1]) or not int(found[2]):
+        raise ConfigError(f"--nodes: expected nodes x ranks, such as 2x4, received '{args.nodes}'.")
+    if LINKS.get(args.link, 1) is None:
+        raise ConfigError("--nodes needs links with limited bandwidth between nodes; choose one, such as --link 1gbit.")
+    return int(found[1]) * int(found[2]), int(found[2])
 
 
 def _check_together(args: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], Non
     Calls `progress(text)` before each method. Raises GraceError if the network cannot be made or a rank fails.
     """
     weights = []
-    with Network(setting.ranks, setting.link, setting.latency) as network:
+    with Network(setting.ranks, setting.link, setting.latency, setting.local_size) as network:
         for method in methods:
             progress(method.name)
             with Ranks(network, setting.framework, setting.model, method.family, keep_pages=False) as ranks:

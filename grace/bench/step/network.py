@@ -1,8 +1,9 @@
-"""A temporary network with limited bandwidth on this machine: one network namespace per rank, joined by a bridge.
+"""A temporary network with limited bandwidth on this machine: one network namespace per node, joined by a bridge.
 
-Rank N runs in the namespace `grace-PID-N`, which has one interface, `link0`. The other end of this link is attached to
-a bridge in another namespace. So the machine's own network does not change. Both ends limit the rate: a rank sends and
-receives at the bandwidth of the link.
+Node N runs in the namespace `grace-PID-N`, which has one interface, `link0`. The other end of this link is attached to
+a bridge in another namespace. So the machine's own network does not change. Both ends limit the rate: a node sends and
+receives at the bandwidth of the link. Usually a node has one rank. Several ranks of a node share its link, and reach
+each other by the loopback of the namespace, which has no limit.
 """
 
 from __future__ import annotations
@@ -79,22 +80,25 @@ class Node:
 
 
 class Network:
-    """The namespaces of `ranks` ranks: a context manager that makes them on entry and always removes them on exit.
+    """The namespaces of the nodes: a context manager that makes them on entry and always removes them on exit.
+
+    `ranks` is the number of all ranks, `local_size` that of each node. `nodes` has an entry per rank.
 
     Raises GraceError with the command that failed, for instance if the kernel lacks a module.
     """
 
-    def __init__(self, ranks: int, link: str, latency: str | None = None) -> None:
+    def __init__(self, ranks: int, link: str, latency: str | None = None, local_size: int = 1) -> None:
         check_link(link, latency)
         self._rate = LINKS[link]
-        self._latency = latency
+        self._latency, self.local_size = latency, local_size
         self._stem = f"{PREFIX}-{os.getpid()}"
         if self._rate is None:
             self.hub = Node(None, "127.0.0.1", "lo")
             self.nodes = [self.hub] * ranks
         else:
             self.hub = Node(f"{self._stem}-{HUB}", ADDRESS.format(1), "bridge0")
-            self.nodes = [Node(f"{self._stem}-{rank}", ADDRESS.format(rank + 2), INTERFACE) for rank in range(ranks)]
+            numbers = [rank // local_size for rank in range(ranks)]
+            self.nodes = [Node(f"{self._stem}-{node}", ADDRESS.format(node + 2), INTERFACE) for node in numbers]
 
     def __enter__(self) -> Network:
         if self._rate is not None:
@@ -121,8 +125,8 @@ class Network:
         _run(["ip", "-n", hub, "addr", "add", f"{self.hub.address}/16", "dev", "bridge0"])
         for device in ("lo", "bridge0"):
             _run(["ip", "-n", hub, "link", "set", device, "up"])
-        for rank, node in enumerate(self.nodes):
-            own, port = str(node.namespace), f"port{rank}"
+        for number, node in enumerate(dict.fromkeys(self.nodes)):
+            own, port = str(node.namespace), f"port{number}"
             self._name(node)
             _run(["ip", "netns", "add", own])
             pair = ["peer", "name", port, "netns", hub]

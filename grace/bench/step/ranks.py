@@ -39,7 +39,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Ranks:
-    """One worker per node of the network, without ssh: a context manager that starts them and kills them on exit.
+    """One worker per rank, without ssh: a context manager that starts them and kills them on exit.
 
     If this process is killed, the kernel kills the workers. `cycle_ms` is Horovod's cycle time in milliseconds.
     `keep_pages` is False if memory is measured instead of time.
@@ -102,8 +102,9 @@ class Ranks:
     def _horovod(self) -> list[dict[str, str]]:
         """Return the environment of each rank, with which Horovod's Gloo finds the other ranks."""
         nodes, size = self._network.nodes, len(self._network.nodes)
-        alone = nodes[0].namespace is not None
-        hosts = ",".join(f"{node.address}:1" for node in nodes) if alone else f"{nodes[0].address}:{size}"
+        # Without a limit, all ranks share the machine's loopback.
+        local_size = self._network.local_size if nodes[0].namespace is not None else size
+        hosts = ",".join(f"{node.address}:{local_size}" for node in nodes[::local_size])
         program = python(RENDEZVOUS, self._network.hub.address, hosts)
         self._meeting = self._launch("rendezvous", self._network.hub, program)
         assert self._meeting.stdout is not None
@@ -123,10 +124,10 @@ class Ranks:
                 **shared,
                 "HOROVOD_RANK": str(rank),
                 "HOROVOD_SIZE": str(size),
-                "HOROVOD_LOCAL_RANK": str(0 if alone else rank),
-                "HOROVOD_LOCAL_SIZE": str(1 if alone else size),
-                "HOROVOD_CROSS_RANK": str(rank if alone else 0),
-                "HOROVOD_CROSS_SIZE": str(size if alone else 1),
+                "HOROVOD_LOCAL_RANK": str(rank % local_size),
+                "HOROVOD_LOCAL_SIZE": str(local_size),
+                "HOROVOD_CROSS_RANK": str(rank // local_size),
+                "HOROVOD_CROSS_SIZE": str(size // local_size),
                 "HOROVOD_GLOO_IFACE": node.interface,
                 "HOROVOD_HOSTNAME": node.address,
             }

@@ -27,6 +27,8 @@ class Setting:
     latency: str | None
     rounds: int
     steps: int
+    # Ranks of each node; they share its link.
+    local_size: int = 1
     # Part of the configuration of every compressor.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -44,7 +46,8 @@ class Setting:
 class Result:
     """The measurements of one method.
 
-    `times` holds the seconds of every step on its slowest rank. `sent` and `reported` are bytes per step and rank.
+    `times` holds the seconds of every step on its slowest rank. `sent` are bytes per step and node, `reported` per
+    step and rank.
     """
 
     method: Method
@@ -94,6 +97,7 @@ class Result:
             "link": setting.link,
             "latency": setting.latency,
             "ranks": setting.ranks,
+            "ranks_per_node": setting.local_size,
             "model": setting.model,
             "median_s": self.median,
             "spread": list(self.spread),
@@ -120,7 +124,9 @@ class Bed:
 
     def __enter__(self) -> Bed:
         setting = self._setting
-        self._network = self._stack.enter_context(Network(setting.ranks, setting.link, setting.latency))
+        self._network = self._stack.enter_context(
+            Network(setting.ranks, setting.link, setting.latency, setting.local_size)
+        )
         return self
 
     def __exit__(

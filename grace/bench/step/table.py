@@ -32,7 +32,7 @@ def place(setting: Setting) -> str:
     delay = f" with {setting.latency} additional delay" if setting.latency else ""
     options = "".join(f"; {key}={json.dumps(value)}" for key, value in setting.options.items())
     return (
-        f"{setting.model} in {setting.framework}; {setting.ranks} ranks on {processor()}; "
+        f"{setting.model} in {setting.framework}; {_placed(setting)} on {processor()}; "
         f"link {setting.link}{delay}{options}"
     )
 
@@ -55,3 +55,8 @@ def line(first: int, name: str, cells: Sequence[str], widths: Sequence[int]) -> 
     """Return a line: the name, padded to `first` characters, and right-aligned cells of these widths."""
     aligned = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
     return "  ".join([name.ljust(first), *aligned])
+
+
+def _placed(setting: Setting) -> str:
+    nodes = setting.ranks // setting.local_size
+    return f"{setting.ranks} ranks" + (f" on {nodes} nodes" if setting.local_size > 1 else "")
