@@ -1,0 +1,59 @@
+"""The table of bytes over the number of ranks: what it says is what simulated ranks send."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from grace.core.values.registry import compressors
+from tests.support.launch import ROOT
+
+spec = importlib.util.spec_from_file_location("moved_bytes", ROOT / "benchmarks/moved_bytes.py")
+moved_bytes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(moved_bytes)
+
+FOUND = json.loads((ROOT / "docs/results/moved_bytes.json").read_text(encoding="utf-8"))
+BY_METHOD: dict[str, dict[str, dict]] = {}
+for row in FOUND:
+    BY_METHOD.setdefault(row["method"], {})[row["communicator"]] = row
+# The mean of many ranks falls below a fixed threshold; and variance sends only headers in the first step.
+OTHERS = {name for name in BY_METHOD if compressors.make(name).absolute} | {"variance"}
+
+
+def test_every_method_is_in_it():
+    assert set(BY_METHOD) == {name for name in compressors if not moved_bytes.required(compressors.get(name))}
+
+
+@pytest.mark.parametrize(
+    ("name", "communicator", "size"),
+    [
+        ("topk", "allgather", 4),
+        ("topk", "two_shot", 8),
+        ("topk", "sparse_allreduce", 8),
+        ("qsgd", "two_shot", 16),
+        ("signsgd", "allgather", 2),
+        ("powersgd", "allreduce", 4),
+        ("dgc", "two_shot", 4),
+    ],
+)
+def test_it_says_what_ranks_send(name, communicator, size):
+    row = BY_METHOD[name][communicator]
+    assert row["bytes"][str(size)] == pytest.approx(moved_bytes.moved(name, communicator, size), rel=0.01)
+    assert (size in row["auto"]) == (moved_bytes.chosen(name, size) == communicator)
+
+
+@pytest.mark.parametrize("name", sorted(set(BY_METHOD) - OTHERS))
+def test_auto_moves_the_fewest_bytes(name):
+    """Of the programs that lose nothing else: on two ranks, two_shot would compress twice for a few bytes."""
+    for size in (4, 8, 16, 64):
+        sent = {program: row["bytes"][str(size)] for program, row in BY_METHOD[name].items()}
+        sent.pop("sparse_allreduce", None)
+        (taken,) = (program for program, row in BY_METHOD[name].items() if size in row["auto"])
+        assert sent[taken] <= 1.01 * min(x for x in sent.values() if x is not None), size
+
+
+def test_the_page_shows_the_table():
+    rows = [{**row, "bytes": {int(size): sent for size, sent in row["bytes"].items()}} for row in FOUND]
+    assert (ROOT / "docs/moved_bytes.md").read_text(encoding="utf-8") == moved_bytes.page(rows)
