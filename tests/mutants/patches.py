@@ -933,6 +933,14 @@ PATCHES = [
         (f"{STEPS} -k 'loses_nothing and lowpass'",),
     ),
     Patch(
+        "state-onward-in-units-of-the-residual",
+        STATE,
+        "scale /= before.memory.gain",
+        "scale *= before.memory.residual_scale",
+        "what an owner holds is taken for more than it is, if ranks keep a part of their debt",
+        ("tests/papers/test_scalecom.py -k any_way",),
+    ),
+    Patch(
         "lowpass-forgets-what-it-held",
         "grace/core/memories/lowpass.py",
         'state["residual"], 1 - self.beta, left',

@@ -7,6 +7,7 @@ import pytest
 
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import memories
+from grace.testing.communicator_contract import residuals
 from tests.papers.common import bits_per_element, make, normal, simulate, state, step
 
 N, RANKS = 200, 3
@@ -49,7 +50,7 @@ def test_algorithm_1(beta):
 
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
 def test_the_filter_loses_nothing(beta):
-    """What was given minus what was sent is m / beta."""
+    """The difference of what was given and what was sent is m / beta."""
     sim = simulate(RANKS, (N,), make("scalecom", compress_ratio=0.05), {"name": "lowpass", "beta": beta})
     given, sent = np.zeros(N), np.zeros(N)
     for number in range(200):
@@ -60,6 +61,20 @@ def test_the_filter_loses_nothing(beta):
     assert np.allclose(given, sent + owed, atol=2e-3)
     # The debt is bounded: most of the mean of 20 has arrived.
     assert sent.mean() > 0.5 * given.mean()
+
+
+@pytest.mark.parametrize("communicator", ["two_shot", "hierarchical", "sparse_allreduce"])
+def test_the_filter_loses_nothing_on_any_way(communicator):
+    """An owner's memory sees the mean in units of the gradient, whatever part of its debt a rank adds to it."""
+    way = {"name": communicator, **({"local_size": 2} if communicator == "hierarchical" else {})}
+    compressor, shape = make("topk", compress_ratio=0.05), (60, 50)
+    sim = simulate(4, shape, compressor, {"name": "lowpass", "beta": 0.5}, way)
+    given, sent = np.zeros(shape), np.zeros(shape)
+    for number in range(6):
+        xs = [normal(3000, 10 * number + rank).reshape(shape) for rank in range(4)]
+        given += sum(map(np.float64, xs)) / 4
+        sent += step(sim, xs)
+    assert np.allclose(given, sent + residuals(sim)["w"], atol=1e-4)
 
 
 def test_the_debt_stays_below_its_bound():

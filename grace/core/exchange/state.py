@@ -243,12 +243,13 @@ def carried(
 def held_onward(unit: Unit) -> Iterator[tuple[Unit, float]]:
     """Yield the units as which the mean of a unit is sent on, each with the unit of its residual in gradients.
 
-    A memory sees what the memory before it has made of the gradient.
+    A memory sees what the memory before it has made of the gradient, and the gain takes it back at the end.
     """
-    scale = unit.memory.residual_scale
+    before, scale = unit, 1.0
     for onward in unit.chain:
-        scale *= onward.memory.residual_scale
-        yield onward, scale
+        scale /= before.memory.gain
+        yield onward, scale * onward.memory.residual_scale
+        before = onward
 
 
 def _hand_back(
