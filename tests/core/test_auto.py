@@ -72,7 +72,7 @@ def test_it_moves_fewer_bytes_than_allgather(name, size):
 
 @pytest.mark.parametrize("compressor", registered.all_compressors(), ids=registered.name)
 def test_absolute_methods_say_so(compressor):
-    """What carries a quarter of a gradient is a quarter of what carries it, except with thresholds and in votes."""
+    """The payload of a quarter of a gradient decodes to a quarter, except with thresholds and in votes."""
     results = []
     for factor in (1.0, 0.25):
         kind = "allreduce" if compressor.summable else "allgather"

@@ -1414,8 +1414,8 @@ PATCHES = [
     Patch(
         "memory-dgc-not-whole",
         "grace/core/memories/dgc.py",
-        "return self.needs_lr or self.gradient_clipping is not None",
-        "return self.needs_lr",
+        "return self.gradient_clipping is not None",
+        "return False",
         "memory dgc clips the norm of a unit in place of a tensor's",
         (f"{GRANULARITY} -k whole",),
     ),
@@ -1743,8 +1743,8 @@ PATCHES = [
     Patch(
         "scales-are-shared",
         UNIT,
-        "return self.flat and self.compressor.joins\n",
-        "return self.flat\n",
+        "return self.flat and self.compressor.joins and not self.memory.needs_lr\n",
+        "return self.flat and not self.memory.needs_lr\n",
         "tensors of unlike scale share one scale",
         (f"{GRANULARITY} -k unlike",),
     ),
