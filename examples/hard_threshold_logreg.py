@@ -154,6 +154,9 @@ class Simulated:
 
     def prepare(self, features: int, config: dict[str, Any]) -> Sequence[Any]:
         """Start a run. Return the engines of the workers in this process."""
+        # Algorithm 1 of the paper compresses once, and gathers.
+        communicator = "allreduce" if config["compressor"] == "none" else "allgather"
+        config = {**config, "communicator": communicator}
         self._simulation = grace.Simulation(self.workers, {"x": (features,)}, config)
         return self._simulation.engines
 

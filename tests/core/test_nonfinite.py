@@ -78,6 +78,8 @@ def test_a_gradient_that_overflows_in_the_payload_enters_no_state(chosen):
         assert finite or all(same(old[key], new[key]) for key in old)
 
 
+# A dense sum of them is infinite, as it should be, and NumPy warns of it in a simulation.
+@pytest.mark.filterwarnings("ignore:overflow encountered in add:RuntimeWarning")
 @each_combination_for("large gradients")
 def test_large_finite_gradients_overflow_no_state(chosen):
     """In float32, sums over ranks, squares and momenta of 2.5e38 are infinite."""

@@ -46,16 +46,18 @@ class Auto(Communicator):
         return f"two_shot: {2 * (n - 1) / n:.2f} payloads per rank, by allgather {n - 1}"
 
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
-        raise TypeError("a plan resolves auto to another communicator")
+        raise NotImplementedError
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        raise TypeError("a plan resolves auto to another communicator")
+        raise NotImplementedError
 
 
 def _obstacle(method: Method) -> str | None:
     """Return the reason why two_shot cannot replace the usual communicator; None if it can."""
     if method.compressor.default_communicator != "allgather":
         return "it has another default"
+    if not method.compressor.averages:
+        return "the ranks vote, and a tie has no sign to send on"
     if method.compressor.absolute:
         return "its threshold is that of a gradient, and the mean of all ranks is smaller"
     if method.memory.whole:
