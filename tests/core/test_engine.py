@@ -11,7 +11,9 @@ import grace
 from grace.core.exchange.simulation import poll_all
 from grace.core.methods.compressor import sparsifies
 from grace.core.values.config import Method, make_config
+from grace.core.values.errors import StepError
 from grace.core.values.registry import communicators, compressors, memories
+from grace.core.values.spec import TensorSpec
 from grace.testing import PoisonOps
 from grace.testing.harness import EPS, FRAMEWORKS, draw, same
 from tests.core.test_contracts import reordered
@@ -421,3 +423,34 @@ def test_every_combination_has_a_memory_and_a_way_to_travel():
     assert {communicators.name_of(chosen.communicator) for chosen in registered.valid_methods()} == set(
         communicators
     ) - registered.OF_SHARDS - {"auto"}
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "two_shot", "sparse_allreduce"])
+def test_a_bucket_may_be_completed_before_the_others(communicator):
+    """Its gradients are those of a whole step, also of a tensor that is cut into several buckets."""
+    config = {"compressor": "topk", "communicator": communicator, "default_rules": False}
+    config |= {"bucket_bytes": 8192, "split_bytes": 16384}
+    specs = [TensorSpec("long", (40, 300)), TensorSpec("a", (50, 30)), TensorSpec("b", (20, 60))]
+    whole, early = (grace.Simulation(3, specs, config) for _ in "ab")
+    for number in range(2):
+        expected, given = step(whole, number), gradients(early, number)
+        merged = [{} for _ in early.engines]
+        names = [bucket.name for bucket in early.plan.buckets]
+        assert len(names) > 3
+        with pytest.raises(StepError, match="cannot be completed"):
+            early.engines[0].complete(names[0])
+        for engine, mine in zip(early.engines, given, strict=True):
+            for name, x in mine.items():
+                engine.ready(name, x, 0.1)
+        poll_all(early.engines)
+        for name in [names[2], names[0]]:
+            for engine, found in zip(early.engines, merged, strict=True):
+                found |= engine.complete(name)
+        assert 0 < len(merged[0]) < len(specs)
+        with pytest.raises(StepError, match="cannot be completed"):
+            early.engines[0].complete(names[2])
+        for engine, found, all_of_it in zip(early.engines, merged, expected, strict=True):
+            rest = engine.finish()
+            assert rest.keys() == all_of_it.keys()
+            assert all(same(rest[name], x) for name, x in {**all_of_it, **found}.items())
+    assert_same(states(whole), states(early))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core.communicators.two_shot import keeps_state, why_not_second
+from grace.core.communicators.two_shot import by_unit, keeps_state, why_not_second
 from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Collective, Program, among
@@ -204,13 +204,8 @@ class Hierarchical(Communicator):
         for every in at.steps:
             every.bringing = every.of_mean()
         data = yield from among(here, _alone(collectives.allgather(buffer)), ops, at.rank, at.size)
-        result = Received([[] for _ in at.steps], [[] for _ in at.steps], [*arrived.in_step, *received.in_step])
-        for indices, row in zip(owned, decode_rows(ops, data, layout.first, at.stamp), strict=True):
-            for i, theirs, bad in zip(indices, row.payloads, row.flags, strict=True):
-                result.payloads[i].extend(theirs)
-                result.flags[i].extend(bad)
-            result.in_step.extend(row.in_step)
-        return result
+        rows = decode_rows(ops, data, layout.first, at.stamp)
+        return by_unit(rows, owned, [*arrived.in_step, *received.in_step])
 
 
 @dataclass(frozen=True)

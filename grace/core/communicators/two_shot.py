@@ -22,7 +22,7 @@ from grace.core.ops import get_ops
 from grace.core.values.config import Method
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators, memories
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.values.spec import Array, Ranks, TensorSpec
 from grace.core.values.unit import Unit, shards
 
 _EXAMPLE = TensorSpec("example", (1024,))
@@ -132,13 +132,7 @@ class TwoShot(Communicator):
         for every in at.steps:
             every.bringing = every.onward
         (data,) = yield [collectives.allgather(buffer, equal=layout.equal)]
-        received = Received([[] for _ in at.steps], [[] for _ in at.steps], list(arrived.in_step))
-        for indices, row in zip(owned, decode_rows(ops, data, layout.second, at.stamp), strict=True):
-            for i, theirs, bad in zip(indices, row.payloads, row.flags, strict=True):
-                received.payloads[i].extend(theirs)
-                received.flags[i].extend(bad)
-            received.in_step.extend(row.in_step)
-        return received
+        return by_unit(decode_rows(ops, data, layout.second, at.stamp), owned, arrived.in_step)
 
 
 @dataclass(frozen=True)
@@ -170,6 +164,18 @@ class TwoShotLayout:
         """Return this layout with a checksum in every buffer."""
         first, second = (tuple(shot.checked() for shot in shots) for shots in (self.first, self.second))
         return TwoShotLayout(self.owned, first, second)
+
+
+def by_unit(rows: Sequence[Received], owned: Sequence[Sequence[int]], in_step: Sequence[Array]) -> Received:
+    """Return what the owners have sent in the order of the units; `owned` holds the indices of each owner's units."""
+    count = sum(map(len, owned))
+    received = Received([[] for _ in range(count)], [[] for _ in range(count)], list(in_step))
+    for indices, row in zip(owned, rows, strict=True):
+        for i, theirs, bad in zip(indices, row.payloads, row.flags, strict=True):
+            received.payloads[i].extend(theirs)
+            received.flags[i].extend(bad)
+        received.in_step.extend(row.in_step)
+    return received
 
 
 def keeps_state(compressor: Compressor) -> bool:

@@ -4,9 +4,10 @@ Every bucket runs the program of its communicator, a generator of rounds of coll
 
     ready(name, gradient)   local work; the bucket's first round starts with its last gradient
     poll()                  start the next round of the buckets whose round has arrived
-    finish()                round by round, in the order of the plan: wait, start the next; merge, average, commit
+    complete(bucket)        all rounds of one bucket: wait, start the next; merge, average, commit
+    finish()                the same for all other buckets, round by round in the order of the plan
 
-Only the last waits for other ranks. Memories are committed as payloads arrive, everything else at the end.
+Only the last two wait for other ranks. Memories are committed as payloads arrive, everything else at the end.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class Engine:
                 item.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
         self._done = plan
+        self._outgoing: Outgoing | None = None
         # By tensor and unit, what `hold` has set aside.
         self._held: dict[str, dict[str, Held]] = {}
         self._adopt(plan)
@@ -288,6 +290,32 @@ class Engine:
                 "Pass zeros for unused parameters."
             )
 
+    def complete(self, bucket: str, into: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """Complete one bucket, and return the merged gradients that are whole with it; `finish` must follow.
+
+        All ranks of an ordered transport must complete the same buckets in the same order. `into` is as for `finish`;
+        the first call of a step counts. Raises StepError if the bucket is unknown or completed, or lacks gradients.
+        """
+        chosen = next((b for b in self.plan.buckets if b.name == bucket), None)
+        run = self._runs.get(bucket)
+        if chosen is None or run is None or run.program is None:
+            raise StepError(
+                f"bucket '{bucket}' cannot be completed: expected a bucket whose gradients have all been passed to "
+                f"ready() in this step, of {', '.join(b.name for b in self.plan.buckets)}; wait for its gradients, and "
+                "complete each bucket once."
+            )
+        outgoing = self._outgoing_into(into)
+        before = set(outgoing.merged)
+        while run.received is None and self._advance(chosen, run):
+            pass
+        self._merge(chosen, outgoing)
+        return {name: x for name, x in outgoing.merged.items() if name not in before}
+
+    def _outgoing_into(self, into: Mapping[str, Array] | None) -> Outgoing:
+        outgoing = self._outgoing or Outgoing(self.plan, self._ops, into or {})
+        self._outgoing = outgoing
+        return outgoing
+
     def finish(self, into: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """Complete the step and return each tensor's merged gradient, in the shape and dtype of its spec.
 
@@ -295,9 +323,8 @@ class Engine:
         changed in place, the gradients are written there.
         """
         self._check_complete()
-        outgoing = Outgoing(self.plan, self._ops, into or {})
-        tallies: dict[str, tuple[UnitStep, tuple[Array, Array]]] = {}
-        left = list(self.plan.buckets)
+        outgoing = self._outgoing_into(into)
+        left = [bucket for bucket in self.plan.buckets if bucket.name in self._runs]
         while left:
             under_way = []
             for bucket in left:
@@ -305,9 +332,9 @@ class Engine:
                 if run.received is None and self._advance(bucket, run):
                     under_way.append(bucket)
                     continue
-                del self._runs[bucket.name]
-                self._merge(bucket, run, outgoing, tallies)
+                self._merge(bucket, outgoing)
             left = under_way
+        tallies = self._tallies
         self._retune({unit.spec.name: tallies[unit.spec.name] for unit in self.plan.units if unit.spec.name in tallies})
         self.times.finish(self.step, self.plan, lambda bucket: self._slots.noted("bucket", bucket))
         self._done = self.plan
@@ -322,9 +349,13 @@ class Engine:
     def drop(self) -> None:
         """Discard the gradients of a step that will not be finished.
 
-        States stay as they are, except those of memories whose payloads have already arrived from all ranks.
+        States stay as they are, except those of completed buckets, and of memories whose payloads have already arrived
+        from all ranks.
         """
         self._runs: dict[str, BucketRun] = {}
+        # Of the buckets that are completed.
+        self._outgoing = None
+        self._tallies: dict[str, tuple[UnitStep, tuple[Array, Array]]] = {}
         self._incoming = Incoming(self.plan, self._ops)
 
     def _step_of(self, unit: Unit) -> UnitStep:
@@ -409,13 +440,8 @@ class Engine:
             if states is not None:
                 self._slots.write(unit.spec.name, states)
 
-    def _merge(
-        self,
-        bucket: Bucket,
-        run: BucketRun,
-        outgoing: Outgoing,
-        tallies: dict[str, tuple[UnitStep, tuple[Array, Array]]],
-    ) -> None:
+    def _merge(self, bucket: Bucket, outgoing: Outgoing) -> None:
+        run = self._runs.pop(bucket.name)
         assert run.received is not None
         received = run.received
         self._slots.note("bucket", bucket.name, sum(run.nbytes.values()))
@@ -443,7 +469,7 @@ class Engine:
             fields = sent_bytes(step.site.ops, sent.unit.fields, sent.payload)
             self._slots.note("unit", name, fields + unit.negotiated_bytes)
             if done.tally is not None:
-                tallies[name] = step, done.tally
+                self._tallies[name] = step, done.tally
             outgoing.add(unit, done.x, done.factor, target)
             self.times.mark("merged", name, (done.x,))
             # Free its memory for the next unit.
