@@ -45,8 +45,7 @@ tests() {
     # 5 means that the arguments select no test of this half. This is an error only if it holds for both halves.
     if [ "$status" -eq 0 ]; then found=1; elif [ "$status" -ne 5 ]; then exit "$status"; fi
 }
-# Tests that start processes run two at a time, because they often wait: those of one framework's ranks in one process.
-# All other tests run in parallel on all cores.
+# Tests that start processes run one at a time. All other tests run in parallel on all cores.
 tests "tests, one process" -n auto -m "not distributed" "$@"
 status=0
 wait "$docs" || status=$?
@@ -56,7 +55,7 @@ if [ "$status" -ne 0 ]; then
     echo "test: docs: failed with exit status $status" >&2
     exit "$status"
 fi
-GRACE_TEST_TIMES="$times" tests "tests, several processes" -n 2 --dist loadgroup -m distributed "$@"
+GRACE_TEST_TIMES="$times" tests "tests, several processes" -m distributed "$@"
 if [ "$found" -eq 0 ]; then
     echo "test: the arguments select no test: $*" >&2
     exit 5
