@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -140,8 +141,8 @@ def spy() -> Iterator[Callable[[], dict[str, int]]]:
         def call(x: tf.Tensor, *positional: Any, **arguments: Any) -> Any:
             if kind != "broadcast" or [*positional, arguments.get("root_rank")][0] == hvd.rank():
                 name = arguments["name"]
-                # Comparisons of replicas are no part of a step.
-                if ".replicas" in name:
+                # Comparisons of replicas are no part of a step, nor are meetings, which run on threads of their name.
+                if ".replicas" in name or threading.current_thread().name == name:
                     return originals[kind](x, *positional, **arguments)
                 if name not in counters:
                     counters[name] = free.pop()

@@ -85,7 +85,7 @@ def test_reported_bytes_are_the_bytes_handed_to_collectives(launch):
         for label, row in listed.items():
             result = rank[label]
             # Two ranks pad 16-bit floats to whole 32-bit integers.
-            summed = row["communicator"] in ("allreduce", "hierarchical")
+            summed = row["communicator"] in ("allreduce", "auto", "hierarchical")
             half = row["method"] in ("fp16", "bf16") and summed and launch.ranks == 2
             assert result["sent"] == result["reported"] + half * result["padding"], label
             if result["fixed"]:

@@ -35,12 +35,12 @@ from tests.support.cases import EVERYTHING, LAYERS
 def foreign_checkpoint() -> dict[str, Any]:
     """Load the checkpoint of rank 0 on every rank, as in scripts that save on one rank only."""
     model = make_net()
-    optimizer = wrap(model, {"compressor": "topk", **LAYERS})
+    optimizer = wrap(model, {"compressor": "topk", "communicator": "allgather", **LAYERS})
     train(model, optimizer, 3)
     mine = optimizer.state_dict()
     saved = mine if hvd.rank() == 0 else copy.deepcopy(mine)
     saved["grace"]["rank"] = 0
-    fresh = wrap(model, {"compressor": "topk", **LAYERS})
+    fresh = wrap(model, {"compressor": "topk", "communicator": "allgather", **LAYERS})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fresh.load_state_dict(saved)
@@ -441,7 +441,7 @@ def sparse_gradients() -> dict[str, Any]:
 def overlap() -> dict[str, Any]:
     """Record whether the first collective of a step starts before the backward pass ends."""
     model = make_net()
-    optimizer = wrap(model, {"compressor": "topk", "bucket_bytes": 0, **EVERYTHING})
+    optimizer = wrap(model, {"compressor": "topk", "communicator": "allgather", "bucket_bytes": 0, **EVERYTHING})
     train(model, optimizer, 2)
     x, y = next(batches(1, hvd.rank()))
     optimizer.zero_grad()
