@@ -393,7 +393,13 @@ def replicas() -> dict[str, Any]:
 def discarded() -> dict[str, Any]:
     """Fail or skip calls on rank 1, drop them on all ranks, and compare with a run without them."""
     spec, last = {"w": (30, 20), "v": (40, 20)}, SIZE - 1 == RANK
-    config = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False, "bucket_bytes": 0}
+    config = {
+        "compressor": "topk",
+        "communicator": "allgather",
+        "compress_ratio": 0.05,
+        "default_rules": False,
+        "bucket_bytes": 0,
+    }
 
     def given(step: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((step, RANK))
