@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -12,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import TIMEOUT, Handle, Transport
+from grace.core.exchange.transport import TIMEOUT, Handle, MeetingTransport
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import MismatchError, StepError, WaitError
 from grace.core.values.spec import Array
@@ -26,8 +27,16 @@ NOTES_SECONDS = 3.0
 
 # Header of every collective: its length, a digest of its description, and the beginning of the description.
 _HEADER_BYTES, _TEXT_BYTES = 128, 104
-# Requests that cannot complete because the ranks disagree: MPI may still write into their buffers.
-_abandoned: list[Any] = []
+
+
+def _abandon(handles: Sequence[Any]) -> None:
+    """Keep the buffers of collectives that cannot complete: MPI reads and writes them until its own end.
+
+    mpi4py finalizes MPI after Python has freed all objects. So nothing may ever free these.
+    """
+    for handle in handles:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+
 
 # Rank and size among all processes; they give the files of several communicators different names.
 _WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
@@ -74,7 +83,7 @@ class _Done(Handle):
         return self._result
 
 
-class MPITransport(Transport):
+class MPITransport(MeetingTransport):
     """MPI collectives on flat NumPy arrays, within duplicates of `comm`; all its ranks must create one.
 
     MPI matches collectives by the order of the calls, so all ranks must start them in the same order. Before each
@@ -151,7 +160,7 @@ class MPITransport(Transport):
         return self._start(what, name, x, lambda x, lengths: self._spread(x, root), equal=True)
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
-        """Join the bytes of all ranks; see `Transport.gather_bytes`."""
+        """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
         return bytes(self.allgather(np.frombuffer(data, np.uint8), name=name).wait().tobytes())
 
     def discard(self) -> None:
@@ -164,7 +173,7 @@ class MPITransport(Transport):
         if notes is not None:
             notes.send("drops the step")
             notes.close()
-        _abandoned.extend(self._pending)
+        _abandon(self._pending)
         self._pending, self._failure = [], None
         # Another rank may learn only at the end of its own limit that it waits in vain.
         self.timeout *= 2
@@ -255,7 +264,7 @@ class MPITransport(Transport):
                 limit = limit if handle.done else min(limit, handle.phase)
         except Exception as error:
             self._failure = error
-            _abandoned.extend(self._pending)
+            _abandon(self._pending)
             raise
         self._pending = [handle for handle in self._pending if not handle.done]
 

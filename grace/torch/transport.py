@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import Handle, Transport, known_local_size
+from grace.core.exchange.transport import Handle, MeetingTransport, known_local_size
 from grace.core.guards.started import Started
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import ConfigError
@@ -128,7 +128,7 @@ class _Rows(Handle):
         return torch.sparse_coo_tensor(indices.transpose(0, 1), values / self._divisor, self._like.size())
 
 
-class HorovodTransport(Transport):
+class HorovodTransport(MeetingTransport):
     """Named asynchronous collectives of Horovod within one process set. `rank` is -1 outside the set.
 
     Raises ConfigError for a process set that is not registered with Horovod.

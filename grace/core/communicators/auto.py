@@ -45,11 +45,14 @@ class Auto(Communicator):
             return f"allgather: {n - 1} payloads per rank; two_shot cannot: {obstacle}"
         return f"two_shot: {2 * (n - 1) / n:.2f} payloads per rank, by allgather {n - 1}"
 
+    def divide(self, units: Sequence[Unit], ranks: Ranks) -> Sequence[Unit]:
+        return self.resolve(units[0].method, ranks).divide(units, ranks)
+
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
-        raise NotImplementedError
+        return self.resolve(units[0].method, ranks).layout(units, ranks)
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        raise NotImplementedError
+        return self.resolve(at.steps[0].unit.method, Ranks(at.size)).program(at, layout)
 
 
 def _obstacle(method: Method) -> str | None:

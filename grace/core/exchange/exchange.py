@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -41,7 +42,7 @@ class _Driver(Protocol):
 D = TypeVar("D", bound=_Driver)
 
 
-class Exchange(Generic[D]):
+class Exchange(ABC, Generic[D]):
     """The plan, the statistics and the state of an exchange, and their changes in mid-run; the base of every adapter.
 
     `engines` are those of the ranks in this process: one, more in a simulation, none while the tensors are unknown. All
@@ -88,9 +89,9 @@ class Exchange(Generic[D]):
         """The engine of this process; in a simulation that of rank 0."""
         return self.engines[0]
 
+    @abstractmethod
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         """Return the JSON-able values of all ranks, in rank order, from those of the ranks in this process."""
-        raise NotImplementedError
 
     def _plan_of(self, config: Config) -> Plan:
         """Return the plan that follows the current one under a changed configuration."""

@@ -84,9 +84,13 @@ class Transport(ABC):
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
         """Send the root's buffer to every rank; all ranks pass buffers of equal length, and only the root's is read."""
 
+
+class MeetingTransport(Transport):
+    """Base of transports by which the ranks also exchange Python values, outside of steps."""
+
+    @abstractmethod
     def gather_bytes(self, data: bytes, name: str) -> bytes:
-        """Join the bytes of all ranks in rank order; blocks. What `gather_objects` needs, and the engine does not."""
-        raise NotImplementedError
+        """Join the bytes of all ranks in rank order; blocks."""
 
     def gather_objects(self, value: Any, name: str, what: str) -> list[Any]:
         """Return the JSON-able values of all ranks, in rank order; of this rank alone if it is outside of them. Blocks.

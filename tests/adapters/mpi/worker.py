@@ -395,7 +395,6 @@ def discarded() -> dict[str, Any]:
     spec, last = {"w": (30, 20), "v": (40, 20)}, SIZE - 1 == RANK
     config = {
         "compressor": "topk",
-        "communicator": "allgather",
         "compress_ratio": 0.05,
         "default_rules": False,
         "bucket_bytes": 0,
