@@ -191,18 +191,19 @@ class Hierarchical(Communicator):
         received = yield from among(
             peers, nodes.run(inner[0].unit.communicator, layout.between[local]), ops, at.rank, at.size
         )
+        for every in at.steps:
+            every.bringing = every.of_mean()
         back: list[UnitStep] = []
         for step, theirs, bad in zip(mine, received.payloads, received.flags, strict=True):
             assert step.onward is not None
+            assert step.bringing is not None
             done = step.onward.conclude(theirs, bad)
             step.onward.concluded = done.states
-            back.append(step.of_mean())
+            back.append(step.bringing)
             back[-1].begin(done.x if done.factor == 1 else ops.scale_(done.x, done.factor))
             for flag in bad:
                 back[-1].bad = ops.bit_or(back[-1].bad, flag > 0)
         buffer = layout.first[local].encode(ops, [b.payload for b in back], [b.bad for b in back], at.stamp)
-        for every in at.steps:
-            every.bringing = every.of_mean()
         data = yield from among(here, _alone(collectives.allgather(buffer)), ops, at.rank, at.size)
         rows = decode_rows(ops, data, layout.first, at.stamp)
         return by_unit(rows, owned, [*arrived.in_step, *received.in_step])

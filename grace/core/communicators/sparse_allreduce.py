@@ -158,11 +158,12 @@ def _union(at: BucketStep, layout: SparseLayout) -> Program[Received]:
         for rank, payload in enumerate(payloads):
             values, indices = payload["values"], payload["indices"]
             low, _ = _bounds(ops, edges, rank)
+
+            def every(values: Array = values, low: Any = low) -> list[Array]:
+                return [ops.arange(ops.length(values), "int32") + low]
+
             is_full = ops.length(values) != ops.length(indices)
-            every = ops.arange(ops.length(values), "int32") + low
-            (payload["indices"],) = _either(
-                ops, is_full, functools.partial(list, (every,)), functools.partial(list, (indices,))
-            )
+            (payload["indices"],) = _either(ops, is_full, every, functools.partial(list, (indices,)))
     return received
 
 
