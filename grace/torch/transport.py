@@ -232,6 +232,7 @@ class HorovodTransport(MeetingTransport):
         return steps
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
+        """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return bytes(self.allgather(sent, name=name).wait().tolist())
 
