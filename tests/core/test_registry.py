@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +21,7 @@ from grace.core.values.registry import Registry, communicators, compressors, mem
 from grace.core.values.spec import Field, Proposal
 from grace.testing import CompressorContract
 from tests.core.test_contract_mutants import run
+from tests.support.launch import ROOT
 
 
 @dataclass(frozen=True)
@@ -183,3 +187,49 @@ def test_an_outside_compressor_passes_the_contract(test):
 def test_the_class_decorator_returns_the_class():
     registry: Registry = Registry("memory", "no such group", "grace.core.memories")
     assert registry.register("another")(MaxScale) is MaxScale
+
+
+PACKAGE = """
+import dataclasses
+from grace.core.communicators.broadcast import Broadcast
+from grace.core.exchange.collectives import broadcast
+
+@dataclasses.dataclass(frozen=True)
+class OneByOne(Broadcast):
+    '''Each rank in turn sends its buffer to all others.'''
+
+    def program(self, at, layout):
+        mine = layout.encode(at.ops, at.payloads, at.flags, at.stamp)
+        arrived = []
+        for root in range(at.size):
+            arrived += yield [broadcast(mine, root)]
+        return layout.decode(at.ops, at.ops.concat(arrived), at.size, at.stamp)
+"""
+
+USE = """
+import numpy as np
+import grace
+simulation = grace.Simulation(3, {"weight": (64, 32)}, {"compressor": "topk", "communicator": "one_by_one"})
+usual = grace.Simulation(3, {"weight": (64, 32)}, {"compressor": "topk", "communicator": "allgather"})
+rng = np.random.default_rng(0)
+gradients = [{"weight": rng.standard_normal((64, 32)).astype(np.float32)} for _ in range(3)]
+merged, expected = simulation.step(gradients), usual.step(gradients)
+assert all((mine["weight"] == expected[0]["weight"]).all() for mine in merged)
+assert [kind for kind, count in simulation.stats()["collectives"].items() if count] == ["broadcast"]
+print(simulation.report())
+"""
+
+
+def test_an_installed_package_brings_a_communicator(tmp_path):
+    """The interpreter finds the package by its metadata, as pip writes it; nothing imports it."""
+    (tmp_path / "one_by_one.py").write_text(PACKAGE)
+    metadata = tmp_path / "one_by_one-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: one-by-one\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[grace.communicators]\none_by_one = one_by_one:OneByOne\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", USE], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "one_by_one" in done.stdout
