@@ -124,8 +124,8 @@ def learning_rates() -> dict[str, Any]:
     parameters = {name: torch.nn.Parameter(torch.zeros(40, 30)) for name in rates}
     slopes = [torch.randn(40, 30, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
     plain = torch.optim.SGD([{"params": [p]} for p in parameters.values()], lr=RATES[0])
-    config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, **EVERYTHING}
-    optimizer = grace.torch.DistributedOptimizer(plain, list(parameters.items()), config)
+    config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, "communicator": "allgather"}
+    optimizer = grace.torch.DistributedOptimizer(plain, list(parameters.items()), {**config, **EVERYTHING})
     for step in range(len(RATES)):
         for group, name in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rates[name][step]
