@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from grace.core.exchange.collectives import Collective
 from grace.core.exchange.simulation import Simulation
 from grace.core.values.config import make_config
 from grace.core.values.errors import IncompatibleError
@@ -24,33 +26,62 @@ from grace.core.values.registry import communicators, compressors
 from grace.core.values.spec import Ranks, TensorSpec
 from grace.listing import required
 
-SHAPE, RANKS = (256, 256), (2, 4, 8, 16, 64)
-PROGRAMS = ("allreduce", "allgather", "two_shot", "sparse_allreduce")
+SHAPE, RANKS, LOCAL_SIZE = (256, 256), (2, 4, 8, 16, 64), 4
+PROGRAMS = ("allreduce", "allgather", "two_shot", "sparse_allreduce", "hierarchical")
 TEXT = """# Bytes over the number of ranks
 
 Bytes per element that leave a rank in a step, for a float32 matrix of 256 x 256 normal values, by default options; an
 uncompressed ring allreduce sends 8 (N - 1) / N of them. `auto`, the default, takes what is bold. Where payloads cannot
-be added, `allgather` and `two_shot` move equally much on two ranks, and from three on `two_shot` moves less.
-`sparse_allreduce` moves about as much as `two_shot` and must be named. Written by `python benchmarks/moved_bytes.py
+be added, `allgather` and `two_shot` move equally much on two ranks, and from three on `two_shot` moves less. Ranks that
+vote (`signsgd`, `signum`) and fixed thresholds stay with `allgather`; `two_shot` must be named. `sparse_allreduce`
+moves about as much as `two_shot` and must be named. Written by `python benchmarks/moved_bytes.py
 docs/results/moved_bytes.json docs/moved_bytes.md`.
+
+With `hierarchical`, four ranks share a node. A cell has two figures: the bytes per element that leave a rank for other
+nodes, and those for ranks of its own node, which are not compressed. It must be named, too.
 
 """
 
 
-def moved(compressor: str, communicator: str, size: int) -> float | None:
-    """Return the bytes per element that leave a rank, on average; None if the method cannot travel so."""
+def moved(compressor: str, communicator: str, size: int) -> list[float] | None:
+    """Return the bytes per element that leave a rank, on average; None if the method cannot travel so.
+
+    With hierarchical, the first number is of those for other nodes and the second of those for its own node.
+    """
+    nodes = communicator == "hierarchical"
+    local_size = LOCAL_SIZE if nodes else 1
+    if nodes and size <= LOCAL_SIZE:
+        return None
+    options = {"local_size": LOCAL_SIZE} if nodes else {}
     try:
-        config = make_config(compressor=compressor, communicator=communicator, default_rules=False)
+        config = make_config(compressor=compressor, communicator={"name": communicator, **options}, default_rules=False)
         compressors.make(compressor).check_ranks(size)
     except IncompatibleError:
         return None
     simulation = Simulation(size, {"w": SHAPE}, config)
+    sent = [0.0, 0.0]
+    for rank, engine in enumerate(simulation.engines):
+        engine.transport.start = counted(engine.transport.start, rank, size, local_size, sent)  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
     simulation.step([{"w": rng.standard_normal(SHAPE).astype(np.float32)} for _ in range(size)], lr=0.1)
-    shares = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "broadcast": size - 1, "alltoall": 1}
-    sent = [simulation.stats(rank)["collectives"] for rank in range(size)]
-    total = sum(shares[kind] * count for mine in sent for kind, count in mine.items())
-    return round(total / size / (SHAPE[0] * SHAPE[1]), 4)
+    return [round(total / size / (SHAPE[0] * SHAPE[1]), 4) for total in (sent if nodes else sent[:1])]
+
+
+def counted(start: Callable[[Collective, str], Any], rank: int, size: int, local_size: int, sent: list[float]) -> Any:
+    """Return a start of collectives that adds the bytes that leave the rank to `sent`: for other nodes, for its own."""
+
+    def start_and_count(collective: Collective, name: str) -> Any:
+        if collective.kind == "alltoall":
+            for other, x in enumerate(collective.buffers):
+                if other != rank:
+                    sent[other // local_size == rank // local_size] += x.nbytes
+        else:
+            # A ring; a program of nodes sends by alltoalls only.
+            share = 2 * (size - 1) / size if collective.kind == "allreduce" else size - 1
+            sent[0] += share * sum(x.nbytes for x in collective.sent_by(rank))
+        return start(collective, name)
+
+    return start_and_count
 
 
 def chosen(compressor: str, size: int) -> str:
@@ -68,7 +99,7 @@ def rows() -> list[dict[str, Any]]:
             continue
         for program in PROGRAMS:
             sent = {size: moved(name, program, size) for size in RANKS}
-            if sent[2] is not None:
+            if any(sent.values()):
                 auto = [size for size in RANKS if chosen(name, size) == program]
                 found.append({"method": name, "communicator": program, "bytes": sent, "auto": auto})
                 print(found[-1], flush=True)
@@ -81,7 +112,7 @@ def page(found: list[dict[str, Any]]) -> str:
     for row in found:
         cells = []
         for size, sent in row["bytes"].items():
-            text = "" if sent is None else f"{sent:.3g}"
+            text = " + ".join(f"{part:.3g}" for part in sent or ())
             cells.append(f"**{text}**" if int(size) in row["auto"] else text)
         lines.append(f"| `{row['method']}` | `{row['communicator']}` | " + " | ".join(cells) + " |")
     return TEXT + "\n".join(lines) + "\n"
@@ -89,5 +120,6 @@ def page(found: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     made = rows()
-    Path(sys.argv[1]).write_text(json.dumps(made, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in made)
+    Path(sys.argv[1]).write_text(f"[\n{lines}\n]\n")
     Path(sys.argv[2]).write_text(page(made))
