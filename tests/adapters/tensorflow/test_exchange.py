@@ -21,6 +21,8 @@ ALONE, GLOO_2, MPI_2, GLOO_4 = (
 )
 # Away from two ranks of horovodrun, without --all, only these, and no mode that traces and runs eagerly as well.
 ELSEWHERE = ("fp16", "threshold", "powersgd")
+# On four ranks, only what has more rounds or other partners than on two.
+ON_FOUR = {("fp16", "allreduce"), ("threshold", "two_shot"), ("threshold", "hierarchical"), ("powersgd", "allreduce")}
 
 
 def _exchanges(row):
@@ -35,7 +37,9 @@ def _exchanges(row):
     # test_graphs.py has every method in a graph.
     if launch == ("horovodrun-gloo", 2):
         return row["method"] in WAYS
-    return launch != ("mpirun", 4) and row["method"] in ELSEWHERE and row["mode"] != "by turns"
+    if launch == ("horovodrun-gloo", 4):
+        return (row["method"], row["communicator"], row["mode"]) in {(*pair, "graph") for pair in ON_FOUR}
+    return launch == ("mpirun", 2) and row["method"] in ELSEWHERE and row["mode"] == "graph"
 
 
 # For Keras, only the path of a method through the engine matters. One process exchanges nothing.
