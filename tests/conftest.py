@@ -24,9 +24,6 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     items[:] = ranks.grouped(items)
-    for item in items:
-        if item.get_closest_marker("distributed") is not None:
-            item.add_marker(pytest.mark.xdist_group(ranks.group(item)))
     # Long tests first: at the end, the other workers would wait for one.
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from tests.support.covering import ALL
-from tests.support.launch import NAMES, ROOT, TENSORFLOW, TORCH, Launch, command, environment
+from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command, environment
 
 # Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them.
 START_S, SCENARIO_S, END_S = 240, 600, 60
@@ -49,15 +49,6 @@ def grouped(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         by_launch.setdefault(_launch_of(item), []).append(item)
     return [item for group in by_launch.values() for item in group]
-
-
-def group(item: pytest.Item) -> str:
-    """Return the name of the tests that must run in one process: those of a worker, whose ranks have one import.
-
-    A test without a launch runs with the others of its file, which share fixtures.
-    """
-    launch = _launch_of(item)
-    return item.nodeid.partition("::")[0].replace("/", ".") if launch is None else NAMES[launch.worker]
 
 
 def _launch_of(item: pytest.Item) -> Launch | None:
