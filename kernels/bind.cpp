@@ -1,6 +1,7 @@
 // The module grace._native: one function that runs every kernel on NumPy arrays and PyTorch tensors (DLPack), and
 // another function for arrays on a GPU.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -261,7 +262,7 @@ NB_MODULE(GRACE_MODULE, module) {
                nb::arg("consumes"), nb::arg("threads"), nb::arg("tensors").none(), nb::arg("out").none() = nb::none(),
                "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or tensors of that "
                "class where it is not None. The first is written to `out` where that has its dtype and length.");
-    module.def("kernels", &grace::names, "The names of all kernels.");
+    module.def("kernels", &grace::signatures, "The signatures of all kernels by name.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");
 #ifdef GRACE_CUDA

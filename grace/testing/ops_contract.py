@@ -7,6 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grace.core.compressors.inceptionn import precision_encode, precision_sum
+from grace.core.compressors.powersgd import orthogonalize
+from grace.core.compressors.threelc import ternary_encode, ternary_sum
+from grace.core.methods.signs import binarize_means, binary_sum, majority
 from grace.core.ops import get_ops
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -245,7 +249,7 @@ class OpsContract:
         a = np.random.default_rng(0).standard_normal((40, 5))
         a[:, 3] = a[:, 0] + 1e-3 * a[:, 3]  # nearly dependent: one pass of Gram-Schmidt would not do
         for dtype, eps in (("float32", 1e-6), ("float64", 1e-14)):
-            q = host(ops, ops.orthogonalize(ops.reshape(array(ops, a.ravel(), dtype), (40, 5)))).astype(np.float64)
+            q = host(ops, orthogonalize(ops, ops.reshape(array(ops, a.ravel(), dtype), (40, 5)))).astype(np.float64)
             assert np.abs(q.T @ q - np.eye(5)).max() < 10 * eps
             assert np.linalg.norm(a - q @ (q.T @ a)) < 100 * eps * np.linalg.norm(a)
 
@@ -253,7 +257,7 @@ class OpsContract:
         a = np.random.default_rng(1).standard_normal((40, 4))
         a[:, 1] = 0.0
         a[:, 3] = 0.7 * a[:, 0] - 3 * a[:, 2]
-        q = host(ops, ops.orthogonalize(ops.reshape(array(ops, a.ravel(), "float32"), (40, 4))))
+        q = host(ops, orthogonalize(ops, ops.reshape(array(ops, a.ravel(), "float32"), (40, 4))))
         assert np.abs(q.T @ q - np.diag([1, 0, 1, 0])).max() < 1e-5
 
     def test_control(self, ops: ArrayOps) -> None:
@@ -324,20 +328,20 @@ class OpsContract:
     def test_sums_over_ranks_add_in_their_order(self, ops: ArrayOps) -> None:
         bits = [ops.pack(array(ops, codes, "uint8"), 1) for codes in ([1, 0, 1], [1, 0, 0], [1, 0, 1])]
         levels = [array(ops, pair, "float32") for pair in ([2, 2.0**24], [3, 1], [4, 1])]
-        assert host(ops, ops.binary_sum(bits, levels, 3)).tolist() == [2.0**24, 9, 2.0**24 + 4]
+        assert host(ops, binary_sum(ops, bits, levels, 3)).tolist() == [2.0**24, 9, 2.0**24 + 4]
         onto = array(ops, [-(2.0**24), 1, 0], "float32")
-        assert host(ops, ops.binary_sum(bits, levels, 3, onto=onto)).tolist() == [2, 10, 2.0**24 + 4]
+        assert host(ops, binary_sum(ops, bits, levels, 3, onto=onto)).tolist() == [2, 10, 2.0**24 + 4]
         # A row of three columns, whose three low levels come before the three high ones.
         pairs = [array(ops, [5, 3, 7, *high], "float32") for high in ([2.0**24, 0, 1], [1, 0, 0], [1, 0, 1])]
-        assert host(ops, ops.binary_sum(bits, pairs, 3, columns=3)).tolist() == [2.0**24, 9, 9]
-        assert host(ops, ops.majority(bits, 3, "float32")).tolist() == [1, -1, 1]
-        assert host(ops, ops.majority(bits[:2], 3, "float64")).tolist() == [1, -1, 0]
+        assert host(ops, binary_sum(ops, bits, pairs, 3, columns=3)).tolist() == [2.0**24, 9, 9]
+        assert host(ops, majority(ops, bits, 3, "float32")).tolist() == [1, -1, 1]
+        assert host(ops, majority(ops, bits[:2], 3, "float64")).tolist() == [1, -1, 0]
 
     def test_every_column_of_a_matrix_has_means_of_its_own(self, ops: ArrayOps) -> None:
-        bits, means = ops.binarize_means(array(ops, [1, -2, 3, 4, 5, -6], "float32"), 0.0, 2)
+        bits, means = binarize_means(ops, array(ops, [1, -2, 3, 4, 5, -6], "float32"), 0.0, 2)
         assert host(ops, bits).tolist() == [0b011101]
         assert (ops.dtype(means), host(ops, means).tolist()) == ("float32", [0, -4, 3, 4])
-        assert host(ops, ops.binary_sum([bits], [means], 6, columns=2)).tolist() == [3, -4, 3, 4, 3, -4]
+        assert host(ops, binary_sum(ops, [bits], [means], 6, columns=2)).tolist() == [3, -4, 3, 4, 3, -4]
 
     def test_select_knows_which_side_the_bound_is_on(self, ops: ArrayOps) -> None:
         x = array(ops, [-2, 1, 0, 2, -1, 3], "float32")
@@ -355,16 +359,16 @@ class OpsContract:
         for index in (-1, 4):
             with pytest.raises(_refusals(ops)):
                 ops.sparse_sum([x[:1]], [array(ops, [index], "int32")], 4)
-        codes = ops.ternary_encode(x, half)
-        assert host(ops, ops.ternary_sum([codes], [half], 4)).tolist() == [0.5, -0.5, 0, 0.5]
+        codes = ternary_encode(ops, x, half)
+        assert host(ops, ternary_sum(ops, [codes], [half], 4)).tolist() == [0.5, -0.5, 0, 0.5]
         for other in (ops.concat([codes, codes]), codes[:0], array(ops, [255], "uint8")):
             with pytest.raises(_refusals(ops)):
-                ops.ternary_sum([other], [half], 4)
-        full, words, small, tags = ops.precision_encode(x, 2.0**-10, 5, 0)
-        assert host(ops, ops.precision_sum([(full, words, small, tags)], 5, 0, 4, "float32")).tolist() == [1, -1, 0, 3]
+                ternary_sum(ops, [other], [half], 4)
+        full, words, small, tags = precision_encode(ops, x, 2.0**-10, 5, 0)
+        assert host(ops, precision_sum(ops, [(full, words, small, tags)], 5, 0, 4, "float32")).tolist() == [1, -1, 0, 3]
         for other in (full[:1], ops.concat([full, full])):
             with pytest.raises(_refusals(ops)):
-                ops.precision_sum([(other, words, small, tags)], 5, 0, 4, "float32")
+                precision_sum(ops, [(other, words, small, tags)], 5, 0, 4, "float32")
 
 
 def _refusals(ops: ArrayOps) -> tuple[type[Exception], ...]:

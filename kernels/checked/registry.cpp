@@ -7,7 +7,7 @@ namespace {
 
 const std::unordered_map<std::string, Kernel>& table() {
     static const std::unordered_map<std::string, Kernel> all = {
-#define GRACE_ENTRY(name) {#name, name##_kernel},
+#define GRACE_ENTRY(name, signature) {#name, name##_kernel},
         GRACE_KERNELS(GRACE_ENTRY)
 #undef GRACE_ENTRY
     };
@@ -21,10 +21,12 @@ Kernel find(const std::string& name) {
     return found == table().end() ? nullptr : found->second;
 }
 
-std::vector<std::string> names() {
-    std::vector<std::string> all;
-    for (const auto& entry : table()) all.push_back(entry.first);
-    return all;
+std::map<std::string, std::string> signatures() {
+    return {
+#define GRACE_ENTRY(name, signature) {#name, signature},
+        GRACE_KERNELS(GRACE_ENTRY)
+#undef GRACE_ENTRY
+    };
 }
 
 }  // namespace grace

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grace.core.compressors import adaptive, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
+from grace.core.methods import levels, signs
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -349,7 +351,7 @@ def orthogonalize(ops, g):
     for rank in (1, 4):
         if g.n >= 4 * rank:
             rows = g.n // rank
-            basis = ops.orthogonalize(ops.reshape(g.x(rows * rank), (rows, rank)))
+            basis = powersgd.orthogonalize(ops, ops.reshape(g.x(rows * rank), (rows, rank)))
             # A column is independent if more than 1e-6 of its length remains. This amplifies rounding noise.
             yield Loose(basis, 1e3) if g.dtype == "float64" else basis
 
@@ -381,8 +383,8 @@ def unpack(ops, g):
 @case
 def binarize(ops, g):
     for threshold in g.some([0.0, 0.1, -0.5, 1e30]):
-        yield ops.binarize(g.x(), threshold)
-        yield ops.binarize(g.x(), threshold, True)
+        yield signs.binarize(ops, g.x(), threshold)
+        yield signs.binarize(ops, g.x(), threshold, True)
 
 
 def matrices(g: Given) -> Sequence[tuple[int, int]]:
@@ -394,11 +396,11 @@ def matrices(g: Given) -> Sequence[tuple[int, int]]:
 @case
 def binarize_means(ops, g):
     for threshold in g.some([0.0, 0.25, -0.5]):
-        bits, means = ops.binarize_means(g.x(), threshold)
+        bits, means = signs.binarize_means(ops, g.x(), threshold)
         yield bits
         yield free(ops, g, means)
     for rows, columns in matrices(g):
-        bits, means = ops.binarize_means(g.x(rows * columns), 0.25, columns)
+        bits, means = signs.binarize_means(ops, g.x(rows * columns), 0.25, columns)
         yield bits
         yield free(ops, g, means)
 
@@ -406,7 +408,7 @@ def binarize_means(ops, g):
 @case
 def sign_mean(ops, g):
     for strict in (False, True):
-        bits, mean = ops.sign_mean(g.x(), strict)
+        bits, mean = signs.sign_mean(ops, g.x(), strict)
         yield bits
         yield free(ops, g, mean)
 
@@ -417,11 +419,11 @@ def binary_sum(ops, g):
     for onto in (False, True):
         bits = [g.bytes(size) for _ in range(g.ranks)]
         levels = [g.x(2, offset=1) for _ in range(g.ranks)]
-        yield ops.binary_sum(bits, levels, g.n, g.x() if onto else None, negate=onto)
+        yield signs.binary_sum(ops, bits, levels, g.n, g.x() if onto else None, negate=onto)
         for rows, columns in matrices(g):
             n, some = rows * columns, [data[: packed_size(rows * columns, 1)] for data in bits]
             levels = [g.x(2 * columns, offset=1) for _ in range(g.ranks)]
-            yield ops.binary_sum(some, levels, n, g.x(n) if onto else None, onto, columns)
+            yield signs.binary_sum(ops, some, levels, n, g.x(n) if onto else None, onto, columns)
 
 
 @case
@@ -430,13 +432,13 @@ def sign_sum(ops, g):
     for onto in (False, True):
         bits = [g.bytes(size) for _ in range(g.ranks)]
         scales = [g.x(1, offset=1) for _ in range(g.ranks)]
-        yield ops.sign_sum(bits, scales, g.n, g.x() if onto else None, negate=onto)
+        yield signs.sign_sum(ops, bits, scales, g.n, g.x() if onto else None, negate=onto)
 
 
 @case
 def majority(ops, g):
     for ranks in g.some([1, 2, 3, 8]):
-        yield ops.majority([g.bytes(packed_size(g.n, 1)) for _ in range(ranks)], g.n, g.dtype)
+        yield signs.majority(ops, [g.bytes(packed_size(g.n, 1)) for _ in range(ranks)], g.n, g.dtype)
 
 
 # --- levels in buckets ---------------------------------------------------------------------------------------------
@@ -450,33 +452,33 @@ def widths(g: Given) -> Sequence[int]:
 def bucket_norms(ops, g):
     for width in widths(g):
         width = min(width, max(1, g.n))
-        yield ops.bucket_norms(g.x(), width, "max")
-        yield free(ops, g, ops.bucket_norms(g.x(), width, "l2"))
+        yield levels.bucket_norms(ops, g.x(), width, "max")
+        yield free(ops, g, levels.bucket_norms(ops, g.x(), width, "l2"))
 
 
 @case
 def quantize_packed(ops, g):
-    levels = [(1, 2), (7, 4), (15, 5), (127, 8), (300, 10), (32767, 16)]
+    pairs = [(1, 2), (7, 4), (15, 5), (127, 8), (300, 10), (32767, 16)]
     for width in widths(g):
         width = min(width, max(1, g.n))
-        for level, bits in g.some(levels):
+        for level, bits in g.some(pairs):
             for limit in g.some([None, 0.5]):
                 x = g.numbers()
-                scales = g.reference.bucket_norms(x, width, "max") if g.n else x
+                scales = levels.bucket_norms(g.reference, x, width, "max") if g.n else x
                 edge = None if limit is None else g.scalar(limit)
-                yield ops.quantize_packed(g.lay(x), g.lay(scales), width, level, bits, g.key(), edge)
+                yield levels.quantize_packed(ops, g.lay(x), g.lay(scales), width, level, bits, g.key(), edge)
 
 
 @case
 def dequantize_sum(ops, g):
-    levels = [(1, 2), (7, 4), (15, 5), (127, 8), (300, 10), (32767, 16)]
+    pairs = [(1, 2), (7, 4), (15, 5), (127, 8), (300, 10), (32767, 16)]
     for width in widths(g):
         width = min(width, max(1, g.n))
-        for level, bits in g.some(levels):
+        for level, bits in g.some(pairs):
             for onto in (False, True):
                 codes = [g.packed(g.rng.integers(0, 2 * level + 1, g.n), bits) for _ in range(g.ranks)]
                 scales = [g.x(-(-g.n // width)) for _ in range(g.ranks)]
-                yield ops.dequantize_sum(codes, scales, width, level, bits, g.n, g.x() if onto else None)
+                yield levels.dequantize_sum(ops, codes, scales, width, level, bits, g.n, g.x() if onto else None)
 
 
 # --- powers of two, tables, digits, widths -------------------------------------------------------------------------
@@ -485,16 +487,16 @@ def dequantize_sum(ops, g):
 @case
 def natural_encode(ops, g):
     for clipped in (False, True):
-        yield ops.natural_encode(g.x(), g.key(), clipped)
+        yield natural.natural_encode(ops, g.x(), g.key(), clipped)
 
 
 @case
 def natural_sum(ops, g):
     for clipped in (False, True):
         for onto, negate in ((False, False), (True, True), (True, False)):
-            made = [g.reference.natural_encode(g.numbers(), g.key(), clipped) for _ in range(g.ranks)]
+            made = [natural.natural_encode(g.reference, g.numbers(), g.key(), clipped) for _ in range(g.ranks)]
             codes, bases = [g.lay(code, 1) for code, _ in made], [g.lay(base) for _, base in made]
-            yield ops.natural_sum(codes, bases, g.n, g.dtype, clipped, g.x() if onto else None, negate)
+            yield natural.natural_sum(ops, codes, bases, g.n, g.dtype, clipped, g.x() if onto else None, negate)
 
 
 def table(g: Given) -> Array:
@@ -507,20 +509,20 @@ def table_encode(ops, g):
     x = g.numbers()
     # No number may be larger than its scale, because the quotient must not overflow.
     for scale in [np.abs(x).max(initial=0), 0.0] if np.abs(x).max(initial=0) < 1e3 else [np.abs(x).max()]:
-        yield ops.table_encode(g.lay(x), g.scalar(scale), table(g))
+        yield eightbit.table_encode(ops, g.lay(x), g.scalar(scale), table(g))
 
 
 @case
 def table_sum(ops, g):
     for onto in (False, True):
         scales = [g.x(1) for _ in range(g.ranks)]
-        yield ops.table_sum([g.bytes(g.n) for _ in range(g.ranks)], scales, table(g), g.x() if onto else None)
+        yield eightbit.table_sum(ops, [g.bytes(g.n) for _ in range(g.ranks)], scales, table(g), g.x() if onto else None)
 
 
 @case
 def ternary_encode(ops, g):
     for half in g.some([0.8, 0.0, 3.5, 1e35]):
-        yield ops.ternary_encode(g.x(), g.scalar(half))
+        yield threelc.ternary_encode(ops, g.x(), g.scalar(half))
 
 
 @case
@@ -528,24 +530,24 @@ def ternary_sum(ops, g):
     for onto in (False, True):
         made = []
         for half in (0.1, 1.5, 3.5)[: g.ranks]:
-            made.append(g.lay(g.reference.ternary_encode(g.numbers(), np.array([half], g.dtype)), 1))
+            made.append(g.lay(threelc.ternary_encode(g.reference, g.numbers(), np.array([half], g.dtype)), 1))
         scales = [g.x(1) for _ in made]
-        yield ops.ternary_sum(made, scales, g.n, g.x() if onto else None)
+        yield threelc.ternary_sum(ops, made, scales, g.n, g.x() if onto else None)
 
 
 @case
 def precision_encode(ops, g):
     for bound, m, h in g.some([(2.0**-10, 5, 0), (0.7, 1, 0), (1e-6, 13, 5)]):
-        yield ops.precision_encode(g.x(), bound, m, h)
+        yield inceptionn.precision_encode(ops, g.x(), bound, m, h)
 
 
 @case
 def precision_sum(ops, g):
     for bound, m, h in g.some([(2.0**-10, 5, 0), (0.7, 1, 0), (1e-6, 13, 5)]):
         for onto, negate in ((False, False), (True, True)):
-            made = [g.reference.precision_encode(g.numbers(), bound, m, h) for _ in range(g.ranks)]
+            made = [inceptionn.precision_encode(g.reference, g.numbers(), bound, m, h) for _ in range(g.ranks)]
             payloads = [tuple(g.lay(part, 1) for part in one) for one in made]
-            yield ops.precision_sum(payloads, m, h, g.n, g.dtype, g.x() if onto else None, negate)
+            yield inceptionn.precision_sum(ops, payloads, m, h, g.n, g.dtype, g.x() if onto else None, negate)
 
 
 # --- selections and sketches ---------------------------------------------------------------------------------------
@@ -562,7 +564,7 @@ def select(ops, g):
 @case
 def top_of_sides(ops, g):
     for ratio in g.some([0.01, 0.3, 1.0]):
-        means, positive, negative = ops.top_of_sides(g.x(), ratio)
+        means, positive, negative = adaptive.top_of_sides(ops, g.x(), ratio)
         yield free(ops, g, means)
         yield positive, negative
 
@@ -574,13 +576,13 @@ SKETCHES = [(1, 16), (3, 112), (5, 1008), (7, 64), (9, 32)]
 @case
 def count_sketch(ops, g):
     for rows, columns in g.some(SKETCHES):
-        yield ops.count_sketch(g.x(), rows, columns, g.key())
+        yield sketchedsgd.count_sketch(ops, g.x(), rows, columns, g.key())
 
 
 @case
 def sketch_estimate(ops, g):
     for rows, columns in g.some(SKETCHES):
-        yield ops.sketch_estimate(g.x(rows * columns), g.n, rows, columns, g.key())
+        yield sketchedsgd.sketch_estimate(ops, g.x(rows * columns), g.n, rows, columns, g.key())
 
 
 # Every pair of a size, a kind of numbers and a dtype.

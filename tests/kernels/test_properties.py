@@ -9,6 +9,12 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.extra import numpy as arrays
 
+from grace.core.compressors.eightbit import table_encode, table_sum
+from grace.core.compressors.inceptionn import precision_encode, precision_sum
+from grace.core.compressors.natural import natural_encode, natural_sum
+from grace.core.compressors.threelc import ternary_encode, ternary_sum
+from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.methods.signs import binarize, binarize_means, binary_sum, majority, sign_mean
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.values.spec import MAX_MAGNITUDE, Key
@@ -107,8 +113,8 @@ def test_selection(x, bound, strict, nonzero):
 @settings
 @hypothesis.given(numbers(special=True), st.floats(-(2.0**99), 2.0**99, width=32), st.booleans())
 def test_signs_and_finiteness(x, threshold, strict):
-    agree(lambda ops: ops.binarize(x, threshold, strict))
-    agree(lambda ops: ops.sign_mean(x, strict)[0])
+    agree(lambda ops: binarize(ops, x, threshold, strict))
+    agree(lambda ops: sign_mean(ops, x, strict)[0])
     assert bool(NATIVE.finite(x)) == bool((np.abs(x) <= MAX_MAGNITUDE[x.dtype.name]).all())
 
 
@@ -119,8 +125,8 @@ def test_sums_of_signs_and_votes(data, n, dtype, ranks, onto):
     bits = [rng.integers(0, 256, packed_size(n, 1), np.uint8) for _ in range(ranks)]
     levels = [data.draw(numbers(dtype, 2)) for _ in range(ranks)]
     base = data.draw(numbers(dtype, n)) if onto else None
-    agree(lambda ops: ops.binary_sum(bits, levels, n, None if base is None else base.copy()))
-    agree(lambda ops: ops.majority(bits, n, dtype))
+    agree(lambda ops: binary_sum(ops, bits, levels, n, None if base is None else base.copy()))
+    agree(lambda ops: majority(ops, bits, n, dtype))
 
 
 @settings
@@ -128,9 +134,9 @@ def test_sums_of_signs_and_votes(data, n, dtype, ranks, onto):
 def test_means_of_columns(data, rows, columns, ranks, negate):
     n = rows * columns
     xs = [data.draw(numbers("float32", n)) for _ in range(ranks)]
-    bits, levels = zip(*(agree(lambda ops, x=x: ops.binarize_means(x, 0.5, columns)) for x in xs), strict=True)
+    bits, levels = zip(*(agree(lambda ops, x=x: binarize_means(ops, x, 0.5, columns)) for x in xs), strict=True)
     base = data.draw(numbers("float32", n))
-    agree(lambda ops: ops.binary_sum(bits, levels, n, base.copy(), negate, columns))
+    agree(lambda ops: binary_sum(ops, bits, levels, n, base.copy(), negate, columns))
 
 
 @settings
@@ -139,16 +145,23 @@ def test_levels(data, x, width, levels, key):
     width, bits = min(width, max(1, x.size)), int(2 * levels).bit_length()
     kind = data.draw(st.sampled_from(["l2", "max"]))
     with np.errstate(over="ignore", under="ignore"):
-        scales = REFERENCE.bucket_norms(x, width, kind) if x.size else x
+        scales = bucket_norms(REFERENCE, x, width, kind) if x.size else x
         limit = data.draw(st.sampled_from([None, np.array([1.5], x.dtype)]))
         # With a denormal scale, the quotient may overflow.
         hypothesis.assume(not ((scales > 0) & (scales < np.finfo(x.dtype).tiny)).any())
-        codes = agree(lambda ops: ops.quantize_packed(x, scales, width, levels, bits, key, limit))[0]
+        codes = agree(lambda ops: quantize_packed(ops, x, scales, width, levels, bits, key, limit))[0]
         ranks = data.draw(st.integers(1, 3))
         base = data.draw(st.sampled_from([None, x]))
         agree(
-            lambda ops: ops.dequantize_sum(
-                [codes] * ranks, [scales] * ranks, width, levels, bits, x.size, None if base is None else base.copy()
+            lambda ops: dequantize_sum(
+                ops,
+                [codes] * ranks,
+                [scales] * ranks,
+                width,
+                levels,
+                bits,
+                x.size,
+                None if base is None else base.copy(),
             )
         )
 
@@ -156,19 +169,19 @@ def test_levels(data, x, width, levels, key):
 @settings
 @hypothesis.given(st.data(), numbers(), KEYS, st.booleans())
 def test_powers_of_two(data, x, key, clipped):
-    codes, base = agree(lambda ops: ops.natural_encode(x, key, clipped))
+    codes, base = agree(lambda ops: natural_encode(ops, x, key, clipped))
     negate = data.draw(st.booleans())
     with np.errstate(all="ignore"):
         arguments = (x.size, str(x.dtype), clipped)
-        agree(lambda ops: ops.natural_sum([codes, codes], [base, base], *arguments, x.copy(), negate))
+        agree(lambda ops: natural_sum(ops, [codes, codes], [base, base], *arguments, x.copy(), negate))
 
 
 @settings
 @hypothesis.given(numbers(largest=1e10), st.floats(0, 1e10, width=32))
 def test_ternary_digits(x, half):
     edge = np.array([2 * half], x.dtype)
-    codes = agree(lambda ops: ops.ternary_encode(x, edge))[0]
-    digits = agree(lambda ops: ops.ternary_sum([codes], [np.ones(1, x.dtype)], x.size))[0]
+    codes = agree(lambda ops: ternary_encode(ops, x, edge))[0]
+    digits = agree(lambda ops: ternary_sum(ops, [codes], [np.ones(1, x.dtype)], x.size))[0]
     assert digits.tolist() == ((x >= half).astype(int) - (x <= -half)).tolist()
 
 
@@ -176,8 +189,8 @@ def test_ternary_digits(x, half):
 @hypothesis.given(numbers(largest=1e3), st.integers(1, 40))
 def test_numbers_of_several_widths(x, b):
     m, h = max(-(-b // 2), b - 7), max(0, b - 15)
-    made = agree(lambda ops: ops.precision_encode(x, 2.0**-b, m, h))
-    total = agree(lambda ops: ops.precision_sum([tuple(made)], m, h, x.size, str(x.dtype)))[0]
+    made = agree(lambda ops: precision_encode(ops, x, 2.0**-b, m, h))
+    total = agree(lambda ops: precision_sum(ops, [tuple(made)], m, h, x.size, str(x.dtype)))[0]
     assert (np.abs(total.astype(np.float64) - x) <= 2.0**-b).all()
 
 
@@ -187,9 +200,9 @@ def test_tables(x, data):
     table = np.sort(data.draw(numbers(str(x.dtype), 128, largest=1.0)))
     scale = np.abs(x).max(initial=0).reshape(1)
     hypothesis.assume(not 0 < scale[0] < np.finfo(x.dtype).tiny)
-    codes = agree(lambda ops: ops.table_encode(x, scale, table))[0]
+    codes = agree(lambda ops: table_encode(ops, x, scale, table))[0]
     with np.errstate(all="ignore"):
-        agree(lambda ops: ops.table_sum([codes, codes], [scale, -scale], table, x.copy()))
+        agree(lambda ops: table_sum(ops, [codes, codes], [scale, -scale], table, x.copy()))
 
 
 @settings

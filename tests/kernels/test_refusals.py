@@ -5,6 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.compressors.eightbit import table_sum
+from grace.core.compressors.inceptionn import precision_sum
+from grace.core.compressors.natural import natural_sum
+from grace.core.compressors.sketchedsgd import count_sketch
+from grace.core.compressors.threelc import ternary_sum
+from grace.core.methods.levels import dequantize_sum, quantize_packed
+from grace.core.methods.signs import binarize_means, binary_sum, majority
 from grace.core.ops import get_ops, native
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Key
@@ -37,7 +44,7 @@ class Make:
 # For each kernel: a wrong call with ten elements, the error, and its text.
 REFUSED = {
     "codes of another dtype": (lambda o, m: o.unpack(m.i(1, 2), 8, 2), TypeError, "expected uint8, received int32"),
-    "bits of another dtype": (lambda o, m: o.majority([m.i(0, 0)], 10, "float32"), TypeError, "expected uint8"),
+    "bits of another dtype": (lambda o, m: majority(o, [m.i(0, 0)], 10, "float32"), TypeError, "expected uint8"),
     "int64 indices": (
         lambda o, m: o.put_(m.f(10), m.i(1, dtype="int64"), 1.0),
         TypeError,
@@ -49,17 +56,17 @@ REFUSED = {
         "expected float32, received float64",
     ),
     "columns that fill no block": (
-        lambda o, m: o.count_sketch(m.f(10), 3, 40, KEY),
+        lambda o, m: count_sketch(o, m.f(10), 3, 40, KEY),
         ValueError,
         "expected a multiple of 16 columns.* received 40",
     ),
     "levels of integers": (
-        lambda o, m: o.binary_sum([m.b(2)], [m.i(1, 2)], 10),
+        lambda o, m: binary_sum(o, [m.b(2)], [m.i(1, 2)], 10),
         TypeError,
         "expected float32 or float64, received int32",
     ),
     "onto of another dtype": (
-        lambda o, m: o.binary_sum([m.b(2)], [m.f(2)], 10, m.f(10, "float64")),
+        lambda o, m: binary_sum(o, [m.b(2)], [m.f(2)], 10, m.f(10, "float64")),
         TypeError,
         "expected float32, received float64",
     ),
@@ -119,117 +126,119 @@ REFUSED = {
         PayloadError,
         "expected 10 elements, received 9",
     ),
-    "signs: truncated": (lambda o, m: o.binary_sum([m.b(1)], [m.f(2)], 10), PayloadError, "expected 2 .*, received 1"),
+    "signs: truncated": (lambda o, m: binary_sum(o, [m.b(1)], [m.f(2)], 10), PayloadError, "expected 2 .*, received 1"),
     "signs: three levels": (
-        lambda o, m: o.binary_sum([m.b(2)], [m.f(3)], 10),
+        lambda o, m: binary_sum(o, [m.b(2)], [m.f(3)], 10),
         PayloadError,
         "expected 2 .*, received 3",
     ),
     "signs: onto too long": (
-        lambda o, m: o.binary_sum([m.b(2)], [m.f(2)], 10, m.f(11)),
+        lambda o, m: binary_sum(o, [m.b(2)], [m.f(2)], 10, m.f(11)),
         PayloadError,
         "expected 10 .*, received 11",
     ),
     "columns: truncated": (
-        lambda o, m: o.binary_sum([m.b(1)], [m.f(4)], 10, columns=2),
+        lambda o, m: binary_sum(o, [m.b(1)], [m.f(4)], 10, columns=2),
         PayloadError,
         "expected 2 .*, received 1",
     ),
     "columns: levels of another": (
-        lambda o, m: o.binary_sum([m.b(2)], [m.f(2)], 10, columns=2),
+        lambda o, m: binary_sum(o, [m.b(2)], [m.f(2)], 10, columns=2),
         PayloadError,
         "expected 4 .*, received 2",
     ),
     "columns: no whole rows": (
-        lambda o, m: o.binary_sum([m.b(2)], [m.f(6)], 10, columns=3),
+        lambda o, m: binary_sum(o, [m.b(2)], [m.f(6)], 10, columns=3),
         ValueError,
         "divide 10 elements, received 3",
     ),
     "columns: of nothing": (
-        lambda o, m: o.binarize_means(m.f(10), 0.0, 0),
+        lambda o, m: binarize_means(o, m.f(10), 0.0, 0),
         ValueError,
         "divide 10 elements, received 0",
     ),
     "columns: more than elements": (
-        lambda o, m: o.binarize_means(m.f(0), 0.0, 2**30),
+        lambda o, m: binarize_means(o, m.f(0), 0.0, 2**30),
         ValueError,
         f"divide 0 elements, received {2**30}",
     ),
     "votes: truncated": (
-        lambda o, m: o.majority([m.b(2), m.b(1)], 10, "float32"),
+        lambda o, m: majority(o, [m.b(2), m.b(1)], 10, "float32"),
         PayloadError,
         "expected 2 .*, received 1",
     ),
-    "votes: of nobody": (lambda o, m: o.majority([], 10, "float32"), ValueError, "expected 1 arrays.* received 0"),
+    "votes: of nobody": (lambda o, m: majority(o, [], 10, "float32"), ValueError, "expected 1 arrays.* received 0"),
     "levels: truncated": (
-        lambda o, m: o.dequantize_sum([m.b(9)], [m.f(2)], 5, 127, 8, 10),
+        lambda o, m: dequantize_sum(o, [m.b(9)], [m.f(2)], 5, 127, 8, 10),
         PayloadError,
         "expected 10 .*, received 9",
     ),
     "levels: scales missing": (
-        lambda o, m: o.dequantize_sum([m.b(10)], [m.f(1)], 5, 127, 8, 10),
+        lambda o, m: dequantize_sum(o, [m.b(10)], [m.f(1)], 5, 127, 8, 10),
         PayloadError,
         "expected 2 .*, received 1",
     ),
     "levels: buckets of nothing": (
-        lambda o, m: o.dequantize_sum([m.b(10)], [m.f(2)], 0, 127, 8, 10),
+        lambda o, m: dequantize_sum(o, [m.b(10)], [m.f(2)], 0, 127, 8, 10),
         ValueError,
         "at least 1 element, received 0",
     ),
     "levels: none": (
-        lambda o, m: o.dequantize_sum([m.b(10)], [m.f(2)], 5, 0, 8, 10),
+        lambda o, m: dequantize_sum(o, [m.b(10)], [m.f(2)], 5, 0, 8, 10),
         ValueError,
         "expected 1 to 32767 levels, received 0",
     ),
     "levels: too many for their bits": (
-        lambda o, m: o.quantize_packed(m.f(10), m.f(2), 5, 200, 8, KEY),
+        lambda o, m: quantize_packed(o, m.f(10), m.f(2), 5, 200, 8, KEY),
         ValueError,
         "fit 8 bits, received 200",
     ),
     "levels: scales too few": (
-        lambda o, m: o.quantize_packed(m.f(10), m.f(1), 5, 7, 8, KEY),
+        lambda o, m: quantize_packed(o, m.f(10), m.f(1), 5, 7, 8, KEY),
         PayloadError,
         "expected 2 elements, received 1",
     ),
     "powers: truncated": (
-        lambda o, m: o.natural_sum([m.b(11)], [m.i(0)], 10, "float32", False),
+        lambda o, m: natural_sum(o, [m.b(11)], [m.i(0)], 10, "float32", False),
         PayloadError,
         "expected 12 .*, received 11",
     ),
     "powers: no base": (
-        lambda o, m: o.natural_sum([m.b(10)], [], 10, "float32", True),
+        lambda o, m: natural_sum(o, [m.b(10)], [], 10, "float32", True),
         ValueError,
         "expected 2 arrays",
     ),
     "table: of 100": (
-        lambda o, m: o.table_sum([m.b(10)], [m.f(1)], m.f(100)),
+        lambda o, m: table_sum(o, [m.b(10)], [m.f(1)], m.f(100)),
         PayloadError,
         "expected 128 elements, received 100",
     ),
     "table: codes of two lengths": (
-        lambda o, m: o.table_sum([m.b(10), m.b(9)], [m.f(1), m.f(1)], m.f(128)),
+        lambda o, m: table_sum(o, [m.b(10), m.b(9)], [m.f(1), m.f(1)], m.f(128)),
         PayloadError,
         "expected 10 elements, received 9",
     ),
-    "digits: truncated": (lambda o, m: o.ternary_sum([m.b(1, 121)], [m.f(1)], 10), PayloadError, "decode to 2 bytes"),
-    "digits: a run too long": (lambda o, m: o.ternary_sum([m.b(1, 255)], [m.f(1)], 10), PayloadError, "decode to 2"),
+    "digits: truncated": (lambda o, m: ternary_sum(o, [m.b(1, 121)], [m.f(1)], 10), PayloadError, "decode to 2 bytes"),
+    "digits: a run too long": (lambda o, m: ternary_sum(o, [m.b(1, 255)], [m.f(1)], 10), PayloadError, "decode to 2"),
     "digits: a run beyond the end": (
-        lambda o, m: o.ternary_sum([m.i(121, 244, dtype="uint8")], [m.f(1)], 10),
+        lambda o, m: ternary_sum(o, [m.i(121, 244, dtype="uint8")], [m.f(1)], 10),
         PayloadError,
         "decode to 2 bytes",
     ),
     "widths: a number too many": (
-        lambda o, m: o.precision_sum([(m.f(1), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3))], 5, 0, 10, "float32"),
+        lambda o, m: precision_sum(o, [(m.f(1), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3))], 5, 0, 10, "float32"),
         PayloadError,
         "expected 0 numbers.*received 1",
     ),
     "widths: tags truncated": (
-        lambda o, m: o.precision_sum([(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(2))], 5, 0, 10, "float32"),
+        lambda o, m: precision_sum(o, [(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(2))], 5, 0, 10, "float32"),
         PayloadError,
         "expected 3 .*, received 2",
     ),
     "widths: words missing": (
-        lambda o, m: o.precision_sum([(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3, 2))], 5, 0, 10, "float32"),
+        lambda o, m: precision_sum(
+            o, [(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3, 2))], 5, 0, 10, "float32"
+        ),
         PayloadError,
         "expected 3 numbers.*tags 2.*received 0",
     ),

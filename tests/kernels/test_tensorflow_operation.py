@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.methods.signs import binarize
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.values.errors import PayloadError
@@ -36,7 +38,7 @@ def in_graph(tf, body, *arrays):
 
 def test_a_graph_knows_the_lengths(tf, ops, x):
     def body(x):
-        bits, values = ops.binarize(x, 0.0), ops.select(x, 1.0, True)[0]
+        bits, values = binarize(ops, x, 0.0), ops.select(x, 1.0, True)[0]
         assert bits.shape == [packed_size(N, 1)]
         assert values.shape == [None]
         return bits, values
@@ -50,18 +52,18 @@ def test_lengths_and_keys_may_be_known_only_when_the_graph_runs(tf, ops, x):
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.float32), tf.TensorSpec([], tf.int64)])
     def body(x, step):
         key = Key(2**64 - 5, step, 1)
-        scale = ops.bucket_norms(x, 512, "max")
-        codes = ops.quantize_packed(x, scale, 512, 7, 4, key)
-        return codes, ops.dequantize_sum([codes], [scale], 512, 7, 4, ops.length(x)), ops.uniform(ops.length(x), key)
+        scale = bucket_norms(ops, x, 512, "max")
+        codes = quantize_packed(ops, x, scale, 512, 7, 4, key)
+        return codes, dequantize_sum(ops, [codes], [scale], 512, 7, 4, ops.length(x)), ops.uniform(ops.length(x), key)
 
     numpy = get_ops("numpy", native=False)
     for n, step in ((N, 3), (17, 4), (0, 5)):
         codes, values, noise = body(tf.constant(x[:n]), tf.constant(step, tf.int64))
         key = Key(2**64 - 5, step, 1)
-        scale = numpy.bucket_norms(x[:n], 512, "max")
-        wanted = numpy.quantize_packed(x[:n], scale, 512, 7, 4, key)
+        scale = bucket_norms(numpy, x[:n], 512, "max")
+        wanted = quantize_packed(numpy, x[:n], scale, 512, 7, 4, key)
         assert same(host(ops, codes), wanted)
-        assert same(host(ops, values), numpy.dequantize_sum([wanted], [scale], 512, 7, 4, n))
+        assert same(host(ops, values), dequantize_sum(numpy, [wanted], [scale], 512, 7, 4, n))
         assert same(host(ops, noise), numpy.uniform(n, key))
 
 
@@ -161,14 +163,14 @@ def test_wrong_calls(tf, ops, kernel, dtypes, options, error, text):
     arrays = [tf.constant(["a"]) if dtype == "string" else tf.zeros([3], dtype) for dtype in dtypes]
     options = {"outputs": ["float32"], **options}
     with pytest.raises(error, match=text):
-        ops._run(kernel, arrays, **options)
+        ops.run(kernel, arrays, **options)
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match=text):
-        in_graph(tf, lambda: ops._run(kernel, arrays, lengths=[None] * len(options["outputs"]), **options))
+        in_graph(tf, lambda: ops.run(kernel, arrays, lengths=[None] * len(options["outputs"]), **options))
 
 
 def test_a_length_that_a_graph_was_promised_is_held(tf, ops):
     with pytest.raises(tf.errors.InvalidArgumentError, match="max_abs: expected 2 elements as result 0, received 1"):
-        in_graph(tf, lambda x: ops._run("max_abs", [x], outputs=["float32"], lengths=[2]), tf.zeros([3]))
+        in_graph(tf, lambda x: ops.run("max_abs", [x], outputs=["float32"], lengths=[2]), tf.zeros([3]))
 
 
 def test_the_library_of_another_tensorflow_is_not_used(tf, monkeypatch, tmp_path, caplog):

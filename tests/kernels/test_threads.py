@@ -13,6 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from grace.core.compressors.natural import natural_encode, natural_sum
+from grace.core.compressors.threelc import ternary_encode
+from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.methods.signs import binarize_means, binary_sum
 from grace.core.ops import get_ops, native
 from grace.core.values.spec import Key
 from tests.kernels import needs_kernels
@@ -32,23 +36,23 @@ def step(ops, seed, n=N):
     """Run the local work of a step with several methods. Return the results as bytes."""
     x = np.random.default_rng(seed).standard_normal(n).astype(np.float32)
     key = Key(seed, 3)
-    norms = ops.bucket_norms(x, 512, "max")
-    codes = ops.quantize_packed(x, norms, 512, 127, 8, key)
+    norms = bucket_norms(ops, x, 512, "max")
+    codes = quantize_packed(ops, x, norms, 512, 127, 8, key)
     values, indices = ops.sparsify(x, n // 100)
-    powers, base = ops.natural_encode(x, key, True)
-    bits, means = ops.binarize_means(x, 0.0)
+    powers, base = natural_encode(ops, x, key, True)
+    bits, means = binarize_means(ops, x, 0.0)
     # Numbers of every size, so that another order of the sums shows in their last bits.
     matrix = (x**9).astype(np.float64)[: n // 300 * 300]
-    column_bits, column_means = ops.binarize_means(matrix, 0.0, 300)
+    column_bits, column_means = binarize_means(ops, matrix, 0.0, 300)
     results = [
-        ops.dequantize_sum([codes, codes], [norms, norms], 512, 127, 8, n),
+        dequantize_sum(ops, [codes, codes], [norms, norms], 512, 127, 8, n),
         ops.sparse_sum([values], [indices], n, x.copy()),
-        ops.natural_sum([powers], [base], n, "float32", True),
-        ops.binary_sum([bits], [means], n),
+        natural_sum(ops, [powers], [base], n, "float32", True),
+        binary_sum(ops, [bits], [means], n),
         column_bits,
         column_means,
-        ops.binary_sum([column_bits], [column_means], matrix.size, columns=300),
-        ops.ternary_encode(x, np.array([1.0], np.float32)),
+        binary_sum(ops, [column_bits], [column_means], matrix.size, columns=300),
+        ternary_encode(ops, x, np.array([1.0], np.float32)),
         *ops.select(x, 2.0, strict=True),
         ops.words(n, key),
     ]

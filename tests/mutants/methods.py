@@ -24,6 +24,7 @@ from grace.core.memories.residual import Residual
 from grace.core.methods.capabilities import selects
 from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
 from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.signs import sign_mean
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.spec import Field
@@ -342,7 +343,7 @@ class OneScaleForAll(EFSignSGD):
 @dataclass(frozen=True)
 class TakesLargeForInfinite(SignSGD):
     def compress_checked(self, x, at):
-        signs, mean = at.ops.sign_mean(x)
+        signs, mean = sign_mean(at.ops, x)
         return {"signs": signs}, at.ops.finite(mean * 64.0)
 
 

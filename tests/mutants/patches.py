@@ -34,9 +34,8 @@ UNIFORM = "grace/core/compressors/uniform.py"
 PLAN = "grace/core/values/plan.py"
 REPLICAS = "grace/core/guards/replicas.py"
 UNIT = "grace/core/values/unit.py"
-CODINGS = "grace/core/ops/codings.py"
+SIGNS = "grace/core/methods/signs.py"
 COMPOSITES = "grace/core/ops/composites.py"
-HELPERS = "grace/core/ops/helpers.py"
 NUMPY = "grace/core/ops/numpy_ops.py"
 TORCH = "grace/core/ops/torch_ops.py"
 TENSORFLOW = "grace/core/ops/tensorflow_ops.py"
@@ -1006,7 +1005,7 @@ PATCHES = [
     ),
     Patch(
         "quantize-nearest-towards-zero",
-        HELPERS,
+        COMPOSITES,
         "u: Array = 0.5",
         "u: Array = 0.0",
         "without random numbers, levels are cut off and not rounded",
@@ -1799,8 +1798,8 @@ PATCHES = [
     Patch(
         "sketchedsgd-own-sketch",
         "grace/core/compressors/sketchedsgd.py",
-        "at.ops.sketch_estimate(at.negotiated,",
-        'at.ops.sketch_estimate(at.negotiated * 0 + self.propose(at.ops.zeros(at.spec.numel, "float32"), at).array,',
+        "sketch_estimate(at.ops, at.negotiated,",
+        'sketch_estimate(at.ops, at.negotiated * 0 + self.propose(at.ops.zeros(at.spec.numel, "float32"), at).array,',
         "elements are chosen without the sketch of the sum",
         ("tests/papers/test_sketchedsgd.py -k heavy",),
     ),
@@ -1830,7 +1829,7 @@ PATCHES = [
     ),
     Patch(
         "3lc-runs-end-early",
-        "grace/core/ops/ternary.py",
+        "grace/core/compressors/threelc.py",
         "LONGEST_RUN = 14",
         "LONGEST_RUN = 13",
         "the reference codes runs otherwise than the kernels, and than what is stored",
@@ -1911,7 +1910,7 @@ PATCHES = [
     ),
     Patch(
         "helpers-half-sum-rounded",
-        HELPERS,
+        COMPOSITES,
         'total = self.add_(total, self.cast(x[row * n : (row + 1) * n], "float32") * by)',
         'total = self.add_(total, self.cast(self.cast(x[row * n : (row + 1) * n], "float32") * by, self.dtype(x)))',
         "what is added to a sum of 16-bit floats is rounded first",
@@ -1953,48 +1952,48 @@ PATCHES = [
         ),
     ),
     Patch(
-        "codings-zero-is-negative",
-        CODINGS,
+        "signs-zero-is-negative",
+        SIGNS,
         "above = x > threshold if strict else x >= threshold",
         "above = x > threshold",
         "in the reference, an element on the threshold is below it",
         (f"{BYTES} -k binarize",),
     ),
     Patch(
-        "codings-columns-count-the-matrix",
-        CODINGS,
-        'self.cast(self.length(x) // columns, "float64") - count',
-        'self.cast(self.length(x), "float64") - count',
+        "signs-columns-count-the-matrix",
+        SIGNS,
+        'ops.cast(ops.length(x) // columns, "float64") - count',
+        'ops.cast(ops.length(x), "float64") - count',
         "in the reference, the low means of columns are divided by the elements of the matrix",
         (f"{OPS} -k 'plain_numpy and binarize'", f"{BYTES} -k binarize_means"),
     ),
     Patch(
-        "codings-vote-in-integers",
-        CODINGS,
-        "self.cast(2 * votes - len(bits), dtype)",
-        "self.cast(votes - len(bits) // 2, dtype)",
+        "signs-vote-in-integers",
+        SIGNS,
+        "ops.cast(2 * votes - len(bits), dtype)",
+        "ops.cast(votes - len(bits) // 2, dtype)",
         "a vote of an odd number of ranks may end in a tie",
         (f"{BYTES} -k majority",),
     ),
     Patch(
-        "composites-estimate-without-signs",
-        COMPOSITES,
-        "found.append(self.where(odd, -values, values))",
+        "sketch-estimate-without-signs",
+        "grace/core/compressors/sketchedsgd.py",
+        "found.append(ops.where(odd, -values, values))",
         "found.append(values)",
         "the estimate of a sketch forgets the signs of its hashes",
         (f"{BYTES} -k sketch",),
     ),
     Patch(
-        "composites-nothing-of-a-small-side",
-        COMPOSITES,
-        "kept = self.where(kept < 1, 1.0, kept)",
-        "kept = self.where(kept < 0, 1.0, kept)",
+        "adaptive-nothing-of-a-small-side",
+        "grace/core/compressors/adaptive.py",
+        "kept = ops.where(kept < 1, 1.0, kept)",
+        "kept = ops.where(kept < 0, 1.0, kept)",
         "of a sign with few elements nothing is sent",
         ("tests/papers/test_adaptive.py", f"{BYTES} -k sides"),
     ),
     Patch(
         "helpers-index-one-beyond",
-        HELPERS,
+        COMPOSITES,
         "outside = self.bit_or(index < 0, index >= n)",
         "outside = self.bit_or(index < 0, index > n)",
         "an index one beyond the end is not refused",
@@ -2010,9 +2009,9 @@ PATCHES = [
     ),
     Patch(
         "native-key-without-rank",
-        "grace/core/ops/native_codings.py",
-        'integers, outputs = [int(clipped), *self._key(key)], ["uint8", "int32"]',
-        'integers, outputs = [int(clipped), *self._key(key._replace(rank=0))], ["uint8", "int32"]',
+        "grace/core/compressors/natural.py",
+        'integers, outputs = [int(clipped), *ops.key_integers(key)], ["uint8", "int32"]',
+        'integers, outputs = [int(clipped), *ops.key_integers(key._replace(rank=0))], ["uint8", "int32"]',
         "kernels draw the shared numbers in place of the rank's own",
         (f"{BYTES} -k natural", GOLDEN + " -k natural"),
     ),

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from grace.core.compressors.sketchedsgd import SKETCH_BLOCK, count_sketch
 from grace.core.exchange.wire import payload_bytes
-from grace.core.ops.composites import SKETCH_BLOCK
 from grace.core.ops.random import hash_words
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import Key, TensorSpec
@@ -96,7 +96,7 @@ def test_columns_fill_blocks():
     for k_columns, columns in ((0.1, 16), (1.0, 48), (1.2, 48), (2.0, 80), (2.01, 96)):
         assert len(sketch(normal(N), rows=1, columns_per_k=k_columns)) == columns
     with pytest.raises(ValueError, match="multiple of 16 columns, received 40"):
-        OPS.count_sketch(normal(N), 3, 40, Key(1, 0))
+        count_sketch(OPS, normal(N), 3, 40, Key(1, 0))
 
 
 def test_multiply_shift_with_plain_integers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.ops.ternary import decode_runs, encode_runs, from_bytes, to_bytes
+from grace.core.compressors.threelc import decode_runs, encode_runs, from_bytes, to_bytes
 from grace.core.values.errors import ConfigError
 from tests.papers.common import OPS, make, normal, payload, send, simulate, state, step
 

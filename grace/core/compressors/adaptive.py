@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @compressors.register("adaptive")
@@ -62,7 +68,7 @@ class Adaptive(Compressor, Selecting):
         )
 
     def compress(self, x: Array, at: Site) -> Payload:
-        means, positive, negative = at.ops.top_of_sides(x, self.compress_ratio)
+        means, positive, negative = top_of_sides(at.ops, x, self.compress_ratio)
         return {"means": means, "positive": positive, "negative": negative}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -87,3 +93,38 @@ def _parts(payload: Payload, means: Array, at: Site) -> list[tuple[Array, Array]
         (at.ops.full(at.ops.length(payload[name]), mean, at.spec.work_dtype), payload[name])
         for name, mean in (("positive", means[0]), ("negative", means[1]))
     ]
+
+
+@composite()
+def top_of_sides(ops: ArrayOps, x: Array, ratio: float) -> tuple[Array, Array, Array]:
+    """Return the means and indices of the largest elements of each sign.
+
+    Of p positive elements these are the max(1, int(ratio * p)) largest (none if p is 0), and likewise for the
+    negative ones. Returns the two means in x's dtype, positive first, and the two lists of ascending indices. Among
+    equal magnitudes the lower index is taken.
+    """
+    positive, high = _top_of_side(ops, x, x > 0, ratio)
+    negative, low = _top_of_side(ops, x, x < 0, ratio)
+    return ops.stack([high, low], axis=0), positive, negative
+
+
+@top_of_sides.kernel(top_of_sides="x T; ; ratio -> T[2], int32[p], int32[q]")
+def _(ops: Native, x: Array, ratio: float) -> tuple[Array, Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    outputs, lengths = [dtype, "int32", "int32"], [2, None, None]
+    means, positive, negative = ops.run("top_of_sides", [x], (), [ratio], outputs=outputs, lengths=lengths)
+    return means, positive, negative
+
+
+def _top_of_side(ops: ArrayOps, x: Array, side: Array, ratio: float) -> tuple[Array, Array]:
+    indices = ops.nonzero(side)
+    count = ops.sum(ops.cast(side, "float64"))
+    kept = ops.floor(count * ratio)
+    kept = ops.where(kept < 1, 1.0, kept)
+    size = ops.size(ops.cast(ops.where(kept < count, kept, count), "int32"))
+    values, best = ops.sparsify(ops.gather(x, indices), size)
+    # In float64, because a sum of large float32 numbers can overflow even if their mean does not.
+    mean = ops.sum(ops.cast(values, "float64")) / kept
+    return ops.gather(indices, best), ops.cast(mean, ops.dtype(x))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.signs import sign_mean, sign_sum
 from grace.core.ops.base import packed_size
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -40,7 +41,7 @@ class EFSignSGD(Compressor):
         return Field("scale", spec.work_dtype, 1), Field("signs", "uint8", packed_size(spec.numel, 1))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        signs, scale = at.ops.sign_mean(x)
+        signs, scale = sign_mean(at.ops, x)
         return {"scale": scale, "signs": signs}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -48,7 +49,7 @@ class EFSignSGD(Compressor):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         signs, scales = ([payload[name] for payload in payloads] for name in ("signs", "scale"))
-        return at.ops.sign_sum(signs, scales, at.spec.numel)
+        return sign_sum(at.ops, signs, scales, at.spec.numel)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        return at.ops.sign_sum([payload["signs"]], [payload["scale"]], at.spec.numel, onto=x, negate=True)
+        return sign_sum(at.ops, [payload["signs"]], [payload["scale"]], at.spec.numel, onto=x, negate=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from grace.core.methods.compressor import Compressor
-from grace.core.ops.composites import ArrayOps
+from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.table import composite
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @compressors.register("eightbit")
@@ -71,15 +75,53 @@ class EightBit(Compressor):
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
         scale = ops.reshape(ops.max_abs(x), (1,))
-        return {"scale": scale, "codes": ops.table_encode(x, scale, self._table(ops, at.spec.work_dtype))}
+        return {"scale": scale, "codes": table_encode(ops, x, scale, self._table(ops, at.spec.work_dtype))}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         codes, scales = ([payload[name] for payload in payloads] for name in ("codes", "scale"))
-        return at.ops.table_sum(codes, scales, self._table(at.ops, at.spec.work_dtype))
+        return table_sum(at.ops, codes, scales, self._table(at.ops, at.spec.work_dtype))
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         table = self._table(at.ops, at.spec.work_dtype)
-        return at.ops.table_sum([payload["codes"]], [-payload["scale"]], table, onto=x)
+        return table_sum(at.ops, [payload["codes"]], [-payload["scale"]], table, onto=x)
+
+
+@composite(one_graph=True)
+def table_encode(ops: ArrayOps, x: Array, scale: Array, table: Array) -> Array:
+    """Return the index (uint8) of the entry of a table of 128 nearest |x| / scale, the larger of two; + 128 if x < 0.
+
+    The table ascends.
+    """
+    share = ops.abs(x) / ops.where(scale > 0, scale, 1.0)
+    index = ops.search_sorted((table[:-1] + table[1:]) * 0.5, share)
+    return ops.cast(index + ops.cast(x < 0, "int32") * 128, "uint8")
+
+
+@table_encode.kernel(table_encode="x T, scale T, table T -> uint8[x]")
+def _(ops: Native, x: Array, scale: Array, table: Array) -> Array | None:
+    if ops.floating(x) is None:
+        return None
+    return ops.run("table_encode", [x, scale, table], outputs=["uint8"], lengths=[ops.length(x)])[0]
+
+
+@composite(one_graph=True)
+def table_sum(
+    ops: ArrayOps, codes: Sequence[Array], scales: Sequence[Array], table: Array, onto: Array | None = None
+) -> Array:
+    """Return the sum of +-entry * scale over the results of `table_encode`."""
+    for data, scale in zip(codes, scales, strict=True):
+        code = ops.cast(data, "int32")
+        magnitude = ops.gather(table, ops.bit_and(code, 127)) * scale
+        onto = plus(ops, onto, ops.where(code > 127, -magnitude, magnitude))
+    return onto
+
+
+@table_sum.kernel(table_sum="[onto_ T], codes uint8..., scales T..., table T; ranks, n, has_onto -> T[n]")
+def _(
+    ops: Native, codes: Sequence[Array], scales: Sequence[Array], table: Array, onto: Array | None = None
+) -> Array | None:
+    n = ops.length(codes[0])
+    return ops.total("table_sum", [*codes, *scales, table], [len(codes), n], n, ops.dtype(table), onto)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
-from grace.core.values.errors import ConfigError
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
+from grace.core.values.errors import ConfigError, PayloadError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 _FIELDS = ("full", "words", "bytes", "tags")
 
@@ -91,7 +96,7 @@ class Inceptionn(Compressor):
         if self.relative:
             payload["scale"] = ops.reshape(ops.max_abs(x), (1,))
             x = x / ops.where(payload["scale"] > 0, payload["scale"], 1.0)
-        arrays = ops.precision_encode(x, self.error_bound, *self._ends)
+        arrays = precision_encode(ops, x, self.error_bound, *self._ends)
         return {**payload, **dict(zip(_FIELDS, arrays, strict=True))}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -112,4 +117,82 @@ class Inceptionn(Compressor):
 
     def _sum(self, payloads: Sequence[Payload], at: Site, **options: Any) -> Array:
         arrays = [tuple(payload[name] for name in _FIELDS) for payload in payloads]
-        return at.ops.precision_sum(arrays, *self._ends, at.spec.numel, at.spec.work_dtype, **options)
+        return precision_sum(at.ops, arrays, *self._ends, at.spec.numel, at.spec.work_dtype, **options)
+
+
+@composite(one_graph=True)
+def precision_encode(ops: ArrayOps, x: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array]:
+    """Encode numbers in 0, 8, 16 or all bits.
+
+    Nothing is sent of |x| < bound. Numbers up to 2^-m become steps of 2^-(m+7) (int8), up to 2^-h steps of
+    2^-(h+15) (int16); others stay as they are. Returns the full numbers, the words, the bytes, and packed tags of 2
+    bits per element: 3, 2, 1 for these, 0 for nothing.
+    """
+    # Not by `cast`: PyTorch turns a Python number into float32 first.
+    size, least = ops.abs(x), ops.full(1, bound, ops.dtype(x))
+    tags = 1 + ops.cast(size >= 2.0**-m, "int32") + ops.cast(size >= 2.0**-h, "int32")
+    tags = ops.where(size < least, 0, tags)
+    byte, word, full = (ops.gather(x, ops.nonzero(tags == tag)) for tag in (1, 2, 3))
+    words, bytes_ = ops.cast(word * 2.0 ** (h + 15), "int16"), ops.cast(byte * 2.0 ** (m + 7), "int8")
+    return full, words, bytes_, ops.pack(tags, 2)
+
+
+@precision_encode.kernel(precision_encode="x T; m, h; bound -> T[], int16[], int8[], uint8[packed]")
+def _(ops: Native, x: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    outputs, lengths = [dtype, "int16", "int8", "uint8"], [None, None, None, packed_size(ops.length(x), 2)]
+    full, words, bytes_, tags = ops.run(
+        "precision_encode", [x], [m, h], [float(bound)], outputs=outputs, lengths=lengths
+    )
+    return full, words, bytes_, tags
+
+
+@composite()
+def precision_sum(
+    ops: ArrayOps,
+    payloads: Sequence[tuple[Array, Array, Array, Array]],
+    m: int,
+    h: int,
+    n: int,
+    dtype: str,
+    onto: Array | None = None,
+    negate: bool = False,
+) -> Array:
+    """Return the sum of the numbers of `precision_encode`; `negate` subtracts instead of adding.
+
+    Raises PayloadError if the counts do not match the tags.
+    """
+    total = ops.zeros(n, dtype) if onto is None else onto
+    sign = -1.0 if negate else 1.0
+    for full, words, bytes_, packed in payloads:
+        tags = ops.unpack(packed, 2, n)
+        small = ops.cast(bytes_, dtype) * (sign * 2.0 ** -(m + 7))
+        middle = ops.cast(words, dtype) * (sign * 2.0 ** -(h + 15))
+        for tag, values in enumerate((small, middle, -full if negate else full), 1):
+            places = ops.nonzero(tags == tag)
+            error = PayloadError(
+                f"inceptionn: expected as many numbers as tags {tag}, received another count; the payload is damaged."
+            )
+            places = ops.require(ops.length(places) == ops.length(values), error, places)
+            total = ops.scatter_add_(total, places, values)
+    return total
+
+
+@precision_sum.kernel(
+    precision_sum="[onto_ T], full T..., words int16..., bytes int8..., tags uint8...; "
+    "ranks, m, h, n, negate, has_onto -> T[n]"
+)
+def _(
+    ops: Native,
+    payloads: Sequence[tuple[Array, Array, Array, Array]],
+    m: int,
+    h: int,
+    n: int,
+    dtype: str,
+    onto: Array | None = None,
+    negate: bool = False,
+) -> Array | None:
+    inputs = [field for fields in zip(*payloads, strict=True) for field in fields]
+    return ops.total("precision_sum", inputs, [len(payloads), m, h, n, int(negate)], n, dtype, onto)

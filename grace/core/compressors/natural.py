@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.table import composite
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
+
+# Bits of the exponent and of the mantissa, and the integer dtype of the same width.
+_FORMAT = {"float32": (8, 23, "int32"), "float64": (11, 52, "int64")}
+# Random numbers are multiples of 2^-24.
+_RANDOM_BITS = 24
+_CLIPPED = 127
 
 
 @compressors.register("natural")
@@ -56,7 +67,7 @@ class Natural(Compressor):
         return (Field("base", "int32", 1), codes) if self.clipped else (codes,)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        codes, base = at.ops.natural_encode(x, at.private_key, self.clipped)
+        codes, base = natural_encode(at.ops, x, at.private_key, self.clipped)
         return {"base": base, "codes": codes} if self.clipped else {"codes": codes}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -72,4 +83,96 @@ class Natural(Compressor):
         ops, spec = at.ops, at.spec
         bases = [payload["base"] if self.clipped else ops.zeros(1, "int32") for payload in payloads]
         codes = [payload["codes"] for payload in payloads]
-        return ops.natural_sum(codes, bases, spec.numel, spec.work_dtype, self.clipped, **options)
+        return natural_sum(ops, codes, bases, spec.numel, spec.work_dtype, self.clipped, **options)
+
+
+@composite(one_graph=True)
+def natural_encode(ops: ArrayOps, x: Array, key: Key, clipped: bool) -> tuple[Array, Array]:
+    """Return the packed signs and exponents of natural compression, and the base (int32, (1,)).
+
+    A code has 9 bits, 12 for float64; with `clipped` 8 bits, with exponents above the base, which is else 0.
+    """
+    dtype = ops.dtype(x)
+    exponent, mantissa, integer = _FORMAT[dtype]
+    word = ops.from_bytes(ops.to_bytes(x), integer)
+    negative = word < 0
+    word = ops.bit_and(word, (1 << exponent + mantissa) - 1)
+    u = ops.uniform(ops.length(x), key)
+    code, bits, base = _rounded(ops, word, u, dtype), 1 + exponent, ops.zeros(1, "int32")
+    if clipped:
+        # Code 1 stands for the exponent base + 1, the value `low`.
+        low = ops.max(code) - _CLIPPED
+        low = ops.where(low > 0, low, 0)
+        inverse = ops.shift_left((1 << exponent) - 3 - low, mantissa)
+        share = ops.abs(x) * ops.from_bytes(ops.to_bytes(ops.reshape(inverse, (1,))), dtype)
+        # The sum is rounded to the nearest step of u, so a share of 2^-30 is not always drawn if u is 0.
+        up = ops.cast(u, dtype) + share >= 1
+        code = ops.where(ops.shift_right(word, mantissa) > low, code - low, ops.cast(up, integer))
+        bits, base = 8, ops.reshape(ops.cast(low, "int32"), (1,))
+    sign = ops.shift_left(ops.cast(negative, "int64"), bits - 1)
+    return ops.pack(ops.cast(code, "int64") + sign, bits), base
+
+
+@natural_encode.kernel(natural_encode="x T; clipped, key -> uint8[packed], int32[1]")
+def _(ops: Native, x: Array, key: Key, clipped: bool) -> tuple[Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    size = packed_size(ops.length(x), 8 if clipped else 1 + _FORMAT[dtype][0])
+    integers, outputs = [int(clipped), *ops.key_integers(key)], ["uint8", "int32"]
+    codes, base = ops.run("natural_encode", [x], integers, outputs=outputs, lengths=[size, 1])
+    return codes, base
+
+
+def _rounded(ops: ArrayOps, word: Array, u: Array, dtype: str) -> Array:
+    """Return the rounded exponents, as they stand in the bits of a float, from the bits of magnitudes."""
+    exponent, mantissa, integer = _FORMAT[dtype]
+    if mantissa < _RANDOM_BITS:
+        noise = ops.cast(u * 2.0**mantissa, integer)
+    else:
+        # In the middle of its step, so that probabilities are rounded to the nearest multiple.
+        shift = mantissa - _RANDOM_BITS
+        noise = ops.shift_left(ops.cast(u * 2.0**_RANDOM_BITS, integer), shift) + (1 << shift - 1)
+    return ops.clip(ops.shift_right(word + noise, mantissa), 0, (1 << exponent) - 2)
+
+
+@composite(one_graph=True)
+def natural_sum(
+    ops: ArrayOps,
+    codes: Sequence[Array],
+    bases: Sequence[Array],
+    n: int,
+    dtype: str,
+    clipped: bool,
+    onto: Array | None = None,
+    negate: bool = False,
+) -> Array:
+    """Return the sum of the powers of two from `natural_encode`; `negate` subtracts instead of adding."""
+    exponent, mantissa, integer = _FORMAT[dtype]
+    bits = 8 if clipped else 1 + exponent
+    for data, base in zip(codes, bases, strict=True):
+        word = ops.unpack(data, bits, n)
+        code = ops.bit_and(word, (1 << bits - 1) - 1)
+        if clipped:
+            code = ops.where(code > 0, code + ops.cast(base, "int64"), code)
+        magnitude = ops.from_bytes(ops.to_bytes(ops.shift_left(ops.cast(code, integer), mantissa)), dtype)
+        flipped = ops.shift_right(word, bits - 1) == (0 if negate else 1)
+        onto = plus(ops, onto, ops.where(flipped, -magnitude, magnitude))
+    return onto
+
+
+@natural_sum.kernel(
+    natural_sum="[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto -> T[n]"
+)
+def _(
+    ops: Native,
+    codes: Sequence[Array],
+    bases: Sequence[Array],
+    n: int,
+    dtype: str,
+    clipped: bool,
+    onto: Array | None = None,
+    negate: bool = False,
+) -> Array | None:
+    integers = [len(codes), n, int(dtype == "float64"), int(clipped), int(negate)]
+    return ops.total("natural_sum", [*codes, *bases], integers, n, dtype, onto)

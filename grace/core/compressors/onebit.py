@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.lowrank import matrix_shape
+from grace.core.methods.signs import binarize_means, binary_sum
 from grace.core.ops.base import packed_size
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -64,7 +65,7 @@ class OneBit(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         # The mean of an empty side is 0 and is never decoded.
-        bits, means = at.ops.binarize_means(x, self.threshold, self._pairs(at.spec))
+        bits, means = binarize_means(at.ops, x, self.threshold, self._pairs(at.spec))
         return {"means": means, "bits": bits}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -72,11 +73,11 @@ class OneBit(Compressor):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         bits, means = ([payload[name] for payload in payloads] for name in ("bits", "means"))
-        return at.ops.binary_sum(bits, means, at.spec.numel, columns=self._pairs(at.spec))
+        return binary_sum(at.ops, bits, means, at.spec.numel, columns=self._pairs(at.spec))
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         bits, means, columns = payload["bits"], payload["means"], self._pairs(at.spec)
-        return at.ops.binary_sum([bits], [means], at.spec.numel, onto=x, negate=True, columns=columns)
+        return binary_sum(at.ops, [bits], [means], at.spec.numel, onto=x, negate=True, columns=columns)
 
     def _pairs(self, spec: TensorSpec) -> int:
         """Return the number of pairs of means: one for each column, or one."""

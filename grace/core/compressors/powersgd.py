@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.methods.lowrank import TwoFactors, matrix_shape
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Payload, Proposal, Site
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @compressors.register("powersgd")
@@ -49,6 +55,36 @@ class PowerSGD(TwoFactors):
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
         rows, columns = matrix_shape(at.spec)
-        p = ops.orthogonalize(ops.reshape(at.negotiated, (rows, self.compress_rank)))
+        p = orthogonalize(ops, ops.reshape(at.negotiated, (rows, self.compress_rank)))
         q = ops.matmul(ops.reshape(x, (rows, columns)), p, transpose_a=True)
         return {"q": ops.reshape(q, (-1,)), "p": ops.reshape(p, (-1,))}
+
+
+@composite(one_graph=True)
+def orthogonalize(ops: ArrayOps, a: Array) -> Array:
+    """Return orthonormal columns with the span of a's, by Gram-Schmidt run twice; dependent columns become zero."""
+    columns: list[Array] = []
+    for j in range(int(a.shape[1])):
+        # Products of a column of denormals would lose their few bits.
+        largest = ops.max(ops.abs(a[:, j]))
+        column = original = a[:, j] / ops.where(largest > 0, largest, 1.0)
+        for _ in range(2):
+            for other in columns:
+                column = column - other * ops.sum(other * column)
+        length = ops.norm(column)
+        # The rest of a dependent column is rounding noise; normalizing it would invent a direction.
+        independent = length > 1e-6 * ops.norm(original)
+        column = ops.where(independent, column / ops.where(independent, length, 1.0), 0.0)
+        columns.append(column)
+    return ops.stack(columns, axis=1)
+
+
+@orthogonalize.kernel(orthogonalize="a T; rows, columns -> T[rows columns]")
+def _(ops: Native, a: Array) -> Array | None:
+    rows, columns = (int(side) for side in a.shape)
+    flat = ops.reshape(a, (-1,))
+    dtype = ops.floating(flat)
+    if dtype is None:
+        return None
+    found = ops.run("orthogonalize", [flat], [rows, columns], outputs=[dtype], lengths=[rows * columns])[0]
+    return ops.reshape(found, (rows, columns))

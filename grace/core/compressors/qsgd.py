@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
 from grace.core.ops.base import packed_size
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
@@ -68,10 +69,10 @@ class QSGD(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops, width = at.ops, self._width(at.spec.numel)
-        norms = ops.bucket_norms(x, width, self.norm)
+        norms = bucket_norms(ops, x, width, self.norm)
         return {
             "norms": norms,
-            "codes": ops.quantize_packed(x, norms, width, self.quantum_num, self.bits, at.private_key),
+            "codes": quantize_packed(ops, x, norms, width, self.quantum_num, self.bits, at.private_key),
         }
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -86,4 +87,4 @@ class QSGD(Compressor):
 
     def _sum(self, codes: list[Array], norms: list[Array], at: Site, onto: Array | None = None) -> Array:
         n = at.spec.numel
-        return at.ops.dequantize_sum(codes, norms, self._width(n), self.quantum_num, self.bits, n, onto=onto)
+        return dequantize_sum(at.ops, codes, norms, self._width(n), self.quantum_num, self.bits, n, onto=onto)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.signs import binarize, majority, sign_mean
 from grace.core.ops.base import packed_size
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -42,18 +43,18 @@ class SignSGD(Compressor, Checking):
         return (Field("signs", "uint8", packed_size(spec.numel, 1)),)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        return {"signs": at.ops.binarize(x, 0, _turn(at))}
+        return {"signs": binarize(at.ops, x, 0, _turn(at))}
 
     def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
         # The mean magnitude comes almost free with reading x, and is not finite if an element is not.
-        signs, mean = at.ops.sign_mean(x, _turn(at))
+        signs, mean = sign_mean(at.ops, x, _turn(at))
         return {"signs": signs}, at.ops.finite(mean)
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return at.ops.majority([payload["signs"]], at.spec.numel, at.spec.work_dtype)
+        return majority(at.ops, [payload["signs"]], at.spec.numel, at.spec.work_dtype)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return at.ops.majority([payload["signs"] for payload in payloads], at.spec.numel, at.spec.work_dtype)
+        return majority(at.ops, [payload["signs"] for payload in payloads], at.spec.numel, at.spec.work_dtype)
 
 
 def _turn(at: Site) -> Array | bool:

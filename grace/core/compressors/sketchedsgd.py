@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.ops.composites import SKETCH_BLOCK
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.random import hash_words
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Key, Payload, Proposal, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
+
+# A Count-Sketch hashes blocks of this many consecutive elements; its columns are a multiple of it.
+SKETCH_BLOCK = 16
 
 
 @compressors.register("sketchedsgd")
@@ -28,7 +38,7 @@ class SketchedSGD(Sparsifier, Negotiating):
     paper keeps the best k of these candidates. Here all of them are applied, and a wrong guess costs only its place.
     The hashes are redrawn in every step, so that no coordinate stays hidden behind the same collision. Blocks of 16
     elements are hashed together, for speed; this is not in the paper. Two elements of one block never collide, others
-    as often as with separate hashes (`ArrayOps.count_sketch` gives the reasons).
+    as often as with separate hashes (`count_sketch` gives the reasons).
     A row errs by more than c |x| / sqrt(columns) with probability at most p = 1/c^2, and the median only if more than
     half of the rows do: 1.2 % for c = 3 and 5 rows. Nothing else is lost: |x - C(x)| <= |x|. A rank sends rows *
     columns + candidates * k values (5 * 2 k + 4 k by default: 14 % of the dense gradient), whatever the number of
@@ -88,12 +98,79 @@ class SketchedSGD(Sparsifier, Negotiating):
         return (Field("sketch", spec.work_dtype, self.rows * self._columns(spec)),)
 
     def propose(self, x: Array, at: Site) -> Proposal:
-        return Proposal(at.ops.count_sketch(x, self.rows, self._columns(at.spec), at.key), "sum")
+        return Proposal(count_sketch(at.ops, x, self.rows, self._columns(at.spec), at.key), "sum")
 
     def estimate(self, at: Site) -> Array:
         """Return the estimate of every element of the sum, from the negotiated sketch."""
-        return at.ops.sketch_estimate(at.negotiated, at.spec.numel, self.rows, self._columns(at.spec), at.key)
+        return sketch_estimate(at.ops, at.negotiated, at.spec.numel, self.rows, self._columns(at.spec), at.key)
 
     def compress(self, x: Array, at: Site) -> Payload:
         indices = at.ops.top_indices(self.estimate(at), self._sent(at.spec))
         return {"values": at.ops.gather(x, indices), "indices": indices}
+
+
+@composite(one_graph=True)
+def count_sketch(ops: ArrayOps, x: Array, rows: int, columns: int, key: Key) -> Array:
+    """Return rows of `columns` buckets, one after another: S[j, h_j(i)] += s_j(i) x_i, with hashes from the key.
+
+    Element 16 b + l is lane l of block b. Blocks are hashed, not elements. This is for speed and not in the paper:
+    a block is one place in memory, while 16 elements with separate hashes have 16. A word of `hash_words` for b
+    gives a column c_j(b), uniform in [0, columns) (up to 2^-32), and h_j(i) = c_j(b) xor l: the 16 elements take
+    the 16 columns around c_j(b), each its own. s_j(i) is bit 16 + l of another word, negative where it is set.
+    Elements of one block never collide. Elements of two blocks collide if c_j(b') = c_j(b) xor l xor l', which has
+    probability 1 / columns because the words of two blocks are independent. The signs of any two elements are
+    independent, too, and signs are independent of columns. Therefore a row's error has mean 0 and variance (|x|^2 -
+    |block of i|^2) / columns, no more than with hashes of the elements; only the errors of neighbors are
+    correlated.
+    A bucket is added in float64 and rounded once. Raises ValueError unless columns is a multiple of 16.
+    """
+    hashes = _hashes(ops, ops.length(x), rows, columns, key)
+    return ops.concat([ops.segment_sum(ops.where(odd, -x, x), bucket, columns) for bucket, odd in hashes])
+
+
+@count_sketch.kernel(count_sketch="x T; rows, columns, key -> T[rows columns]")
+def _(ops: Native, x: Array, rows: int, columns: int, key: Key) -> Array | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    integers, lengths = [rows, columns, *ops.key_integers(key)], [rows * columns]
+    return ops.run("count_sketch", [x], integers, outputs=[dtype], lengths=lengths)[0]
+
+
+@composite(one_graph=True)
+def sketch_estimate(ops: ArrayOps, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array:
+    """Return median_j s_j(i) S[j, h_j(i)] for n elements, from an odd number of rows.
+
+    The result is finite: a median that overflowed or is NaN counts as large (1e38, in float64 1e307).
+    """
+    found = []
+    for j, (bucket, odd) in enumerate(_hashes(ops, n, rows, columns, key)):
+        values = ops.gather(sketch[j * columns : (j + 1) * columns], bucket)
+        found.append(ops.where(odd, -values, values))
+    median = ops.sort(ops.stack(found, axis=1))[:, rows // 2]
+    # The order of 0 and -0 differs between sorts.
+    median = ops.where(median == 0, 0.0, median)
+    most = 1e38 if ops.dtype(sketch) == "float32" else 1e307
+    return ops.where(ops.abs(median) < most, median, most)
+
+
+@sketch_estimate.kernel(sketch_estimate="sketch T; n, rows, columns, key -> T[n]")
+def _(ops: Native, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array | None:
+    dtype = ops.floating(sketch)
+    if dtype is None:
+        return None
+    integers = [n, rows, columns, *ops.key_integers(key)]
+    return ops.run("sketch_estimate", [sketch], integers, outputs=[dtype], lengths=[n])[0]
+
+
+def _hashes(ops: ArrayOps, n: int, rows: int, columns: int, key: Key) -> Iterator[tuple[Array, Array]]:
+    """Yield for each row the bucket of every element, and whether its sign is negative."""
+    if columns % SKETCH_BLOCK != 0:
+        raise ValueError(f"sketch: expected a multiple of {SKETCH_BLOCK} columns, received {columns}.")
+    element = ops.arange(n, "int64")
+    lane, block = ops.bit_and(element, SKETCH_BLOCK - 1), ops.shift_right(element, SKETCH_BLOCK.bit_length() - 1)
+    words = hash_words(ops, block, 2 * rows, key)
+    for column, signs in zip(words[:rows], words[rows:], strict=True):
+        bucket = ops.bit_xor(ops.shift_right(column * columns, 32), lane)
+        sign = ops.bit_and(ops.shift_right(signs, SKETCH_BLOCK + lane), 1)
+        yield ops.cast(bucket, "int32"), sign == 1

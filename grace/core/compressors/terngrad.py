@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, IncompatibleError
@@ -98,7 +99,7 @@ class TernGrad(Compressor, Negotiating):
         if self.shared_scale:
             x = x if limit is None else ops.clip(x, -limit, limit)
             return {"words": _to_words(ops, ops.quantize(x, at.negotiated, 1, at.private_key))}
-        return {"scale": scale, "codes": ops.quantize_packed(x, scale, width, 1, 2, at.private_key, limit=limit)}
+        return {"scale": scale, "codes": quantize_packed(ops, x, scale, width, 1, 2, at.private_key, limit=limit)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         if not self.shared_scale:
@@ -119,7 +120,7 @@ class TernGrad(Compressor, Negotiating):
 
     def _sum(self, codes: list[Array], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         n = at.spec.numel
-        return at.ops.dequantize_sum(codes, scales, max(1, n), 1, 2, n, onto=onto)
+        return dequantize_sum(at.ops, codes, scales, max(1, n), 1, 2, n, onto=onto)
 
 
 def _to_words(ops: ArrayOps, codes: Array) -> Array:

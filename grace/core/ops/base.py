@@ -99,7 +99,8 @@ class Primitives(ABC):
         made._offered = out
         return made
 
-    def _withdraw(self) -> Array | None:
+    def withdraw(self) -> Array | None:
+        """Return the array of `writing_to` once, then None."""
         out, self._offered = self._offered, None
         return out
 

@@ -1,25 +1,133 @@
-"""All array operations for compressors and memories: the primitives, and composites made of them.
+"""The array operations that methods share: the primitives, and composites made of them.
 
-The reference implementation of a composite is here or in the base classes (`helpers`, `codings`), over primitives only;
-a framework or a kernel may override it with one that gives the same bytes.
+What only one method or two need is in the table of composites (`grace.core.ops.table`), beside the method. The
+reference body of a composite is written over other operations; a framework or a kernel may replace it with one that
+gives the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
-from grace.core.ops.codings import Codings
-from grace.core.ops.random import hash_words
+from grace.core.ops import random
+from grace.core.ops.base import Primitives, packed_size
+from grace.core.ops.table import Composite
+from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Array, Key
 
-# A Count-Sketch hashes blocks of this many consecutive elements; its columns are a multiple of it.
-SKETCH_BLOCK = 16
+R = TypeVar("R")
 
 
-class ArrayOps(Codings):
-    """Array operations of one framework on one device; this class adds the selections and the sketches."""
+def plus(ops: ArrayOps, onto: Array | None, values: Array) -> Array:
+    """Return onto + values, or values if there is nothing to add to; consumes `onto`."""
+    return values if onto is None else ops.add_(onto, values)
 
-    # --- selections -----------------------------------------------------------------------------------------------
+
+class ArrayOps(Primitives):
+    """Array operations of one framework on one device: sums, random numbers, the helpers of the GRACE paper (IV-B)."""
+
+    def compute(self, composite: Composite[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
+        """Return the result of a composite of the table for these arguments, here by its reference body."""
+        return composite.body(self, *args, **options)
+
+    # --- arithmetic -----------------------------------------------------------------------------------------------
+
+    def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
+        """Return a x + b y as a new array; each product is rounded before the sum."""
+        second = y if b == 1 else y * self.cast(b, self.dtype(y))
+        return x + second if a == 1 else self.add_(x * self.cast(a, self.dtype(x)), second)
+
+    def finite_sum(self, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array]:
+        """Return a x + b y as `weighted_sum` does, and whether all of it is finite, as a 0-d condition."""
+        total = self.weighted_sum(x, a, y, b)
+        return total, self.finite(total)
+
+    def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
+        """Return factor times the sum of the rows of a flat array of 16-bit floats, in their dtype.
+
+        Every row is multiplied in float32, the products are added in float32 in row order, and the sum is rounded once.
+        So the sum of two float16 equals that of float16 arithmetic, and a mean is no larger than its terms.
+        """
+        n, by = self.length(x) // rows, self.cast(factor, "float32")
+        total = self.cast(x[:n], "float32") * by
+        for row in range(1, rows):
+            total = self.add_(total, self.cast(x[row * n : (row + 1) * n], "float32") * by)
+        return self.cast(total, self.dtype(x))
+
+    def max_abs(self, x: Array) -> Array:
+        """Return the largest magnitude, in x's dtype; 0 for an empty array."""
+        return self.max(self.abs(x))
+
+    def norm_max(self, x: Array) -> tuple[Array, Array]:
+        """Return the Euclidean norm and the largest magnitude of a flat array, in x's dtype."""
+        return self.norm(x), self.max_abs(x)
+
+    # --- random -------------------------------------------------------------------------------------------------
+
+    def words(self, n: int, key: Key, stream: int = 0) -> Array:
+        """Return n random 32-bit words (int64); `stream` separates several uses of one key."""
+        return random.words(self, n, key, stream)
+
+    def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
+        """Return n float32 numbers in [0, 1), multiples of 2^-24, from the words of the same stream."""
+        return random.uniform(self, n, key, stream)
+
+    def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
+        """Return k distinct indices of range(n), in random order."""
+        return random.sample(self, n, k, key, stream)
+
+    # --- the helpers of the GRACE paper -----------------------------------------------------------------------------
+
+    def quantize(self, x: Array, scale: Array, levels: int, key: Key | None) -> Array:
+        """Return signed levels l in [-levels, levels] with E[l] = levels * x / scale, by stochastic rounding (int64).
+
+        x and scale have equal shape or broadcast; where scale is 0 the level is 0. Without a key, l is the level
+        nearest to levels * x / scale, and of two the one farther from zero.
+        """
+        u: Array = 0.5
+        if key is not None:
+            n = self.length(self.reshape(x, (-1,)))
+            u = self.cast(self.reshape(self.uniform(n, key), tuple(x.shape)), self.dtype(x))
+        safe = self.where(scale > 0, scale, 1.0)
+        magnitude = self.clip(self.floor(self.abs(x) / safe * levels + u), 0, levels)
+        magnitude = self.where(scale > 0, magnitude, 0.0)
+        return self.cast(self.where(x < 0, -magnitude, magnitude), "int64")
+
+    def dequantize(self, codes: Array, scale: Array, levels: int, dtype: str) -> Array:
+        """Return codes * scale / levels."""
+        return self.cast(codes, dtype) * (self.cast(scale, dtype) / levels)
+
+    def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
+        """Return the k largest magnitudes: values and ascending indices."""
+        indices = self.top_indices(x, k)
+        return self.gather(x, indices), indices
+
+    def top_bound(self, x: Array, k: int) -> Array:
+        """Return the k-th largest magnitude (x's dtype, (1,)), 1 <= k <= elements."""
+        values, _ = self.sparsify(x, k)
+        return self.reshape(-self.max(-self.abs(values)), (1,))
+
+    def desparsify(self, values: Array, indices: Array, n: int) -> Array:
+        """Return a dense array of n with the values at distinct indices. Raises PayloadError for an invalid index."""
+        return self.sparse_sum([values], [indices], n)
+
+    def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
+        """Add one payload after the other at its distinct indices, to zeros or to `onto`; consumes `onto`.
+
+        Raises PayloadError for an index out of range.
+        """
+        # Indices are distinct within one payload only: one scatter per payload keeps the order of addition, and
+        # with it the sum, the same on every rank and device.
+        total = self.zeros(n, self.dtype(values[0])) if onto is None else onto
+        for value, index in zip(values, indices, strict=True):
+            outside = self.bit_or(index < 0, index >= n)
+            error = PayloadError(
+                f"sparse payload: expected indices from 0 to {n - 1}, received others; the payload is damaged."
+            )
+            inside = self.require(self.sum(self.cast(outside, "int32")) == 0, error, index)
+            total = self.scatter_add_(total, inside, value)
+        return total
 
     def select(self, x: Array, bound: Array, strict: bool, nonzero: bool = False) -> tuple[Array, Array]:
         """Return values and ascending indices where |x| > bound (`strict`) or |x| >= bound.
@@ -33,70 +141,57 @@ class ArrayOps(Codings):
         indices = self.nonzero(passed)
         return self.gather(x, indices), indices
 
-    def top_of_sides(self, x: Array, ratio: float) -> tuple[Array, Array, Array]:
-        """Return the means and indices of the largest elements of each sign.
+    def pack(self, codes: Array, bits: int) -> Array:
+        """Pack unsigned integers below 2^bits into ceil(n * bits / 8) bytes, little-endian; 1 <= bits <= 16.
 
-        Of p positive elements these are the max(1, int(ratio * p)) largest (none if p is 0), and likewise for the
-        negative ones. Returns the two means in x's dtype, positive first, and the two lists of ascending indices. Among
-        equal magnitudes the lower index is taken.
+        Above 8 bits the low bytes come first, then the packed high parts.
         """
-        positive, high = self._top_of_side(x, x > 0, ratio)
-        negative, low = self._top_of_side(x, x < 0, ratio)
-        return self.stack([high, low], axis=0), positive, negative
+        if bits == 8:
+            return self.cast(codes, "uint8")
+        if bits > 8:
+            wide = self.cast(codes, "int64")
+            low = self.cast(self.bit_and(wide, 255), "uint8")
+            return self.concat([low, self.pack(self.shift_right(wide, 8), bits - 8)])
+        n = self.length(codes)
+        groups = -(-n // 8)
+        wide = self.concat([self.cast(codes, "int64"), self.zeros(8 * groups - n, "int64")])
+        wide = self.reshape(wide, (groups, 8))
+        word = wide[:, 0]
+        for j in range(1, 8):
+            word = self.bit_or(word, self.shift_left(wide[:, j], bits * j))
+        columns = [self.bit_and(self.shift_right(word, 8 * j), 255) for j in range(bits)]
+        data = self.cast(self.reshape(self.stack(columns, axis=1), (groups * bits,)), "uint8")
+        return data[: packed_size(n, bits)]
 
-    def _top_of_side(self, x: Array, side: Array, ratio: float) -> tuple[Array, Array]:
-        indices = self.nonzero(side)
-        count = self.sum(self.cast(side, "float64"))
-        kept = self.floor(count * ratio)
-        kept = self.where(kept < 1, 1.0, kept)
-        size = self.size(self.cast(self.where(kept < count, kept, count), "int32"))
-        values, best = self.sparsify(self.gather(x, indices), size)
-        # In float64, because a sum of large float32 numbers can overflow even if their mean does not.
-        mean = self.sum(self.cast(values, "float64")) / kept
-        return self.gather(indices, best), self.cast(mean, self.dtype(x))
+    def unpack(self, data: Array, bits: int, n: int) -> Array:
+        """Return the n int64 codes of `pack`."""
+        if bits == 8:
+            return self.cast(data, "int64")
+        if bits > 8:
+            high = self.unpack(data[n:], bits - 8, n)
+            return self.bit_or(self.cast(data[:n], "int64"), self.shift_left(high, 8))
+        groups = -(-n // 8)
+        padding = self.zeros(groups * bits - packed_size(n, bits), "uint8")
+        columns = self.reshape(self.cast(self.concat([data, padding]), "int64"), (groups, bits))
+        word = columns[:, 0]
+        for j in range(1, bits):
+            word = self.bit_or(word, self.shift_left(columns[:, j], 8 * j))
+        codes = [self.bit_and(self.shift_right(word, bits * j), (1 << bits) - 1) for j in range(8)]
+        return self.reshape(self.stack(codes, axis=1), (groups * 8,))[:n]
 
-    # --- sketches -------------------------------------------------------------------------------------------------
+    # --- small matrices -------------------------------------------------------------------------------------------
 
-    def count_sketch(self, x: Array, rows: int, columns: int, key: Key) -> Array:
-        """Return rows of `columns` buckets, one after another: S[j, h_j(i)] += s_j(i) x_i, with hashes from the key.
-
-        Element 16 b + l is lane l of block b. Blocks are hashed, not elements. This is for speed and not in the paper:
-        a block is one place in memory, while 16 elements with separate hashes have 16. A word of `hash_words` for b
-        gives a column c_j(b), uniform in [0, columns) (up to 2^-32), and h_j(i) = c_j(b) xor l: the 16 elements take
-        the 16 columns around c_j(b), each its own. s_j(i) is bit 16 + l of another word, negative where it is set.
-        Elements of one block never collide. Elements of two blocks collide if c_j(b') = c_j(b) xor l xor l', which has
-        probability 1 / columns because the words of two blocks are independent. The signs of any two elements are
-        independent, too, and signs are independent of columns. Therefore a row's error has mean 0 and variance (|x|^2 -
-        |block of i|^2) / columns, no more than with hashes of the elements; only the errors of neighbors are
-        correlated.
-        A bucket is added in float64 and rounded once. Raises ValueError unless columns is a multiple of 16.
-        """
-        hashes = self._hashes(self.length(x), rows, columns, key)
-        return self.concat([self.segment_sum(self.where(odd, -x, x), bucket, columns) for bucket, odd in hashes])
-
-    def sketch_estimate(self, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array:
-        """Return median_j s_j(i) S[j, h_j(i)] for n elements, from an odd number of rows.
-
-        The result is finite: a median that overflowed or is NaN counts as large (1e38, in float64 1e307).
-        """
-        found = []
-        for j, (bucket, odd) in enumerate(self._hashes(n, rows, columns, key)):
-            values = self.gather(sketch[j * columns : (j + 1) * columns], bucket)
-            found.append(self.where(odd, -values, values))
-        median = self.sort(self.stack(found, axis=1))[:, rows // 2]
-        # The order of 0 and -0 differs between sorts.
-        median = self.where(median == 0, 0.0, median)
-        most = 1e38 if self.dtype(sketch) == "float32" else 1e307
-        return self.where(self.abs(median) < most, median, most)
-
-    def _hashes(self, n: int, rows: int, columns: int, key: Key) -> Iterator[tuple[Array, Array]]:
-        """Yield for each row the bucket of every element, and whether its sign is negative."""
-        if columns % SKETCH_BLOCK != 0:
-            raise ValueError(f"sketch: expected a multiple of {SKETCH_BLOCK} columns, received {columns}.")
-        element = self.arange(n, "int64")
-        lane, block = self.bit_and(element, SKETCH_BLOCK - 1), self.shift_right(element, SKETCH_BLOCK.bit_length() - 1)
-        words = hash_words(self, block, 2 * rows, key)
-        for column, signs in zip(words[:rows], words[rows:], strict=True):
-            bucket = self.bit_xor(self.shift_right(column * columns, 32), lane)
-            sign = self.bit_and(self.shift_right(signs, SKETCH_BLOCK + lane), 1)
-            yield self.cast(bucket, "int32"), sign == 1
+    def inverse(self, a: Array) -> Array:
+        """Return the inverse of a small symmetric positive definite matrix, by Gauss-Jordan without pivots."""
+        n = int(a.shape[0])
+        rows = [a[i] for i in range(n)]
+        unit = self.arange(n, "int32")
+        inverse = [self.cast(unit == i, self.dtype(a)) for i in range(n)]
+        for j in range(n):
+            pivot = rows[j][j]
+            rows[j], inverse[j] = rows[j] / pivot, inverse[j] / pivot
+            for i in range(n):
+                if i != j:
+                    factor = rows[i][j]
+                    rows[i], inverse[i] = rows[i] - factor * rows[j], inverse[i] - factor * inverse[j]
+        return self.stack(inverse, axis=0)

@@ -16,16 +16,19 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import numpy as np
 
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import Composite, kernel_signatures
 from grace.core.values.errors import ConfigError, nearest
 from grace.core.values.spec import HALF_DTYPES, Array, Key
 
 logger = logging.getLogger("grace")
+
+R = TypeVar("R")
 
 
 @cache
@@ -125,6 +128,32 @@ def wanted() -> bool:
     return os.environ.get("GRACE_NATIVE") != "0"
 
 
+# The kernels of primitives and of the composites that methods share. A composite of the table has its own beside it.
+kernel_signatures.update(
+    weighted_sum="x T, y T; ; a, b -> T[x]",
+    finite_sum="x T, y T; ; a, b -> T[x], uint8[1]",
+    max_abs="x T -> T[1]",
+    norm_max="x T -> T[1], T[1]",
+    finite="x T -> uint8[1]",
+    half="x float32; brain -> float16/bfloat16[x]",
+    wide="x float16/bfloat16 -> float32[x]",
+    half_sum="x float16/bfloat16; rows; factor -> float16/bfloat16[x / rows]",
+    words="; n, key -> int64[n]",
+    uniform="; n, key -> float32[n]",
+    sample="; n, k, key -> int32[k]",
+    pack="codes uint8/int64; bits -> uint8[packed]",
+    unpack="codes uint8; bits, n -> int64[n]",
+    select="x T, bound T; strict, nonzero -> T[m], int32[m]",
+    top="x T; k -> T[k], int32[k]",
+    top_bound="x T; k -> T[1]",
+    gather="x T, indices int32 -> T[indices]",
+    put="x_ T, indices int32; ; value -> x_",
+    scatter_add="x_ T, indices int32, values T -> x_",
+    sparse_sum="[onto_ T], values T..., indices int32...; ranks, n, has_onto -> T[n]",
+    thin_product="a T, b T; n, m, r, transpose_a, transpose_b -> T",
+)
+
+
 class Native(ArrayOps):
     """Kernels behind the composites; a framework's class defines how to run one."""
 
@@ -132,8 +161,15 @@ class Native(ArrayOps):
     def products(self) -> str:
         return "kernels" if self.device.startswith("cpu") else super().products
 
+    def compute(self, composite: Composite[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
+        if composite.by_kernels is not None:
+            result = composite.by_kernels(self, *args, **options)
+            if result is not None:
+                return result
+        return super().compute(composite, args, options)
+
     @abstractmethod
-    def _run(
+    def run(
         self,
         kernel: str,
         inputs: Sequence[Array],
@@ -152,12 +188,12 @@ class Native(ArrayOps):
         changed in place and is the only result. The first result may be written to `out` if dtype and length fit.
         """
 
-    def _floating(self, x: Array) -> str | None:
+    def floating(self, x: Array) -> str | None:
         """Return the dtype of an array that kernels take (flat, and float32 or float64); None for any other."""
-        dtype = self._kind(x)
+        dtype = self.kind(x)
         return dtype if dtype in FLOATS and len(x.shape) == 1 else None
 
-    def _kind(self, x: Array) -> str | None:
+    def kind(self, x: Array) -> str | None:
         """Return the dtype of an array; None for a number, an array of another framework or a rare dtype."""
         # Numbers are frequent, and this is faster than the exception.
         if isinstance(x, (int, float)):
@@ -167,81 +203,85 @@ class Native(ArrayOps):
         except (AttributeError, KeyError, TypeError):
             return None
 
-    def _total(
+    def total(
         self, kernel: str, lists: Sequence[Array], integers: Sequence[Any], n: Any, dtype: str, onto: Array | None
     ) -> Array:
         """Return the result of a kernel that adds payloads; its last integer is 1 if the sum starts from an array."""
         inputs = lists if onto is None else [onto, *lists]
         flag = int(onto is not None)
-        out = self._withdraw() if onto is None else None
+        out = self.withdraw() if onto is None else None
         options: Any = {"outputs": [dtype], "lengths": [n], "consumes": onto is not None, "out": out}
-        return self._run(kernel, inputs, [*integers, flag], **options)[0]
+        return self.run(kernel, inputs, [*integers, flag], **options)[0]
 
     # --- arithmetic -----------------------------------------------------------------------------------------------
 
     def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
-        dtype = self._floating(x)
-        if dtype is None or self._floating(y) != dtype:
+        dtype = self.floating(x)
+        if dtype is None or self.floating(y) != dtype:
             return super().weighted_sum(x, a, y, b)
-        return self._run("weighted_sum", [x, y], (), [a, b], outputs=[dtype], lengths=[self.length(x)])[0]
+        return self.run("weighted_sum", [x, y], (), [a, b], outputs=[dtype], lengths=[self.length(x)])[0]
 
     def finite_sum(self, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array]:
-        dtype = self._floating(x)
-        if dtype is None or self._floating(y) != dtype:
+        dtype = self.floating(x)
+        if dtype is None or self.floating(y) != dtype:
             return super().finite_sum(x, a, y, b)
-        total, good = self._run("finite_sum", [x, y], (), [a, b], outputs=[dtype, "uint8"], lengths=[self.length(x), 1])
+        total, good = self.run("finite_sum", [x, y], (), [a, b], outputs=[dtype, "uint8"], lengths=[self.length(x), 1])
         return total, good[0] > 0
 
     def max_abs(self, x: Array) -> Array:
-        dtype = self._floating(x)
+        dtype = self.floating(x)
         if dtype is None:
             return super().max_abs(x)
-        return self.reshape(self._run("max_abs", [x], outputs=[dtype], lengths=[1])[0], ())
+        return self.reshape(self.run("max_abs", [x], outputs=[dtype], lengths=[1])[0], ())
 
     def norm_max(self, x: Array) -> tuple[Array, Array]:
-        dtype = self._floating(x)
+        dtype = self.floating(x)
         if dtype is None:
             return super().norm_max(x)
-        norm, most = self._run("norm_max", [x], outputs=[dtype, dtype], lengths=[1, 1])
+        norm, most = self.run("norm_max", [x], outputs=[dtype, dtype], lengths=[1, 1])
         return self.reshape(norm, ()), self.reshape(most, ())
 
     def norm(self, x: Array, axis: int | None = None) -> Array:
-        if axis is not None or self._floating(x) is None:
+        if axis is not None or self.floating(x) is None:
             return super().norm(x, axis)
         return self.norm_max(x)[0]
 
     def finite(self, x: Array) -> Array:
-        if self._floating(x) is None:
+        if self.floating(x) is None:
             return super().finite(x)
-        return self._run("finite", [x], outputs=["uint8"], lengths=[1])[0][0] > 0
+        return self.run("finite", [x], outputs=["uint8"], lengths=[1])[0][0] > 0
 
     def cast(self, x: Array, dtype: str) -> Array:
-        source = self._kind(x)
+        source = self.kind(x)
         if source == "float32" and dtype in HALF_DTYPES and len(x.shape) == 1:
             brain = int(dtype == "bfloat16")
-            return self._run("half", [x], [brain], outputs=[dtype], lengths=[self.length(x)])[0]
+            return self.run("half", [x], [brain], outputs=[dtype], lengths=[self.length(x)])[0]
         if source in HALF_DTYPES and dtype == "float32" and len(x.shape) == 1:
-            return self._run("wide", [x], outputs=[dtype], lengths=[self.length(x)], out=self._withdraw())[0]
+            return self.run("wide", [x], outputs=[dtype], lengths=[self.length(x)], out=self.withdraw())[0]
         return super().cast(x, dtype)
 
     def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
-        dtype = self._kind(x)
+        dtype = self.kind(x)
         if dtype not in HALF_DTYPES or len(x.shape) != 1:
             return super().half_sum(x, rows, factor)
-        return self._run("half_sum", [x], [rows], [factor], outputs=[dtype], lengths=[self.length(x) // rows])[0]
+        return self.run("half_sum", [x], [rows], [factor], outputs=[dtype], lengths=[self.length(x) // rows])[0]
 
     # --- random ---------------------------------------------------------------------------------------------------
 
     def words(self, n: int, key: Key, stream: int = 0) -> Array:
-        return self._run("words", [], [n, *self._key(key, stream)], outputs=["int64"], lengths=[n])[0]
+        return self.run("words", [], [n, *self.key_integers(key, stream)], outputs=["int64"], lengths=[n])[0]
 
     def uniform(self, n: int, key: Key, stream: int = 0) -> Array:
-        return self._run("uniform", [], [n, *self._key(key, stream)], outputs=["float32"], lengths=[n])[0]
+        return self.run("uniform", [], [n, *self.key_integers(key, stream)], outputs=["float32"], lengths=[n])[0]
 
     def sample(self, n: int, k: int, key: Key, stream: int = 0) -> Array:
-        return self._run("sample", [], [n, k, *self._key(key, stream)], outputs=["int32"], lengths=[k])[0]
+        return self.run("sample", [], [n, k, *self.key_integers(key, stream)], outputs=["int32"], lengths=[k])[0]
 
-    def _key(self, key: Key, stream: int = 0) -> list[Any]:
+    def next_above(self, value: float, dtype: str) -> float:
+        """Return the least number of a dtype above a value."""
+        return float(np.nextafter(np.dtype(dtype).type(value), np.inf, dtype=dtype))
+
+    def key_integers(self, key: Key, stream: int = 0) -> list[Any]:
         """Return the four integers of a kernel; the seed becomes the signed number of the same bits."""
         seed = key.seed
         if isinstance(seed, int) and seed >= 2**63:
@@ -251,192 +291,69 @@ class Native(ArrayOps):
     # --- selections -----------------------------------------------------------------------------------------------
 
     def select(self, x: Array, bound: Array, strict: bool, nonzero: bool = False) -> tuple[Array, Array]:
-        dtype = self._floating(x)
+        dtype = self.floating(x)
         if dtype is None:
             return super().select(x, bound, strict, nonzero)
-        edge = bound if self._kind(bound) == dtype else self.cast(bound, dtype)
+        edge = bound if self.kind(bound) == dtype else self.cast(bound, dtype)
         flags, outputs = [int(strict), int(nonzero)], [dtype, "int32"]
-        values, indices = self._run("select", [x, edge], flags, outputs=outputs, lengths=[None, None])
+        values, indices = self.run("select", [x, edge], flags, outputs=outputs, lengths=[None, None])
         return values, indices
 
     def sparsify(self, x: Array, k: int) -> tuple[Array, Array]:
-        dtype = self._floating(x)
+        dtype = self.floating(x)
         if dtype is None:
             return super().sparsify(x, k)
         k = self.min_size(k, self.length(x))
-        values, indices = self._run("top", [x], [k], outputs=[dtype, "int32"], lengths=[k, k])
+        values, indices = self.run("top", [x], [k], outputs=[dtype, "int32"], lengths=[k, k])
         return values, indices
 
     def top_bound(self, x: Array, k: int) -> Array:
-        dtype = self._floating(x)
+        dtype = self.floating(x)
         if dtype is None:
             return super().top_bound(x, k)
-        return self._run("top_bound", [x], [k], outputs=[dtype], lengths=[1])[0]
+        return self.run("top_bound", [x], [k], outputs=[dtype], lengths=[1])[0]
 
     def top_indices(self, x: Array, k: int) -> Array:
-        return super().top_indices(x, k) if self._floating(x) is None else self.sparsify(x, k)[1]
-
-    def top_of_sides(self, x: Array, ratio: float) -> tuple[Array, Array, Array]:
-        dtype = self._floating(x)
-        if dtype is None:
-            return super().top_of_sides(x, ratio)
-        outputs, lengths = [dtype, "int32", "int32"], [2, None, None]
-        means, positive, negative = self._run("top_of_sides", [x], (), [ratio], outputs=outputs, lengths=lengths)
-        return means, positive, negative
+        return super().top_indices(x, k) if self.floating(x) is None else self.sparsify(x, k)[1]
 
     def gather(self, x: Array, indices: Array) -> Array:
-        dtype = self._floating(x)
-        if dtype is None or len(indices.shape) != 1 or self._kind(indices) != "int32":
+        dtype = self.floating(x)
+        if dtype is None or len(indices.shape) != 1 or self.kind(indices) != "int32":
             return super().gather(x, indices)
-        return self._run("gather", [x, indices], outputs=[dtype], lengths=[self.length(indices)])[0]
+        return self.run("gather", [x, indices], outputs=[dtype], lengths=[self.length(indices)])[0]
 
     def put_(self, x: Array, indices: Array, value: float) -> Array:
-        dtype = self._floating(x)
+        dtype = self.floating(x)
         if dtype is None:
             return super().put_(x, indices, value)
         lengths = [self.length(x)]
-        return self._run("put", [x, indices], (), [value], outputs=[dtype], lengths=lengths, consumes=True)[0]
+        return self.run("put", [x, indices], (), [value], outputs=[dtype], lengths=lengths, consumes=True)[0]
 
     def scatter_add_(self, x: Array, indices: Array, values: Array) -> Array:
-        dtype = self._floating(x)
+        dtype = self.floating(x)
         if dtype is None:
             return super().scatter_add_(x, indices, values)
         inputs, lengths = [x, indices, values], [self.length(x)]
-        return self._run("scatter_add", inputs, outputs=[dtype], lengths=lengths, consumes=True)[0]
+        return self.run("scatter_add", inputs, outputs=[dtype], lengths=lengths, consumes=True)[0]
 
     def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
-        dtype = self._floating(values[0])
+        dtype = self.floating(values[0])
         if dtype is None:
             return super().sparse_sum(values, indices, n, onto)
-        return self._total("sparse_sum", [*values, *indices], [len(values), n], n, dtype, onto)
+        return self.total("sparse_sum", [*values, *indices], [len(values), n], n, dtype, onto)
 
     # --- bits -----------------------------------------------------------------------------------------------------
 
     def pack(self, codes: Array, bits: int) -> Array:
         if len(codes.shape) != 1:
             return super().pack(codes, bits)
-        if self._kind(codes) != "int64" and (self._kind(codes) != "uint8" or bits > 8):
+        if self.kind(codes) != "int64" and (self.kind(codes) != "uint8" or bits > 8):
             codes = self.cast(codes, "int64")
         size = packed_size(self.length(codes), bits)
-        return self._run("pack", [codes], [bits], outputs=["uint8"], lengths=[size])[0]
+        return self.run("pack", [codes], [bits], outputs=["uint8"], lengths=[size])[0]
 
     def unpack(self, data: Array, bits: int, n: int) -> Array:
-        return self._run("unpack", [data], [bits, n], outputs=["int64"], lengths=[n])[0]
-
-    def binarize(self, x: Array, threshold: float, strict: Array | bool = False) -> Array:
-        dtype = self._floating(x)
-        if dtype is None:
-            return super().binarize(x, threshold, strict)
-        size, least = packed_size(self.length(x), 1), self._least(threshold, strict, dtype)
-        return self._run("binarize", [x], (), [least], outputs=["uint8"], lengths=[size])[0]
-
-    def _least(self, threshold: float, strict: Array | bool, dtype: str) -> Any:
-        """Return the least number with bit 1: the kernel compares by >= only."""
-        if strict is False:
-            return threshold
-        above = float(np.nextafter(np.dtype(dtype).type(threshold), np.inf, dtype=dtype))
-        if strict is True:
-            return above
-        first, second = (self.full(1, number, "float64")[0] for number in (above, threshold))
-        return self.where(strict, first, second)
-
-    def binarize_means(self, x: Array, threshold: float, columns: int = 1) -> tuple[Array, Array]:
-        dtype = self._floating(x)
-        if dtype is None:
-            return super().binarize_means(x, threshold, columns)
-        if columns == 1:
-            return self._means(x, dtype, threshold, 2)
-        outputs, lengths = ["uint8", dtype], [packed_size(self.length(x), 1), 2 * columns]
-        bits, means = self._run("binarize_columns", [x], [columns], [threshold], outputs=outputs, lengths=lengths)
-        return bits, means
-
-    def sign_mean(self, x: Array, strict: Array | bool = False) -> tuple[Array, Array]:
-        dtype = self._floating(x)
-        if dtype is None:
-            return super().sign_mean(x, strict)
-        return self._means(x, dtype, self._least(0.0, strict, dtype), 1)
-
-    def _means(self, x: Array, dtype: str, threshold: Any, number: int) -> tuple[Array, Array]:
-        outputs, lengths = ["uint8", dtype], [packed_size(self.length(x), 1), number]
-        bits, means = self._run(
-            "binarize_means", [x], [int(number == 1)], [threshold], outputs=outputs, lengths=lengths
-        )
-        return bits, means
-
-    def binary_sum(
-        self,
-        bits: Sequence[Array],
-        levels: Sequence[Array],
-        n: int,
-        onto: Array | None = None,
-        negate: bool = False,
-        columns: int = 1,
-    ) -> Array:
-        kernel, kind = ("binary_sum", 0) if columns == 1 else ("column_sum", columns)
-        integers = [len(bits), n, kind, int(negate)]
-        return self._total(kernel, [*bits, *levels], integers, n, self.dtype(levels[0]), onto)
-
-    def sign_sum(
-        self, bits: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None, negate: bool = False
-    ) -> Array:
-        integers = [len(bits), n, 1, int(negate)]
-        return self._total("binary_sum", [*bits, *scales], integers, n, self.dtype(scales[0]), onto)
-
-    def majority(self, bits: Sequence[Array], n: int, dtype: str) -> Array:
-        out = self._withdraw()
-        return self._run("majority", bits, [n, FLOATS.index(dtype)], outputs=[dtype], lengths=[n], out=out)[0]
-
-    # --- levels in buckets ----------------------------------------------------------------------------------------
-
-    def bucket_norms(self, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
-        dtype = self._floating(x)
-        if dtype is None:
-            return super().bucket_norms(x, width, kind)
-        buckets = -(-self.length(x) // width)
-        return self._run("bucket_norms", [x], [width, int(kind == "max")], outputs=[dtype], lengths=[buckets])[0]
-
-    def quantize_packed(
-        self,
-        x: Array,
-        scales: Array,
-        width: int,
-        levels: int,
-        bits: int,
-        key: Key,
-        limit: Array | None = None,
-    ) -> Array:
-        if self._floating(x) is None:
-            return super().quantize_packed(x, scales, width, levels, bits, key, limit)
-        inputs = [x, scales] if limit is None else [x, scales, limit]
-        integers, size = [width, levels, bits, *self._key(key)], packed_size(self.length(x), bits)
-        return self._run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size])[0]
-
-    def dequantize_sum(
-        self,
-        codes: Sequence[Array],
-        scales: Sequence[Array],
-        width: int,
-        levels: int,
-        bits: int,
-        n: int,
-        onto: Array | None = None,
-    ) -> Array:
-        integers = [len(codes), width, levels, bits, n]
-        return self._total("dequantize_sum", [*codes, *scales], integers, n, self.dtype(scales[0]), onto)
-
-    # --- sketches -------------------------------------------------------------------------------------------------
-
-    def count_sketch(self, x: Array, rows: int, columns: int, key: Key) -> Array:
-        if self._floating(x) is None:
-            return super().count_sketch(x, rows, columns, key)
-        integers, lengths = [rows, columns, *self._key(key)], [rows * columns]
-        return self._run("count_sketch", [x], integers, outputs=[self.dtype(x)], lengths=lengths)[0]
-
-    def sketch_estimate(self, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array:
-        if self._floating(sketch) is None:
-            return super().sketch_estimate(sketch, n, rows, columns, key)
-        integers = [n, rows, columns, *self._key(key)]
-        return self._run("sketch_estimate", [sketch], integers, outputs=[self.dtype(sketch)], lengths=[n])[0]
+        return self.run("unpack", [data], [bits, n], outputs=["int64"], lengths=[n])[0]
 
     # --- matrices with few columns --------------------------------------------------------------------------------
 
@@ -448,7 +365,7 @@ class Native(ArrayOps):
         (n, m, r), rows, columns = shape
         inputs = [self.reshape(a, (-1,)), self.reshape(b, (-1,))]
         integers, outputs = [n, m, r, int(transpose_a), int(transpose_b)], [self.dtype(a)]
-        found = self._run("thin_product", inputs, integers, outputs=outputs, lengths=[rows * columns])[0]
+        found = self.run("thin_product", inputs, integers, outputs=outputs, lengths=[rows * columns])[0]
         return self.reshape(found, (rows, columns))
 
     def _thin(
@@ -470,12 +387,3 @@ class Native(ArrayOps):
             return None
         rows, columns = (q, t) if transpose_a else (p, s if transpose_b else t)
         return (self.length(a) // q if p is None else p, m, r), rows, columns
-
-    def orthogonalize(self, a: Array) -> Array:
-        rows, columns = (int(side) for side in a.shape)
-        flat = self.reshape(a, (-1,))
-        dtype = self._floating(flat)
-        if dtype is None:
-            return super().orthogonalize(a)
-        found = self._run("orthogonalize", [flat], [rows, columns], outputs=[dtype], lengths=[rows * columns])[0]
-        return self.reshape(found, (rows, columns))

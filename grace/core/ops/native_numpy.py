@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.ops.base import unknown
-from grace.core.ops.native import FLOATS, module
-from grace.core.ops.native_codings import NativeCodings
+from grace.core.ops.native import FLOATS, Native, module
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Array
@@ -21,7 +20,7 @@ _BFLOAT16 = DTYPES["bfloat16"]
 _FLOATS = {DTYPES[name].char: name for name in FLOATS}
 
 
-class NativeNumpyOps(NativeCodings, NumpyOps):
+class NativeNumpyOps(Native, NumpyOps):
     """Kernels on NumPy arrays; they use OMP_NUM_THREADS threads, or one, as NumPy itself does."""
 
     def __init__(self) -> None:
@@ -30,14 +29,14 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         self._threads = max(1, min(int(threads), MOST_THREADS)) if threads.isdecimal() else 1
 
-    def _floating(self, x: Array) -> str | None:
+    def floating(self, x: Array) -> str | None:
         # The character of a dtype is found faster than the dtype itself.
         try:
             return _FLOATS.get(x.dtype.char) if x.ndim == 1 else None
         except AttributeError:
             raise TypeError(unknown("a NumPy array", DTYPES, x)) from None
 
-    def _run(
+    def run(
         self,
         kernel: str,
         inputs: Sequence[Array],
@@ -58,19 +57,19 @@ class NativeNumpyOps(NativeCodings, NumpyOps):
             given = [np.require(x, requirements=["C", "ALIGNED"]) for x in inputs]
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
-            return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
+            return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
         return [inputs[0]] if consumes else results
 
     # NumPy has no bfloat16: the integers of the same bits stand for it.
     def cast(self, x: Array, dtype: str) -> Array:
         if isinstance(x, np.ndarray) and x.ndim == 1:
             if dtype == "bfloat16" and x.dtype == DTYPES["float32"]:
-                return self._run("half", [x], [1], outputs=[dtype])[0].view(_BFLOAT16)
+                return self.run("half", [x], [1], outputs=[dtype])[0].view(_BFLOAT16)
             if dtype == "float32" and x.dtype == _BFLOAT16:
-                return self._run("wide", [x.view(np.uint16)], outputs=[dtype])[0]
+                return self.run("wide", [x.view(np.uint16)], outputs=[dtype])[0]
         return super().cast(x, dtype)
 
     def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
         if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype == _BFLOAT16:
-            return self._run("half_sum", [x.view(np.uint16)], [rows], [factor], outputs=["bfloat16"])[0].view(_BFLOAT16)
+            return self.run("half_sum", [x.view(np.uint16)], [rows], [factor], outputs=["bfloat16"])[0].view(_BFLOAT16)
         return super().half_sum(x, rows, factor)

@@ -14,8 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.core.ops.native import REBUILD, tensorflow_library
-from grace.core.ops.native_codings import NativeCodings
+from grace.core.ops.native import REBUILD, Native, tensorflow_library
 from grace.core.ops.tensorflow_ops import TensorflowOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Array
@@ -61,10 +60,10 @@ def fault() -> str | None:
     return reason
 
 
-class NativeTensorflowOps(NativeCodings, TensorflowOps):
+class NativeTensorflowOps(Native, TensorflowOps):
     """Kernels on TensorFlow tensors in main memory; they use TensorFlow's number of intra-op threads."""
 
-    def _run(
+    def run(
         self,
         kernel: str,
         inputs: Sequence[Array],

@@ -9,8 +9,7 @@ import torch
 from torch.utils.dlpack import to_dlpack
 
 from grace.core.ops.base import unknown
-from grace.core.ops.native import FLOATS, module
-from grace.core.ops.native_codings import NativeCodings
+from grace.core.ops.native import FLOATS, Native, module
 from grace.core.ops.torch_ops import DTYPES, TorchOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Array
@@ -18,20 +17,20 @@ from grace.core.values.spec import Array
 _FLOATS = {getattr(torch, name): name for name in FLOATS}
 
 
-class NativeTorchOps(NativeCodings, TorchOps):
+class NativeTorchOps(Native, TorchOps):
     """Kernels on PyTorch tensors: PyTorch's number of threads in main memory, its current stream on a GPU.
 
     On a GPU the memory comes from PyTorch, and the host waits for the stream only if the length of a result depends on
     the data. Kernels there skip indices out of range; the next kernel that starts on the device raises PayloadError.
     """
 
-    def _floating(self, x: Array) -> str | None:
+    def floating(self, x: Array) -> str | None:
         try:
             return _FLOATS.get(x.dtype) if x.dim() == 1 else None
         except AttributeError:
             raise TypeError(unknown("a PyTorch tensor", FLOATS, x)) from None
 
-    def _run(
+    def run(
         self,
         kernel: str,
         inputs: Sequence[Array],
@@ -52,7 +51,7 @@ class NativeTorchOps(NativeCodings, TorchOps):
             given = [_plain(x) for x in inputs]
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
-            return self._run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
+            return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
         return [inputs[0]] if consumes else results
 
     def _start(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from grace.core.values.spec import Array, Key
 
 if TYPE_CHECKING:
-    from grace.core.ops.helpers import Helpers
+    from grace.core.ops.composites import ArrayOps
 
 MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -23,7 +23,7 @@ _SAMPLE_STREAM = 1 << 16
 
 
 def philox(
-    ops: Helpers, counter: tuple[Array, Array, Array, Array], key: tuple[int, int]
+    ops: ArrayOps, counter: tuple[Array, Array, Array, Array], key: tuple[int, int]
 ) -> tuple[Array, Array, Array, Array]:
     """Return four int64 arrays of 32-bit words from four counters and two key words, by Philox4x32-10."""
     c0, c1, c2, c3 = counter
@@ -45,7 +45,7 @@ def philox(
     return c0, c1, c2, c3
 
 
-def words(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
+def words(ops: ArrayOps, n: int, key: Key, stream: int = 0) -> Array:
     """Return `n` random 32-bit words as int64; word i is lane i % 4 of block i // 4."""
     blocks = max(1, -(-n // 4))
     counter = (
@@ -59,12 +59,12 @@ def words(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
     return ops.reshape(ops.stack(lanes, axis=1), (4 * blocks,))[:n]
 
 
-def uniform(ops: Helpers, n: int, key: Key, stream: int = 0) -> Array:
+def uniform(ops: ArrayOps, n: int, key: Key, stream: int = 0) -> Array:
     """Return `n` float32 numbers in [0, 1), multiples of 2^-24."""
     return ops.cast(ops.shift_right(ops.words(n, key, stream), 8), "float32") * 2.0**-24
 
 
-def sample(ops: Helpers, n: int, k: int, key: Key, stream: int = 0) -> Array:
+def sample(ops: ArrayOps, n: int, k: int, key: Key, stream: int = 0) -> Array:
     """Return `k` distinct indices of range(n) as int32, in random order; costs O(k), not O(n).
 
     Index i is the image of i under a keyed Feistel permutation of the next power of two, walked along its cycle until
@@ -98,7 +98,7 @@ def sample(ops: Helpers, n: int, k: int, key: Key, stream: int = 0) -> Array:
     return ops.cast(index, "int32")
 
 
-def hash_words(ops: Helpers, items: Array, count: int, key: Key) -> list[Array]:
+def hash_words(ops: ArrayOps, items: Array, count: int, key: Key) -> list[Array]:
     """Return for each hash function one 32-bit word per int64 item: the upper half of a * item + b modulo 2^64.
 
     a and b are drawn from the key, so the words of two different items below 2^32 are independent (multiply-shift;

@@ -9,43 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import Composite
 from grace.core.values.spec import ITEMSIZE, MAX_MAGNITUDE, Array, Key
 
 _DTYPES: dict[str, Any] = {name: tf.dtypes.as_dtype(name) for name in ITEMSIZE}
 
 
+R = TypeVar("R")
 _HOLE = object()
 
 
 def _as_graph(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a composite a graph of its own, once per signature.
-
-    Its hundreds of small operations are slow in eager mode, and slow to trace again for every tensor and rank. Do not
-    use it for composites that take arrays of run-time length, which would make a graph per length, nor for those that
-    raise: an error in a graph becomes a TensorFlow error.
-    """
+    """Make a method a graph of its own, once per signature, like a composite with `one_graph`."""
 
     @wraps(method)
     def call(self: TensorflowOps, *args: Any, **options: Any) -> Any:
-        given = [_tensors(a) for a in args], {name: _tensors(a) for name, a in options.items()}
-        signature = (method.__name__, _form(given))
-        if signature not in self._graphs:
-            # The graph must not keep the arrays that it was traced with.
-            static = tf.nest.map_structure(lambda leaf: _HOLE if isinstance(leaf, tf.Tensor) else leaf, given)
-
-            def body(values: list[Any]) -> Any:
-                rest = iter(values)
-                args, options = tf.nest.map_structure(lambda leaf: next(rest) if leaf is _HOLE else leaf, static)
-                return method(self, *args, **options)
-
-            self._graphs[signature] = tf.function(body, autograph=False)
-        return self._graphs[signature]([leaf for leaf in tf.nest.flatten(given) if isinstance(leaf, tf.Tensor)])
+        return self._in_graph(method, args, options)
 
     return call
 
@@ -59,6 +44,31 @@ class TensorflowOps(ArrayOps):
     def __init__(self) -> None:
         super().__init__()
         self._graphs: dict[Any, Callable[..., Any]] = {}
+
+    def compute(self, composite: Composite[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
+        if composite.one_graph:
+            return cast(R, self._in_graph(composite.body, args, options))
+        return super().compute(composite, args, options)
+
+    def _in_graph(self, body: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Return body(self, *args, **options), computed by a graph that is traced once per signature.
+
+        Hundreds of small operations are slow in eager mode, and slow to trace again for every tensor and rank. An array
+        of run-time length would make a graph per length, and an error in a graph becomes a TensorFlow error.
+        """
+        given = [_tensors(a) for a in args], {name: _tensors(a) for name, a in options.items()}
+        signature = (body, _form(given))
+        if signature not in self._graphs:
+            # The graph must not keep the arrays that it was traced with.
+            static = tf.nest.map_structure(lambda leaf: _HOLE if isinstance(leaf, tf.Tensor) else leaf, given)
+
+            def traced(values: list[Any]) -> Any:
+                rest = iter(values)
+                args, options = tf.nest.map_structure(lambda leaf: next(rest) if leaf is _HOLE else leaf, static)
+                return body(self, *args, **options)
+
+            self._graphs[signature] = tf.function(traced, autograph=False)
+        return self._graphs[signature]([leaf for leaf in tf.nest.flatten(given) if isinstance(leaf, tf.Tensor)])
 
     def zeros(self, n: int, dtype: str) -> Array:
         return tf.zeros([n], _DTYPES[dtype])
@@ -248,25 +258,7 @@ class TensorflowOps(ArrayOps):
     sample = _as_graph(ArrayOps.sample)
     pack = _as_graph(ArrayOps.pack)
     unpack = _as_graph(ArrayOps.unpack)
-    orthogonalize = _as_graph(ArrayOps.orthogonalize)
     inverse = _as_graph(ArrayOps.inverse)
-    binarize = _as_graph(ArrayOps.binarize)
-    binarize_means = _as_graph(ArrayOps.binarize_means)
-    sign_mean = _as_graph(ArrayOps.sign_mean)
-    binary_sum = _as_graph(ArrayOps.binary_sum)
-    sign_sum = _as_graph(ArrayOps.sign_sum)
-    majority = _as_graph(ArrayOps.majority)
-    bucket_norms = _as_graph(ArrayOps.bucket_norms)
-    quantize_packed = _as_graph(ArrayOps.quantize_packed)
-    dequantize_sum = _as_graph(ArrayOps.dequantize_sum)
-    natural_encode = _as_graph(ArrayOps.natural_encode)
-    natural_sum = _as_graph(ArrayOps.natural_sum)
-    table_encode = _as_graph(ArrayOps.table_encode)
-    table_sum = _as_graph(ArrayOps.table_sum)
-    ternary_encode = _as_graph(ArrayOps.ternary_encode)
-    precision_encode = _as_graph(ArrayOps.precision_encode)
-    count_sketch = _as_graph(ArrayOps.count_sketch)
-    sketch_estimate = _as_graph(ArrayOps.sketch_estimate)
 
 
 def _opaque(x: Array) -> Array:

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -105,8 +106,8 @@ using Kernel = void (*)(Call&);
 
 // The kernel with this name, or null.
 Kernel find(const std::string& name);
-// All names, in no particular order.
-std::vector<std::string> names();
+// What each kernel takes and gives, as in grace/kernels.h.
+std::map<std::string, std::string> signatures();
 
 // Calls body with a null pointer of the array's floating-point type. Throws Error(type) for another dtype.
 template <class Body> void dispatch(const Call& call, const Array& array, Body body) {

@@ -1,8 +1,10 @@
-// The list of kernels, with inputs, integers, numbers and outputs of each. The kernels check their arguments and choose
-// by dtype; the loops are in grace/loops.h.
+// The list of kernels, with the signature of each: "inputs; integers; numbers -> outputs". The kernels check their
+// arguments and choose by dtype; the loops are in grace/loops.h. Python declares the same signatures, and a test compares
+// them.
 //
-// `T` is float32 or float64, the dtype of the first floating-point input. A random key is four integers: the bits of
-// the 64-bit seed, step, stream and rank.
+// `T` is float32 or float64, the same for all arrays of a call; `a/b` is either dtype. An input in brackets may be
+// missing, one with `...` is there once per rank, and one with `_` is changed in place. `key` is four integers: the bits
+// of the 64-bit seed, step, stream and rank. Brackets after a dtype hold a length; `packed` is that of packed codes.
 #pragma once
 
 #include <algorithm>
@@ -15,51 +17,51 @@
 
 namespace grace {
 
-#define GRACE_KERNELS(X)                                                                                       \
-    X(weighted_sum)   /* x, y; ; a, b -> a x + b y */                                                            \
-    X(finite_sum)     /* the same, and uint8[1]: whether all of it is finite */                                  \
-    X(max_abs)        /* x -> T[1] */                                                                            \
-    X(norm_max)       /* x -> T[1], added in float64; T[1] */                                                      \
-    X(finite)         /* x -> uint8[1] */                                                                        \
-    X(half)           /* x float32; brain -> float16 or bfloat16 */                                              \
-    X(wide)           /* float16 or bfloat16 -> float32 */                                                       \
-    X(half_sum)       /* x; rows; factor -> x's dtype[x / rows] */                                               \
-    X(words)          /* ; n, key -> int64[n] */                                                                 \
-    X(uniform)        /* ; n, key -> float32[n] */                                                               \
-    X(sample)         /* ; n, k, key -> int32[k] */                                                              \
-    X(pack)           /* codes uint8 or int64; bits -> uint8 */                                                  \
-    X(unpack)         /* uint8; bits, n -> int64[n] */                                                           \
-    X(binarize)       /* x; ; threshold -> bits */                                                               \
-    X(binarize_means) /* x; single; threshold -> bits, T[2], or T[1]: the mean magnitude */                      \
-    X(binary_sum)     /* [onto], bits..., levels...; ranks, n, single, negate, has_onto -> T[n] */               \
-    X(binarize_columns) /* x; columns; threshold -> bits, T[2 columns]: all low means, all high means */          \
-    X(column_sum)     /* [onto], bits..., levels...; ranks, n, columns, negate, has_onto -> T[n] */              \
-    X(majority)       /* bits...; n, wide (0: float32, 1: float64) -> T[n] */                                    \
-    X(bucket_norms)   /* x; width, largest -> T[buckets] */                                                      \
-    X(quantize_packed) /* x, scales, [limit]; width, levels, bits, key -> uint8 */                               \
-    X(dequantize_sum) /* [onto], codes..., scales...; ranks, width, levels, bits, n, has_onto -> T[n] */         \
-    X(select)         /* x, bound; strict, nonzero -> T[m], int32[m] */                                          \
-    X(top)            /* x; k -> T[k], int32[k] */                                                               \
-    X(top_bound)      /* x; k -> T[1] */                                                                         \
-    X(gather)         /* x, indices -> T[m] */                                                                   \
-    X(put)            /* x consumed, indices; ; value -> x */                                                    \
-    X(scatter_add)    /* x consumed, indices, values -> x */                                                     \
-    X(sparse_sum)     /* [onto], values..., indices...; ranks, n, has_onto -> T[n] */                            \
-    X(natural_encode) /* x; clipped, key -> codes uint8, base int32[1] */                                        \
-    X(natural_sum)    /* [onto], codes..., bases...; ranks, n, wide, clipped, negate, has_onto -> T[n] */        \
-    X(table_encode)   /* x, scale, table T[128] -> uint8[n] */                                                   \
-    X(table_sum)      /* [onto], codes..., scales..., table; ranks, n, has_onto -> T[n] */                       \
-    X(ternary_encode) /* x, scale -> uint8[m] */                                                                 \
-    X(ternary_sum)    /* [onto], codes..., scales...; ranks, n, has_onto -> T[n] */                              \
-    X(precision_encode) /* x; m, h; bound -> T[], int16[], int8[], tags */                                       \
-    X(precision_sum)  /* [onto], full..., words..., bytes..., tags...; ranks, m, h, n, negate, has_onto -> T[n] */ \
-    X(top_of_sides)   /* x; ; ratio -> means T[2], positive int32[p], negative int32[q] */                       \
-    X(thin_product)   /* a, b; n, m, r, transpose_a, transpose_b -> T[n r], T[m r] or T[n m] */                     \
-    X(orthogonalize)  /* a; rows, columns -> T[rows columns] */                                                  \
-    X(count_sketch)   /* x; rows, columns, key -> T[rows columns] */                                             \
-    X(sketch_estimate) /* sketch; n, rows, columns, key -> T[n] */
+#define GRACE_KERNELS(X)                                                                                                              \
+    X(weighted_sum, "x T, y T; ; a, b -> T[x]")                                                                                       \
+    X(finite_sum, "x T, y T; ; a, b -> T[x], uint8[1]")                                                                               \
+    X(max_abs, "x T -> T[1]")                                                                                                         \
+    X(norm_max, "x T -> T[1], T[1]")                                                                                                  \
+    X(finite, "x T -> uint8[1]")                                                                                                      \
+    X(half, "x float32; brain -> float16/bfloat16[x]")                                                                                \
+    X(wide, "x float16/bfloat16 -> float32[x]")                                                                                       \
+    X(half_sum, "x float16/bfloat16; rows; factor -> float16/bfloat16[x / rows]")                                                     \
+    X(words, "; n, key -> int64[n]")                                                                                                  \
+    X(uniform, "; n, key -> float32[n]")                                                                                              \
+    X(sample, "; n, k, key -> int32[k]")                                                                                              \
+    X(pack, "codes uint8/int64; bits -> uint8[packed]")                                                                               \
+    X(unpack, "codes uint8; bits, n -> int64[n]")                                                                                     \
+    X(select, "x T, bound T; strict, nonzero -> T[m], int32[m]")                                                                      \
+    X(top, "x T; k -> T[k], int32[k]")                                                                                                \
+    X(top_bound, "x T; k -> T[1]")                                                                                                    \
+    X(gather, "x T, indices int32 -> T[indices]")                                                                                     \
+    X(put, "x_ T, indices int32; ; value -> x_")                                                                                      \
+    X(scatter_add, "x_ T, indices int32, values T -> x_")                                                                             \
+    X(sparse_sum, "[onto_ T], values T..., indices int32...; ranks, n, has_onto -> T[n]")                                             \
+    X(thin_product, "a T, b T; n, m, r, transpose_a, transpose_b -> T")                                                               \
+    X(binarize, "x T; ; threshold -> uint8[packed]")                                                                                  \
+    X(binarize_means, "x T; single; threshold -> uint8[packed], T[2 - single]")                                                       \
+    X(binarize_columns, "x T; columns; threshold -> uint8[packed], T[2 columns]")                                                     \
+    X(binary_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, single, negate, has_onto -> T[n]")                                \
+    X(column_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, columns, negate, has_onto -> T[n]")                               \
+    X(majority, "bits uint8...; n, wide -> T[n]")                                                                                     \
+    X(bucket_norms, "x T; width, largest -> T[buckets]")                                                                              \
+    X(quantize_packed, "x T, scales T, [limit T]; width, levels, bits, key -> uint8[packed]")                                         \
+    X(dequantize_sum, "[onto_ T], codes uint8..., scales T...; ranks, width, levels, bits, n, has_onto -> T[n]")                      \
+    X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \
+    X(natural_sum, "[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto -> T[n]")                    \
+    X(table_encode, "x T, scale T, table T -> uint8[x]")                                                                              \
+    X(table_sum, "[onto_ T], codes uint8..., scales T..., table T; ranks, n, has_onto -> T[n]")                                       \
+    X(ternary_encode, "x T, scale T -> uint8[m]")                                                                                     \
+    X(ternary_sum, "[onto_ T], codes uint8..., scales T...; ranks, n, has_onto -> T[n]")                                              \
+    X(precision_encode, "x T; m, h; bound -> T[], int16[], int8[], uint8[packed]")                                                    \
+    X(precision_sum, "[onto_ T], full T..., words int16..., bytes int8..., tags uint8...; ranks, m, h, n, negate, has_onto -> T[n]")  \
+    X(top_of_sides, "x T; ; ratio -> T[2], int32[p], int32[q]")                                                                       \
+    X(orthogonalize, "a T; rows, columns -> T[rows columns]")                                                                         \
+    X(count_sketch, "x T; rows, columns, key -> T[rows columns]")                                                                     \
+    X(sketch_estimate, "sketch T; n, rows, columns, key -> T[n]")
 
-#define GRACE_DECLARE(name) void name##_kernel(Call& call);
+#define GRACE_DECLARE(name, signature) void name##_kernel(Call& call);
 GRACE_KERNELS(GRACE_DECLARE)
 #undef GRACE_DECLARE
 

@@ -1,0 +1,118 @@
+"""Codings of levels in buckets of `width` consecutive elements, and the sum over all ranks' levels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.table import composite
+from grace.core.values.spec import Array, Key
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
+
+
+@composite(one_graph=True)
+def bucket_norms(ops: ArrayOps, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
+    """Return the Euclidean norm or largest magnitude of every bucket; zeros fill the last one."""
+    rows = _rows(ops, x, width)
+    return ops.norm(rows, axis=1) if kind == "l2" else ops.max(ops.abs(rows), axis=1)
+
+
+@bucket_norms.kernel(bucket_norms="x T; width, largest -> T[buckets]")
+def _(ops: Native, x: Array, width: int, kind: Literal["l2", "max"]) -> Array | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    buckets = -(-ops.length(x) // width)
+    return ops.run("bucket_norms", [x], [width, int(kind == "max")], outputs=[dtype], lengths=[buckets])[0]
+
+
+@composite(one_graph=True)
+def quantize_packed(
+    ops: ArrayOps,
+    x: Array,
+    scales: Array,
+    width: int,
+    levels: int,
+    bits: int,
+    key: Key,
+    limit: Array | None = None,
+) -> Array:
+    """Return levels + l, packed, with l from `quantize` of x and the scale of its bucket.
+
+    With `limit`, of one element, x is first clipped to [-limit, limit].
+    """
+    n = ops.length(x)
+    if limit is not None:
+        limit = ops.reshape(limit, ())
+        x = ops.clip(x, -limit, limit)
+    codes = ops.quantize(_rows(ops, x, width), ops.reshape(scales, (-1, 1)), levels, key)
+    return ops.pack(ops.reshape(codes, (-1,))[:n] + levels, bits)
+
+
+@quantize_packed.kernel(quantize_packed="x T, scales T, [limit T]; width, levels, bits, key -> uint8[packed]")
+def _(
+    ops: Native,
+    x: Array,
+    scales: Array,
+    width: int,
+    levels: int,
+    bits: int,
+    key: Key,
+    limit: Array | None = None,
+) -> Array | None:
+    if ops.floating(x) is None:
+        return None
+    inputs = [x, scales] if limit is None else [x, scales, limit]
+    integers, size = [width, levels, bits, *ops.key_integers(key)], packed_size(ops.length(x), bits)
+    return ops.run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size])[0]
+
+
+@composite(one_graph=True)
+def dequantize_sum(
+    ops: ArrayOps,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    width: int,
+    levels: int,
+    bits: int,
+    n: int,
+    onto: Array | None = None,
+) -> Array:
+    """Return the sum of l scale / levels over the results of `quantize_packed`, added in the order of the ranks.
+
+    `onto` is an array that the sum starts from and consumes; without it the first payload starts the sum.
+    """
+    for data, scale in zip(codes, scales, strict=True):
+        rows = _rows(ops, ops.unpack(data, bits, n) - levels, width)
+        values = ops.dequantize(rows, ops.reshape(scale, (-1, 1)), levels, ops.dtype(scale))
+        onto = plus(ops, onto, ops.reshape(values, (-1,))[:n])
+    return onto
+
+
+@dequantize_sum.kernel(
+    dequantize_sum="[onto_ T], codes uint8..., scales T...; ranks, width, levels, bits, n, has_onto -> T[n]"
+)
+def _(
+    ops: Native,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    width: int,
+    levels: int,
+    bits: int,
+    n: int,
+    onto: Array | None = None,
+) -> Array | None:
+    integers = [len(codes), width, levels, bits, n]
+    return ops.total("dequantize_sum", [*codes, *scales], integers, n, ops.dtype(scales[0]), onto)
+
+
+def _rows(ops: ArrayOps, x: Array, width: int) -> Array:
+    """Return x as a matrix of buckets, padded with zeros."""
+    n = ops.length(x)
+    rows = -(-n // width)
+    missing = rows * width - n
+    return ops.reshape(ops.concat([x, ops.zeros(missing, ops.dtype(x))]) if missing else x, (rows, width))

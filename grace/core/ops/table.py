@@ -1,0 +1,78 @@
+"""The open table of composites: operations made of others, each defined beside the method that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from grace.core.values.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grace.core.ops.composites import ArrayOps
+    from grace.core.ops.native import Native
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Composite(Generic[P, R]):
+    """An operation with a reference body over other operations, and perhaps a faster body by kernels.
+
+    Call it with the array operations first: `encode(ops, x, scale)`. Both bodies give the same bytes.
+    """
+
+    def __init__(self, body: Callable[Concatenate[ArrayOps, P], R], one_graph: bool) -> None:
+        self.name = body.__name__
+        self.module = body.__module__
+        self.__doc__ = body.__doc__
+        self.body = body
+        self.one_graph = one_graph
+        self.by_kernels: Callable[Concatenate[Native, P], R | None] | None = None
+
+    def __call__(self, ops: ArrayOps, *args: P.args, **options: P.kwargs) -> R:
+        return ops.compute(self, args, options)
+
+    def kernel(
+        self, **signatures: str
+    ) -> Callable[[Callable[Concatenate[Native, P], R | None]], Callable[Concatenate[Native, P], R | None]]:
+        """Return a decorator for the body by kernels, which returns None for arguments that it does not serve.
+
+        `signatures` maps the kernels of `grace._native` that no other body runs to what they take and give, as in
+        `kernels/include/grace/kernels.h`.
+        """
+
+        def decorate(
+            body: Callable[Concatenate[Native, P], R | None],
+        ) -> Callable[Concatenate[Native, P], R | None]:
+            self.by_kernels = body
+            kernel_signatures.update(signatures)
+            return body
+
+        return decorate
+
+
+# By name, those of other packages included.
+composites: dict[str, Composite[Any, Any]] = {}
+# What each kernel of a composite takes and gives.
+kernel_signatures: dict[str, str] = {}
+
+
+def composite(*, one_graph: bool = False) -> Callable[[Callable[Concatenate[ArrayOps, P], R]], Composite[P, R]]:
+    """Return a decorator that makes a function of array operations a composite, named like it.
+
+    With `one_graph`, a framework that traces graphs makes one graph of the body per signature: faster if it has many
+    small operations. It must not raise then, and the lengths of its arrays must not depend on data.
+    Raises ConfigError if the name is taken.
+    """
+
+    def decorate(body: Callable[Concatenate[ArrayOps, P], R]) -> Composite[P, R]:
+        made = Composite(body, one_graph)
+        taken = composites.setdefault(made.name, made)
+        if taken is not made:
+            raise ConfigError(
+                f"composite name '{made.name}' is taken by {taken.module}; choose another name for the function in "
+                f"{made.module}."
+            )
+        return made
+
+    return decorate
