@@ -15,9 +15,9 @@ import sys
 
 import torch
 
-from grace.core.ops import native
+from grace.core.ops import serves
 
-if not native.serves("torch", "cuda"):
+if not serves("torch", "cuda"):
     sys.exit("the kernels cannot use a CUDA device here; `grace doctor` shows the reason")
 print(torch.cuda.get_device_name(), "capability", torch.cuda.get_device_capability())
 print("PyTorch", torch.__version__, "CUDA", torch.version.cuda)

@@ -13,6 +13,8 @@ from grace.core.methods.capabilities import Checking, Learning, Negotiating, Sel
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.memory import Memory
+from grace.core.ops import register_backend
+from grace.core.ops.table import composite
 from grace.core.values.config import Config, Method, Rule, make_config
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import Field, Payload, Proposal, Site, TensorSpec
@@ -22,6 +24,8 @@ __version__ = "0.2.0.dev0"
 register_compressor = compressors.register
 register_memory = memories.register
 register_communicator = communicators.register
+register_backend("torch", "grace.backends.torch_ops:TorchOps")
+register_backend("tensorflow", "grace.backends.tensorflow_ops:TensorflowOps")
 
 __all__ = [
     "Checking",
@@ -46,9 +50,11 @@ __all__ = [
     "Tuning",
     "__version__",
     "communicators",
+    "composite",
     "compressors",
     "make_config",
     "memories",
+    "register_backend",
     "register_communicator",
     "register_compressor",
     "register_memory",

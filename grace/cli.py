@@ -67,7 +67,7 @@ assert hvd.size() == 2, "expected 2 ranks, found %d" % hvd.size()
 assert (total == 3).all(), "expected the sum 1 + 2 = 3, received %r" % total[0]
 """
 BUILD = "import horovod.{0} as hvd; print('MPI' * hvd.mpi_built(), 'Gloo' * hvd.gloo_built())"
-KERNELS = "from grace.core.ops.native import described; print(described('tensorflow'))"
+KERNELS = "from grace.backends.native_tensorflow import described; print(described())"
 OPEN_MPI_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
@@ -160,7 +160,7 @@ class Doctor:
         from grace.core.ops.native import described
 
         try:
-            self._say("kernels", described("torch"))
+            self._say("kernels", described())
         except ConfigError as error:
             self._say("kernels", "not usable", str(error))
             return

@@ -244,7 +244,7 @@ main() {
         step "the cached Horovod does not load here: building it again (3-6 min)" install_horovod --rebuild
         step "$checking" check_horovod
     fi
-    say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import described; print(described("torch"))')"
+    say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import described; print(described())')"
     printf '%s\n' "$wanted" >"$stamp"
     say "done: .venv is ready ($versions)"
 }

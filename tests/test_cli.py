@@ -106,13 +106,15 @@ def test_wrong_use_gives_usage_and_status_2(arguments, capsys):
 
 
 def test_doctor_without_launch_finds_this_environment_complete(capsys):
+    from grace.backends import native_tensorflow
+
     assert cli.main(["doctor", "--no-launch"]) == 0
     found = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
     assert found["grace"] == grace.__version__
     assert "Gloo" in found["horovod.torch"]
     assert "Gloo" in found["horovod.tensorflow"]
-    assert found["kernels"] == native.described("torch")
-    assert found["kernels.tensorflow"] == native.described("tensorflow")
+    assert found["kernels"] == native.described()
+    assert found["kernels.tensorflow"] == native_tensorflow.described()
     assert found["2-rank"] == "allreduce    not checked (--no-launch)"
 
 
@@ -120,31 +122,34 @@ def test_doctor_says_which_kernels_are_in_use(monkeypatch):
     built = SimpleNamespace(isa=lambda: "avx2", cuda=False)
     monkeypatch.delenv("GRACE_NATIVE", raising=False)
     monkeypatch.setattr(native, "module_file", lambda: None)
-    other = "built for TensorFlow 2.19.0, but 2.21.0 is installed"
     reference = "the reference implementation is used. To build the kernels, run "
-    for module, library, fault, torch, tensorflow in [
-        (built, "ops.so", None, "avx2, CPU only", "avx2, CPU only"),
-        (built, "ops.so", other, "avx2, CPU only", f"{other}: {reference}"),
-        (built, None, None, "avx2, CPU only", f"not built: {reference}"),
-        (None, "ops.so", None, f"not built: {reference}", "CPU only"),
-    ]:
-        monkeypatch.setattr(native, "module", module)
-        monkeypatch.setattr(native, "tensorflow_library", lambda library=library: library)
-        stand_in = SimpleNamespace(fault=lambda fault=fault: fault)
-        monkeypatch.setitem(sys.modules, "grace.core.ops.native_tensorflow", stand_in)
-        assert native.described("torch").startswith(torch)
-        assert native.described("tensorflow").startswith(tensorflow)
+    monkeypatch.setattr(native, "module", built)
+    assert native.described() == "avx2, CPU only"
     monkeypatch.setattr(native, "module", None)
+    assert native.described().startswith(f"not built: {reference}")
     monkeypatch.setattr(native, "module_file", lambda: "native.so")
-    assert native.described("torch").startswith(
-        "built for another version and cannot be loaded: the reference implementation is"
-    )
+    assert native.described().startswith(f"built for another version and cannot be loaded: {reference}")
     for there, where in ((False, "CPU; built for CUDA too, but there is no CUDA device"), (True, "CPU and CUDA")):
         built = SimpleNamespace(isa=lambda: "avx512", cuda=True, serves_gpu=lambda device, there=there: there)
         monkeypatch.setattr(native, "module", built)
-        assert native.described("torch") == f"avx512, {where}"
+        assert native.described() == f"avx512, {where}"
     monkeypatch.setenv("GRACE_NATIVE", "0")
-    assert native.described("torch") == "avx512, CPU and CUDA; not used, because GRACE_NATIVE is 0"
+    assert native.described() == "avx512, CPU and CUDA; not used, because GRACE_NATIVE is 0"
+
+
+def test_doctor_says_which_kernels_for_tensorflow_are_in_use(monkeypatch):
+    native_tensorflow = pytest.importorskip("grace.backends.native_tensorflow")
+    monkeypatch.delenv("GRACE_NATIVE", raising=False)
+    reference = "the reference implementation is used. To build the kernels, run "
+    other = "built for TensorFlow 2.19.0, but 2.21.0 is installed"
+    for module, fault, said in [
+        (SimpleNamespace(isa=lambda: "avx2", cuda=True), None, "avx2, CPU only"),
+        (SimpleNamespace(isa=lambda: "avx2", cuda=False), other, f"{other}: {reference}"),
+        (None, None, "CPU only"),
+    ]:
+        monkeypatch.setattr(native, "module", module)
+        monkeypatch.setattr(native_tensorflow, "fault", lambda fault=fault: fault)
+        assert native_tensorflow.described().startswith(said)
 
 
 def test_doctor_names_what_is_missing(monkeypatch, capsys):

@@ -245,7 +245,7 @@ class CompressorContract(UnitContract):
                 continue
             for ops in others:
                 # TensorFlow traces a graph per shape, which takes longer than everything else.
-                if ops.name == "tensorflow" and spec.shape not in self.few_shapes:
+                if ops.traced and spec.shape not in self.few_shapes:
                     continue
                 below = flushed_below(ops, spec.work_dtype)
                 seen = np.where(np.abs(x) < below, np.zeros_like(x), x)
@@ -366,7 +366,7 @@ class CompressorContract(UnitContract):
 
     def _several(self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec) -> Exchange:
         # Three ranks, but two for TensorFlow, which traces a graph per rank.
-        ranks = 2 if ops.name == "tensorflow" else 3
+        ranks = 2 if ops.traced else 3
         return exchange(compressor, ops, spec, [draw(spec, seed) for seed in range(ranks)])
 
     def _random_cases(self, ops: ArrayOps) -> tuple[str, ...]:

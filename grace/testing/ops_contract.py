@@ -372,7 +372,7 @@ class OpsContract:
 
 
 def _refusals(ops: ArrayOps) -> tuple[type[Exception], ...]:
-    if ops.name != "tensorflow":
+    if not ops.traced:
         return (PayloadError,)
     import tensorflow as tf
 

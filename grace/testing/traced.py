@@ -149,7 +149,7 @@ class TracedMethod:
 
     def __call__(self, *args: Any) -> Any:
         site = args[-1]
-        if site.ops.name != "tensorflow":
+        if not site.ops.traced:
             return self._graphs.function(*args)
         compressor = next((a for a in args if isinstance(a, Compressor)), self._part)
         open_ended: list[Array] = []

@@ -15,7 +15,7 @@ from grace.bench import command, frameworks, measure, table
 from grace.bench.codec import LocalStep, make_unit, near_square
 from grace.bench.gradients import DEVIATION, Gradients
 from grace.core.exchange.wire import payload_bytes
-from grace.core.ops import get_ops
+from grace.core.ops import get_ops, serves
 from grace.core.values.spec import Ranks
 from grace.testing.harness import same
 
@@ -212,11 +212,9 @@ def test_what_stays_dense_is_said(bench):
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_which_bodies_were_timed(bench, kernels):
-    from grace.core.ops import native
-
     arguments = ["--compressors", "topk", "--numel", "100", "--repetitions", "1", *["--no-native"] * (not kernels)]
     _, output, _, results = bench(*arguments)
-    expected = kernels and native.serves("numpy", "cpu")
+    expected = kernels and serves("numpy", "cpu")
     assert results[0]["native"] is expected
     assert ("kernels" if expected else "reference implementation") == output.splitlines()[0].split("; ")[-1]
 

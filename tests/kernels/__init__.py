@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grace.core.ops import get_ops, native
+from grace.core.ops import get_ops, native, serves
 from grace.core.ops.composites import ArrayOps
 from grace.testing.harness import FRAMEWORKS
 
@@ -18,6 +18,6 @@ def ops_of(framework: str) -> ArrayOps:
 
     A function and no constant, because TensorFlow must be imported to know.
     """
-    if not native.serves(framework, "cpu"):
+    if not serves(framework, "cpu"):
         pytest.skip(f"there are no kernels for {framework}: `grace doctor` says why")
     return get_ops(framework, native=True)

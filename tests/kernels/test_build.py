@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from grace.core.ops import native
+from grace.core.ops import native, serves
 from grace.core.values.errors import ConfigError
 from grace.testing.harness import FRAMEWORKS
 
@@ -23,7 +23,7 @@ ADVICE = "`python setup.py build_ext --inplace` builds them, or shows why not"
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake on the PATH")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_kernels_are_built_where_there_is_a_compiler(framework):
-    assert native.serves(framework, "cpu"), f"there are no kernels for {framework}: {ADVICE}"
+    assert serves(framework, "cpu"), f"there are no kernels for {framework}: {ADVICE}"
 
 
 def test_a_module_that_does_not_load_is_told(monkeypatch, tmp_path, caplog):
@@ -51,7 +51,7 @@ def test_everything_works_without_the_kernels():
         "assert get_ops('numpy').sparsify(np.arange(9.0), 2)[1].tolist() == [7, 8]\n"
         "try: get_ops('numpy', native=True)\n"
         "except ConfigError as error: print(error)\n"
-        "print(native.described('torch'))"
+        "print(native.described())"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GRACE_NATIVE"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)

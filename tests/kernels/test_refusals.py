@@ -372,7 +372,7 @@ def test_arrays_of_numpy_and_of_torch_are_told_apart():
     with pytest.raises(TypeError, match=r"expected a PyTorch tensor of .*, received .*ndarray"):
         get_ops("torch", native=True).max_abs(x)
     with pytest.raises(TypeError, match=r"received another .*numpy.ndarray"):
-        get_ops("torch", native=True).binary_sum([np.zeros(2, np.uint8)], [torch.zeros(2)], 10)
+        binary_sum(get_ops("torch", native=True), [np.zeros(2, np.uint8)], [torch.zeros(2)], 10)
     with pytest.raises(RuntimeError, match="meta"):
         get_ops("torch", native=True).max_abs(torch.zeros(3, device="meta"))
     for cls, x in (("NumPy array", [1.0]), ("PyTorch tensor", 1.0)):

@@ -7,7 +7,7 @@ import pytest
 
 from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
 from grace.core.methods.signs import binarize
-from grace.core.ops import get_ops, native
+from grace.core.ops import get_ops, native, serves
 from grace.core.ops.base import packed_size
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Key
@@ -174,20 +174,20 @@ def test_a_length_that_a_graph_was_promised_is_held(tf, ops):
 
 
 def test_the_library_of_another_tensorflow_is_not_used(tf, monkeypatch, tmp_path, caplog):
-    from grace.core.ops import native_tensorflow
+    from grace.backends import native_tensorflow
 
     library = tmp_path / "other.so"
     library.write_bytes(b"not a library")
-    monkeypatch.setattr(native_tensorflow, "tensorflow_library", lambda: str(library))
+    monkeypatch.setattr(native_tensorflow, "library", lambda: str(library))
     native_tensorflow.operation.cache_clear()
     native_tensorflow.fault.cache_clear()
     try:
-        assert not native.serves("tensorflow", "cpu")
+        assert not serves("tensorflow", "cpu")
         assert "the kernels for TensorFlow are not used" in caplog.text
         assert not isinstance(get_ops("tensorflow"), native.Native)
     finally:
         monkeypatch.undo()
         native_tensorflow.operation.cache_clear()
         native_tensorflow.fault.cache_clear()
-    assert native.serves("tensorflow", "cpu")
-    assert not native.serves("tensorflow", "gpu")
+    assert serves("tensorflow", "cpu")
+    assert not serves("tensorflow", "gpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from grace.core.ops.tensorflow_ops import TensorflowOps
+from grace.backends.tensorflow_ops import TensorflowOps
 
 
 class RoundsNumbersToFloat32(TensorflowOps):

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grace.core.ops import get_ops, native
+from grace.core.ops import get_ops, native, serves
 
 tf = pytest.importorskip("tensorflow")
-native_tensorflow = pytest.importorskip("grace.core.ops.native_tensorflow")
+native_tensorflow = pytest.importorskip("grace.backends.native_tensorflow")
 
-LIBRARY = native.tensorflow_library()
+LIBRARY = native_tensorflow.library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the kernels for TensorFlow were not built")
 REBUILD = "run in the source folder of grace: pip install --no-build-isolation --no-deps ."
 
@@ -30,8 +30,7 @@ def library(monkeypatch, tmp_path):
             contents = contents.replace(old, new)
         path = tmp_path / "_tensorflow_ops.so"
         path.write_bytes(contents)
-        monkeypatch.setattr(native, "tensorflow_library", lambda: str(path))
-        monkeypatch.setattr(native_tensorflow, "tensorflow_library", lambda: str(path))
+        monkeypatch.setattr(native_tensorflow, "library", lambda: str(path))
 
     monkeypatch.delenv("GRACE_NATIVE", raising=False)
     caches = native_tensorflow.fault, native_tensorflow.operation
@@ -69,7 +68,7 @@ def test_another_version_is_reported_once_and_the_reference_code_is_used(library
         f"the kernels for TensorFlow are not used: they were {reason}. To build the kernels, {REBUILD}"
     ]
     # The line that `grace doctor` prints.
-    assert native.described("tensorflow") == f"{reason}: the reference implementation is used. {native.REBUILD}"
+    assert native_tensorflow.described() == f"{reason}: the reference implementation is used. {native.REBUILD}"
 
 
 @pytest.mark.parametrize(
@@ -88,11 +87,11 @@ def test_a_library_that_does_not_load_is_reported(library, caplog, old, new, sai
     reason = f"built for TensorFlow {tf.__version__} and cannot be loaded"
     assert message.startswith(f"the kernels for TensorFlow are not used: they were {reason}. To build the kernels, ")
     assert said in message.partition(" TensorFlow says: ")[2]
-    assert native.described("tensorflow").startswith(f"{reason}: the reference implementation is used")
+    assert native_tensorflow.described().startswith(f"{reason}: the reference implementation is used")
 
 
 def test_a_file_without_a_record_that_does_not_load_is_reported(library, caplog):
     library(b"grace: built for TensorFlow", b"grace: built for Whatever__", b"\x7fELF", b"\x7fNOT")
     with caplog.at_level(logging.WARNING, logger="grace"):
-        assert not native.serves("tensorflow", "cpu")
+        assert not serves("tensorflow", "cpu")
     assert "built for TensorFlow of an unknown version and cannot be loaded" in caplog.text

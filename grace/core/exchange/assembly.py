@@ -76,7 +76,7 @@ class Outgoing:
             self._count(piece, ops)
 
     def _goes_into_place(self, piece: Piece, ops: ArrayOps) -> bool:
-        return ops.in_place and (piece.tensor in self._into or len(self._plan.places[piece.tensor]) > 1)
+        return ops.eager and (piece.tensor in self._into or len(self._plan.places[piece.tensor]) > 1)
 
     def _whole(self, tensor: str, ops: ArrayOps) -> Array:
         """Return the flat array that becomes the tensor's merged gradient."""

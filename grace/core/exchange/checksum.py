@@ -35,8 +35,8 @@ def checksum(ops: ArrayOps, data: Array) -> Array:
         return ops.wrapping_sum(ops.cast(block, "int64") * columns, axis=1)
 
     # A graph is one pass over all rows, whose number it may learn only when it runs.
-    starts = range(0, rows, _ROWS) if ops.in_place else (0,)
-    sums = [row_sums(start, min(start + _ROWS, rows) if ops.in_place else rows) for start in starts]
+    starts = (0,) if ops.dynamic_shapes else range(0, rows, _ROWS)
+    sums = [row_sums(start, rows if ops.dynamic_shapes else min(start + _ROWS, rows)) for start in starts]
     rest = words[rows * _COLUMNS :]
     sums.append(ops.wrapping_sum(ops.cast(rest, "int64") * columns[: n - rows * _COLUMNS]))
     return ops.reshape(ops.wrapping_sum(ops.concat(sums) * _weights(ops, rows + 1, _COLUMNS)), (1,))

@@ -429,11 +429,11 @@ class Engine:
 
         In a traced graph nothing has arrived yet. An ordered transport starts later rounds in the order of the plan.
         """
-        return device == "cpu" and self._ops(device).in_place and not self.transport.ordered
+        return device == "cpu" and self._ops(device).eager and not self.transport.ordered
 
     def _commit_memories(self, bucket: Bucket, run: BucketRun) -> None:
         assert run.received is not None
-        if not self._ops(bucket.units[0].spec.device).in_place or not all(run.received.in_step):
+        if not self._ops(bucket.units[0].spec.device).eager or not all(run.received.in_step):
             return
         for unit, flags in zip(bucket.units, run.received.flags, strict=True):
             states = run.steps[unit.spec.name].commit_memory(flags)

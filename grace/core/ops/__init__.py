@@ -1,38 +1,77 @@
-"""Array operations per framework; `get_ops` imports only the requested one."""
+"""Array operations per framework, found in a table of backends; `get_ops` imports only the requested one."""
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, nearest
 
-# Module and class of the reference implementation, and of the kernels.
-_BACKENDS = {
-    "numpy": (("numpy_ops", "NumpyOps"), ("native_numpy", "NativeNumpyOps")),
-    "torch": (("torch_ops", "TorchOps"), ("native_torch", "NativeTorchOps")),
-    "tensorflow": (("tensorflow_ops", "TensorflowOps"), ("native_tensorflow", "NativeTensorflowOps")),
-}
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
+
+_GROUP = "grace.backends"
+_backends: dict[str, EntryPoint] = {}
+
+
+def register_backend(name: str, path: str) -> None:
+    """Announce the array operations of a framework: "module:Class", imported when they are first asked for.
+
+    The class derives from ArrayOps; its flags say what the framework can do. Other distributions may announce it in
+    the entry-point group `grace.backends` instead. Raises ConfigError if the name is taken.
+    """
+    taken = _backends.setdefault(name, EntryPoint(name, path, _GROUP))
+    if taken.value != path:
+        raise ConfigError(f"backend name '{name}' is taken by {taken.value}; choose another name for {path}.")
+
+
+register_backend("numpy", "grace.core.ops.numpy_ops:NumpyOps")
+
+
+@cache
+def _announced() -> None:
+    for entry in entry_points(group=_GROUP):
+        register_backend(entry.name, entry.value)
+
+
+@cache
+def _reference(framework: str) -> type[ArrayOps]:
+    _announced()
+    if framework not in _backends:
+        raise ConfigError(f"unknown framework '{framework}'.{nearest(framework, _backends)}")
+    found: type[ArrayOps] = _backends[framework].load()
+    return found
+
+
+@cache
+def _kernels(framework: str) -> type[Native] | None:
+    path = _reference(framework).kernels
+    return None if path is None else EntryPoint(framework, path, _GROUP).load()
+
+
+def serves(framework: str, device: str) -> bool:
+    """Return whether there are kernels for a framework's arrays on a device: "cpu", "cuda" or "cuda:1"."""
+    kernels = _kernels(framework)
+    return kernels is not None and kernels.fault(device) is None
 
 
 def get_ops(framework: str, device: str = "cpu", native: bool | None = None) -> ArrayOps:
-    """Return the array operations of "numpy", "torch" or "tensorflow" on a device.
+    """Return the array operations of a framework, such as "numpy", on a device.
 
     `native` selects kernels; the default uses them if they are built and serve the device, and GRACE_NATIVE is not 0.
     Raises ConfigError for another name, for kernels that do not exist, or for an invalid environment variable.
     """
-    from grace.core.ops import native as kernels
+    from grace.core.ops.native import wanted
 
-    if framework not in _BACKENDS:
-        raise ConfigError(f"unknown framework '{framework}'.{nearest(framework, _BACKENDS)}")
-    served = kernels.serves(framework, device)
+    served = serves(framework, device)
     if native and not served:
         raise ConfigError(
             f"there are no kernels for {framework} on {device} here. `grace doctor` shows what was built; "
             "`pip install --no-build-isolation -e .` builds them if there is a C++ compiler."
         )
-    return _make(framework, device, served and kernels.wanted() if native is None else native)
+    return _make(framework, device, served and wanted() if native is None else native)
 
 
 @cache
@@ -40,6 +79,5 @@ def _make(framework: str, device: str, native: bool) -> ArrayOps:
     from grace.core.ops.native import check_environment
 
     check_environment()
-    module, name = _BACKENDS[framework][native]
-    cls: type[ArrayOps] = getattr(importlib.import_module(f"grace.core.ops.{module}"), name)
-    return cls(device) if framework == "torch" else cls()  # type: ignore[call-arg]
+    kernels = _kernels(framework)
+    return kernels(device) if native and kernels is not None else _reference(framework)(device)

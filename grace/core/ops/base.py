@@ -21,11 +21,17 @@ class Primitives(ABC):
     """Operations that every framework defines, on one device."""
 
     name: ClassVar[str]
-    # True if arrays can be changed, so that results may be written where the caller wants them.
-    in_place: ClassVar[bool] = True
-    device: str = "cpu"
+    # True if operations compute at once, in arrays that can be changed: results may be written where the caller wants.
+    eager: ClassVar[bool] = True
+    # True if operations can run inside a graph that is traced once. An error in a graph is one of the framework.
+    traced: ClassVar[bool] = False
+    # True if lengths may be known only when a graph runs: `length` and `size` then return 0-d arrays.
+    dynamic_shapes: ClassVar[bool] = False
+    # "module:Class" of the class that replaces this one where it has kernels; it derives from `Native`, too.
+    kernels: ClassVar[str | None] = None
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self._constants: dict[Hashable, Array] = {}
         self._offered: Array | None = None
 
@@ -105,8 +111,8 @@ class Primitives(ABC):
         return out
 
     def place(self, out: Array, start: int, x: Array, factor: float) -> None:
-        """Write x * factor, rounded to the dtype of the flat `out`, to `out` from `start` on. Only if `in_place`."""
-        raise TypeError(f"arrays of {self.name} cannot be written in place; use place only if in_place is True")
+        """Write x * factor, rounded to the dtype of the flat `out`, to `out` from `start` on. Only if `eager`."""
+        raise TypeError(f"arrays of {self.name} cannot be written in place; use place only if eager is True")
 
     @abstractmethod
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -79,47 +79,26 @@ MOST_THIN = 16
 REBUILD = "To build the kernels, run in the source folder of grace: pip install --no-build-isolation --no-deps ."
 
 
-@cache
-def tensorflow_library() -> str | None:
-    """Return the path of the library of TensorFlow's operation; None if it was not built."""
-    spec = importlib.util.find_spec("grace._tensorflow_ops")
-    return None if spec is None else spec.origin
+def described() -> str:
+    """Return the text of `grace doctor` on the module for NumPy and PyTorch: which kernels are in use, or why none are.
+
+    Raises ConfigError for an invalid environment variable.
+    """
+    devices = "CPU only"
+    if module is not None and module.cuda:
+        devices = "CPU and CUDA" if module.serves_gpu(0) else "CPU; built for CUDA too, but there is no CUDA device"
+    return in_words(Native.fault("cpu"), devices)
 
 
-def serves(framework: str, device: str) -> bool:
-    """Return whether there are kernels for a framework's arrays on a device: "cpu", "cuda" or "cuda:1"."""
-    if framework == "tensorflow":
-        # The operation exists for the CPU only: TensorFlow would copy a gradient elsewhere back and forth.
-        if not device.startswith("cpu") or tensorflow_library() is None:
-            return False
-        return importlib.import_module("grace.core.ops.native_tensorflow").fault() is None
-    if module is None:
-        return False
-    kind, _, index = device.partition(":")
-    on_gpu = kind == "cuda" and framework == "torch" and module.cuda
-    return kind == "cpu" or (on_gpu and bool(module.serves_gpu(int(index or 0))))
-
-
-def described(framework: str) -> str:
-    """Return the text of `grace doctor` on a framework's kernels: which are in use, or why none are.
+def in_words(fault: str | None, devices: str) -> str:
+    """Return the text of `grace doctor` on kernels with a fault, or on those that serve some devices.
 
     Raises ConfigError for an invalid environment variable.
     """
     check_environment()
-    if not serves(framework, "cpu"):
-        tensorflow = framework == "tensorflow"
-        if (tensorflow_library() if tensorflow else module_file()) is None:
-            fault = "not built"
-        elif tensorflow:
-            fault = importlib.import_module("grace.core.ops.native_tensorflow").fault()
-        else:
-            fault = "built for another version and cannot be loaded"
+    if fault is not None:
         return f"{fault}: the reference implementation is used. {REBUILD}"
-    what = [str(module.isa())] if module is not None else []
-    if framework == "tensorflow" or not module.cuda:
-        what.append("CPU only")
-    else:
-        what.append("CPU and CUDA" if module.serves_gpu(0) else "CPU; built for CUDA too, but there is no CUDA device")
+    what = [devices] if module is None else [str(module.isa()), devices]
     return ", ".join(what) + ("" if wanted() else "; not used, because GRACE_NATIVE is 0")
 
 
@@ -156,6 +135,20 @@ kernel_signatures.update(
 
 class Native(ArrayOps):
     """Kernels behind the composites; a framework's class defines how to run one."""
+
+    # True if arrays on a GPU are served, where the module was built for it.
+    gpu: ClassVar[bool] = False
+
+    @classmethod
+    def fault(cls, device: str) -> str | None:
+        """Return why there are no kernels for arrays on a device ("cpu", "cuda" or "cuda:1"); None if there are."""
+        if module is None:
+            return "not built" if module_file() is None else "built for another version and cannot be loaded"
+        kind, _, index = device.partition(":")
+        on_gpu = kind == "cuda" and cls.gpu and module.cuda
+        if kind == "cpu" or (on_gpu and module.serves_gpu(int(index or 0))):
+            return None
+        return f"not built for {device}"
 
     @property
     def products(self) -> str:

@@ -23,8 +23,8 @@ _FLOATS = {DTYPES[name].char: name for name in FLOATS}
 class NativeNumpyOps(Native, NumpyOps):
     """Kernels on NumPy arrays; they use OMP_NUM_THREADS threads, or one, as NumPy itself does."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
         # OpenMP allows one number per level of nesting.
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         self._threads = max(1, min(int(threads), MOST_THREADS)) if threads.isdecimal() else 1

@@ -22,6 +22,7 @@ class NumpyOps(ArrayOps):
     """NumPy arrays in main memory; bfloat16 is the dtype of the package ml_dtypes."""
 
     name: ClassVar[str] = "numpy"
+    kernels: ClassVar[str | None] = "grace.core.ops.native_numpy:NativeNumpyOps"
 
     def zeros(self, n: int, dtype: str) -> Array:
         return np.zeros(n, DTYPES[dtype])

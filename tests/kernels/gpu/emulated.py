@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils.dlpack import to_dlpack
 
-from grace.core.ops.native_torch import NativeTorchOps
-from grace.core.ops.torch_ops import DTYPES
+from grace.backends.native_torch import NativeTorchOps
+from grace.backends.torch_ops import DTYPES
 from grace.core.values.errors import PayloadError
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from grace.core.ops import native
+from grace.core.ops import native, serves
 from tests.kernels import needs_kernels
 
 
@@ -20,6 +20,6 @@ def test_cuda_is_built_where_there_is_nvcc():
 
 @needs_kernels
 def test_a_device_that_is_not_there_is_not_served():
-    assert not native.serves("torch", "cuda:63")
-    assert not native.serves("numpy", "cuda:63")
-    assert not native.serves("torch", "mps")
+    assert not serves("torch", "cuda:63")
+    assert not serves("numpy", "cuda:63")
+    assert not serves("torch", "mps")

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from grace.core.ops import get_ops, native
+from grace.core.ops import get_ops, native, serves
 from grace.core.values.errors import PayloadError
 from grace.core.values.registry import compressors
 from tests import golden
@@ -28,7 +28,7 @@ def ops():
 
 
 def test_the_kernels_serve_this_device():
-    assert native.serves("torch", "cuda"), "the kernels were built without CUDA, or not for this device: `grace doctor`"
+    assert serves("torch", "cuda"), "the kernels were built without CUDA, or not for this device: `grace doctor`"
 
 
 @pytest.mark.parametrize("size", ["small", "large"])

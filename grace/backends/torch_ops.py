@@ -1,4 +1,4 @@
-"""Array operations on PyTorch tensors; with the kernels' file the only one of the core that imports torch."""
+"""Array operations on PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ class TorchOps(ArrayOps):
     """PyTorch tensors on one device."""
 
     name: ClassVar[str] = "torch"
-
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.device = device
+    kernels: ClassVar[str | None] = "grace.backends.native_torch:NativeTorchOps"
 
     def zeros(self, n: int, dtype: str) -> Array:
         return torch.zeros(n, dtype=DTYPES[dtype], device=self.device)

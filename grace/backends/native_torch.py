@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.dlpack import to_dlpack
 
+from grace.backends.torch_ops import DTYPES, TorchOps
 from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, Native, module
-from grace.core.ops.torch_ops import DTYPES, TorchOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Array
 
@@ -23,6 +23,8 @@ class NativeTorchOps(Native, TorchOps):
     On a GPU the memory comes from PyTorch, and the host waits for the stream only if the length of a result depends on
     the data. Kernels there skip indices out of range; the next kernel that starts on the device raises PayloadError.
     """
+
+    gpu = True
 
     def floating(self, x: Array) -> str | None:
         try:

@@ -5,6 +5,7 @@ The operation exists for the CPU only. It is opaque to TensorFlow, so the graph 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.core.ops.native import REBUILD, Native, tensorflow_library
-from grace.core.ops.tensorflow_ops import TensorflowOps
+from grace.backends.tensorflow_ops import TensorflowOps
+from grace.core.ops.native import REBUILD, Native, in_words
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Array
 
@@ -30,22 +31,31 @@ _RECORD = re.compile(rb"grace: built for TensorFlow ([0-9A-Za-z.+-]+)\0")
 
 
 @cache
+def library() -> str | None:
+    """Return the path of the operation's library; None if it was not built."""
+    spec = importlib.util.find_spec("grace._tensorflow_ops")
+    return None if spec is None else spec.origin
+
+
+@cache
 def operation() -> Any:
     """Return the function that makes a GraceKernel. Raises an OpError if TensorFlow cannot load the library."""
-    return tf.load_op_library(tensorflow_library()).grace_kernel
+    return tf.load_op_library(library()).grace_kernel
 
 
-def built_for(library: str) -> str | None:
+def built_for(path: str) -> str | None:
     """Return the version of TensorFlow that a library was built for; None if the file does not record one."""
-    found = _RECORD.search(Path(library).read_bytes())
+    found = _RECORD.search(Path(path).read_bytes())
     return None if found is None else found[1].decode()
 
 
 @cache
 def fault() -> str | None:
     """Return why the installed TensorFlow cannot use the library, and log a warning; None if it can."""
-    library = str(tensorflow_library())
-    built, detail = built_for(library), ""
+    path = library()
+    if path is None:
+        return "not built"
+    built, detail = built_for(path), ""
     # A library for another version may load and still misread TensorFlow's objects, so loading it is not tried.
     if built in (None, tf.__version__):
         try:
@@ -60,8 +70,21 @@ def fault() -> str | None:
     return reason
 
 
+def described() -> str:
+    """Return the text of `grace doctor` on the kernels for TensorFlow: which are in use, or why none are.
+
+    Raises ConfigError for an invalid environment variable.
+    """
+    return in_words(fault(), "CPU only")
+
+
 class NativeTensorflowOps(Native, TensorflowOps):
     """Kernels on TensorFlow tensors in main memory; they use TensorFlow's number of intra-op threads."""
+
+    @classmethod
+    def fault(cls, device: str) -> str | None:
+        # The operation exists for the CPU only: TensorFlow would copy a gradient elsewhere back and forth.
+        return fault() if device.startswith("cpu") else f"not built for {device}"
 
     def run(
         self,

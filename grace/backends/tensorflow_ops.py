@@ -1,8 +1,7 @@
 """Array operations on TensorFlow tensors, eager and traced.
 
-With the kernels' file this is the only one of the core that imports TensorFlow. Tensors cannot be changed, so consuming
-operations return new ones. Lengths are ints if the shape is static, and 0-d tensors if it is known only when the graph
-runs.
+Tensors cannot be changed, so consuming operations return new ones. Lengths are ints if the shape is static, and 0-d
+tensors if it is known only when the graph runs.
 """
 
 from __future__ import annotations
@@ -39,10 +38,13 @@ class TensorflowOps(ArrayOps):
     """TensorFlow tensors; the runtime places them on devices."""
 
     name: ClassVar[str] = "tensorflow"
-    in_place: ClassVar[bool] = False
+    eager: ClassVar[bool] = False
+    traced: ClassVar[bool] = True
+    dynamic_shapes: ClassVar[bool] = True
+    kernels: ClassVar[str | None] = "grace.backends.native_tensorflow:NativeTensorflowOps"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
         self._graphs: dict[Any, Callable[..., Any]] = {}
 
     def compute(self, composite: Composite[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
