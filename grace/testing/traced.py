@@ -63,11 +63,14 @@ def traced(component: P) -> P:
 
 
 def traced_ops() -> ArrayOps:
-    """Return TensorFlow's array operations, each of which runs in its own graph."""
-    ops = type(get_ops("tensorflow"))()
+    """Return TensorFlow's array operations; each of them, and each composite of the table, runs in its own graph."""
+    ops, plain = (type(get_ops("tensorflow"))() for _ in range(2))
     for name in dir(ArrayOps):
         if not name.startswith("_") and name not in _ABOUT_ARRAYS and callable(getattr(ops, name)):
             setattr(ops, name, _Graphs(getattr(ops, name)))
+    # A whole composite is one graph, its kernels included.
+    ops.runs_kernels = False
+    ops.compute = _Graphs(lambda composite, args, options: composite(plain, *args, **options))
     return ops
 
 

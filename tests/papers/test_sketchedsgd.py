@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.compressors.sketchedsgd import SKETCH_BLOCK, count_sketch
+from grace.core.compressors.sketchedsgd import SKETCH_BLOCK, count_sketch, hashes
 from grace.core.exchange.wire import payload_bytes
 from grace.core.ops.random import hash_words
 from grace.core.values.errors import ConfigError
@@ -73,7 +73,7 @@ def test_blocks_of_elements_collide_as_elements_with_hashes_of_their_own(columns
     Their signs are uncorrelated, even if they share a bucket: bucket and sign are independent.
     """
     n, rows, keys = 4 * SKETCH_BLOCK, 5, 800
-    hashed = [list(OPS._hashes(n, rows, columns, Key(11, number))) for number in range(keys)]
+    hashed = [list(hashes(OPS, n, rows, columns, Key(11, number))) for number in range(keys)]
     buckets = np.array([bucket for drawn in hashed for bucket, _ in drawn])
     signs = np.array([np.where(odd, -1, 1) for drawn in hashed for _, odd in drawn])
     trials = len(buckets)

@@ -124,8 +124,8 @@ def count_sketch(ops: ArrayOps, x: Array, rows: int, columns: int, key: Key) -> 
     correlated.
     A bucket is added in float64 and rounded once. Raises ValueError unless columns is a multiple of 16.
     """
-    hashes = _hashes(ops, ops.length(x), rows, columns, key)
-    return ops.concat([ops.segment_sum(ops.where(odd, -x, x), bucket, columns) for bucket, odd in hashes])
+    found = hashes(ops, ops.length(x), rows, columns, key)
+    return ops.concat([ops.segment_sum(ops.where(odd, -x, x), bucket, columns) for bucket, odd in found])
 
 
 @count_sketch.kernel(count_sketch="x T; rows, columns, key -> T[rows columns]")
@@ -144,7 +144,7 @@ def sketch_estimate(ops: ArrayOps, sketch: Array, n: int, rows: int, columns: in
     The result is finite: a median that overflowed or is NaN counts as large (1e38, in float64 1e307).
     """
     found = []
-    for j, (bucket, odd) in enumerate(_hashes(ops, n, rows, columns, key)):
+    for j, (bucket, odd) in enumerate(hashes(ops, n, rows, columns, key)):
         values = ops.gather(sketch[j * columns : (j + 1) * columns], bucket)
         found.append(ops.where(odd, -values, values))
     median = ops.sort(ops.stack(found, axis=1))[:, rows // 2]
@@ -163,7 +163,7 @@ def _(ops: Native, sketch: Array, n: int, rows: int, columns: int, key: Key) -> 
     return ops.run("sketch_estimate", [sketch], integers, outputs=[dtype], lengths=[n])[0]
 
 
-def _hashes(ops: ArrayOps, n: int, rows: int, columns: int, key: Key) -> Iterator[tuple[Array, Array]]:
+def hashes(ops: ArrayOps, n: int, rows: int, columns: int, key: Key) -> Iterator[tuple[Array, Array]]:
     """Yield for each row the bucket of every element, and whether its sign is negative."""
     if columns % SKETCH_BLOCK != 0:
         raise ValueError(f"sketch: expected a multiple of {SKETCH_BLOCK} columns, received {columns}.")

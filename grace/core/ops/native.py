@@ -16,19 +16,17 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.ops.table import Composite, kernel_signatures
+from grace.core.ops.table import kernel_signatures
 from grace.core.values.errors import ConfigError, nearest
 from grace.core.values.spec import HALF_DTYPES, Array, Key
 
 logger = logging.getLogger("grace")
-
-R = TypeVar("R")
 
 
 @cache
@@ -136,6 +134,7 @@ kernel_signatures.update(
 class Native(ArrayOps):
     """Kernels behind the composites; a framework's class defines how to run one."""
 
+    runs_kernels: ClassVar[bool] = True
     # True if arrays on a GPU are served, where the module was built for it.
     gpu: ClassVar[bool] = False
 
@@ -153,13 +152,6 @@ class Native(ArrayOps):
     @property
     def products(self) -> str:
         return "kernels" if self.device.startswith("cpu") else super().products
-
-    def compute(self, composite: Composite[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
-        if composite.by_kernels is not None:
-            result = composite.by_kernels(self, *args, **options)
-            if result is not None:
-                return result
-        return super().compute(composite, args, options)
 
     @abstractmethod
     def run(
@@ -203,8 +195,8 @@ class Native(ArrayOps):
         inputs = lists if onto is None else [onto, *lists]
         flag = int(onto is not None)
         out = self.withdraw() if onto is None else None
-        options: Any = {"outputs": [dtype], "lengths": [n], "consumes": onto is not None, "out": out}
-        return self.run(kernel, inputs, [*integers, flag], **options)[0]
+        consumes, integers = onto is not None, [*integers, flag]
+        return self.run(kernel, inputs, integers, outputs=[dtype], lengths=[n], consumes=consumes, out=out)[0]
 
     # --- arithmetic -----------------------------------------------------------------------------------------------
 

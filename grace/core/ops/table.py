@@ -27,9 +27,15 @@ class Composite(Generic[P, R]):
         self.__doc__ = body.__doc__
         self.body = body
         self.one_graph = one_graph
-        self.by_kernels: Callable[Concatenate[Native, P], R | None] | None = None
+        # Takes a `Native`, which only an object with `runs_kernels` is.
+        self.by_kernels: Callable[Concatenate[Any, P], R | None] | None = None
 
     def __call__(self, ops: ArrayOps, *args: P.args, **options: P.kwargs) -> R:
+        # Calls of small tensors are frequent, so this is one function and not a method per class of operations.
+        if ops.runs_kernels and self.by_kernels is not None:
+            result = self.by_kernels(ops, *args, **options)
+            if result is not None:
+                return result
         return ops.compute(self, args, options)
 
     def kernel(
