@@ -27,6 +27,8 @@ class Primitives(ABC):
     traced: ClassVar[bool] = False
     # True if lengths may be known only when a graph runs: `length` and `size` then return 0-d arrays.
     dynamic_shapes: ClassVar[bool] = False
+    # True if composites of the table may run their bodies by kernels.
+    runs_kernels: ClassVar[bool] = False
     # "module:Class" of the class that replaces this one where it has kernels; it derives from `Native`, too.
     kernels: ClassVar[str | None] = None
 

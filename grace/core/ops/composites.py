@@ -8,7 +8,7 @@ gives the same bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from grace.core.ops import random
 from grace.core.ops.base import Primitives, packed_size
@@ -26,9 +26,6 @@ def plus(ops: ArrayOps, onto: Array | None, values: Array) -> Array:
 
 class ArrayOps(Primitives):
     """Array operations of one framework on one device: sums, random numbers, the helpers of the GRACE paper (IV-B)."""
-
-    # True if composites of the table may run their bodies by kernels.
-    runs_kernels: ClassVar[bool] = False
 
     def compute(self, composite: Composite[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
         """Return the result of the reference body of a composite of the table."""
