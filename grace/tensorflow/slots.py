@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from grace.core.exchange.collectives import KINDS
-from grace.core.exchange.state import Slots
+from grace.core.exchange.state import Slots, alone
+from grace.core.methods.memory import Memory
 from grace.core.values.plan import Plan
 from grace.core.values.spec import Array, State
 from grace.core.values.unit import Unit, offsets
@@ -28,6 +29,8 @@ class VariableSlots(Slots):
         self.stage = 0
         # Stage and name of the tensors whose memories are equal on all ranks.
         self.shared: set[tuple[int, str]] = set()
+        # The memories with which no rank can start from zero alone.
+        self.joint: set[Memory] = set()
         self._make = make
         self._counter = make("step", tf.zeros([], tf.int64))
         # The rank that these memories belong to, and the number of ranks. -1: no rank yet.
@@ -132,7 +135,10 @@ class VariableSlots(Slots):
                 variable.assign(tf.concat(rows, axis=0))
 
     def belong_to(self, rank: int, size: int) -> None:
-        """Set the memories to zero if they come from the checkpoint of another rank, or of another number of ranks."""
+        """Set the memories to zero if they come from the checkpoint of another rank, or of another number of ranks.
+
+        Asserts that a rank does not do so alone with a memory whose ranks belong together.
+        """
         here, origin = tf.constant([rank, size], tf.int32), self.origin.read_value()
 
         def forget() -> tf.Tensor:
@@ -146,6 +152,11 @@ class VariableSlots(Slots):
             return tf.constant(True)
 
         foreign = tf.logical_and(origin[0] >= 0, tf.reduce_any(origin != here))
+        for memory in self.joint:
+            error = alone(memory)
+            # With another number of ranks, all of them start from zero.
+            allowed = tf.logical_or(tf.logical_not(foreign), origin[1] != size)
+            tf.debugging.Assert(allowed, [f"{type(error).__name__}: {error}"])
         if self.of_this_rank:
             tf.cond(foreign, forget, lambda: tf.constant(False))
         self.origin.assign(here)

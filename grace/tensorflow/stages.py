@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from grace.core.exchange.engine import Engine
-from grace.core.exchange.state import STATE_VERSION, carried, check_saved, initial, prepare, shown
+from grace.core.exchange.state import STATE_VERSION, alone, carried, check_saved, initial, prepare, shown
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config
@@ -103,6 +103,7 @@ class Stages:
         """Make the variables of a stage."""
         self.slots.stage = number
         self.slots.shared |= {(number, unit.spec.name) for unit in self._stages[number][1].units if unit.memory.shared}
+        self.slots.joint |= {u.memory for u in self._stages[number][1].stateful.values() if u.memory.joint}
         # All ranks make the same variables, also for what only one of them keeps.
         prepare(self.slots, self._stages[number][1], _ops, self._seed, rank=None)
 
@@ -276,6 +277,9 @@ class Stages:
                 "and the changes that were made since."
             )
         mine = (state["rank"], state["size"]) == self._place
+        for memory in self.slots.joint:
+            if not mine and state["size"] == self._place[1]:
+                raise alone(memory)
         own = {id(variable) for variable in self.slots.of_this_rank}
         for name, variable in self.slots.states.items():
             keep = mine or id(variable) not in own

@@ -45,9 +45,19 @@ CHOSEN = {
     for name, method in METHODS.items()
     if _serves(method.compressor) and not method.memory.whole
 }
+METHODS_OF_MEANS = {
+    "qsgd with dore": Method(compressors.make("qsgd"), memories.make("dore"), TwoShot()),
+    "topk with dore": Method(compressors.make("topk"), memories.make({"name": "dore", "alpha": 1.0}), TwoShot()),
+    "efsignsgd with shared_momentum": Method(
+        compressors.make("efsignsgd"), memories.make("shared_momentum"), TwoShot()
+    ),
+}
 SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("empty", (0, 4))]
 SPECS += [TensorSpec("half", (30, 60), "float16"), TensorSpec("double", (16, 90), "float64")]
+# What these hold is that of another gradient than the one given; test_joint_memories.py and the papers have them.
 FEEDBACK = {name: m for name, m in CHOSEN.items() if m.memory.feeds_back and name not in ("dgc", "variance", "signum")}
+
+CHOSEN |= METHODS_OF_MEANS
 
 
 def held(sim):

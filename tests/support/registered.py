@@ -30,8 +30,9 @@ def ops_of(backend: str) -> ArrayOps:
     return get_ops(framework, native=False if reference else None)
 
 
-# Communicators whose units are shards; tests of their own have their promises.
+# Communicators whose units are shards, and the memories that only these serve; tests of their own have their promises.
 OF_SHARDS = {"two_shot", "hierarchical"}
+MEMORIES_OF_SHARDS = {"dore", "dore_mean"}
 
 EXTRA_COMPRESSORS = [
     {"name": "3lc", "sparsity_multiplier": 1.9},
@@ -96,11 +97,15 @@ EXTRA_COMPRESSORS = [
 EXTRA_MEMORIES = [
     {"name": "dgc", "momentum": 0.5, "gradient_clipping": 1.0},
     {"name": "dgc", "momentum_masking": False},
+    {"name": "diana", "alpha": 1.0},
+    {"name": "dore", "alpha": 0.5},
+    {"name": "dore_mean", "alpha": 0.5, "eta": 0.5},
     {"name": "efsignsgd", "lr": 0.5},
     {"name": "lowpass", "beta": 0.5},
     {"name": "momentum", "momentum": 0.5},
     {"name": "residual", "beta": 0.9, "gamma": 0.5},
     {"name": "residual", "lr_correction": True, "gradient_clipping": 1.0},
+    {"name": "shared_momentum", "momentum": 0.5},
     {"name": "svrg", "period": 2},
     {"name": "variance", "decay": 0.5},
 ]
@@ -145,9 +150,11 @@ def valid_methods() -> list[Method]:
         for memory in memories:
             for communicator in sorted(set(communicators) - OF_SHARDS - {"auto"}):
                 try:
-                    parts.append(Method(compressor, memories.make(memory), communicators.make(communicator)))
+                    method = Method(compressor, memories.make(memory), communicators.make(communicator))
+                    method.communicator.check_memory(method.memory)
                 except IncompatibleError:
                     continue
+                parts.append(method)
     return parts
 
 

@@ -63,6 +63,8 @@ def _obstacle(method: Method) -> str | None:
         return "the ranks vote, and a tie has no sign to send on"
     if method.compressor.absolute:
         return "its threshold is that of a gradient, and the mean of all ranks is smaller"
+    if method.memory.joint:
+        return "the memory must receive the mean of what all ranks have sent"
     if method.memory.whole:
         return "the memory needs whole tensors"
     return TwoShot().obstacle(method.compressor)

@@ -16,6 +16,7 @@ from grace.core.exchange.unit_step import UnitStep
 from grace.core.exchange.wire import GatherLayout, Layout, Received, decode_rows
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
 from grace.core.values.config import Method
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import communicators, compressors, memories
@@ -70,6 +71,9 @@ class Hierarchical(Communicator):
                 )
         if self.between is not None:
             self.between.check(compressor)
+
+    def check_memory(self, memory: Memory) -> None:
+        self._between.check_memory(memory)
 
     def resolve(self, method: Method, ranks: Ranks) -> Communicator:
         nodes = Ranks(ranks.size // self._local_size(ranks))

@@ -14,6 +14,7 @@ from grace.core.exchange.collectives import Program
 from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
+from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators
@@ -70,6 +71,13 @@ class SparseAllreduce(Communicator):
             [_entries(u, self.reduction) for u in units],
             [u.guarded for u in units],
         )
+
+    def check_memory(self, memory: Memory) -> None:
+        if memory.joint:
+            raise IncompatibleError(
+                f"{memory} must receive the mean of what all ranks have sent, and communicator 'sparse_allreduce' "
+                "drops a part of it. Valid communicators: allgather."
+            )
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         assert isinstance(layout, SparseLayout)

@@ -41,12 +41,14 @@ class TwoShot(Communicator):
     added to the mean of the next step.
 
     `second` is C': by default the compressor itself; "none" sends the mean as it is. `shard_memory` is by default
-    error feedback if C' has it by default, else none.
+    error feedback if C' has it by default, else none. The memory `dore` brings its own.
 
     Reference: Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
     compression", ICML 2019; Zheng et al., "Communication-efficient distributed blockwise momentum SGD with
     error-feedback" (dist-EF-SGD, by the memory `efsignsgd`), NeurIPS 2019; Sattler et al., "Robust and
-    communication-efficient federated learning from non-IID data" (STC, by a chain of topk and efsignsgd), 2019.
+    communication-efficient federated learning from non-IID data" (STC, by a chain of topk and efsignsgd), 2019; Liu et
+    al., "A double residual compression algorithm for efficient distributed learning" (DORE, by the memory `dore`),
+    AISTATS 2020; Tang et al., "1-bit Adam" (by efsignsgd and the memory `shared_momentum`), ICML 2021.
     """
 
     any_length: ClassVar[bool] = True
@@ -71,6 +73,18 @@ class TwoShot(Communicator):
                 "and the owner of a shard has neither. Valid: residual, none."
             )
 
+    def check_memory(self, memory: Memory) -> None:
+        if memory.joint and memory.at_owner is None:
+            raise IncompatibleError(
+                f"{memory} must receive the mean of what all ranks have sent, and communicator 'two_shot' compresses "
+                "it again. Valid memories: dore, which needs two_shot, and those that follow no mean, such as residual."
+            )
+        if memory.at_owner is not None and self.shard_memory is not None:
+            raise IncompatibleError(
+                f"{memory} brings the memory that the owner of a shard needs, but shard_memory names "
+                f"{self.shard_memory}; leave shard_memory out."
+            )
+
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
         divided = []
         for unit in units:
@@ -84,7 +98,8 @@ class TwoShot(Communicator):
     def _onward(self, shard: Unit, owners: tuple[int, ...]) -> Unit:
         second = self.second or shard.compressor
         feeds_back = memories.make(second.default_memory).feeds_back
-        memory = self.shard_memory or memories.make("residual" if feeds_back else "none")
+        usual = memories.make("residual" if feeds_back else "none")
+        memory = shard.memory.at_owner or self.shard_memory or usual
         spec = dataclasses.replace(shard.spec, name=f"mean of {shard.spec.name}", dtype=shard.spec.work_dtype)
         method = Method(second, memory, Allgather())
         return dataclasses.replace(shard, spec=spec, method=method, owners=owners)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grace.core.methods.capabilities import Stateful
+from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import StateError
 from grace.core.values.plan import Plan
@@ -113,9 +114,19 @@ class Slots:
             # What another rank holds of a unit that only its owner has a memory for may have another form.
             kinds = ["compressor"] if initial is not None and unit.owners is not None else list(current)
             new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in kinds}
+            if initial is not None and unit.memory.joint and not resized:
+                raise alone(unit.memory)
             if initial is not None and not unit.memory.shared:
                 new[name]["memory"] = initial(unit)["memory"]
         self._states.update(new)
+
+
+def alone(memory: Memory) -> StateError:
+    """Return the error of a rank that would start from zero while others go on, with a memory that is `joint`."""
+    return StateError(
+        f"checkpoint: another rank saved it, and with the memory '{memories.name_of(memory)}' no rank can start from "
+        "zero alone. Let every rank load its own file, or load no state of grace on any rank."
+    )
 
 
 def tensors_of(unit: Unit) -> list[str]:
@@ -221,7 +232,8 @@ def carried(
 
     A residual passes from one memory to any other that has one, in the units of the new one. State that a memory holds
     per element is kept even if the units are cut differently. What only the owners of a unit hold back of a mean over
-    `size` ranks goes into their own residuals, unless they own the same unit again.
+    `size` ranks goes into their own residuals, unless they own the same unit again. Memories that count on an owner go
+    on only with that owner's.
     """
     new = _carried_units(before.units, after.units, read, fresh, ops)
     for name, unit in after.stateful.items():
@@ -229,6 +241,12 @@ def carried(
             old = before.stateful.get(name)
             again = old is not None and (old.owners, old.pieces) == (unit.owners, unit.pieces)
             new[name] = _continued(old, unit, read(name), fresh(unit), ops) if old and again else fresh(unit)
+    for name, unit in after.stateful.items():
+        if unit.memory.at_owner is not None and not _keeps_owner(before, unit):
+            # The ranks follow a mean that their owner no longer has: all start anew, except for the residual.
+            start, kept = fresh(unit)["memory"], new[name]["memory"]
+            memory = {key: kept[key] if key == "residual" else value for key, value in start.items()}
+            new[name] = {**new[name], "memory": memory}
     for unit in before.units:
         for onward, scale in held_onward(unit):
             name, owners = onward.spec.name, onward.owners or ()
@@ -238,6 +256,17 @@ def carried(
             if residual is not None and not (goes_on and "residual" in new[name]["memory"]):
                 _hand_back(unit, residual * (size / len(owners) / scale), after.units, new, ops)
     return new
+
+
+def _keeps_owner(before: Plan, unit: Unit) -> bool:
+    """Return whether the owner of a unit's mean had the same memory of the same mean."""
+    assert unit.onward is not None
+    onward, old = unit.onward, before.stateful.get(unit.onward.spec.name)
+    return (
+        old is not None
+        and (old.owners, old.pieces) == (onward.owners, onward.pieces)
+        and type(old.memory) is type(onward.memory)
+    )
 
 
 def held_onward(unit: Unit) -> Iterator[tuple[Unit, float]]:

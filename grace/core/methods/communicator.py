@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
+from grace.core.values.errors import IncompatibleError
 from grace.core.values.spec import Ranks
 
 if TYPE_CHECKING:
@@ -36,6 +38,17 @@ class Communicator(ABC):
     @abstractmethod
     def check(self, compressor: Compressor) -> None:
         """Raise IncompatibleError if this communicator cannot carry the compressor's payloads."""
+
+    def check_memory(self, memory: Memory) -> None:
+        """Raise IncompatibleError if this communicator cannot serve the memory.
+
+        By default every rank merges, so a memory that follows the mean must do so in `finish`.
+        """
+        if memory.joint and not memory.finishes:
+            raise IncompatibleError(
+                f"{memory} needs one rank that owns each mean, and {self} has none. Valid communicators: two_shot, and "
+                "hierarchical with between = 'two_shot'."
+            )
 
     def resolve(self, method: Method, ranks: Ranks) -> Communicator:
         """Return the communicator for a method, which names this one, and these ranks (default: this one)."""

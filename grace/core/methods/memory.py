@@ -57,6 +57,20 @@ class Memory(ABC):
         return False
 
     @property
+    def joint(self) -> bool:
+        """True if the states of all ranks belong together: they follow the mean of what all ranks have sent.
+
+        No rank can start from zero alone. Where every rank merges, `finish` follows the mean; where one rank owns it,
+        `at_owner` does.
+        """
+        return False
+
+    @property
+    def at_owner(self) -> Memory | None:
+        """Memory that the owner of a mean must have if the ranks have this one; None if the owner has its own."""
+        return None
+
+    @property
     def residual_scale(self) -> float:
         """Unit of the residual in gradients: 1, or the learning rate if it is kept in units of the weights."""
         return 1.0

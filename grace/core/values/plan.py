@@ -159,7 +159,7 @@ def make_plan(
     decide how much goes into one bucket, and which of it is compressed as one. Tensors for which `delegate(item)` holds
     are left to the caller, except dense vectors beside compressed tensors: together they take one collective. Tensors
     in `holding` carry a residual of an earlier plan, which their method sends once if they have no memory.
-    Raises ConfigError if two tensors have one name.
+    Raises ConfigError if two tensors have one name, IncompatibleError if a communicator cannot serve a memory.
     """
     model_numel = sum(spec.numel for spec in specs)
     items = [
@@ -349,5 +349,6 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool) -> As
     method = dataclasses.replace(method, communicator=method.communicator.resolve(method, ranks))
     if holding and method.memory.stateless:
         method = dataclasses.replace(method, memory=memories.make("leftover"))
+    method.communicator.check_memory(method.memory)
     reasons = unfit or (rule.reason if rule else ""), why
     return Assignment(spec, method, "; ".join(filter(None, reasons)), config.index_coding, holding)

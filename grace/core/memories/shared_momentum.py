@@ -1,0 +1,61 @@
+"""Memory of 1-bit Adam: momentum of the merged result, with error feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.memories.diana import check_mean
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Compensated, Memory
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import memories
+from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+
+
+@memories.register("shared_momentum")
+@dataclass(frozen=True)
+class SharedMomentum(Memory):
+    r"""Momentum that all ranks share, with error feedback, for 1-bit Adam.
+
+    Formula: x = e + \beta \bar m + (1 - \beta) g, \quad \text{send } C(x), \quad e \leftarrow x - C(x), \quad
+    \bar m \leftarrow \mathrm{mean}(C(x))
+
+    beta is `momentum`. Every rank adds its gradient to the last merged momentum, which is equal on all ranks, and the
+    optimizer receives the new one: the residual is in its units. Set the optimizer's own momentum to 0; the page on
+    Adam has an Adam that takes the momentum from here. The memory takes two buffers of the gradient's size.
+
+    Reference: Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
+    ICML 2021, Algorithm 1.
+    """
+
+    momentum: float = 0.9
+
+    finishes = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"memory shared_momentum: momentum must lie in [0, 1), received {self.momentum!r}.")
+
+    def check(self, compressor: Compressor) -> None:
+        check_mean("shared_momentum", compressor)
+
+    @property
+    def accelerates(self) -> bool:
+        return self.momentum > 0
+
+    def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
+        return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}
+
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
+        ops = at.ops
+        momentum = ops.weighted_sum(state["momentum"], self.momentum, grad, 1 - self.momentum)
+        x, finite = ops.finite_sum(momentum, 1, state["residual"], 1)
+        return Compensated(x, {"momentum": state["momentum"]}, finite)
+
+    def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        return {**state, "residual": compressor.residual_(x_, payload, at)}
+
+    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
+        # A copy, because the optimizer may change the gradient that it receives.
+        return merged, {**state, "momentum": at.ops.copy(merged)}
