@@ -48,6 +48,7 @@ NONFINITE = "tests/core/test_nonfinite.py"
 SCHEDULE = "tests/core/test_schedule.py"
 GRANULARITY = "tests/core/test_granularity.py"
 UNIT_CHANGES = "tests/core/test_unit_changes.py"
+JOINT = "tests/core/test_joint_memories.py"
 PLACEMENT = "tests/core/test_gradient_placement.py"
 ERRORS = "tests/core/test_errors.py"
 DAMAGED = "tests/core/test_damaged_payloads.py"
@@ -938,6 +939,94 @@ PATCHES = [
         "scale *= before.memory.residual_scale",
         "what an owner holds is taken for more than it is, if ranks keep a part of their debt",
         ("tests/papers/test_scalecom.py -k any_way",),
+    ),
+    Patch(
+        "state-ranks-follow-a-lost-mean",
+        STATE,
+        "if unit.memory.at_owner is not None and not _keeps_owner(before, unit):",
+        "if False:",
+        "after a change of owners, the ranks subtract what nobody adds",
+        (f"{JOINT} -k 'other_owners or sent_once'",),
+    ),
+    Patch(
+        "state-a-rank-starts-alone",
+        STATE,
+        "if initial is not None and unit.memory.joint and not resized:",
+        "if False:",
+        "a rank with another's checkpoint subtracts nothing, and gets the mean of what the others subtract",
+        (f"{JOINT} -k alone",),
+    ),
+    Patch(
+        "two-shot-owner-without-the-mean",
+        TWO_SHOT,
+        "memory = shard.memory.at_owner or self.shard_memory or usual",
+        "memory = self.shard_memory or usual",
+        "the owner does not add what the ranks have subtracted",
+        ("tests/papers/test_two_shot.py -k dore", f"{JOINT} -k follows"),
+    ),
+    Patch(
+        "two-shot-compresses-the-mean-of-diana",
+        TWO_SHOT,
+        "if memory.joint and memory.at_owner is None:",
+        "if False:",
+        "the mean of the shifts drifts from what the ranks keep",
+        (f"{JOINT} -k refused",),
+    ),
+    Patch(
+        "sparse-drops-from-the-mean-of-diana",
+        SPARSE,
+        "if memory.joint:",
+        "if False:",
+        "the mean of the shifts lacks what is dropped on the way",
+        (f"{JOINT} -k refused",),
+    ),
+    Patch(
+        "auto-compresses-the-mean-of-diana",
+        "grace/core/communicators/auto.py",
+        "if method.memory.joint:",
+        "if False:",
+        "from three ranks on, auto chooses a communicator that refuses the memory",
+        (f"{JOINT} -k auto",),
+    ),
+    Patch(
+        "diana-shifts-of-ranks-only",
+        "grace/core/memories/diana.py",
+        "weighted_sum(mean, 1, merged, self.alpha)",
+        "weighted_sum(mean, 1, merged, 0)",
+        "the mean of the shifts stays at zero",
+        ("tests/papers/test_diana.py -k algorithm",),
+    ),
+    Patch(
+        "dore-sends-a-residual-again",
+        "grace/core/memories/dore.py",
+        '"residual": at.ops.zeros(at.spec.numel, at.spec.work_dtype),',
+        '"residual": x_,',
+        "what an owner has handed over is sent again and again",
+        (f"{JOINT} -k 'sent_once or change_loses'",),
+    ),
+    Patch(
+        "dore-owner-feeds-all-back",
+        "grace/core/memories/dore.py",
+        'state["residual"], self.eta)',
+        'state["residual"], 1)',
+        "eta has no effect",
+        ("tests/papers/test_two_shot.py -k dore",),
+    ),
+    Patch(
+        "shared-momentum-of-the-rank",
+        "grace/core/memories/shared_momentum.py",
+        '"momentum": at.ops.copy(merged)',
+        '"momentum": state["momentum"]',
+        "the momentum of the merged results never begins",
+        ("tests/papers/test_two_shot.py -k one_bit",),
+    ),
+    Patch(
+        "shared-momentum-handed-out",
+        "grace/core/memories/shared_momentum.py",
+        "at.ops.copy(merged)",
+        "merged",
+        "an optimizer that changes its gradient in place changes the state",
+        (f"{JOINT} -k in_place",),
     ),
     Patch(
         "lowpass-forgets-what-it-held",

@@ -29,6 +29,13 @@ _QUICK: dict[str, dict[str, Any]] = {
     "hardthreshold": {"tune_steps": 2},
 }
 
+# Memories that are no compressor's default, in the place of a method; with the communicator that they are made for.
+_MEMORIES: dict[str, dict[str, Any]] = {
+    "diana": {"compressor": "qsgd", "communicator": "allgather"},
+    "dore": {"compressor": "qsgd", "communicator": "two_shot"},
+    "shared_momentum": {"compressor": "efsignsgd", "communicator": "two_shot"},
+}
+
 # Every rank of TensorFlow traces all graphs, so four ranks on two cores take twice as long as two.
 TENSORFLOW_MPI = Launch(TENSORFLOW, "mpirun", 4 if ALL else 2)
 # Only `--all` adds it where a launcher matters by the bytes that it moves: the tests of exchanges check these.
@@ -77,7 +84,8 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of a row."""
     name = row["method"]
     travels = {"communicator": communicator_of(row)} if "communicator" in row else {}
-    return {"compressor": name, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
+    method = {**_MEMORIES[name], "memory": name} if name in _MEMORIES else {"compressor": name}
+    return {**method, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
 
 
 def rows(factors: dict[str, list[Any]], valid: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
@@ -90,6 +98,15 @@ def rows(factors: dict[str, list[Any]], valid: Callable[[dict[str, Any]], bool])
         full = product(factors, lambda row: (row["launcher"], row["ranks"]) == _FULL and valid(row))
         chosen += [row for row in full if row not in chosen]
     return chosen
+
+
+def rows_of_memories(launches: list[tuple[str, int]], **factors: Any) -> list[dict[str, Any]]:
+    """Return a row for each memory of its own and each launch, with these values of the other factors."""
+    return [
+        {"method": name, "communicator": method["communicator"], **factors, "launcher": launcher, "ranks": ranks}
+        for name, method in _MEMORIES.items()
+        for launcher, ranks in launches
+    ]
 
 
 def label_of(row: dict[str, Any]) -> str:

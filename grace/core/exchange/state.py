@@ -259,14 +259,10 @@ def carried(
 
 
 def _keeps_owner(before: Plan, unit: Unit) -> bool:
-    """Return whether the owner of a unit's mean had the same memory of the same mean."""
+    """Return whether the same rank owned the mean of a unit before."""
     assert unit.onward is not None
-    onward, old = unit.onward, before.stateful.get(unit.onward.spec.name)
-    return (
-        old is not None
-        and (old.owners, old.pieces) == (onward.owners, onward.pieces)
-        and type(old.memory) is type(onward.memory)
-    )
+    old = before.stateful.get(unit.onward.spec.name)
+    return old is not None and (old.owners, old.pieces) == (unit.onward.owners, unit.onward.pieces)
 
 
 def held_onward(unit: Unit) -> Iterator[tuple[Unit, float]]:

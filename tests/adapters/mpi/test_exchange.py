@@ -45,6 +45,11 @@ EXCHANGES = rows(
     },
     _possible,
 )
+MEMORIES = {row["method"] for row in cases.rows_of_memories([("mpirun", 2)])}
+EXCHANGES += [
+    {"compressor": row["method"], "communicator": row["communicator"], "cut": "small buckets", "ranks": row["ranks"]}
+    for row in cases.rows_of_memories([("mpirun", 2), ("mpirun", 4)])
+]
 
 
 def exchanged(launch):
@@ -58,7 +63,7 @@ def exchanged(launch):
 @each_size
 def test_every_method_exchanges_what_the_simulation_does(launch):
     results = exchanged(launch)
-    assert {label.split("/")[0].split("-")[0] for label in results[0]} == set(compressors)
+    assert {label.split("/")[0].split("-")[0] for label in results[0]} == {*compressors, *MEMORIES}
     for label, result in results[0].items():
         if "refused" in result:
             assert all(rank[label]["exchange"] == result["refused"] for rank in results), label

@@ -57,7 +57,11 @@ STEPS = 3
 
 
 def _config(row: dict[str, Any]) -> grace.Config:
-    parts = registered.default_method(COMPRESSORS[row["compressor"]])
+    name = row["compressor"]
+    if name not in COMPRESSORS:
+        parts = grace.make_config(cases.config_of({"method": name, **row})).method
+        return steps.config(parts, **steps.CUTS[row["cut"]])
+    parts = registered.default_method(COMPRESSORS[name])
     if row["communicator"] != "default":
         parts = grace.Method(parts.compressor, parts.memory, communicators.make(cases.communicator_of(row)))
     return steps.config(parts, **steps.CUTS.get(row["cut"], {}))

@@ -57,7 +57,7 @@ GIVEN = cases.rows(
         **cases.launch_factors(alone=False),
     },
     _exchanges,
-)
+) + cases.rows_of_memories([("horovodrun-gloo", 2)], granularity="layer", mode="graph")
 
 each_training = on(*cases.launches(TENSORFLOW, TRAINED))
 each_exchange = on(*cases.launches(TENSORFLOW, GIVEN))

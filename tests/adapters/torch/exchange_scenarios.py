@@ -177,7 +177,7 @@ def given(rows: ROWS) -> dict[str, Any]:
                 steps.append({"finite": left, "others finite": all(finite.values()), "state kept": kept})
         merged[label_of(row)] = found
         compressed = [
-            sum(compressors.name_of(item.compressor) == row["method"] for item in parts)
+            sum(compressors.name_of(item.compressor) == config_of(row)["compressor"] for item in parts)
             for parts in (plan.stateful.values(), plan.exchanged)
         ]
         units = engine.state_dict()["tensors"].values()

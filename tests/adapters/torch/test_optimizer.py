@@ -36,7 +36,7 @@ EXCHANGES = cases.rows(
         **cases.launch_factors(),
     },
     _possible,
-)
+) + cases.rows_of_memories([("horovodrun-gloo", 2), ("mpirun", 4)], granularity="bucket", view=False)
 DTYPES = cases.rows(
     {
         "method": cases.method_factors()["method"],
