@@ -122,6 +122,17 @@ def state_of_another_rank(make: Make) -> None:
     assert second.exchange.stats()["step"] == 2
 
 
+def joint_state_of_another_rank(make: Make) -> None:
+    config = {"compressor": "qsgd", "memory": "diana", "communicator": "allgather", "default_rules": False}
+    first, second = make(config), make(config)
+    first.step(0)
+    saved = first.exchange.state_dict()
+    other = {"ranks": [{**one, "rank": 7} for one in saved["ranks"]]} if "ranks" in saved else {**saved, "rank": 7}
+    with pytest.raises(StateError, match="no rank can start from zero alone"):
+        second.exchange.load_state_dict(other)
+    assert second.step(0) == make(config).step(0)
+
+
 def damaged_state(make: Make) -> None:
     whole, run = make(TOPK), make(TOPK)
     for each in (whole, run):
@@ -140,5 +151,6 @@ PROMISES = (
     timeline,
     resumed_state,
     state_of_another_rank,
+    joint_state_of_another_rank,
     damaged_state,
 )

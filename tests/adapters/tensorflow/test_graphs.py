@@ -17,7 +17,7 @@ from grace.core.exchange.engine import Engine
 from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.ops import get_ops
 from grace.core.ops.native import Native
-from grace.core.values.registry import compressors
+from grace.core.values.registry import compressors, memories
 from grace.core.values.spec import TensorSpec
 from grace.testing import traced
 from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload_on_host, same
@@ -199,3 +199,22 @@ def test_the_device_of_a_variable_decides_on_the_kernels():
     places = {"/job:localhost/replica:0/task:0/device:GPU:1": "gpu", "/device:XPU:0": "xpu", "": "cpu"}
     assert {place: device_of(SimpleNamespace(device=place)) for place in places} == places
     assert not isinstance(get_ops("tensorflow", "gpu"), Native)
+
+
+@pytest.mark.parametrize(("saved_by", "allowed"), [((1, 2), True), ((0, 2), False), ((0, 3), True), ((-1, 0), True)])
+def test_no_rank_starts_from_zero_alone_in_a_graph(saved_by, allowed):
+    """With another number of ranks, all of them start from zero."""
+    import tensorflow as tf
+
+    from grace.tensorflow.slots import VariableSlots
+
+    slots = VariableSlots(lambda name, value: tf.Variable(value, trainable=False))
+    slots.joint.add(memories.make("dore"))
+    slots.origin.assign(saved_by)
+    step = tf.function(lambda: slots.belong_to(1, 2))
+    if allowed:
+        step()
+        assert slots.origin.numpy().tolist() == [1, 2]
+        return
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no rank can start from zero alone"):
+        step()
