@@ -22,11 +22,11 @@ GENERATED += [f"docs/figures/generated/{figure}.svg" for figure in ("break_even"
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in GENERATED)]
 # The Python blocks of each of these pages form one script.
-PARTS = ("adam", "configuration", "communicators_and_memories", "checkpoints", "statistics")
+USING = ("adam", "configuration", "communicators_and_memories", "checkpoints", "statistics")
 EXTEND = ("index", "compressor", "memory", "communicator", "transport", "array_operation", "backend")
 RUNNABLE = [
     *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "recipes", "tensorflow")),
-    *(f"docs/{page}.md" for page in PARTS),
+    *(f"docs/{page}.md" for page in USING),
     *(f"docs/extend/{page}.md" for page in EXTEND),
     "docs/design/mpi4py.md",
 ]
