@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,17 +10,15 @@ from mpi4py import MPI
 
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.exchange import Exchange
+from grace.core.exchange.start import announce, begin
 from grace.core.exchange.transport import TIMEOUT
-from grace.core.guards.agreement import agree, check_steps, formats
+from grace.core.guards.agreement import Meeting, check_steps
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config
 from grace.core.values.errors import StepError
-from grace.core.values.plan import make_plans
 from grace.core.values.spec import Array, TensorSpec, as_specs
 from grace.mpi.transport import MPITransport
-
-logger = logging.getLogger("grace")
 
 # Rank and size among all processes; they give the files of several communicators different names.
 _WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
@@ -50,44 +47,29 @@ class MPIExchange(Exchange[Engine]):
         comm: Any = MPI.COMM_WORLD,
         average: bool = True,
     ) -> None:
-        failure: Exception | None = None
-        description: dict[str, Any] = {}
-        timeout = TIMEOUT
+        timeout, failure, where = TIMEOUT, None, "grace.mpi.MPIExchange"
         try:
             made = make_config(config)
             timeout = made.timeout
         except Exception as error:
+            # The other ranks must learn of it when they meet, which takes a transport.
             failure = error
         self.transport = MPITransport(comm, timeout=timeout)
-        rank, ranks = self.transport.rank, self.transport.ranks
+        gather = self.transport.gather_objects
         try:
-            if failure is not None:
-                raise failure
-            specs = as_specs(tensors)
-            (_, plan), *later = make_plans(specs, made, ranks=ranks)
-            ops = functools.partial(get_ops, "numpy")
-            engine = Engine(plan, ops, self.transport, seed=made.seed, average=average, later=later)
-            super().__init__(made, specs, [engine], ops, rank=rank, ranks=ranks, world=[_WORLD])
-            engine.times.start_as_told(*_WORLD)
-            description = {
-                "configuration": made.to_dict(),
-                "average": average,
-                "tensors": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
-                "formats": formats([plan, *(stage for _, stage in later)], ops),
-            }
-        except Exception as error:
-            # The other ranks must learn of it, or they would wait for this rank below.
-            failure = error
-        where = "grace.mpi.MPIExchange"
-        try:
-            agree(description, failure, lambda m: self.transport.gather_objects(m, "grace/agree", f"{where}()"), where)
+            with Meeting(lambda mine: gather(mine, "grace/agree", f"{where}()"), where) as meeting:
+                if failure is not None:
+                    raise failure
+                specs, ops = as_specs(tensors), functools.partial(get_ops, "numpy")
+                meeting.mine["average"] = average
+                engine = begin(meeting, made, specs, ops, self.transport, average=average, world=_WORLD)
         except Exception:
             # All ranks get here, or none.
             self.transport.close()
             raise
-        if rank == 0:
-            for text in self.plan.warnings:
-                logger.warning("%s", text)
+        rank, ranks = self.transport.rank, self.transport.ranks
+        super().__init__(made, specs, [engine], ops, rank=rank, ranks=ranks, world=[_WORLD])
+        announce(self.plan, self.transport)
 
     def __call__(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Exchange one gradient per tensor and return the merged gradients.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,8 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from grace.core.exchange import exchange as core
-from grace.core.guards.agreement import agree, formats
+from grace.core.exchange.start import described
+from grace.core.guards.agreement import Meeting
 from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
@@ -42,8 +42,6 @@ from grace.tensorflow.transport import HorovodTransport, local_size_of
 from grace.tensorflow.waiting import Watch, gather
 
 _OPS = functools.partial(get_ops, "tensorflow")
-
-logger = logging.getLogger("grace")
 
 # The number of exchanges that have started, per process set. It is part of the names of their collectives, which must
 # differ between exchanges. Ranks start exchanges in the same order.
@@ -244,7 +242,6 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
                 "the saved optimizer used a process set, and process sets are not saved; set it before the first step: "
                 "model.optimizer.grace.process_set = hvd.add_process_set(...)."
             )
-        failure = failure or self._start_as_told()
         stages = self.engine
         set_id = self.process_set.process_set_id
         if not self.process_set.included():
@@ -253,27 +250,30 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
                 "call it only on the ranks of the set."
             )
         rank, ranks = self._rank_of_ranks()
-        if failure is None and ranks != stages.ranks and any(plan.shards for plan in stages.plans):
-            failure = ConfigError(
-                f"the plan was made for {stages.ranks.size} ranks, and there are {ranks.size}; call hvd.init() before "
-                "you build or load the optimizer: the communicator cuts tensors into one shard per rank."
-            )
-        description = {
-            **self.describe(),
-            "iterations": self.iterations(),
-            "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in self._specs},
-            "formats": formats(stages.plans, _OPS),
-            "methods": [
-                {item.spec.name: compressors.name_of(item.compressor) for item in plan.assignments}
-                for plan in stages.plans
-            ],
-            "of this rank": {
-                "meetings": _meetings[set_id],
-                "kinds": {spec.name: self._kind(spec, g) for spec, g in zip(self._specs, gradients, strict=False)},
-            },
-        }
         self.rank, self.ranks, where = rank, ranks, "the first step"
-        everyone = agree(description, failure, lambda mine: self._gather([mine], "first step", where), where)
+        with Meeting(lambda mine: self._gather([mine], "first step", where), where) as meeting:
+            if failure is not None:
+                raise failure
+            self.times.start_as_told(hvd.rank(), hvd.size())
+            if ranks != stages.ranks and any(plan.shards for plan in stages.plans):
+                raise ConfigError(
+                    f"the plan was made for {stages.ranks.size} ranks, and there are {ranks.size}; call hvd.init() "
+                    "before you build or load the optimizer: the communicator cuts tensors into one shard per rank."
+                )
+            meeting.mine = {
+                **self.describe(),
+                "iterations": self.iterations(),
+                **described(self.config, self._specs, stages.plans, _OPS),
+                "methods": [
+                    {item.spec.name: compressors.name_of(item.compressor) for item in plan.assignments}
+                    for plan in stages.plans
+                ],
+                "of this rank": {
+                    "meetings": _meetings[set_id],
+                    "kinds": {spec.name: self._kind(spec, g) for spec, g in zip(self._specs, gradients, strict=True)},
+                },
+            }
+        everyone = meeting.everyone
         # Horovod may reuse the identifier of a removed set with other ranks. So the ranks' counts may differ.
         number = max(other["of this rank"]["meetings"] for other in everyone)
         _meetings[set_id] = number + 1

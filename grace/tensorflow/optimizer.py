@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from grace.core.exchange.transport import TIMEOUT
-from grace.core.guards.agreement import agree
+from grace.core.guards.agreement import Meeting
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import ConfigError, StepError
 from grace.core.values.plan import early_warnings, warn_of_momentum
@@ -86,9 +86,9 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     MismatchError on every rank if the ranks differ: in their configuration here, in their variables at the first step.
     """
     check_process(_WHERE, process_set)
-    failure: Exception | None = None
-    description: dict[str, Any] = {}
-    try:
+    included = process_set.process_set_id is not None and process_set.included()
+    timeout = TIMEOUT
+    with Meeting(lambda mine: gather(process_set, "optimizer", f"{_WHERE}()", timeout)(mine), _WHERE) as meeting:
         refuse(options, _WHERE)
         refuse_typos(options, DistributedOptimizer, _WHERE)
         _check(optimizer)
@@ -102,25 +102,20 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             process_set=process_set,
             **options,
         )
-        if process_set.included() and process_set.rank() == 0:
+        timeout = exchange.config.timeout
+        if included and process_set.rank() == 0:
             warn_of_momentum(exchange.config, _momentum(innermost(optimizer)))
-        if process_set.included():
+        if included:
             exchange.times.start_as_told(hvd.rank(), hvd.size())
         _check_passes(innermost(optimizer), backward_passes_per_step)
         if local_steps != 1:
             check_local(innermost(optimizer), exchange, local_steps, backward_passes_per_step)
-        description = {
+        meeting.mine = {
             **exchange.describe(),
             "backward_passes_per_step": backward_passes_per_step,
             "average_aggregated_gradients": average_aggregated_gradients,
             "local_steps": local_steps,
         }
-    except Exception as error:
-        # Report the error to the other ranks; otherwise they would wait for this rank.
-        failure = error
-    included = process_set.process_set_id is not None and process_set.included()
-    timeout = TIMEOUT if failure is not None else exchange.config.timeout
-    agree(description, failure, gather(process_set, "optimizer", f"{_WHERE}()", timeout), _WHERE)
     exchange.warned = early_warnings(exchange.config)
     if included and process_set.rank() == 0:
         for text in exchange.warned:

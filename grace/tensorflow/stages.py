@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from grace.core.exchange.engine import Engine
+from grace.core.exchange.start import announce
 from grace.core.exchange.state import STATE_VERSION, alone, carried, check_saved, initial, prepare, shown
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
@@ -22,8 +22,6 @@ from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.slots import VariableSlots
 from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport
-
-logger = logging.getLogger("grace")
 
 _STALE = (
     "StepError: the step was traced before grace.change(); "
@@ -139,11 +137,7 @@ class Stages:
         self._engines[number] = engine
         self.slots.expect_notes(plan, self.track_norms, self._rows)
         self.times.expect(plan)
-        if self._transport.rank == 0:
-            for text in plan.warnings:
-                if text not in self._warned:
-                    logger.warning("%s", text)
-            logger.info("grace exchanges over %d ranks, from step %d:\n%s", self._transport.size, first, plan.report())
+        announce(plan, self._transport, first=first, told=self._warned)
 
     # --- change -------------------------------------------------------------------------------------------------
 

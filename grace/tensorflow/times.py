@@ -122,14 +122,6 @@ class Measured:
         """Stop writing the timeline."""
         self.times.stop()
 
-    def _start_as_told(self) -> Exception | None:
-        """Start the timeline if GRACE_TIMELINE is set. Return the error if the file cannot be written, else None."""
-        try:
-            self.times.start_as_told(hvd.rank(), hvd.size())
-        except ConfigError as error:
-            return error
-        return None
-
     def _before_the_first_step(self, name: str) -> None:
         if self._transport is not None:
             raise StepError(f"{name} was set after the first step was traced; set it before the first step.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grace.core.guards.agreement import agree
+from grace.core.guards.agreement import Meeting, agree
 from grace.core.values.errors import ConfigError, MismatchError
 
 TOLD = {"configuration": {"compressor": "topk", "ratio": 0.1}, "parameters": {"a": [3], "b": [4]}}
@@ -54,3 +54,17 @@ def test_a_rank_that_fails_gets_its_error_and_the_others_hear_of_it():
         agree({}, ConfigError("no such thing"), gather, "grace.make")
     with pytest.raises(MismatchError, match=r"^grace\.make failed on rank 1: ConfigError: no such thing$"):
         agree(TOLD, None, lambda mine: [mine, *sent], "grace.make")
+
+
+def test_an_error_while_a_rank_prepares_is_told_to_the_others():
+    sent = []
+    with (
+        pytest.raises(ConfigError, match="no such thing"),
+        Meeting(lambda mine: [TOLD, sent.append(mine) or mine], "grace.make") as meeting,
+    ):
+        raise ConfigError("no such thing")
+    assert sent == [{"error": "ConfigError: no such thing"}]
+    assert meeting.everyone == []
+    with Meeting(lambda mine: [TOLD, mine], "grace.make") as meeting:
+        meeting.mine = {**TOLD, "of this rank": 1}
+    assert meeting.everyone == [TOLD, {**TOLD, "of this rank": 1}]

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from grace.core.guards.agreement import agree, formats
+from grace.core.guards.agreement import Meeting, formats
 from grace.core.guards.replicas import compare, digest
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
@@ -134,22 +134,15 @@ class Exchange(ABC, Generic[D]):
         All ranks must call it between the same two steps. Raises the errors of `make_config`, ConfigError if the
         configuration has a schedule, StepError during a step, and MismatchError on every rank if the ranks differ.
         """
-        failure: Exception | None = None
-        description: dict[str, Any] = {}
-        plan = None
-        try:
+        plan, where = None, f"{self.called}.change"
+        with Meeting(lambda mine: self._gather([mine], "change", f"{where}()"), where) as meeting:
             for engine in self.engines:
                 engine.check_idle("change")
             config = change_config(self.config, changes)
-            description["configuration"] = config.to_dict()
+            meeting.mine["configuration"] = config.to_dict()
             if self.engines:
                 plan = self._plan_of(config)
-                description |= {"step": int(self.engine.step), "formats": formats([plan], self._ops)}
-        except Exception as error:
-            # The other ranks must learn of it, or they would wait for this rank below.
-            failure = error
-        where = f"{self.called}.change"
-        agree(description, failure, lambda mine: self._gather([mine], "change", f"{where}()"), where)
+                meeting.mine.update({"step": int(self.engine.step), "formats": formats([plan], self._ops)})
         if plan is not None:
             self._changes += 1
             for engine in self.engines:

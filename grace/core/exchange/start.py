@@ -1,0 +1,65 @@
+"""Start of an exchange, the same in every adapter: the plans, the engine, and what the ranks compare before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grace.core.exchange.engine import Engine
+from grace.core.exchange.transport import Transport
+from grace.core.guards.agreement import Meeting, formats
+from grace.core.ops.composites import ArrayOps
+from grace.core.values.config import Config
+from grace.core.values.plan import Plan, make_plans
+from grace.core.values.spec import TensorSpec
+from grace.core.values.unit import Assignment
+
+
+def begin(
+    meeting: Meeting,
+    config: Config,
+    specs: Sequence[TensorSpec],
+    ops: Callable[[str], ArrayOps],
+    transport: Transport,
+    *,
+    average: bool,
+    world: tuple[int, int],
+    prefix: str = "grace",
+    delegate: Callable[[Assignment], bool] = lambda item: False,
+) -> Engine:
+    """Return the engine of this process, and describe its exchange to the meeting, in whose body this must be called.
+
+    The arguments are those of `Engine` and `Exchange`; `world` has rank and size among all processes.
+    """
+    plans = make_plans(specs, config, ranks=transport.ranks, prefix=prefix, delegate=delegate)
+    meeting.mine.update(described(config, specs, [plan for _, plan in plans], ops))
+    (_, plan), *later = plans
+    engine = Engine(plan, ops, transport, seed=config.seed, average=average, later=later)
+    if transport.rank >= 0:
+        engine.times.start_as_told(*world)
+    return engine
+
+
+def described(
+    config: Config, specs: Sequence[TensorSpec], plans: Sequence[Plan], ops: Callable[[str], ArrayOps]
+) -> dict[str, Any]:
+    """Return what must be equal on all ranks in every adapter: configuration, tensors and formats."""
+    return {
+        "configuration": config.to_dict(),
+        "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
+        "formats": formats(plans, ops),
+    }
+
+
+def announce(plan: Plan, transport: Transport, *, first: int = 0, told: Sequence[str] = ()) -> None:
+    """Log the warnings of a plan that were not told yet, and its report, on rank 0. `first` is its first step."""
+    if transport.rank != 0:
+        return
+    # Imported here, because logging installs a hook in every process that imports grace.
+    import logging
+
+    logger = logging.getLogger("grace")
+    for text in plan.warnings:
+        if text not in told:
+            logger.warning("%s", text)
+    logger.info("grace exchanges over %d ranks, from step %d:\n%s", transport.size, first, plan.report())
