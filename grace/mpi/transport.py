@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -13,9 +12,10 @@ import numpy as np
 from mpi4py import MPI
 
 from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import TIMEOUT, Handle, MeetingTransport
+from grace.core.exchange.ordered import OrderedTransport, Phases
+from grace.core.exchange.transport import TIMEOUT
 from grace.core.guards.waiting import wait_until
-from grace.core.values.errors import MismatchError, StepError, WaitError
+from grace.core.values.errors import StepError, WaitError
 from grace.core.values.spec import Array
 from grace.mpi.notes import Notes
 
@@ -24,9 +24,6 @@ logger = logging.getLogger("grace")
 # A rank that waits looks after this many seconds whether another has said that it will not come: until then, what that
 # one has sent before may still arrive.
 NOTES_SECONDS = 3.0
-
-# Header of every collective: its length, a digest of its description, and the beginning of the description.
-_HEADER_BYTES, _TEXT_BYTES = 128, 104
 
 
 def _abandon(handles: Sequence[Any]) -> None:
@@ -41,75 +38,28 @@ def _abandon(handles: Sequence[Any]) -> None:
 # Rank and size among all processes; they give the files of several communicators different names.
 _WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
-_Phases = Generator[MPI.Request, None, Array]
 
-
-class _Collective(Handle):
-    """Collective under way through its phases, each of which is an MPI request."""
-
-    def __init__(
-        self,
-        what: Callable[[], str],
-        phases: _Phases,
-        progress: Callable[[Callable[[], bool], Callable[[], str]], None],
-    ) -> None:
-        self._what, self._phases, self._progress = what, phases, progress
-        self._request = next(phases)
-        self.phase = 0
-        self.done = False
-        self._result: Array = None
-
-    def advance(self, limit: float) -> None:
-        """Advance through the phases that are done, up to the phase `limit`."""
-        while not self.done and self.phase < limit and self._request.Test():
-            try:
-                self._request = next(self._phases)
-                self.phase += 1
-            except StopIteration as end:
-                self._result, self.done = end.value, True
-
-    def wait(self) -> Array:
-        self._progress(lambda: self.done, self._what)
-        return self._result
-
-
-class _Done(Handle):
-    """Finished collective of a single rank."""
-
-    def __init__(self, result: Array) -> None:
-        self._result = result
-
-    def wait(self) -> Array:
-        return self._result
-
-
-class MPITransport(MeetingTransport):
+class MPITransport(OrderedTransport):
     """MPI collectives on flat NumPy arrays, within duplicates of `comm`; all its ranks must create one.
 
-    MPI matches collectives by the order of the calls, so all ranks must start them in the same order. Before each
-    collective the ranks exchange 128 bytes that describe it; if they differ, every rank raises MismatchError and no
-    data move. A rank that waits longer than `timeout` seconds raises WaitError, and so does one that waits while
-    another rank has failed or ended. Data move only during calls of the transport. A collective may send up to 2 GiB
-    per rank and receive as much.
+    A rank that waits longer than `timeout` seconds raises WaitError, and so does one that waits while another rank has
+    failed or ended. Data move only during calls of the transport. A collective may send up to 2 GiB per rank and
+    receive as much.
     """
 
-    ordered = True
-
     def __init__(self, comm: Any = MPI.COMM_WORLD, *, timeout: float = TIMEOUT) -> None:
+        super().__init__()
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.timeout = timeout
         self._parent = comm
-        self._pending: list[_Collective] = []
-        self._failure: Exception | None = None
         self._notes: Notes | None = None
         self._connect("all ranks to make their transport")
         self.local_size = self._local_size()
 
     def _connect(self, what: str) -> None:
-        # One communicator per phase: within each, all ranks follow the order of starting, and a rank that is behind may
-        # still be in another phase. Notes and collectives on one communicator do not disturb each other.
+        # One communicator for headers and one for data. Notes and collectives on one do not disturb each other.
         self._comms: list[Any] = []
-        for _ in range(3 if self.size > 1 else 0):
+        for _ in range(2 if self.size > 1 else 0):
             duplicate, request = self._parent.Idup()
             self._until(request.Test, lambda: what)
             self._comms.append(duplicate)
@@ -130,34 +80,6 @@ class MPITransport(MeetingTransport):
         blocks = [set(nodes[i : i + local_size]) for i in range(0, self.size, local_size)]
         known = len(set(nodes)) * local_size == self.size and all(len(block) == 1 for block in blocks)
         return local_size if known else 0
-
-    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
-        """Reduce x over all ranks; see `Transport.allreduce`."""
-        if self.size == 1:
-            return _Done(x)
-        return self._start(f"allreduce {op} {x.dtype}", name, x, lambda x, lengths: self._reduce(x, op), equal=True)
-
-    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
-        """Join the buffers of all ranks; see `Transport.allgather`. The lengths travel ahead."""
-        if self.size == 1:
-            return _Done(x)
-        return self._start(f"allgather {x.dtype}", name, x, self._gather, equal=False)
-
-    def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:
-        """Send a buffer to each rank; see `Transport.alltoall`. The lengths travel ahead."""
-        if self.size == 1:
-            return _Done(xs[0])
-        lengths = [x.size for x in xs]
-        return self._start(
-            f"alltoall {xs[0].dtype}", name, np.concatenate(xs), lambda x, _: self._trade(x, lengths), equal=False
-        )
-
-    def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
-        """Send the root's buffer to every rank; see `Transport.broadcast`."""
-        if self.size == 1:
-            return _Done(x)
-        what = f"broadcast {x.dtype} from rank {root}"
-        return self._start(what, name, x, lambda x, lengths: self._spread(x, root), equal=True)
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
         """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
@@ -191,90 +113,45 @@ class MPITransport(MeetingTransport):
                 comm.Free()
             self._failure = StepError("the transport is closed and cannot start a collective; create another one.")
 
-    # --- the phases of a collective ---------------------------------------------------------------------------------
+    # --- the phases of collectives ----------------------------------------------------------------------------------
 
-    def _start(
-        self, kind: str, name: str, x: Array, body: Callable[[Array, Sequence[int]], _Phases], *, equal: bool
-    ) -> Handle:
-        if self._failure is not None:
-            raise self._failure
+    def _exchange(self, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
+        headers = np.empty((self.size, len(header)), np.uint8)
+        yield self._comms[0].Iallgather(np.frombuffer(header, np.uint8), headers).Test
+        return [row.tobytes() for row in headers]
 
-        def what() -> str:
-            return f"{self.explain(name)} ({kind})"
-
-        handle = _Collective(what, self._checked(kind, name, x, body, equal), self._until_done)
-        self._pending.append(handle)
-        self._progress()
-        return handle
-
-    def _checked(
-        self, kind: str, name: str, x: Array, body: Callable[[Array, Sequence[int]], _Phases], equal: bool
-    ) -> _Phases:
-        """Check in phase 0 that all ranks start the same collective, then run its body."""
-        text = f"{kind} '{name}'" + (f" of {x.size} elements" if equal else "")
-        headers = np.zeros((self.size, _HEADER_BYTES), np.uint8)
-        mine = np.frombuffer(_header(text, x.size), np.uint8)
-        yield self._comms[0].Iallgather(mine, headers)
-        for rank, header in enumerate(headers):
-            if (header[8:] != mine[8:]).any():
-                theirs = header[24:].tobytes().rstrip(b"\0").decode(errors="replace")
-                raise MismatchError(
-                    f"rank {self.rank} started {text}, but rank {rank} started {theirs}; "
-                    "all ranks must start the same collectives in the same order."
-                )
-        lengths = [int.from_bytes(header[:8].tobytes(), "little") for header in headers]
-        return (yield from body(np.ascontiguousarray(x), lengths))
-
-    def _reduce(self, x: Array, op: str) -> _Phases:
+    def _reduce(self, x: Array, op: Reduction) -> Phases:
         result = np.empty_like(x)
-        yield self._comms[1].Iallreduce(x, result, MPI.SUM if op == "sum" else MPI.MAX)
+        yield self._comms[1].Iallreduce(np.ascontiguousarray(x), result, MPI.SUM if op == "sum" else MPI.MAX).Test
         return result
 
-    def _gather(self, x: Array, lengths: Sequence[int]) -> _Phases:
-        result = np.empty(sum(lengths), x.dtype)
-        counts = [length * x.itemsize for length in lengths]
-        yield self._comms[1].Iallgatherv([x.view(np.uint8), MPI.BYTE], [result.view(np.uint8), counts, None, MPI.BYTE])
+    def _gather(self, x: Array, lengths: Sequence[int]) -> Phases:
+        x, result = np.ascontiguousarray(x), np.empty(sum(lengths), x.dtype)
+        receiving = [result.view(np.uint8), [length * x.itemsize for length in lengths], None, MPI.BYTE]
+        yield self._comms[1].Iallgatherv([x.view(np.uint8), MPI.BYTE], receiving).Test
         return result
 
-    def _trade(self, x: Array, lengths: Sequence[int]) -> _Phases:
-        sending, receiving = np.array(lengths, np.int64), np.empty(self.size, np.int64)
-        yield self._comms[1].Ialltoall(sending, receiving)
-        result = np.empty(int(receiving.sum()), x.dtype)
-        yield self._comms[2].Ialltoallv(
-            [x.view(np.uint8), (sending * x.itemsize).tolist(), None, MPI.BYTE],
-            [result.view(np.uint8), (receiving * x.itemsize).tolist(), None, MPI.BYTE],
-        )
+    def _trade(self, x: Array, sent: Sequence[int], received: Sequence[int]) -> Phases:
+        result = np.empty(sum(received), x.dtype)
+        counts = [[length * x.itemsize for length in lengths] for lengths in (sent, received)]
+        sending = [x.view(np.uint8), counts[0], None, MPI.BYTE]
+        receiving = [result.view(np.uint8), counts[1], None, MPI.BYTE]
+        yield self._comms[1].Ialltoallv(sending, receiving).Test
         return result
 
-    def _spread(self, x: Array, root: int) -> _Phases:
-        result = x if self.rank == root else np.empty_like(x)
-        yield self._comms[1].Ibcast([result.view(np.uint8), MPI.BYTE], root)
+    def _join(self, xs: Sequence[Array]) -> Array:
+        return np.concatenate(xs)
+
+    def _spread(self, x: Array, root: int) -> Phases:
+        result = np.ascontiguousarray(x) if self.rank == root else np.empty_like(x)
+        yield self._comms[1].Ibcast([result.view(np.uint8), MPI.BYTE], root).Test
         return result
 
-    # --- progress -----------------------------------------------------------------------------------------------------
+    # --- waits --------------------------------------------------------------------------------------------------------
 
-    def _progress(self) -> None:
-        """Advance every collective as far as possible, none beyond those that were started before it."""
-        if self._failure is not None:
-            raise self._failure
-        limit = float("inf")
-        try:
-            for handle in self._pending:
-                handle.advance(limit)
-                limit = limit if handle.done else min(limit, handle.phase)
-        except Exception as error:
-            self._failure = error
-            _abandon(self._pending)
-            raise
-        self._pending = [handle for handle in self._pending if not handle.done]
-
-    def _until_done(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        def step() -> bool:
-            self._progress()
-            return done()
-
-        if not done():
-            self._until(step, what)
+    def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
+        _abandon(self._pending)
+        return super()._failed(error, what)
 
     def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
         looked = 0.0
@@ -293,9 +170,3 @@ class MPITransport(MeetingTransport):
                     )
 
         wait_until(step, what, rank=self.rank, size=self.size, timeout=self.timeout, pause=pause)
-
-
-def _header(text: str, length: int) -> bytes:
-    words = text.encode()
-    digest = hashlib.blake2b(words, digest_size=16).digest()
-    return length.to_bytes(8, "little") + digest + words[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")

@@ -262,9 +262,20 @@ class Engine:
             step.begin(flat, lr)
             if len(run.steps) == len(bucket.units):
                 run.program = self._program(bucket, run)
-                self._resume(bucket, run, None)
+                self._begin(bucket)
                 if self._polls(unit.spec.device):
                     self.poll()
+
+    def _begin(self, bucket: Bucket) -> None:
+        """Start the first round of a bucket; over an ordered transport only after those of all buckets before it."""
+        for each in self.plan.buckets if self.transport.ordered else [bucket]:
+            if each.name in self._begun:
+                continue
+            run = self._runs.get(each.name)
+            if run is None or run.program is None:
+                return
+            self._begun.add(each.name)
+            self._resume(each, run, None)
 
     def poll(self) -> bool:
         """Advance the buckets whose round has arrived by one round, without waiting; return whether there was one.
@@ -274,7 +285,7 @@ class Engine:
         advanced = False
         for bucket in self.plan.buckets:
             run = self._runs.get(bucket.name)
-            if run is None or run.program is None or run.received is not None:
+            if run is None or bucket.name not in self._begun or run.received is not None:
                 continue
             if all(handle.arrived() for handle in run.handles):
                 advanced = True
@@ -298,7 +309,7 @@ class Engine:
         """
         chosen = next((b for b in self.plan.buckets if b.name == bucket), None)
         run = self._runs.get(bucket)
-        if chosen is None or run is None or run.program is None:
+        if chosen is None or run is None or bucket not in self._begun:
             raise StepError(
                 f"bucket '{bucket}' cannot be completed: expected a bucket whose gradients have all been passed to "
                 f"ready() in this step, of {', '.join(b.name for b in self.plan.buckets)}; wait for its gradients, and "
@@ -353,6 +364,8 @@ class Engine:
         from all ranks.
         """
         self._runs: dict[str, BucketRun] = {}
+        # The buckets whose first round has started.
+        self._begun: set[str] = set()
         # Of the buckets that are completed.
         self._outgoing = None
         self._tallies: dict[str, tuple[UnitStep, tuple[Array, Array]]] = {}

@@ -1,0 +1,212 @@
+"""Base of transports whose library matches collectives by the order of the calls, as MPI and torch.distributed do."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
+
+from grace.core.exchange.collectives import Reduction
+from grace.core.exchange.transport import Handle, MeetingTransport
+from grace.core.guards.waiting import wait_until
+from grace.core.values.errors import MismatchError
+from grace.core.values.spec import Array
+
+# Header of a collective: a length per rank, a digest of its description, and the beginning of the description.
+_DIGEST_BYTES, _TEXT_BYTES = 16, 104
+
+# The phases of a collective. Each yields a function that tells whether it is done; the result comes at the end.
+Phases = Generator[Callable[[], bool], None, Array]
+
+
+class _Collective(Handle):
+    """Collective under way through its phases."""
+
+    def __init__(
+        self, what: Callable[[], str], phases: Phases, until: Callable[[Callable[[], bool], Callable[[], str]], None]
+    ) -> None:
+        self.what, self._phases, self._until = what, phases, until
+        self._test = next(phases)
+        self.phase = 0
+        self.done = False
+        self._result: Array = None
+
+    def advance(self, limit: float) -> None:
+        """Advance through the phases that are done, up to the phase `limit`."""
+        while not self.done and self.phase < limit and self._test():
+            try:
+                self._test = next(self._phases)
+                self.phase += 1
+            except StopIteration as end:
+                self._result, self.done = end.value, True
+
+    def wait(self) -> Array:
+        self._until(lambda: self.done, self.what)
+        return self._result
+
+
+class _Done(Handle):
+    """Finished collective of a single rank."""
+
+    def __init__(self, result: Array) -> None:
+        self._result = result
+
+    def wait(self) -> Array:
+        return self._result
+
+    def arrived(self) -> bool:
+        return True
+
+
+class OrderedTransport(MeetingTransport):
+    """Base of transports whose ranks must start all collectives in the same order.
+
+    Before each collective the ranks exchange headers that describe it; if they differ, every rank raises MismatchError
+    and no data move. Headers and data need channels of their own, such as two communicators: within each, all ranks
+    follow the order of starting, and a rank that is behind may still exchange headers. A collective advances during
+    calls of the transport.
+    """
+
+    ordered = True
+
+    def __init__(self) -> None:
+        self._pending: list[_Collective] = []
+        self._failure: Exception | None = None
+
+    # --- what the library does --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _exchange(self, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
+        """Return the headers of all ranks, which are equally long, in rank order."""
+
+    @abstractmethod
+    def _reduce(self, x: Array, op: Reduction) -> Phases:
+        """Reduce x over all ranks."""
+
+    @abstractmethod
+    def _gather(self, x: Array, lengths: Sequence[int]) -> Phases:
+        """Join the buffers of all ranks, of these lengths."""
+
+    @abstractmethod
+    def _trade(self, x: Array, sent: Sequence[int], received: Sequence[int]) -> Phases:
+        """Send a piece of x to each rank and join what arrives; the lengths are known."""
+
+    @abstractmethod
+    def _join(self, xs: Sequence[Array]) -> Array:
+        """Return a new buffer with all of xs."""
+
+    @abstractmethod
+    def _spread(self, x: Array, root: int) -> Phases:
+        """Send the root's buffer to every rank."""
+
+    # --- collectives ------------------------------------------------------------------------------------------------
+
+    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
+        """Reduce x over all ranks; see `Transport.allreduce`."""
+        if self.size == 1:
+            return _Done(x)
+        return self._start(f"allreduce {op} {x.dtype}", name, x, [len(x)], lambda _: self._reduce(x, op), equal=True)
+
+    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
+        """Join the buffers of all ranks; see `Transport.allgather`. The lengths travel ahead."""
+        if self.size == 1:
+            return _Done(x)
+        return self._start(
+            f"allgather {x.dtype}", name, x, [len(x)], lambda rows: self._gather(x, [row[0] for row in rows])
+        )
+
+    def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:
+        """Send a buffer to each rank; see `Transport.alltoall`. The lengths travel ahead."""
+        if self.size == 1:
+            return _Done(xs[0])
+        x, lengths = self._join(xs), [len(x) for x in xs]
+        return self._start(
+            f"alltoall {x.dtype}",
+            name,
+            x,
+            lengths,
+            lambda rows: self._trade(x, lengths, [row[self.rank] for row in rows]),
+        )
+
+    def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
+        """Send the root's buffer to every rank; see `Transport.broadcast`."""
+        if self.size == 1:
+            return _Done(x)
+        what = f"broadcast {x.dtype} from rank {root}"
+        return self._start(what, name, x, [len(x)], lambda _: self._spread(x, root), equal=True)
+
+    def _start(
+        self,
+        kind: str,
+        name: str,
+        x: Array,
+        lengths: Sequence[int],
+        body: Callable[[list[tuple[int, ...]]], Phases],
+        *,
+        equal: bool = False,
+    ) -> Handle:
+        """Start a collective; `body` continues with the lengths of all ranks. With `equal` they must not differ."""
+        if self._failure is not None:
+            raise self._failure
+
+        def what() -> str:
+            return f"{self.explain(name)} ({kind})"
+
+        text = f"{kind} '{name}'" + (f" of {len(x)} elements" if equal else "")
+        handle = _Collective(what, self._checked(text, lengths, body), self._until_done)
+        self._pending.append(handle)
+        self._progress()
+        return handle
+
+    def _checked(self, text: str, lengths: Sequence[int], body: Callable[[list[tuple[int, ...]]], Phases]) -> Phases:
+        """Check that all ranks start the same collective, then run its body."""
+        words = text.encode()
+        padded = struct.pack(f"<{self.size}q", *lengths, *[0] * (self.size - len(lengths)))
+        start = len(padded)
+        mine = (
+            padded
+            + hashlib.blake2b(words, digest_size=_DIGEST_BYTES).digest()
+            + words[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        )
+        headers = yield from self._exchange(mine)
+        for rank, header in enumerate(headers):
+            if header[start:] != mine[start:]:
+                theirs = header[start + _DIGEST_BYTES :].rstrip(b"\0").decode(errors="replace")
+                raise MismatchError(
+                    f"rank {self.rank} started {text}, but rank {rank} started {theirs}; "
+                    "all ranks must start the same collectives in the same order."
+                )
+        return (yield from body([struct.unpack(f"<{self.size}q", header[:start]) for header in headers]))
+
+    # --- progress ---------------------------------------------------------------------------------------------------
+
+    def _progress(self) -> None:
+        """Advance every collective as far as possible, none beyond those that were started before it."""
+        if self._failure is not None:
+            raise self._failure
+        limit = float("inf")
+        for handle in self._pending:
+            try:
+                handle.advance(limit)
+            except Exception as error:
+                raise self._failed(error, handle.what) from None
+            limit = limit if handle.done else min(limit, handle.phase)
+        self._pending = [handle for handle in self._pending if not handle.done]
+
+    def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
+        """Note that no collective can go on, and return the error that says why."""
+        self._failure = error
+        return error
+
+    def _until_done(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        def step() -> bool:
+            self._progress()
+            return done()
+
+        if not done():
+            self._until(step, what)
+
+    def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Call `step` until it returns True."""
+        wait_until(step, what, rank=self.rank, size=self.size, timeout=self.timeout)
