@@ -2,6 +2,7 @@
 
     horovodrun -np 2 --gloo python examples/torch_digits.py --compressor none topk qsgd efsignsgd powersgd
     mpirun -np 2 python examples/torch_digits.py --config examples/grace.toml
+    torchrun --standalone --nproc-per-node 2 examples/torch_digits.py --compressor topk
     python examples/torch_digits.py --compressor topk --set compress_ratio=0.001
 
 The data are 1,797 images of 8 x 8 pixels, which come with scikit-learn; nothing is downloaded. Several compressors are
@@ -14,17 +15,50 @@ The code for grace is in `train`, between the two lines marked GRACE. Settings, 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from typing import Any
 
 import digits
-import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import grace.torch as grace
+
+
+class Torchrun:
+    """The functions of Horovod that this script needs, by torch.distributed."""
+
+    size, rank = staticmethod(dist.get_world_size), staticmethod(dist.get_rank)
+
+    @staticmethod
+    def init() -> None:
+        """Connect the ranks."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+
+    @staticmethod
+    def broadcast_parameters(state: dict[str, torch.Tensor], root_rank: int) -> None:
+        """Give all ranks the tensors of one of them."""
+        for x in state.values():
+            dist.broadcast(x, root_rank)
+
+    @staticmethod
+    def allgather_object(value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    hvd: Any = Torchrun
+else:
+    import horovod.torch as hvd
 
 
 class Network(nn.Module):

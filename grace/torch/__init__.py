@@ -1,10 +1,9 @@
-"""PyTorch adapter: `DistributedOptimizer` exchanges compressed gradients over Horovod."""
+"""PyTorch adapter: `DistributedOptimizer` exchanges compressed gradients over Horovod or torch.distributed."""
 
 from __future__ import annotations
 
 from grace.torch.exchange import Exchange
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.scheduler import CompressionScheduler
-from grace.torch.transport import HorovodTransport
 
-__all__ = ["CompressionScheduler", "DistributedOptimizer", "Exchange", "HorovodTransport"]
+__all__ = ["CompressionScheduler", "DistributedOptimizer", "Exchange"]

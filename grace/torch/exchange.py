@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from grace.core.exchange import exchange as core
@@ -18,8 +17,8 @@ from grace.core.values.config import Config
 from grace.core.values.errors import StateError
 from grace.core.values.spec import TensorSpec
 from grace.core.values.unit import Assignment
+from grace.torch.library import Library
 from grace.torch.loss_scale import LossScale
-from grace.torch.transport import HorovodTransport
 from grace.torch.views import apart
 from grace.torch.way_back import WayBack
 
@@ -34,7 +33,7 @@ class Exchange(core.Exchange[Engine]):
         config: Config,
         specs: Sequence[TensorSpec],
         engine: Engine,
-        transport: HorovodTransport,
+        library: Library,
         parameters: Mapping[str, torch.Tensor],
         *,
         prefix: str,
@@ -45,13 +44,13 @@ class Exchange(core.Exchange[Engine]):
             specs,
             [engine],
             functools.partial(get_ops, "torch"),
-            rank=transport.rank,
-            ranks=transport.ranks,
+            rank=library.transport.rank,
+            ranks=library.transport.ranks,
             prefix=prefix,
             delegate=delegate,
-            world=[(hvd.rank(), hvd.size())],
+            world=[library.world],
         )
-        self._transport, self._parameters = transport, parameters
+        self._library, self._parameters = library, parameters
         self._met = False
         # The last step before which the replicas were compared.
         self._compared = -1
@@ -59,7 +58,7 @@ class Exchange(core.Exchange[Engine]):
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
-        self.way_back = WayBack(engine, prefix)
+        self.way_back = WayBack(engine, lambda step: library.drop(f"{prefix}/discard", step))
 
     def discard(self) -> None:
         """Drop the step under way on all ranks: after an error in it, or because nobody needs its gradients.
@@ -122,11 +121,11 @@ class Exchange(core.Exchange[Engine]):
             [other["of this rank"] for other in everyone],
             WEIGHTS,
             "before the first step",
-            "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before you train.",
+            self._library.advice,
         )
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
-        return self._transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)
+        return self._library.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         return self._parameters

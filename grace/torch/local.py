@@ -6,7 +6,6 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import horovod.torch as hvd
 import torch
 
 from grace.core.exchange.state import check_mapping, check_number, shown
@@ -17,15 +16,17 @@ if TYPE_CHECKING:
     from grace.torch.exchange import Exchange
 
 
-def check_local(config: Config, local_steps: int, op: int, backward_passes_per_step: int, predivide: float) -> None:
+def check_local(
+    config: Config, local_steps: int, average: bool, backward_passes_per_step: int, predivide: float
+) -> None:
     """Raise ConfigError if an argument cannot be combined with local steps."""
     where = "grace.torch.DistributedOptimizer"
     if local_steps < 1:
         raise ConfigError(f"{where}: local_steps must be at least 1, received {local_steps!r}.")
-    if op != hvd.Average:
+    if not average:
         raise ConfigError(
-            f"{where}: local_steps averages the change of the weights and needs op=hvd.Average, received op={op}; "
-            "leave op out."
+            f"{where}: local_steps averages the change of the weights and needs op=hvd.Average, or with "
+            "torch.distributed ReduceOp.AVG, received a sum; leave op out."
         )
     if backward_passes_per_step != 1 or predivide != 1.0:
         raise ConfigError(

@@ -1,46 +1,41 @@
-"""`DistributedOptimizer`: Horovod's optimizer with grace's exchange in place of Horovod's allreduce.
+"""`DistributedOptimizer`: a PyTorch optimizer that exchanges its gradients by grace, over Horovod or torch.distributed.
 
-A hook of the backward pass calls Horovod's `_allreduce_grad_async(p)`, which starts the reduction of a gradient. Its
-`synchronize()` accepts a callable instead of a handle. The adapter replaces that one method on the instance. A subclass
-would not work, because Horovod's methods use `super(self.__class__, self)`. Horovod itself stays unchanged.
+Both libraries give the adapter an optimizer with the same seam; see `grace.torch.library`.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import logging
 import os
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
-from grace.core.exchange.engine import Engine
+from grace.core.exchange.start import announce, begin
 from grace.core.exchange.state import check_mapping
-from grace.core.guards.agreement import agree, formats
-from grace.core.observe.timeline import Times
+from grace.core.exchange.transport import TIMEOUT
+from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import ConfigError, GraceError, GraceWarning, StepError
-from grace.core.values.plan import make_plans, warn_of_momentum
+from grace.core.values.plan import warn_of_momentum
 from grace.core.values.spec import TensorSpec
 from grace.core.values.unit import Assignment
-from grace.torch.delegated import Delegated
 from grace.torch.exchange import Exchange
+from grace.torch.library import Delegated, Library
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.transport import HorovodTransport
 from grace.torch.views import GradientViews
 
-logger = logging.getLogger("grace")
-
-# The number of optimizers per process set. It is part of the names of their collectives, which must differ between
+_WHERE = "grace.torch.DistributedOptimizer"
+# The number of optimizers per group of ranks. It is part of the names of their collectives, which must differ between
 # optimizers and be equal on all ranks.
-_instances: collections.Counter[int] = collections.Counter()
+_instances: collections.Counter[str] = collections.Counter()
 
 
 def DistributedOptimizer(  # noqa: N802 - the field's name
@@ -50,23 +45,28 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     *,
     backward_passes_per_step: int = 1,
     local_steps: int = 1,
-    op: int = hvd.Average,
+    op: Any = None,
     gradient_predivide_factor: float = 1.0,
     sparse_as_dense: bool = False,
     gradient_as_bucket_view: bool = False,
-    process_set: Any = hvd.global_process_set,
+    backend: str | None = None,
+    process_set: Any = None,
+    process_group: Any = None,
     grad_scaler: torch.amp.GradScaler | None = None,
-    compression: Any = hvd.Compression.none,
+    compression: Any = None,
     num_groups: int = 0,
     groups: Any = None,
     **options: Any,
 ) -> Any:
-    """Wrap a PyTorch optimizer so that its gradients are compressed and exchanged over Horovod.
+    """Wrap a PyTorch optimizer so that its gradients are compressed and exchanged over Horovod or torch.distributed.
 
     `config` is a mapping, a `Config` or the path of a TOML file. `options` are further keys of the configuration (see
     `grace.make_config`). If they name no compressor, the environment variable GRACE_CONFIG gives the configuration.
-    All other arguments are those of `horovod.torch.DistributedOptimizer`, except:
+    `backend` is "horovod" or "torch"; without it, the launcher decides: torch.distributed is used if it is initialized
+    and Horovod is not. All other arguments are those of `horovod.torch.DistributedOptimizer`, except:
 
+    - `process_group`: the process group of torch.distributed, in place of Horovod's `process_set`. `op` is then
+      `torch.distributed.ReduceOp.AVG`, the default, or `SUM`.
     - `gradient_as_bucket_view`: gradients are views into flat storage in the order of the exchange, which saves
       concatenations. Backward passes then add to the gradients. This is faster for many small tensors only.
     - `local_steps`: above 1, each rank applies its own gradients, and every local_steps-th step exchanges the change of
@@ -74,121 +74,141 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     - `grad_scaler`: the GradScaler that scales the loss and calls this optimizer's step. `scaler.step(optimizer)` then
       exchanges unscaled gradients first, and all ranks skip the same steps. A skipped step changes no residual.
 
-    Horovod reduces the tensors that stay dense; the result is bit-identical to a run without grace. Small vectors are
-    the exception: together with compressed tensors they share one allreduce. `gradient_predivide_factor` applies only
-    to tensors that Horovod reduces, because decoded gradients are summed in float32.
+    The library itself reduces the tensors that stay dense; with Horovod, the result is bit-identical to a run without
+    grace. Small vectors are the exception: together with compressed tensors they share one allreduce.
+    `gradient_predivide_factor` applies only to tensors that the library reduces, because decoded gradients are summed
+    in float32.
 
-    Returns the optimizer that Horovod makes (an instance of the wrapped class), or with `local_steps` the given
-    optimizer. It has the attribute `grace`, an `Exchange`. `step(closure)` evaluates the closure, exchanges its
-    gradients and updates the weights. A single process compresses as well. All ranks of the process set must call this
-    function.
+    Returns an instance of the optimizer's class: a new one with Horovod; with torch.distributed or `local_steps` the
+    given optimizer, changed. It has the attribute `grace`, an `Exchange`. `step(closure)` evaluates the closure,
+    exchanges its gradients and updates the weights. A single process compresses as well. All ranks of the process set
+    or group must call this function.
 
     Raises ConfigError for arguments that are not supported (`compression`, `groups`, Adasum, LBFGS, elastic mode), and
     MismatchError on every rank if the ranks differ in configuration or parameters.
     """
-    if not hvd.is_initialized():
-        raise ConfigError("grace.torch.DistributedOptimizer: Horovod is not initialized; call hvd.init() first.")
-    transport = HorovodTransport(process_set)
-    number = _instances[process_set.process_set_id]
-    _instances[process_set.process_set_id] += 1
-    prefix = f"grace/{process_set.process_set_id}.{number}"
-    failure: Exception | None = None
-    description: dict[str, Any] = {}
-    times, included = Times(), transport.rank >= 0
+    made, failure, timeout = None, None, float(TIMEOUT)
     try:
-        _refuse(optimizer, op, compression, num_groups, groups)
+        refuse_typos(options, DistributedOptimizer, _WHERE)
+        made = make_config(config, **options)
+        timeout = made.timeout
+    except Exception as error:
+        # The other ranks must learn of it when they meet, which takes a transport.
+        failure = error
+    library = _library(backend, process_set, process_group, timeout)
+    transport, number = library.transport, _instances[library.group]
+    _instances[library.group] += 1
+    prefix = f"grace/{library.group}.{number}"
+
+    def gather(mine: Any) -> list[Any]:
+        # All optimizers of the group use the same name. So ranks with different numbers of optimizers still meet, and
+        # get an error instead of waiting forever.
+        return transport.gather_objects(mine, f"grace/{library.group}/agree", f"{_WHERE}()")
+
+    with Meeting(gather, _WHERE) as meeting:
+        _refuse(optimizer, compression, library.no_compression, num_groups, groups)
+        average = library.averages(op)
         if grad_scaler is not None:
             check_scaler(grad_scaler, optimizer, local_steps)
-        refuse_typos(options, DistributedOptimizer, "grace.torch.DistributedOptimizer")
-        made = make_config(config, **options)
-        transport.timeout = made.timeout
+        if made is None:
+            assert failure is not None
+            raise failure
         if transport.rank == 0:
             warn_of_momentum(made, _momentum(optimizer))
         if local_steps != 1:
-            check_local(made, local_steps, op, backward_passes_per_step, gradient_predivide_factor)
+            check_local(made, local_steps, average, backward_passes_per_step, gradient_predivide_factor)
             if gradient_as_bucket_view:
                 raise ConfigError(
-                    "grace.torch.DistributedOptimizer: with local_steps no gradients are exchanged, so "
-                    "gradient_as_bucket_view has no effect; leave it out."
+                    f"{_WHERE}: with local_steps no gradients are exchanged, so gradient_as_bucket_view has no effect; "
+                    "leave it out."
                 )
             wrapped, names = optimizer, local_names(optimizer, named_parameters)
         else:
-            wrapped = hvd.DistributedOptimizer(
+            wrapped, names = library.wrap(
                 optimizer,
-                named_parameters=named_parameters,
+                named_parameters,
                 backward_passes_per_step=backward_passes_per_step,
                 op=op,
                 gradient_predivide_factor=gradient_predivide_factor,
                 sparse_as_dense=sparse_as_dense,
-                process_set=process_set,
             )
-            names = wrapped._parameter_names
-        specs = _specs(wrapped.param_groups, names)
-        description = {
+        specs, ops = _specs(wrapped.param_groups, names), functools.partial(get_ops, "torch")
+        meeting.mine = {
             "optimizer number": number,
-            "configuration": made.to_dict(),
             "local_steps": local_steps,
             "backward_passes_per_step": backward_passes_per_step,
-            "op": op,
+            "op": "average" if average else "sum",
             "gradient_predivide_factor": gradient_predivide_factor,
             "sparse_as_dense": sparse_as_dense,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
-            "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
         }
         # With local steps, the engine exchanges all tensors.
         delegate = _delegated if local_steps == 1 else lambda item: False
-        (_, plan), *later = make_plans(specs, made, ranks=transport.ranks, prefix=prefix, delegate=delegate)
-        ops = functools.partial(get_ops, "torch")
-        description["formats"] = formats([plan, *(stage for _, stage in later)], ops)
-        if included:
-            times.start_as_told(hvd.rank(), hvd.size())
-    except Exception as error:
-        # Report the error to the other ranks; otherwise they would wait for this rank in `agree` below.
-        failure = error
-    # All optimizers of the process set use the same name. So ranks with different numbers of optimizers still meet, and
-    # get an error instead of waiting forever.
-    name = f"grace/{process_set.process_set_id}/agree"
-    agree(
-        description,
-        failure,
-        lambda mine: transport.gather_objects(mine, name, "grace.torch.DistributedOptimizer()"),
-        "grace.torch.DistributedOptimizer",
-    )
-    engine = Engine(
-        plan,
-        ops,
-        transport,
-        seed=made.seed,
-        average=op == hvd.Average,
-        later=later,
-        times=times,
-    )
+        engine = begin(
+            meeting,
+            made,
+            specs,
+            ops,
+            transport,
+            average=average,
+            world=library.world,
+            prefix=prefix,
+            delegate=delegate,
+        )
     parameters = {name: p for p, name in names.items()}
-    exchange = Exchange(made, specs, engine, transport, parameters, prefix=prefix, delegate=delegate)
+    exchange = Exchange(made, specs, engine, library, parameters, prefix=prefix, delegate=delegate)
     if local_steps > 1:
         step_locally(wrapped, {p: name for p, name in names.items() if p.requires_grad}, exchange, local_steps)
     else:
         wrapped.grace = exchange
-        views = GradientViews(plan, parameters) if gradient_as_bucket_view else None
+        views = GradientViews(engine.plan, parameters) if gradient_as_bucket_view else None
         loss_scale = None
         if grad_scaler is not None and grad_scaler.is_enabled():
             exchange.loss_scale = loss_scale = LossScale(grad_scaler, engine)
-        _attach(wrapped, type(optimizer), sparse_as_dense, views, loss_scale)
+        plain_class = type(optimizer)
+        delegated = library.begin(wrapped, names, engine, prefix)
+        _attach(wrapped, plain_class, names, delegated, sparse_as_dense, views, loss_scale)
     _refuse_copies(wrapped)
-    if included and hvd.size() == 1 and local_steps == 1:
-        # With one process Horovod registers no hooks, but gradients shall be compressed all the same.
-        wrapped._register_hooks()
-    if included and transport.rank == 0:
-        for text in plan.warnings:
-            logger.warning("%s", text)
-        logger.info("grace exchanges over %d ranks with %s\n%s", transport.size, made.method, plan.report())
+    announce(engine.plan, transport)
     return wrapped
 
 
-def _refuse(optimizer: torch.optim.Optimizer, op: int, compression: Any, num_groups: int, groups: Any) -> None:
+def _library(backend: str | None, process_set: Any, process_group: Any, timeout: float) -> Library:
+    """Connect the ranks by the library that was named, or by the one that is initialized."""
+    if backend not in (None, "horovod", "torch"):
+        raise ConfigError(f"{_WHERE}: the argument 'backend' must be 'horovod' or 'torch', received {backend!r}.")
+    here = torch.distributed.is_available() and torch.distributed.is_initialized()
+    horovod = sys.modules.get("horovod.torch")
+    if backend is None and not here and (horovod is None or not horovod.is_initialized()):
+        raise ConfigError(
+            f"{_WHERE}: neither Horovod nor torch.distributed is initialized; call hvd.init() or "
+            "torch.distributed.init_process_group() first."
+        )
+    if backend == "torch" or (backend is None and not (horovod is not None and horovod.is_initialized())):
+        from grace.torch.distributed.library import TorchDistributed
+
+        if process_set is not None:
+            raise ConfigError(
+                f"{_WHERE}: the argument 'process_set' belongs to Horovod; pass a process group of torch.distributed "
+                "as process_group."
+            )
+        return TorchDistributed(process_group, timeout)
+    from grace.torch.horovod.library import Horovod
+
+    if process_group is not None:
+        raise ConfigError(
+            f"{_WHERE}: the argument 'process_group' belongs to torch.distributed; pass a process set of Horovod as "
+            "process_set."
+        )
+    return Horovod(process_set, timeout)
+
+
+def _refuse(
+    optimizer: torch.optim.Optimizer, compression: Any, no_compression: Any, num_groups: int, groups: Any
+) -> None:
     """Raise ConfigError or TypeError for an argument that is not supported."""
-    where = "grace.torch.DistributedOptimizer"
+    where = _WHERE
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{where}: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__}.")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -197,8 +217,8 @@ def _refuse(optimizer: torch.optim.Optimizer, op: int, compression: Any, num_gro
             "exchanges gradients once per step; use another optimizer."
         )
     if hasattr(optimizer, "_allreduce_grad_async"):
-        raise ConfigError(f"{where}: the optimizer is already wrapped by Horovod; pass the plain optimizer.")
-    if compression is not hvd.Compression.none:
+        raise ConfigError(f"{where}: the optimizer is already wrapped; pass the plain optimizer.")
+    if compression is not None and compression is not no_compression:
         raise ConfigError(
             f"{where}: the argument 'compression' belongs to Horovod; "
             "name a compressor in the configuration instead, for example config={'compressor': 'fp16'}."
@@ -207,16 +227,6 @@ def _refuse(optimizer: torch.optim.Optimizer, op: int, compression: Any, num_gro
         raise ConfigError(
             f"{where}: the arguments 'groups' and 'num_groups' would bypass the compression; "
             "leave them out. grace groups tensors by the option 'bucket_bytes'."
-        )
-    if op not in (hvd.Average, hvd.Sum):
-        raise ConfigError(
-            f"{where}: the argument 'op' must be hvd.Average or hvd.Sum, received {op}; "
-            "other reductions are not linear and do not work with compression."
-        )
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise ConfigError(
-            f"{where}: elastic Horovod is not supported, because residuals would be lost when the number of ranks "
-            "changes; launch without elastic options."
         )
 
 
@@ -251,30 +261,29 @@ def _specs(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Paramete
 
 
 def _delegated(item: Assignment) -> bool:
-    """Return whether Horovod reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
+    """Return whether the library reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
     return item.dense and item.spec.dtype != "bfloat16"
 
 
 def _attach(
     wrapped: Any,
     plain_class: Any,
+    names: Mapping[torch.nn.Parameter, str],
+    delegated: Delegated,
     sparse_as_dense: bool,
     views: GradientViews | None,
     loss_scale: LossScale | None,
 ) -> None:
-    """Replace methods of Horovod's optimizer, so that it uses the exchange and works with current PyTorch.
+    """Replace methods of the library's optimizer, so that it uses the exchange and works with current PyTorch.
 
-    `plain_class` is the class of the optimizer before Horovod wrapped it.
+    `plain_class` is the class of the optimizer before the library wrapped it.
     """
     exchange: Exchange = wrapped.grace
     engine, way_back = exchange.engine, exchange.way_back
-    names: dict[torch.nn.Parameter, str] = wrapped._parameter_names
-    assert isinstance(engine.transport, HorovodTransport)
-    delegated = Delegated(wrapped, engine.transport, exchange.prefix, sparse_as_dense)
     # Keep the index of the group, because loading a checkpoint replaces the group objects.
     group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
-    horovod_load, horovod_synchronize, horovod_step = wrapped.load_state_dict, wrapped.synchronize, wrapped.step
-    # Horovod registers no hooks for these.
+    plain_load, plain_synchronize, plain_step = wrapped.load_state_dict, wrapped.synchronize, wrapped.step
+    # They have no hooks.
     frozen = [p for group in wrapped.param_groups for p in group["params"] if not p.requires_grad]
     # The gradients that the exchange has taken in this step, each with its version.
     taken: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
@@ -340,14 +349,14 @@ def _attach(
             refuse_unfrozen()
             refuse_changed_gradients()
             alone = not engine.plan.buckets
-            horovod_synchronize()
+            plain_synchronize()
             for p, gradient in gradients_of_frozen.items():
                 p.grad = gradient
             gradients_of_frozen.clear()
             taken.clear()
             samples.clear()
             if alone:
-                # Horovod reduced all tensors and asked the engine for no result. The schedule counts the step anyway.
+                # The library reduced all tensors and asked the engine for nothing. The schedule counts the step anyway.
                 engine.finish()
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -358,7 +367,7 @@ def _attach(
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        result = horovod_step()
+        result = plain_step()
         way_back.let_go()
         if loss_scale is not None:
             loss_scale.applied(wrapped)
@@ -402,6 +411,7 @@ def _attach(
             p.grad = gradient
         for collection in (wrapped._handles, taken, samples, gradients_of_frozen):
             collection.clear()
+        delegated.forget()
         wrapped.set_backward_passes_per_step(wrapped.backward_passes_per_step)
         wrapped._synchronized = False
         if loss_scale is not None:
@@ -422,7 +432,7 @@ def _attach(
         refuse_while_under_way("load_state_dict()")
         plain = dict(check_mapping(state, "the optimizer"))
         saved = plain.pop("grace", None)
-        exchange.load(saved, wrapped, lambda: horovod_load(plain))
+        exchange.load(saved, wrapped, lambda: plain_load(plain))
         if saved is None:
             warnings.warn(
                 "the checkpoint contains no state of grace (key 'grace'): residuals start from zero",
@@ -436,7 +446,7 @@ def _attach(
             "exchanged; add the group before you wrap the optimizer."
         )
 
-    way_back.hand_over, way_back.forget = delegated.start_with_zeros, forget
+    way_back.forget = forget
     wrapped._allreduce_grad_async = start
     wrapped.synchronize = synchronize
     # A bound method, because learning-rate schedulers read its __func__.
@@ -447,7 +457,7 @@ def _attach(
     wrapped.add_param_group = add_param_group
     if loss_scale is not None:
         loss_scale.attach(wrapped)
-    # Lightning's wrapper has a class derived from this one. It would find Horovod's methods there, which act on the
+    # Lightning's wrapper has a class derived from this one. It would find the library's methods there, which act on the
     # wrapper instead of this optimizer, and zero_grad() calls itself for ever. No other optimizer has this class.
     for name in ("synchronize", "skip_synchronize", "zero_grad", "state_dict", "load_state_dict", "add_param_group"):
         setattr(type(wrapped), name, _forwarded(getattr(wrapped, name)))

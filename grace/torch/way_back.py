@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from grace.core.exchange.engine import Engine, Snapshot
 from grace.core.guards.agreement import check_steps
 from grace.core.values.errors import StepError
-from grace.torch.transport import HorovodTransport
 
 
 class WayBack:
     """The states before the step under way, kept until the optimizer has applied it, and the return to them."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
-        self._engine, self._name = engine, name
+    def __init__(self, engine: Engine, drop: Callable[[int], list[int]]) -> None:
+        # Drops what is on its way, on all ranks, and returns the steps of all.
+        self._engine, self._drop = engine, drop
         self._before: Snapshot | None = None
         self._failed = False
-        # Starts a delegated gradient with zeros; the adapter sets it.
-        self.hand_over: Callable[[Mapping[str, Any]], Any] = lambda call: None
         # Makes the adapter forget the step.
         self.forget: Callable[[], None] = lambda: None
 
@@ -52,12 +49,8 @@ class WayBack:
 
     def discard(self) -> None:
         """Return to the states before the step, on all ranks; see `Exchange.discard`."""
-        engine, transport = self._engine, self._engine.transport
-        assert isinstance(transport, HorovodTransport)
-        step = engine.step if self._before is None else self._before.step
-        steps = [step]
-        if transport.rank >= 0:
-            steps = transport.discard(self.hand_over, f"{self._name}/discard", int(step))
+        engine = self._engine
+        steps = self._drop(int(engine.step if self._before is None else self._before.step))
         if self._before is not None:
             engine.restore(self._before)
         self._before, self._failed = None, False

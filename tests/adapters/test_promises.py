@@ -33,6 +33,11 @@ def test_a_broken_promise_is_told():
 
 
 @pytest.mark.distributed
-@on(Launch(MPI, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 2), Launch(TENSORFLOW, "horovodrun-gloo", 2))
+@on(
+    Launch(MPI, "mpirun", 2),
+    Launch(TORCH, "horovodrun-gloo", 2),
+    Launch(TORCH, "torchrun", 2),
+    Launch(TENSORFLOW, "horovodrun-gloo", 2),
+)
 def test_an_adapter_keeps_its_promises(launch):
     assert scenario("promises", launch) == [NONE_BROKEN] * 2

@@ -36,7 +36,7 @@ def test_states_are_carried_over_where_the_first_step_of_a_stage_is_dropped_or_l
         assert result == {"dropped": pytest.approx(0.25), "left out": pytest.approx(0.25), "rows": ""}
 
 
-each_schedule = on(TWO, Launch(TORCH, "mpirun", 4), TWO_TENSORFLOW)
+each_schedule = on(TWO, Launch(TORCH, "mpirun", 4), Launch(TORCH, "torchrun", 2), TWO_TENSORFLOW)
 
 
 def ask(name, launch):

@@ -16,7 +16,11 @@ SLACK_US = 50_000
 STEPS = {TORCH: 1, TENSORFLOW: 3, MPI: 1}
 
 
-@on(Launch(TORCH, "horovodrun-gloo", 2), Launch(TENSORFLOW, "horovodrun-gloo", 2), Launch(MPI, "mpirun", 2))
+@on(
+    *(Launch(TORCH, launcher, 2) for launcher in ("horovodrun-gloo", "torchrun")),
+    Launch(TENSORFLOW, "horovodrun-gloo", 2),
+    Launch(MPI, "mpirun", 2),
+)
 def test_every_rank_traces_its_steps_and_a_bad_path_is_told_to_all(launch):
     worker, steps = launch.worker, STEPS[launch.worker]
     results = scenario("timeline", launch)

@@ -46,6 +46,10 @@ def test_no_framework_is_loaded():
     assert dict(zip(STEPS, loaded_by(*STEPS.values()), strict=True)) == {step: [] for step in STEPS}
 
 
+def test_the_adapter_of_torch_needs_no_horovod():
+    assert "horovod" not in loaded_by("import grace.torch, grace.torch.distributed")[0]
+
+
 def test_the_check_sees_a_framework_that_is_loaded():
     assert loaded_by("import grace", "import types; sys.modules['jax'] = types.ModuleType('jax')") == [[], ["jax"]]
 

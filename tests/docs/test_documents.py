@@ -25,7 +25,7 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page no
 USING = ("adam", "configuration", "communicators_and_memories", "checkpoints", "statistics")
 EXTEND = ("index", "compressor", "memory", "communicator", "transport", "array_operation", "backend")
 RUNNABLE = [
-    *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "recipes", "tensorflow")),
+    *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "recipes", "tensorflow", "torchrun")),
     *(f"docs/{page}.md" for page in USING),
     *(f"docs/extend/{page}.md" for page in EXTEND),
     "docs/design/mpi4py.md",
@@ -82,7 +82,12 @@ def test_configuration_files_of_the_configuration_page_are_valid(tmp_path):
 def test_the_python_of_a_page_runs(name, tmp_path):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", read(name), re.DOTALL | re.MULTILINE))
     assert code
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    script = tmp_path / "script.py"
+    script.write_text(code, encoding="utf-8")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if "torchrun" in name else []
+    subprocess.run(
+        [sys.executable, *torchrun, str(script)], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
 
 
 def lacking(name: str, docstring: str) -> list[str]:

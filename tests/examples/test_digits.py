@@ -196,6 +196,13 @@ def test_methods_train_for_an_epoch(launch, tmp_path):
     check_share(rows)
 
 
+@on(Launch(TORCH, "torchrun", 2))
+def test_the_example_of_torch_runs_without_horovod(launch, tmp_path):
+    rows = epoch(launch, "torch", ["none", "topk"], tmp_path / "table.json")
+    check_description("torch", rows)
+    check_bytes("torch", rows, MOST | MOST_AT_FIRST)
+
+
 def test_powersgd_sends_what_its_ranks_predict(framework, rows):
     # Rank 2: (rows + columns) * 2 float32 and a float32 flag for each matrix, and six for the stamp of their bucket.
     predicted = sum(4 * 2 * sum(shape) + 4 for shape in MATRICES[framework]) + 4 * 6

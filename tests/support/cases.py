@@ -10,7 +10,7 @@ from grace.core.values.config import make_config
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators, compressors
 from tests.support.covering import ALL, pairwise, product
-from tests.support.launch import TENSORFLOW, Launch
+from tests.support.launch import TENSORFLOW, TORCH, Launch
 
 # Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it.
 EVERYTHING = {"default_rules": False}
@@ -44,11 +44,13 @@ MORE_OF_TENSORFLOW = [TENSORFLOW_MPI] if ALL else []
 _FULL = ("horovodrun-gloo", 2)
 # One process needs no launcher.
 _LAUNCHES = (("python", 1), ("horovodrun-gloo", 2), ("horovodrun-gloo", 4), ("mpirun", 2), ("mpirun", 4))
+# Only PyTorch has a launcher of its own.
+_LAUNCHES_OF_TORCH = (*_LAUNCHES, ("torchrun", 2), ("torchrun", 4))
 
 
-def launch_factors(alone: bool = True) -> dict[str, list[Any]]:
-    """Return the factors "launcher" and "ranks", with one process alone or without."""
-    launches = _LAUNCHES if alone else _LAUNCHES[1:]
+def launch_factors(worker: str) -> dict[str, list[Any]]:
+    """Return the factors "launcher" and "ranks"; with TensorFlow without one process alone."""
+    launches = _LAUNCHES_OF_TORCH if worker == TORCH else _LAUNCHES[1:]
     return {"launcher": list(dict.fromkeys(name for name, _ in launches)), "ranks": sorted({n for _, n in launches})}
 
 
@@ -59,7 +61,7 @@ def method_factors() -> dict[str, list[Any]]:
 
 def possible(row: dict[str, Any]) -> bool:
     """Return whether the launch exists and the method works with the communicator."""
-    if "launcher" in row and (row["launcher"], row["ranks"]) not in _LAUNCHES:
+    if "launcher" in row and (row["launcher"], row["ranks"]) not in _LAUNCHES_OF_TORCH:
         return False
     return "communicator" not in row or works(row["method"], row["communicator"])
 
@@ -116,7 +118,9 @@ def label_of(row: dict[str, Any]) -> str:
 
 def launches(worker: str, rows: list[dict[str, Any]]) -> list[Launch]:
     """Return the launches of a covering array, each once."""
-    return [Launch(worker, *pair) for pair in _LAUNCHES if any((r["launcher"], r["ranks"]) == pair for r in rows)]
+    return [
+        Launch(worker, *pair) for pair in _LAUNCHES_OF_TORCH if any((r["launcher"], r["ranks"]) == pair for r in rows)
+    ]
 
 
 def rows_of(launch: Launch, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 # Where launchers tell a process its rank; without any of them there is only one.
-RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 _NO_ORDER = b""
 
 

@@ -44,6 +44,7 @@ def command(launcher: str, ranks: int) -> list[str]:
             # Open MPI 5 does not understand horovodrun's own binding flags.
             "--binding-args=--bind-to none --map-by slot",
         ],
+        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"],
         "mpirun": ["mpirun", *_MPI_FLAGS, "--bind-to", "none", "-np", str(ranks)],
     }[launcher]
     assert not words or shutil.which(words[0]), f"{words[0]} is not on the PATH; run the tests by scripts/test.sh"

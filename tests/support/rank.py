@@ -50,12 +50,12 @@ def _send(stream: Any, message: Any) -> None:
     stream.flush()
 
 
-def run_digits(framework: str, arguments: list[str], hvd: Any) -> int:
+def run_digits(framework: str, arguments: list[str]) -> int:
     """Run a digits example in this process, and return its exit status."""
     sys.path.append(str(ROOT / "examples"))
     shared, example = (importlib.import_module(name) for name in ("digits", f"{framework}_digits"))
     sys.argv[1:] = arguments
-    return int(shared.main(framework, "", hvd, example.train))
+    return int(shared.main(framework, "", example.hvd, example.train))
 
 
 def run_program(code: str) -> str:

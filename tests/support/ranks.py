@@ -85,8 +85,8 @@ class Pool:
         self._output = Path(self._folder.name) / "output"
         path = f"{self._folder.name}/socket"
         launcher = command(launch.launcher, launch.ranks)
-        if launcher[:1] == ["horovodrun"]:
-            launcher = [*_forked(HOROVODRUN, 1), *launcher[1:]]
+        if launcher[:1] in (["horovodrun"], ["torchrun"]):
+            launcher = [*_forked(f"tests.support.{launcher[0]}", 1), *launcher[1:]]
         started = [sys.executable, "-m", launch.worker]
         if launch.worker in FORKED:
             started = _forked(launch.worker, launch.ranks)
@@ -235,7 +235,6 @@ class Servers:
 
 # The worker of MPI imports no framework, and mpi4py starts MPI when it is imported.
 FORKED = (TORCH, TENSORFLOW)
-HOROVODRUN = "tests.support.horovodrun"
 _servers: dict[str, Servers] = {}
 _pool: Pool | None = None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
 
-import horovod.torch as hvd
 import torch
 
 # Optimizers import it in their first step. Here it is imported once for all forks of this process.
@@ -13,6 +13,7 @@ from horovod.torch import mpi_ops
 
 from tests.adapters.torch import (
     exchange_scenarios,
+    launched,
     promise_scenarios,
     replica_scenarios,
     scaler_scenarios,
@@ -21,7 +22,6 @@ from tests.adapters.torch import (
     usage_scenarios,
     way_back_scenarios,
 )
-from tests.adapters.torch.model import PROCESS_SETS
 from tests.support import rank
 
 # A quarter of the time of Horovod's own cycle.
@@ -47,11 +47,11 @@ def sleep_while_waiting() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     world = rank.ranks()
-    # Horovod needs the process sets at its start: even ranks, odd ranks, and a number that is not a power of two.
-    members = [[0, 2], [1, 3], [0, 2, 3]] if world == 4 else []
-    PROCESS_SETS[:] = map(hvd.ProcessSet, members)
-    hvd.init(process_sets=PROCESS_SETS)
-    sleep_while_waiting()
+    # Even ranks, odd ranks, and a number that is not a power of two.
+    groups = [[0, 2], [1, 3], [0, 2, 3]] if world == 4 else []
+    launched.start(groups, torchrun="TORCHELASTIC_RUN_ID" in os.environ)
+    if not launched.by_torchrun():
+        sleep_while_waiting()
     modules = (
         exchange_scenarios,
         promise_scenarios,
@@ -62,8 +62,8 @@ def main() -> None:
         usage_scenarios,
         way_back_scenarios,
     )
-    rank.serve(hvd.rank(), modules)
-    hvd.shutdown()
+    rank.serve(launched.my_rank(), modules)
+    launched.end()
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ GIVEN = cases.rows(
         **cases.method_factors(),
         "granularity": ["layer", "bucket", "model"],
         "mode": ["graph", "eager", "by turns"],
-        **cases.launch_factors(alone=False),
+        **cases.launch_factors(TENSORFLOW),
     },
     _exchanges,
 ) + cases.rows_of_memories([("horovodrun-gloo", 2)], granularity="layer", mode="graph")

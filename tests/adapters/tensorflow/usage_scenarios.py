@@ -135,7 +135,7 @@ def passes_per_step() -> dict[str, Any]:
 
 def digits(framework: str, arguments: list[str]) -> int:
     """Run the digits example of Keras or of the tape with these arguments, and return its exit status."""
-    return rank.run_digits(framework, arguments, hvd)
+    return rank.run_digits(framework, arguments)
 
 
 def program(code: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from grace.core.exchange.collectives import sum_halves
@@ -21,9 +22,17 @@ from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import run_program
 from grace.testing.transport_contract import run_transport_contract
-from grace.torch.transport import HorovodTransport
+from tests.adapters.torch.launched import (
+    GROUPS,
+    Group,
+    by_torchrun,
+    everyone,
+    my_rank,
+    total,
+    transport_of,
+    world_size,
+)
 from tests.adapters.torch.model import (
-    PROCESS_SETS,
     batches,
     digest,
     exchange,
@@ -80,25 +89,42 @@ def trained(rows: ROWS) -> dict[str, Any]:
     return results
 
 
+def plainly_wrapped(model: torch.nn.Module, **arguments: Any) -> Any:
+    """Return the optimizer of Horovod. For torch.distributed, one that reduces each gradient in its step."""
+    if not by_torchrun():
+        return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **arguments)
+    optimizer, predivide = sgd(model), arguments.get("gradient_predivide_factor", 1.0)
+
+    def reduce(*_: Any) -> None:
+        for p in model.parameters():
+            p.grad /= predivide
+            dist.all_reduce(p.grad)
+            p.grad *= 1.0 if "op" in arguments else predivide
+            p.grad /= 1 if "op" in arguments else world_size()
+
+    optimizer.register_step_pre_hook(reduce)
+    return optimizer
+
+
 def none_and_horovod() -> dict[str, Any]:
-    """Train with plain Horovod and with compressor none, also with accumulation and predivision."""
+    """Train without grace and with compressor none, also with accumulation and predivision."""
     results = {}
     for label, arguments in {
         "plain": {},
         "accumulate": {"backward_passes_per_step": 2},
         "predivide": {"gradient_predivide_factor": 2.0},
-        "sum": {"op": hvd.Sum},
+        "sum": {"op": total()},
     }.items():
         weights = []
         for kind in ("horovod", "grace"):
             model = make_net()
             if kind == "horovod":
-                optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **arguments)
+                optimizer = plainly_wrapped(model, **arguments)
             else:
                 optimizer = wrap(model, {"compressor": "none"}, **arguments)
             passes = arguments.get("backward_passes_per_step", 1)
             # Momentum has an effect from the second step on, which is the fourth pass if two passes make a step.
-            for i, (x, y) in enumerate(batches(4, hvd.rank())):
+            for i, (x, y) in enumerate(batches(4, my_rank())):
                 F.cross_entropy(model(x), y).backward()
                 if (i + 1) % passes == 0:
                     optimizer.step()
@@ -114,14 +140,14 @@ def none_and_horovod() -> dict[str, Any]:
 
 def transport_contract() -> list[str]:
     """Run the contract of transports with the one of this rank. Return the names of its tests."""
-    return run_transport_contract(HorovodTransport(), get_ops("torch"))
+    return run_transport_contract(transport_of(everyone()), get_ops("torch"))
 
 
 def half_sums() -> dict[str, Any]:
-    """Compute sums and means of 16-bit floats over all ranks, and over those of a process set."""
+    """Compute sums and means of 16-bit floats over all ranks, and over those of a group."""
 
-    def reductions(process_set: Any) -> dict[str, Any]:
-        transport = HorovodTransport(process_set)
+    def reductions(group: Group) -> dict[str, Any]:
+        transport = transport_of(group)
 
         def reduce(x: np.ndarray, op: Any, name: str) -> Callable[[], np.ndarray]:
             dtype = torch.float16 if x.dtype == np.float16 else torch.bfloat16
@@ -131,13 +157,13 @@ def half_sums() -> dict[str, Any]:
                 mine = torch.cat([mine[:1], mine])[1:]
             factor = 1 / transport.size if op == "mean" else 1.0
             program = sum_halves(get_ops("torch"), mine, transport.rank, transport.size, factor)
-            name = f"halves.{process_set.process_set_id}.{name}"
+            name = f"halves.{group.ranks}.{name}"
             return lambda: run_program(program, transport, name).view(torch.int16).numpy().view(x.dtype)
 
-        return half_precision.reductions(reduce, process_set.ranks, hvd.rank())
+        return half_precision.reductions(reduce, group.ranks, my_rank())
 
-    sets = [hvd.global_process_set, *(process_set for process_set in PROCESS_SETS if process_set.included())]
-    return {str(process_set.ranks): reductions(process_set) for process_set in sets}
+    groups = [everyone(), *(group for group in GROUPS if group.included)]
+    return {str(list(group.ranks)): reductions(group) for group in groups}
 
 
 # NaN and infinity on the last rank, after two steps that fill the states, each followed by a good step.
@@ -151,7 +177,7 @@ def given(rows: ROWS) -> dict[str, Any]:
     same results, so that each simulates only some of the exchanges, of all ranks.
     """
     results = {}
-    rank, size = hvd.rank(), hvd.size()
+    rank, size = my_rank(), world_size()
     shapes = {name: tuple(p.shape) for name, p in make_net().named_parameters()}
     specs = [TensorSpec(n, s) for n, s in shapes.items()]
     merged: dict[str, list[dict[str, torch.Tensor]]] = {}
@@ -204,7 +230,7 @@ def given(rows: ROWS) -> dict[str, Any]:
 def _gradients(shapes: dict[str, Any], step: int, rank: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    if rank == hvd.size() - 1:
+    if rank == world_size() - 1:
         made["left.weight"][3, 5] += GIVEN[step]
     return made
 
@@ -218,13 +244,13 @@ def hook_order() -> dict[str, Any]:
             model = make_net()
             optimizer = wrap(model, {"compressor": name, "bucket_bytes": 0, **EVERYTHING})
             # Residuals have an effect from the second step on.
-            for x, y in batches(3, hvd.rank()):
+            for x, y in batches(3, my_rank()):
                 optimizer.zero_grad()
                 branches = [model.left, model.right]
                 h = model.features(x).detach()
                 # Separate losses, so that this order of backward calls is the order of the hooks.
                 losses = [F.cross_entropy(branch(h)[:, :10], y) for branch in branches]
-                if opposite and hvd.rank() % 2:
+                if opposite and my_rank() % 2:
                     losses.reverse()
                 for loss in losses:
                     loss.backward()
@@ -241,9 +267,9 @@ def unused_parameters() -> dict[str, Any]:
         model = make_net()
         optimizer = wrap(model, {"compressor": name, **EVERYTHING})
         before = digest(model.right.parameters())
-        for i, (x, y) in enumerate(batches(4, hvd.rank())):
+        for i, (x, y) in enumerate(batches(4, my_rank())):
             optimizer.zero_grad()
-            F.cross_entropy(model(x, right=i % 2 == 0 and hvd.rank() % 2 == 0), y).backward()
+            F.cross_entropy(model(x, right=i % 2 == 0 and my_rank() % 2 == 0), y).backward()
             optimizer.step()
         results[name] = {
             "weights": digest(model.parameters()),
@@ -260,7 +286,7 @@ def gradient_buffers() -> dict[str, Any]:
     model = torch.nn.Module()
     model.w, model.position = w, position
     optimizer = wrap(model, config, optimizer=torch.optim.SGD([w, position], lr=0.0))
-    generator = torch.Generator().manual_seed(hvd.rank())
+    generator = torch.Generator().manual_seed(my_rank())
     x, target = torch.randn(1, 20, generator=generator), torch.randn(1, 12, generator=generator)
     seen: list[float] = []
     w.register_hook(lambda gradient: seen.append(float(gradient.norm())))
@@ -291,7 +317,7 @@ def accumulation() -> dict[str, Any]:
         model = make_net().double()
         config = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
         optimizer = wrap(model, config, backward_passes_per_step=passes)
-        data = list(batches(8, hvd.rank()))
+        data = list(batches(8, my_rank()))
         for (x0, y0), (x1, y1) in zip(data[::2], data[1::2], strict=True):
             losses = [F.cross_entropy(model(x.double()), y) for x, y in ((x0, y0), (x1, y1))]
             if passes == 2:
@@ -310,17 +336,17 @@ def reductions() -> dict[str, Any]:
     gradients = {}
     for label, arguments in {
         "average": {},
-        "sum": {"op": hvd.Sum},
+        "sum": {"op": total()},
         "predivide": {"gradient_predivide_factor": 4.0},
     }.items():
         model = make_net()
         optimizer = wrap(model, {"compressor": "qsgd", **EVERYTHING}, **arguments)
-        x, y = next(batches(1, hvd.rank()))
+        x, y = next(batches(1, my_rank()))
         F.cross_entropy(model(x), y).backward()
         optimizer.synchronize()
         gradients[label] = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
     return {
-        "sum": float((gradients["sum"] - gradients["average"] * hvd.size()).abs().max()),
+        "sum": float((gradients["sum"] - gradients["average"] * world_size()).abs().max()),
         "predivide": float((gradients["predivide"] - gradients["average"]).abs().max()),
         "size": float(gradients["average"].abs().max()),
     }
@@ -337,7 +363,7 @@ def dtypes(rows: ROWS) -> dict[str, Any]:
         optimizer = wrap(model, {"compressor": row["method"]})
         # The second step uses the states of the first.
         for step in range(2):
-            generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+            generator = torch.Generator().manual_seed(10 * step + my_rank())
             model.weight.grad = torch.randn(40, 64, generator=generator).to(dtype)
             optimizer.step()
         results[label_of(row)] = {

@@ -10,10 +10,10 @@ import os
 import signal
 import sys
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 
+from tests.adapters.torch import launched
 from tests.adapters.torch.model import batches, make_net, wrap
 
 LAST_STEP = 3
@@ -21,11 +21,11 @@ LAST_STEP = 3
 
 def main() -> None:
     torch.set_num_threads(1)
-    hvd.init()
+    launched.start([], torchrun="MASTER_ADDR" in os.environ)
     model = make_net()
     optimizer = wrap(model, json.loads(sys.argv[1]))
-    for step, (x, y) in enumerate(batches(20, hvd.rank())):
-        if step == LAST_STEP and hvd.rank() == hvd.size() - 1:
+    for step, (x, y) in enumerate(batches(20, launched.my_rank())):
+        if step == LAST_STEP and launched.my_rank() == launched.world_size() - 1:
             # The gradients of later layers are being exchanged by then. The gradient of this layer is never sent.
             model.conv.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
         if step == LAST_STEP:

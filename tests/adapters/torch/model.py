@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 
 import grace.torch
-
-PROCESS_SETS: list[Any] = []
+from tests.adapters.torch.launched import my_rank
 
 
 class Net(torch.nn.Module):
@@ -79,7 +77,7 @@ def exchange(optimizer: Any) -> None:
 def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int = 0) -> float:
     """Train on the batches `start` to `start + steps`. Return the last loss."""
     loss = torch.zeros(())
-    for x, y in itertools.islice(batches(start + steps, hvd.rank(), seed), start, None):
+    for x, y in itertools.islice(batches(start + steps, my_rank(), seed), start, None):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import grace.torch
+from tests.adapters.torch.launched import my_rank
 from tests.support.promises import TENSORS, Run, gradients, joined, kept
 
 
@@ -22,7 +22,7 @@ def _run(config: dict[str, Any]) -> Run:
 
     def step(number: int) -> bytes:
         optimizer.zero_grad()
-        given = gradients(number, hvd.rank())
+        given = gradients(number, my_rank())
         sum((p * torch.from_numpy(given[name])).sum() for name, p in parameters.items()).backward()
         optimizer.step()
         return joined({name: p.grad for name, p in parameters.items()})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
+from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import digest, make_net, spy, train, wrap
 from tests.support.cases import EVERYTHING, LAYERS
 
@@ -23,7 +23,7 @@ def _outcome(model: Any, optimizer: Any, steps: int) -> str:
 
 def drifting_replicas() -> dict[str, Any]:
     """Change something on the last rank alone after four steps, and return the errors of four more steps."""
-    last, errors = hvd.rank() == hvd.size() - 1, {}
+    last, errors = my_rank() == world_size() - 1, {}
     for label, config, options in (
         ("weight", {"compressor": "topk", **EVERYTHING}, {}),
         ("none", {"compressor": "none"}, {}),

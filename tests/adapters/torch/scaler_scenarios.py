@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 
+from tests.adapters.torch.launched import my_rank
 from tests.adapters.torch.model import batches, digest, flat, make_net, wrap
 from tests.adapters.torch.usage_scenarios import Wrapper
 from tests.support.cases import LAYERS
@@ -25,10 +25,10 @@ def scaled_inside_a_wrapper() -> dict[str, Any]:
         raw = wrap(model, config, grad_scaler=scaler)
         optimizer = Wrapper(raw) if inside else raw
         scales = []
-        for i, (x, y) in enumerate(batches(4, hvd.rank())):
+        for i, (x, y) in enumerate(batches(4, my_rank())):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
-            scaler.scale(loss * (float("inf") if i == 1 and hvd.rank() == 0 else 1.0)).backward()
+            scaler.scale(loss * (float("inf") if i == 1 and my_rank() == 0 else 1.0)).backward()
             scaler.unscale_(optimizer if given else raw)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             scaler.step(optimizer if given else raw)

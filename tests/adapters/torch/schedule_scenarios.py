@@ -6,12 +6,12 @@ import copy
 import io
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import grace.torch
 from grace.core.values.errors import GraceError
 from grace.torch import CompressionScheduler
+from tests.adapters.torch.launched import mean, my_rank, total, world_size
 from tests.adapters.torch.model import digest, make_net, train, wrap
 from tests.support.cases import EVERYTHING
 
@@ -105,7 +105,7 @@ def changes_that_differ() -> dict[str, Any]:
     optimizer = wrap(net, {**STAGES[0], **EVERYTHING})
     train(net, optimizer, 1)
     errors = []
-    for changes in ({"compress_ratio": 0.5 + 0.1 * hvd.rank()}, {"compress_rate" if hvd.rank() else "beta": 0.5}):
+    for changes in ({"compress_ratio": 0.5 + 0.1 * my_rank()}, {"compress_rate" if my_rank() else "beta": 0.5}):
         try:
             optimizer.grace.change(**changes)
         except GraceError as error:
@@ -122,22 +122,22 @@ def learning_rates() -> dict[str, Any]:
     """
     rates = {"a": RATES, "b": RATES[::-1]}
     parameters = {name: torch.nn.Parameter(torch.zeros(40, 30)) for name in rates}
-    slopes = [torch.randn(40, 30, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
+    slopes = [torch.randn(40, 30, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size())]
     plain = torch.optim.SGD([{"params": [p]} for p in parameters.values()], lr=RATES[0])
     config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, "communicator": "allgather"}
     optimizer = grace.torch.DistributedOptimizer(plain, list(parameters.items()), {**config, **EVERYTHING})
     for step in range(len(RATES)):
         for group, name in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rates[name][step]
-        sum((p * slopes[hvd.rank()]).sum() for p in parameters.values()).backward()
+        sum((p * slopes[my_rank()]).sum() for p in parameters.values()).backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
     states, off = optimizer.grace.engine.state_dict()["tensors"], []
-    meant = sum(RATES) * sum(slopes) / hvd.size()
+    meant = sum(RATES) * sum(slopes) / world_size()
     for name, p in parameters.items():
         residual = states[name]["memory"]["residual"].reshape(40, 30)
-        held = hvd.allreduce(residual, op=hvd.Average, name=f"held.{name}")
+        held = mean(residual, f"held.{name}")
         off.append(float((rates[name][-1] * held - p.detach() - meant).abs().max()))
     return {"off": max(off), "moved": digest(parameters.values())}
 
@@ -178,7 +178,7 @@ def local_steps() -> dict[str, Any]:
                 train(alone, lonely, 3, start=3 * meeting)
                 with torch.no_grad():
                     for key, p in alone.named_parameters():
-                        p.copy_(hvd.allreduce(p, op=hvd.Average, name=f"alone.{key}"))
+                        p.copy_(mean(p, f"alone.{key}"))
             train(alone, lonely, 1, start=6)
             pairs = zip(net.parameters(), alone.parameters(), strict=True)
             results[name]["off"] = max(float((a - b).abs().max()) for a, b in pairs)
@@ -190,10 +190,10 @@ def local_refusals() -> dict[str, Any]:
     net = make_net()
     wrong = [
         {"local_steps": 0},
-        {"local_steps": 2, "op": hvd.Sum},
+        {"local_steps": 2, "op": total()},
         {"local_steps": 2, "backward_passes_per_step": 2},
         {"local_steps": 2, "lr_correction": True},
-        {"local_steps": 2 + hvd.rank()},
+        {"local_steps": 2 + my_rank()},
     ]
     errors = []
     for arguments in wrong:
@@ -211,7 +211,7 @@ def loaded_in_another_stage() -> dict[str, Any]:
     train(first, optimizer, 3)
     second = make_net()
     fresh = wrap(second, scheduled())
-    if hvd.rank() == 0:
+    if my_rank() == 0:
         fresh.load_state_dict(optimizer.state_dict())
     try:
         train(second, fresh, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -62,21 +63,44 @@ def rendezvous(size: int) -> Iterator[str]:
         server.communicate()
 
 
-def lose_one(granularity, size):
+def of_horovod(rank, size, port):
+    """Return the environment of a rank of Horovod."""
+    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0}
+    place |= {"CROSS_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "HOSTNAME": "127.0.0.1"}
+    place |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": "lo"}
+    return {f"HOROVOD_{name}": str(value) for name, value in place.items()}
+
+
+def of_torch(rank, size, port):
+    """Return the environment of a rank of torch.distributed."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(size)}
+
+
+@contextmanager
+def free_port(size):
+    """Yield a port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    yield port
+
+
+LIBRARIES = {"horovod": (rendezvous, of_horovod), "torch": (free_port, of_torch)}
+
+
+def lose_one(library, granularity, size):
     """Start ranks without a launcher and kill the last one. Return exit statuses, outputs and seconds to the end."""
+    meeting, place = LIBRARIES[library]
     with ExitStack() as stack:
-        port = stack.enter_context(rendezvous(size))
+        port = stack.enter_context(meeting(size))
         ranks, said = [], []
         for rank in range(size):
-            place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0}
-            place |= {"CROSS_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "HOSTNAME": "127.0.0.1"}
-            place |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": "lo"}
             said.append(stack.enter_context(tempfile.TemporaryFile("w+")))
             ranks.append(
                 subprocess.Popen(
                     words(granularity),
                     cwd=ROOT,
-                    env=environment(**{f"HOROVOD_{name}": str(value) for name, value in place.items()}),
+                    env=environment(**place(rank, size, port)),
                     stdout=said[-1],
                     stderr=subprocess.STDOUT,
                 )
@@ -107,7 +131,9 @@ def launch_and_lose_one():
     )
 
 
-CASES = [("bucket", 2), ("layer", 2), ("model", 4)] if ALL else [("bucket", 2), ("model", 3)]
+CASES = [("horovod", "bucket", 2), ("horovod", "model", 3), ("torch", "layer", 3)]
+if ALL:
+    CASES = [(library, *case) for library in LIBRARIES for case in (("bucket", 2), ("layer", 2), ("model", 4))]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +144,7 @@ def losses():
         yield {**runs, "horovodrun": pool.submit(launch_and_lose_one)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_others_end_by_themselves(losses, case):
     """There is no launcher to end the ranks, so each must notice the loss."""
     codes, outputs, seconds = losses[case].result()
@@ -128,6 +154,7 @@ def test_the_others_end_by_themselves(losses, case):
         assert code != 0, output
         assert "trained to the end" not in output
         assert "Error" in output, "a training script says why it ends"
+        assert case[0] != "torch" or "waits in vain for step 3, the gradient of '" in output, output
     assert seconds < TIMEOUT_S + SLACK_S
 
 

@@ -33,7 +33,7 @@ EXCHANGES = cases.rows(
         **cases.method_factors(),
         "granularity": list(cases.GRANULARITIES),
         "view": [False, True],
-        **cases.launch_factors(),
+        **cases.launch_factors(TORCH),
     },
     _possible,
 ) + cases.rows_of_memories([("horovodrun-gloo", 2), ("mpirun", 4)], granularity="bucket", view=False)
@@ -41,7 +41,7 @@ DTYPES = cases.rows(
     {
         "method": cases.method_factors()["method"],
         "dtype": ["float16", "bfloat16", "float64"],
-        **cases.launch_factors(),
+        **cases.launch_factors(TORCH),
     },
     _possible,
 )
@@ -126,10 +126,13 @@ def test_granularity_decides_what_is_one_unit(launch):
     for label, row in listed.items():
         units, tensors = ranks[0][label]["units"]
         assert same([rank[label]["units"] for rank in ranks]), label
-        if row["communicator"] in OF_SHARDS or (row["communicator"], launch.ranks) == ("auto", 4):
+        if row["method"] == "none":
+            # The library exchanges its tensors.
+            assert units == 0, label
+        elif row["communicator"] in OF_SHARDS or (row["communicator"], launch.ranks) == ("auto", 4):
             # Its units are shards.
             assert units >= tensors or row["granularity"] != "layer", label
-        elif row["granularity"] == "layer" and row["method"] != "none":
+        elif row["granularity"] == "layer":
             assert units == tensors, label
         elif row["granularity"] == "model" and row["method"] in JOINED:
             assert units == 1, label
@@ -142,20 +145,24 @@ def test_horovodrun_over_mpi_works(launch):
 
 
 @each_launch
-def test_none_equals_plain_horovod(launch):
+def test_none_equals_plain_reductions(launch):
     for rank in scenario("none_and_horovod", launch):
         for label, result in rank.items():
             assert result["moved"] > 0.01, label
             # On more ranks, Horovod may fuse other tensors, which changes the order of summation.
-            assert result["equal"] or (launch.ranks > 2 and result["distance"] < 1e-5), label
+            fused = launch.ranks > 2 and launch.launcher != "torchrun"
+            assert result["equal"] or (fused and result["distance"] < 1e-5), label
 
 
-@on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4))
+@on(
+    *(Launch(TORCH, launcher, ranks) for launcher, ranks in (("mpirun", 2), ("horovodrun-gloo", 4))),
+    *(Launch(TORCH, "torchrun", ranks) for ranks in (2, 3, 4)),
+)
 def test_the_transport_keeps_its_contract(launch):
     assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
 
 
-@on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4))
+@on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4), Launch(TORCH, "torchrun", 4))
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))
 
@@ -266,7 +273,10 @@ def test_replicas_that_start_with_other_weights_are_refused(launch):
         for label, error in rank.items():
             assert error.startswith("MismatchError: the weights of rank 1 and rank 0 differ before the first"), label
             assert "in 'head.bias' and 0 other tensors" in error
-            assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in error
+            advice = (
+                "torch.distributed.broadcast(x, 0)" if launch.launcher == "torchrun" else "hvd.broadcast_parameters"
+            )
+            assert advice in error
 
 
 @each_launch

@@ -9,7 +9,7 @@ from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
-two_ranks = on(Launch(TORCH, "horovodrun-gloo", 2))
+two_ranks = on(Launch(TORCH, "horovodrun-gloo", 2), Launch(TORCH, "torchrun", 2))
 
 
 @two_ranks

@@ -9,10 +9,10 @@ from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
-TWO = Launch(TORCH, "horovodrun-gloo", 2)
+TWO, TORCHRUN = (Launch(TORCH, launcher, 2) for launcher in ("horovodrun-gloo", "torchrun"))
 
 
-@on(TWO)
+@on(TWO, TORCHRUN)
 def test_training_goes_on_after_a_dropped_step_as_if_it_had_never_begun(launch):
     ranks = scenario("discarded", launch)
     for label in ranks[0]:
@@ -20,7 +20,7 @@ def test_training_goes_on_after_a_dropped_step_as_if_it_had_never_begun(launch):
         assert all(rank[label]["equal"] for rank in ranks), label
 
 
-@on(TWO)
+@on(TWO, TORCHRUN)
 def test_a_step_that_failed_is_refused_with_the_way_back(launch):
     ranks = scenario("discarded", launch)
     for label in ranks[0]:
@@ -37,7 +37,7 @@ def test_a_step_that_failed_is_refused_with_the_way_back(launch):
                 assert "optimizer.grace.discard() on all ranks" in text, label
 
 
-@on(TWO)
+@on(TWO, TORCHRUN)
 def test_a_step_can_be_dropped_with_every_argument(launch):
     ranks = scenario("discarded_with_options", launch)
     for label in ranks[0]:
@@ -45,7 +45,7 @@ def test_a_step_can_be_dropped_with_every_argument(launch):
         assert all(rank[label]["equal"] for rank in ranks), label
 
 
-@on(TWO)
+@on(TWO, TORCHRUN)
 def test_a_checkpoint_brings_ranks_together_that_an_error_parted(launch):
     ranks = scenario("parted", launch)
     assert same(ranks)
@@ -54,18 +54,25 @@ def test_a_checkpoint_brings_ranks_together_that_an_error_parted(launch):
     assert ranks[0]["equal"]
 
 
-@on(TWO)
+@on(TWO, TORCHRUN)
 def test_a_rank_that_waits_says_for_what_and_ends(launch):
     ranks = scenario("waits", launch)
     assert same([rank.pop("weights") for rank in ranks])
+    transport = "all ranks to make their transport, as " if launch == TORCHRUN else ""
     for label, waiting, words in (
-        ("change", 0, "rank 0 of 2 has waited 2 s for rank 1: optimizer.grace.change()"),
-        ("change", 1, "rank 1 of 2 has waited 2 s for rank 0: step 1, the gradient of '"),
+        *(
+            ()
+            if launch == TORCHRUN
+            else (
+                ("change", 0, "rank 0 of 2 has waited 2 s for rank 1: optimizer.grace.change()"),
+                ("change", 1, "rank 1 of 2 has waited 2 s for rank 0: step 1, the gradient of '"),
+            )
+        ),
         ("one more step", 0, "has waited 2 s for rank 1: step 1, the gradient of '"),
         ("one more dense step", 0, "has waited 2 s for rank 1: step 1, the gradient of '"),
         ("order", 0, "has waited 2 s for rank 1: step 1, the gradient of '"),
         ("order", 1, "has waited 2 s for rank 0: step 1, the gradient of '"),
-        ("wrap", 1, "has waited 2 s for rank 0: grace.torch.DistributedOptimizer()"),
+        ("wrap", 1, f"has waited 2 s for rank 0: {transport}grace.torch.DistributedOptimizer()"),
     ):
         result = ranks[waiting][label]
         assert result["error"].startswith("WaitError: rank "), label
@@ -75,3 +82,9 @@ def test_a_rank_that_waits_says_for_what_and_ends(launch):
         assert label == "wrap" or len(result["told"]) == 1, label
     assert not any(ranks[1][label]["error"] for label in ("one more step", "one more dense step"))
     assert ranks[0]["wrap"]["error"] == ""
+    if launch == TORCHRUN:
+        # Headers tell what each rank started.
+        for rank, result in enumerate(ranks):
+            assert result["change"]["error"].startswith(f"MismatchError: rank {rank} started all")
+            assert "/change'" in result["change"]["error"]
+            assert result["change"]["seconds"] < 2

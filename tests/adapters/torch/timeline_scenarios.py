@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import horovod.torch as hvd
-
+from tests.adapters.torch.launched import my_rank
 from tests.adapters.torch.model import make_net, train, wrap
 from tests.support.cases import EVERYTHING
 
@@ -29,8 +28,8 @@ def timeline() -> dict[str, Any]:
         optimizer.grace.stop_timeline()
         train(model, optimizer, 1, start=2)
         for name in ("told", "by hand"):
-            results[name] = json.loads(Path(f"{folder}/{name}.rank{hvd.rank()}.json").read_text())
-        path = f"{folder}/nowhere/trace.json" if hvd.rank() == 1 else ""
+            results[name] = json.loads(Path(f"{folder}/{name}.rank{my_rank()}.json").read_text())
+        path = f"{folder}/nowhere/trace.json" if my_rank() == 1 else ""
         with mock.patch.dict(os.environ, GRACE_TIMELINE=path):
             try:
                 wrap(make_net(), config)

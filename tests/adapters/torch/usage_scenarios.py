@@ -13,11 +13,12 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import grace
+from tests.adapters.torch.launched import GROUPS, broadcast, broadcast_state, by_torchrun, my_rank, world_size
 from tests.adapters.torch.model import (
-    PROCESS_SETS,
     Net,
     batches,
     digest,
@@ -38,7 +39,7 @@ def foreign_checkpoint() -> dict[str, Any]:
     optimizer = wrap(model, {"compressor": "topk", "communicator": "allgather", **LAYERS})
     train(model, optimizer, 3)
     mine = optimizer.state_dict()
-    saved = mine if hvd.rank() == 0 else copy.deepcopy(mine)
+    saved = mine if my_rank() == 0 else copy.deepcopy(mine)
     saved["grace"]["rank"] = 0
     fresh = wrap(model, {"compressor": "topk", "communicator": "allgather", **LAYERS})
     with warnings.catch_warnings(record=True) as caught:
@@ -115,9 +116,9 @@ def partly_loaded() -> dict[str, str]:
         train(model, optimizer, 2)
         state = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, 3)
-        if hvd.rank() == 0:
+        if my_rank() == 0:
             optimizer.load_state_dict(state)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        broadcast_state(optimizer)
         try:
             train(model, optimizer, 1)
             results[name] = ""
@@ -140,7 +141,7 @@ def closures() -> dict[str, Any]:
         model = make_net()
         optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING})
         losses = []
-        for x, y in batches(4, hvd.rank()):
+        for x, y in batches(4, my_rank()):
             evaluate = functools.partial(_evaluate, model, optimizer, x, y)
             if with_closure:
                 losses.append(float(optimizer.step(evaluate).detach()))
@@ -163,7 +164,7 @@ def synchronized_twice() -> dict[str, Any]:
         model = make_net()
         config = {"compressor": "dgc", "compress_ratio": 0.5, **EVERYTHING}
         optimizer = wrap(model, config, optimizer=sgd(model, momentum=0.0))
-        for x, y in batches(4, hvd.rank()):
+        for x, y in batches(4, my_rank()):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             with warnings.catch_warnings():
@@ -172,7 +173,7 @@ def synchronized_twice() -> dict[str, Any]:
                     optimizer.synchronize()
                 optimizer.step()
         weights.append(digest(model.parameters()))
-    x, y = next(batches(1, hvd.rank()))
+    x, y = next(batches(1, my_rank()))
     F.cross_entropy(model(x), y).backward()
     try:
         optimizer.load_state_dict(optimizer.state_dict())
@@ -191,7 +192,7 @@ def contract_of_horovod() -> dict[str, Any]:
     plain = sgd(model)
     optimizer = wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}, optimizer=plain)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    x, y = next(batches(1, hvd.rank()))
+    x, y = next(batches(1, my_rank()))
     F.cross_entropy(model(x), y).backward()
     optimizer.synchronize()
     synchronized = digest(p.grad for p in model.parameters())
@@ -210,8 +211,8 @@ def contract_of_horovod() -> dict[str, Any]:
     except Exception as error:
         early = str(error)
     optimizer.step()
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    broadcast_state(optimizer)
+    broadcast(model.state_dict())
     train(model, optimizer, 2)
     return {
         "instance": isinstance(optimizer, torch.optim.SGD),
@@ -252,7 +253,7 @@ def changed_gradients() -> dict[str, str]:
                 model = make_net()
                 optimizer = wrap(model, {"compressor": method, **EVERYTHING}, gradient_as_bucket_view=views)
                 optimizer.zero_grad()
-                x, y = next(batches(1, hvd.rank()))
+                x, y = next(batches(1, my_rank()))
                 F.cross_entropy(model(x), y).backward()
                 change(model)
                 try:
@@ -275,10 +276,10 @@ def forgotten_broadcast() -> dict[str, str]:
     ):
         model = make_net()
         with torch.no_grad():
-            model.head.bias[3] += hvd.rank()
+            model.head.bias[3] += my_rank()
         optimizer = wrap(model, config, **options)
         if label == "broadcast":
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            broadcast(model.state_dict())
         try:
             train(model, optimizer, 1)
             errors[label] = ""
@@ -339,9 +340,9 @@ def scaled(form: str, model: Net, optimizer: Any, scaler: Any, steps: int, overf
     """Train with a loss scaler. In the step `overflow_at`, one gradient of the last rank overflows."""
     history = []
     bad = False
-    if hvd.rank() == hvd.size() - 1:
+    if my_rank() == world_size() - 1:
         model.left.weight.register_hook(lambda gradient: gradient * float("inf") if bad else gradient)
-    for i, (x, y) in enumerate(batches(steps, hvd.rank())):
+    for i, (x, y) in enumerate(batches(steps, my_rank())):
         before = digest(model.parameters())
         residuals = states_of(optimizer)
         optimizer.zero_grad()
@@ -423,7 +424,7 @@ def sparse_gradients() -> dict[str, Any]:
         model = torch.nn.Embedding(64, 32, sparse=True)
         optimizer = wrap(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
         for step in range(3):
-            model(torch.tensor([step, hvd.rank() + 5, 9])).square().sum().backward()
+            model(torch.tensor([step, my_rank() + 5, 9])).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         return digest(model.parameters())
@@ -443,7 +444,7 @@ def overlap() -> dict[str, Any]:
     model = make_net()
     optimizer = wrap(model, {"compressor": "topk", "communicator": "allgather", "bucket_bytes": 0, **EVERYTHING})
     train(model, optimizer, 2)
-    x, y = next(batches(1, hvd.rank()))
+    x, y = next(batches(1, my_rank()))
     optimizer.zero_grad()
     progress: list[int] = []
     with spy(optimizer) as sent:
@@ -458,7 +459,7 @@ def two_optimizers() -> dict[str, Any]:
     """Use two optimizers in one process whose exchanges overlap, as in a GAN."""
     models = [make_net(seed) for seed in (0, 1)]
     optimizers = [wrap(m, {"compressor": c, **EVERYTHING}) for m, c in zip(models, ("topk", "qsgd"), strict=True)]
-    for x, y in batches(4, hvd.rank()):
+    for x, y in batches(4, my_rank()):
         sum(F.cross_entropy(m(x), y) for m in models).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -507,7 +508,7 @@ def refusals() -> dict[str, str]:
         "compression": attempt(compression=hvd.Compression.fp16),
         "groups": attempt(groups=2),
         "num_groups": attempt(num_groups=2),
-        "op": attempt(op=hvd.Adasum),
+        "op": attempt(op=dist.ReduceOp.MAX if by_torchrun() else hvd.Adasum),
         "typo": attempt(config={"compressor": "topk", "compres_ratio": 0.1}),
         "typo of an argument": attempt(sparse_as_dens=True),
         "unknown argument": attempt(backward_passes=2),
@@ -540,7 +541,7 @@ def inside_a_wrapper() -> dict[str, list[str]]:
         optimizer = around(wrap(model, {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for x, y in batches(3, hvd.rank()):
+            for x, y in batches(3, my_rank()):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.synchronize()
@@ -587,23 +588,24 @@ def momentum_twice() -> dict[str, list[str]]:
 
 def process_sets() -> dict[str, Any]:
     """Train even and odd ranks separately."""
-    mine = PROCESS_SETS[hvd.rank() % 2]
+    mine = GROUPS[my_rank() % 2].argument
     results = {}
     for name in ("none", "topk", "powersgd", "bf16"):
         model = make_net()
-        optimizer = wrap(model, {"compressor": name, **EVERYTHING}, process_set=mine)
+        optimizer = wrap(model, {"compressor": name, **EVERYTHING}, **mine)
         train(model, optimizer, 4)
         results[name] = digest(model.parameters())
     model = make_net()
-    optimizer = wrap(model, {"compressor": "topk", "communicator": "broadcast", **EVERYTHING}, process_set=mine)
+    optimizer = wrap(model, {"compressor": "topk", "communicator": "broadcast", **EVERYTHING}, **mine)
     train(model, optimizer, 4)
     results["broadcast"] = digest(model.parameters())
     outside = make_net()
-    optimizer = wrap(outside, {"compressor": "topk"}, process_set=PROCESS_SETS[0])
-    train(outside, optimizer, 2)
+    # Ranks outside of a process set may wrap an optimizer that exchanges nothing.
+    if GROUPS[0].included or not by_torchrun():
+        train(outside, wrap(outside, {"compressor": "topk"}, **GROUPS[0].argument), 2)
     results["only even"] = digest(outside.parameters())
-    if hvd.rank() % 2:
-        wrap(make_net(), {"compressor": "topk"}, process_set=mine)
+    if my_rank() % 2:
+        wrap(make_net(), {"compressor": "topk"}, **mine)
     # Odd ranks have made one more optimizer than even ranks. This must not matter here.
     together = make_net()
     optimizer = wrap(together, {"compressor": "topk"})
@@ -632,7 +634,7 @@ def statistics() -> dict[str, Any]:
 def _mismatch(configs: Callable[[int], dict[str, Any]], model: torch.nn.Module) -> dict[str, Any]:
     started = time.monotonic()
     try:
-        wrap(model, configs(hvd.rank()))
+        wrap(model, configs(my_rank()))
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - started}
     return {"refused": "", "seconds": time.monotonic() - started}
@@ -640,11 +642,11 @@ def _mismatch(configs: Callable[[int], dict[str, Any]], model: torch.nn.Module) 
 
 def different_configurations() -> dict[str, Any]:
     """Give the last rank another ratio, then an impossible configuration, then other parameters."""
-    last = hvd.size() - 1
+    last = world_size() - 1
     ratio = _mismatch(lambda rank: {"compressor": "topk", "compress_ratio": 0.02 if rank == last else 0.01}, make_net())
     typo = _mismatch(lambda rank: {"compressor": "topkk" if rank == last else "topk"}, make_net())
     net = make_net()
-    if hvd.rank() == last:
+    if my_rank() == last:
         net.head = torch.nn.Linear(40, 11)
     parameters = _mismatch(lambda rank: {"compressor": "topk"}, net)
     agreed = _mismatch(lambda rank: {"compressor": "topk"}, make_net())
@@ -660,7 +662,7 @@ def dispatch() -> list[bool]:
 
 def digits(framework: str, arguments: list[str]) -> int:
     """Run the digits example of a framework with these arguments, and return its exit status."""
-    return rank.run_digits(framework, arguments, hvd)
+    return rank.run_digits(framework, arguments)
 
 
 def program(code: str) -> str:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 
 from grace.core.compressors.powersgd import PowerSGD
 from grace.core.compressors.topk import TopK
+from tests.adapters.torch.launched import barrier, by_torchrun, my_rank
 from tests.adapters.torch.model import batches, digest, make_net, sgd, train, wrap
 
 # One collective per tensor, so that some are complete and others not begun when a step fails.
@@ -26,7 +26,7 @@ Attempt = Callable[[torch.nn.Module, Any], None]
 
 def backward(model: torch.nn.Module, optimizer: Any) -> None:
     """Compute gradients that belong to no step, of a batch that nothing else uses."""
-    x, y = next(batches(1, hvd.rank(), seed=7))
+    x, y = next(batches(1, my_rank(), seed=7))
     F.cross_entropy(model(x), y).backward()
 
 
@@ -39,7 +39,7 @@ def failing(kind: type, method: str, ranks: tuple[int, ...], call: int, *, step:
         def fail(*arguments: Any) -> Any:
             nonlocal calls
             calls += 1
-            if hvd.rank() in ranks and calls == call:
+            if my_rank() in ranks and calls == call:
                 raise ZeroDivisionError("for this test")
             return real(*arguments)
 
@@ -111,10 +111,10 @@ def discarded_with_options() -> dict[str, Any]:
     embedding = {"compressor": "topk", "rules": [{"match": "weight", "compressor": "none"}], "default_rules": False}
 
     def rows(model: torch.nn.Module, optimizer: Any, number: int) -> None:
-        model(torch.arange(number, number + 4 + hvd.rank())).square().sum().backward()
+        model(torch.arange(number, number + 4 + my_rank())).square().sum().backward()
 
     def images(model: torch.nn.Module, optimizer: Any, number: int) -> None:
-        x, y = next(batches(1, hvd.rank(), seed=number))
+        x, y = next(batches(1, my_rank(), seed=number))
         F.cross_entropy(model(x), y).backward()
 
     cases: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
@@ -132,9 +132,9 @@ def discarded_with_options() -> dict[str, Any]:
             for number in range(4):
                 if interrupted and number == 2:
                     optimizer.zero_grad()
-                    for _ in range(passes if hvd.rank() else 0):
+                    for _ in range(passes if my_rank() else 0):
                         go(model, optimizer, 9)
-                    if label == "local" and hvd.rank():
+                    if label == "local" and my_rank():
                         optimizer.step()
                     optimizer.grace.discard()
                 optimizer.zero_grad()
@@ -160,7 +160,7 @@ def parted() -> dict[str, Any]:
     saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     backward(model, optimizer)
     optimizer.synchronize()
-    if hvd.rank() != 1:
+    if my_rank() != 1:
         with optimizer.skip_synchronize():
             optimizer.step()
     discarded = outcome(optimizer.grace.discard)
@@ -174,7 +174,7 @@ def parted() -> dict[str, Any]:
 
 def waits() -> dict[str, Any]:
     """Make calls on one rank only. Return what it and the others are told, and whether they train on together."""
-    first, results, config = hvd.rank() == 0, {}, {**TOPK, **LAYERS, "timeout": SHORT}
+    first, results, config = my_rank() == 0, {}, {**TOPK, **LAYERS, "timeout": SHORT}
     told: list[str] = []
     model, twin = make_net(), make_net()
     optimizer, other = wrap(model, config), wrap(twin, {"compressor": "none", "timeout": SHORT})
@@ -202,9 +202,9 @@ def waits() -> dict[str, Any]:
     began = time.monotonic()
     error = outcome(lambda: None if first else wrap(late, config))
     results["wrap"] = {"error": error, "told": [], "seconds": time.monotonic() - began}
-    hvd.barrier()
-    if first:
-        # The other rank's message is still there.
+    barrier()
+    if first or by_torchrun():
+        # Over Horovod, the other rank's message is still there.
         wrap(late, config)
     results["weights"] = digest([*model.parameters(), *twin.parameters()])
     return results

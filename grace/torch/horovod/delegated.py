@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from grace.torch.transport import HorovodTransport
+from grace.torch.horovod.transport import HorovodTransport
 
 
 class Delegated:
     """The start of reductions by Horovod's optimizer, under names that contain `prefix`."""
 
-    def __init__(self, wrapped: Any, transport: HorovodTransport, prefix: str, sparse_as_dense: bool) -> None:
-        self._wrapped, self._transport, self._sparse_as_dense = wrapped, transport, sparse_as_dense
+    def __init__(self, wrapped: Any, transport: HorovodTransport, prefix: str) -> None:
+        self._wrapped, self._transport = wrapped, transport
         self._names: dict[torch.nn.Parameter, str] = wrapped._parameter_names
         self._parameters = {name: p for p, name in self._names.items()}
         # Horovod names its collectives after the parameters. Two models may have the same names.
@@ -24,11 +24,14 @@ class Delegated:
     def start(self, p: torch.nn.Parameter) -> Any:
         """Start the reduction of a gradient; return what Horovod's `_allreduce_grad_async` may return."""
         name = self._names[p]
-        if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense:
+        if p.grad is not None and p.grad.is_sparse and not self._wrapped.sparse_as_dense:
             collective = self._wrapped._parameter_names[p]
             return self._transport.delegated_rows(p.grad, name, self._wrapped.op, collective).wait, None
         handle, context = self._horovod_start(p)
         return self._transport.delegated(name, handle).wait, context
+
+    def forget(self) -> None:
+        """Forget nothing: the transport knows what is on its way."""
 
     def start_with_zeros(self, call: Mapping[str, Any]) -> None:
         """Start a reduction that other ranks have started and this one has not, with a gradient of zeros."""

@@ -1,0 +1,8 @@
+"""The part of the PyTorch adapter for torch.distributed."""
+
+from __future__ import annotations
+
+from grace.torch.distributed.library import TorchDistributed
+from grace.torch.distributed.transport import ProcessGroupTransport
+
+__all__ = ["ProcessGroupTransport", "TorchDistributed"]

@@ -1,0 +1,107 @@
+"""Gradients that stay dense: a plain allreduce of each, or an allgather of the rows of sparse ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from grace.core.exchange.engine import Engine
+from grace.core.exchange.transport import Handle
+from grace.torch.distributed.transport import ProcessGroupTransport
+
+
+class Delegated:
+    """The exchange of dense gradients, in the order of the plan.
+
+    They have a transport of their own, because their order among the buckets differs between ranks. `connect` makes it
+    for the first of them.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str], ProcessGroupTransport],
+        engine: Engine,
+        names: Mapping[torch.nn.Parameter, str],
+        *,
+        average: bool,
+        predivide: float,
+        sparse_as_dense: bool,
+    ) -> None:
+        self._connect, self._engine, self._names = connect, engine, names
+        self._average, self._predivide, self._sparse_as_dense = average, predivide, sparse_as_dense
+        self._transport: ProcessGroupTransport | None = None
+        # By tensor, the gradients that wait for their turn, and what waits for the results of the others.
+        self._arrived: dict[str, torch.Tensor] = {}
+        self._waits: dict[str, Callable[[], torch.Tensor]] = {}
+        self._started: set[str] = set()
+
+    def forget(self) -> None:
+        """Forget what was started in a step that was dropped, and disconnect from the other ranks."""
+        for collection in (self._arrived, self._waits, self._started):
+            collection.clear()
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def start(self, p: torch.nn.Parameter) -> tuple[Callable[[], torch.Tensor], None]:
+        """Start the exchange of a gradient, after those of all tensors before it."""
+        name = self._names[p]
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        p.grad = gradient
+        self._arrived[name] = gradient.to_dense() if gradient.is_sparse and self._sparse_as_dense else gradient
+        # The backward pass reaches the last tensors first.
+        for item in reversed(self._engine.plan.delegated):
+            if item.spec.name in self._started:
+                continue
+            if item.spec.name not in self._arrived:
+                break
+            self._started.add(item.spec.name)
+            self._waits[item.spec.name] = self._begin(item.spec.name, self._arrived.pop(item.spec.name))
+        return lambda: self._result(name), None
+
+    def _result(self, name: str) -> torch.Tensor:
+        result = self._waits.pop(name)()
+        if not self._waits:
+            self._started.clear()
+        return result
+
+    def _begin(self, name: str, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self._transport = transport = self._transport or self._connect(name)
+        size = transport.size
+        if gradient.is_sparse:
+            return _begin_rows(transport, name, gradient, size if self._average else 1)
+        # A copy, because the backward pass may still need the buffer.
+        x = gradient.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        if self._predivide != 1.0:
+            x /= self._predivide
+        handle = transport.allreduce(x, op="sum", name=name)
+
+        def wait() -> torch.Tensor:
+            total = handle.wait()
+            if self._average:
+                total /= size
+            if self._predivide != 1.0:
+                total *= self._predivide
+            return total.view(gradient.shape)  # type: ignore[no-any-return]
+
+        return wait
+
+
+def _begin_rows(
+    transport: ProcessGroupTransport, name: str, gradient: torch.Tensor, divisor: int
+) -> Callable[[], torch.Tensor]:
+    indices, values = gradient._indices(), gradient._values()
+    parts = {"indices": indices.t().reshape(-1), "values": values.reshape(-1)}
+    handles: dict[str, Handle] = {
+        kind: transport.allgather(part, name=f"{name}.{kind}") for kind, part in parts.items()
+    }
+
+    def wait() -> torch.Tensor:
+        of_all: dict[str, Any] = {kind: handle.wait() for kind, handle in handles.items()}
+        rows = of_all["indices"].view(-1, len(indices)).t()
+        summed = of_all["values"].view(-1, *values.shape[1:]) / divisor
+        return torch.sparse_coo_tensor(rows, summed, gradient.shape)
+
+    return wait

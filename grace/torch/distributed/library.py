@@ -1,0 +1,99 @@
+"""`TorchDistributed`: an optimizer with hooks over process groups of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grace.core.exchange.engine import Engine
+from grace.core.values.errors import ConfigError
+from grace.torch.distributed.delegated import Delegated
+from grace.torch.distributed.hooks import hook
+from grace.torch.distributed.transport import ProcessGroupTransport
+from grace.torch.library import Library
+from grace.torch.local import local_names
+
+_WHERE = "grace.torch.DistributedOptimizer"
+
+
+class TorchDistributed(Library):
+    """The ranks of a process group of torch.distributed."""
+
+    advice = (
+        "Give all ranks the weights of rank 0 before you train: "
+        "for x in model.state_dict().values(): torch.distributed.broadcast(x, 0)."
+    )
+    transport: ProcessGroupTransport
+
+    def __init__(self, process_group: Any, timeout: float) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                f"{_WHERE}: torch.distributed is not initialized; call torch.distributed.init_process_group() first."
+            )
+        self.transport = ProcessGroupTransport(process_group, timeout=timeout)
+        self.group, self.world = self.transport.group, (dist.get_rank(), dist.get_world_size())
+        self._process_group = process_group
+        self._drops = 0
+        self._options: dict[str, Any] = {}
+
+    def averages(self, op: Any) -> bool:
+        if op not in (None, dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise ConfigError(
+                f"{_WHERE}: the argument 'op' must be torch.distributed.ReduceOp.AVG or SUM, received {op}; "
+                "other reductions are not linear and do not work with compression."
+            )
+        return op != dist.ReduceOp.SUM
+
+    def wrap(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        *,
+        backward_passes_per_step: int,
+        op: Any,
+        gradient_predivide_factor: float,
+        sparse_as_dense: bool,
+    ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
+        if backward_passes_per_step < 1:
+            raise ConfigError(
+                f"{_WHERE}: backward_passes_per_step must be at least 1, received {backward_passes_per_step!r}."
+            )
+        average = self.averages(op)
+        if gradient_predivide_factor != 1.0 and not (average and gradient_predivide_factor > 0.0):
+            raise ConfigError(
+                f"{_WHERE}: the argument 'gradient_predivide_factor' must be a positive number and needs a mean, "
+                f"received {gradient_predivide_factor!r} with op={op}."
+            )
+        self._passes = backward_passes_per_step
+        self._options = {
+            "average": average,
+            "predivide": gradient_predivide_factor,
+            "sparse_as_dense": sparse_as_dense,
+        }
+        return optimizer, local_names(optimizer, named_parameters)
+
+    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], engine: Engine, prefix: str) -> Delegated:
+        hook(wrapped, names, self._passes)
+
+        def explain(name: str) -> str:
+            return f"step {engine.step}, the gradient of '{name}'"
+
+        def connect(first: str) -> ProcessGroupTransport:
+            transport = ProcessGroupTransport(
+                self._process_group,
+                timeout=self.transport.timeout,
+                name=f"{self.transport.name}/dense/{self._drops}",
+                what=explain(first),
+            )
+            transport.explain = explain
+            return transport
+
+        return Delegated(connect, engine, names, **self._options)
+
+    def drop(self, name: str, step: int) -> list[int]:
+        self._drops += 1
+        self.transport.discard()
+        return self.transport.gather_objects(step, name, "optimizer.grace.discard()")

@@ -1,0 +1,206 @@
+"""The transport over process groups of torch.distributed."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# There is no public way to the store at which the ranks have met.
+from torch.distributed.distributed_c10d import _get_default_store
+
+from grace.core.exchange.collectives import Reduction
+from grace.core.exchange.ordered import OrderedTransport, Phases
+from grace.core.exchange.transport import TIMEOUT, known_local_size
+from grace.core.values.errors import ConfigError, GraceError, StepError, WaitError
+
+# The number of transports of each process group, which names the next one on all ranks.
+_transports: collections.Counter[str] = collections.Counter()
+
+
+class ProcessGroupTransport(OrderedTransport):
+    """Collectives of torch.distributed on flat tensors among the ranks of `group`; all its ranks must create one.
+
+    It has connections of its own, so that what the program exchanges meanwhile does not disturb it: by Gloo for headers
+    and for data of the CPU, and by NCCL for data of a GPU if the group does so. A rank that waits longer than `timeout`
+    seconds raises WaitError, and so does one whose partner has ended. `name` must differ between transports, and be
+    equal on all ranks; without it, the transports of a group are numbered. `what` tells for what the ranks meet. Raises
+    ConfigError outside of the group.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        timeout: float = TIMEOUT,
+        name: str | None = None,
+        what: str = "all ranks to make their transport, as grace.torch.DistributedOptimizer() does",
+    ) -> None:
+        super().__init__()
+        self.timeout = timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ConfigError("this process is not in the process group; call it only on the ranks of the group.")
+        self.group = (dist.group.WORLD if group is None else group).group_name
+        self._on_gpu = "cuda:nccl" in dist.get_backend_config(group).split(",")
+        self.local_size = _local_size() if self.size == dist.get_world_size() else 0
+        self.name = name or f"grace/{self.group}/{_transports[self.group]}"
+        self._groups: dict[str, Any] = {}
+        self._discards = 0
+        self._connect(what)
+        if name is None:
+            _transports[self.group] += 1
+
+    def _connect(self, what: str) -> None:
+        if self.size == 1:
+            return
+        store = dist.PrefixStore(f"{self.name}/{self._discards}", _get_default_store())
+        here = [f"rank {rank}" for rank in range(self.size)]
+        # Connecting blocks until all ranks are there.
+        store.set(here[self.rank], "")
+        try:
+            self._until(lambda: bool(store.check(here)), lambda: what)
+            # Own limits end waits. These connections need only a longer one.
+            limit = timedelta(seconds=2 * self.timeout + 60)
+            for use in ("headers", "cpu"):
+                self._groups[use] = dist.ProcessGroupGloo(dist.PrefixStore(use, store), self.rank, self.size, limit)
+            self._groups["cuda"] = self._groups["cpu"]
+            if self._on_gpu:
+                self._groups["cuda"] = dist.ProcessGroupNCCL(
+                    dist.PrefixStore("cuda", store), self.rank, self.size, limit
+                )
+        except Exception as error:
+            store.delete_key(here[self.rank])
+            self._groups = {}
+            raise self._failed(error, lambda: what) from None
+        # What Gloo has not finished, with the end of the transport or of the process.
+        self._works: list[Any] = []
+        self._end = weakref.finalize(self, _abandon, [*self._groups.values()], self._works)
+
+    def gather_bytes(self, data: bytes, name: str) -> bytes:
+        """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return bytes(self.allgather(sent, name=name).wait().tolist())
+
+    def discard(self) -> None:
+        """Drop all collectives that are under way, and any failure, on all ranks; waits for all of them.
+
+        The ranks continue with new connections.
+        """
+        # Another rank may still pass gradients to the old connections, which must not fail before it gets here.
+        end = self._end if self._groups else None
+        self._pending, self._failure, self._groups = [], None, {}
+        self._discards += 1
+        # Another rank may learn only at the end of its own limit that it waits in vain.
+        self.timeout *= 2
+        try:
+            self._connect("all ranks to call discard()")
+        finally:
+            self.timeout /= 2
+        if end is not None:
+            end()
+
+    def close(self) -> None:
+        """Close the connections to other ranks; no collective can be started afterwards."""
+        self._disconnect()
+        self._failure = StepError("the transport is closed and cannot start a collective; create another one.")
+
+    def _disconnect(self) -> None:
+        self._pending = []
+        if self._groups:
+            self._groups = {}
+            self._end()
+
+    # --- the phases of collectives ----------------------------------------------------------------------------------
+
+    def _exchange(self, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
+        mine = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        headers = list(torch.empty(self.size, len(header), dtype=torch.uint8).unbind())
+        yield self._done(self._groups["headers"].allgather([headers], [mine]))
+        return [bytes(row.tolist()) for row in headers]
+
+    def _reduce(self, x: torch.Tensor, op: Reduction) -> Phases:
+        if len(x):
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+            yield self._done(self._groups[x.device.type].allreduce([x], options))
+        return x
+
+    def _gather(self, x: torch.Tensor, lengths: Sequence[int]) -> Phases:
+        most = max(lengths)
+        if not most:
+            return x
+        # All ranks must send equally much.
+        padded = torch.nn.functional.pad(x, (0, most - len(x)))
+        result = x.new_empty(self.size * most)
+        yield self._done(self._groups[x.device.type].allgather([list(result.split(most))], [padded]))
+        if min(lengths) == most:
+            return result
+        return torch.cat([row[:n] for row, n in zip(result.split(most), lengths, strict=True)])
+
+    def _trade(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Phases:
+        result = x.new_empty(sum(received))
+        yield self._done(self._groups[x.device.type].alltoall_base(result, x, list(received), list(sent)))
+        return result
+
+    def _join(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(xs))
+
+    def _spread(self, x: torch.Tensor, root: int) -> Phases:
+        result = x if self.rank == root else torch.empty_like(x)
+        if len(x):
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            yield self._done(self._groups[x.device.type].broadcast([result], options))
+        return result
+
+    def _done(self, work: Any) -> Callable[[], bool]:
+        """Return a function that tells whether work is done. It raises the error of the work."""
+        self._works[:] = [*(other for other in self._works if not other.is_completed()), work]
+
+        def done() -> bool:
+            if not work.is_completed():
+                return False
+            work.wait()
+            return True
+
+        return done
+
+    # --- waits --------------------------------------------------------------------------------------------------------
+
+    def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
+        if not isinstance(error, GraceError):
+            reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+            error = WaitError(
+                f"rank {self.rank} of {self.size} waits in vain for {what()}: {reason}. Another rank has failed or "
+                "ended: correct it there, or let all ranks make the same calls."
+            )
+        self._disconnect()
+        return super()._failed(error, what)
+
+    def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
+        try:
+            super()._until(step, what)
+        except WaitError as error:
+            raise self._failed(error, what) from None
+
+
+def _local_size() -> int:
+    """Return the number of ranks on each node, as torchrun tells it; 0 if it does not."""
+    names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = [int(os.environ[name]) for name in names if name in os.environ]
+    return known_local_size(*found) if len(found) == len(names) else 0
+
+
+def _abandon(groups: Sequence[Any], works: Sequence[Any]) -> None:
+    """Never free groups with work that may not complete: freeing one waits for it, and Gloo cannot abort it."""
+    if not all(work.is_completed() for work in works):
+        for kept in (*groups, *works):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

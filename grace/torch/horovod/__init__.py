@@ -1,0 +1,8 @@
+"""The part of the PyTorch adapter for Horovod."""
+
+from __future__ import annotations
+
+from grace.torch.horovod.library import Horovod
+from grace.torch.horovod.transport import HorovodTransport
+
+__all__ = ["Horovod", "HorovodTransport"]

@@ -1,0 +1,91 @@
+"""`Horovod`: the optimizer of Horovod as the seam of the adapter.
+
+A hook of the backward pass calls its `_allreduce_grad_async(p)`, which starts the reduction of a gradient. Its
+`synchronize()` accepts a callable instead of a handle. A subclass would not work, because Horovod's methods use
+`super(self.__class__, self)`. Horovod itself stays unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from grace.core.exchange.engine import Engine
+from grace.core.values.errors import ConfigError
+from grace.torch.horovod.delegated import Delegated
+from grace.torch.horovod.transport import HorovodTransport
+from grace.torch.library import Library
+
+_WHERE = "grace.torch.DistributedOptimizer"
+
+
+class Horovod(Library):
+    """The ranks of a process set of Horovod."""
+
+    no_compression = hvd.Compression.none
+    advice = "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before you train."
+    transport: HorovodTransport
+
+    def __init__(self, process_set: Any, timeout: float) -> None:
+        if not hvd.is_initialized():
+            raise ConfigError(f"{_WHERE}: Horovod is not initialized; call hvd.init() first.")
+        self._process_set = hvd.global_process_set if process_set is None else process_set
+        self.transport = HorovodTransport(self._process_set)
+        self.transport.timeout = timeout
+        self.group, self.world = str(self._process_set.process_set_id), (hvd.rank(), hvd.size())
+        self._delegated: Delegated | None = None
+
+    def averages(self, op: Any) -> bool:
+        if op not in (None, hvd.Average, hvd.Sum):
+            raise ConfigError(
+                f"{_WHERE}: the argument 'op' must be hvd.Average or hvd.Sum, received {op}; "
+                "other reductions are not linear and do not work with compression."
+            )
+        return op != hvd.Sum
+
+    def wrap(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        *,
+        backward_passes_per_step: int,
+        op: Any,
+        gradient_predivide_factor: float,
+        sparse_as_dense: bool,
+    ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise ConfigError(
+                f"{_WHERE}: elastic Horovod is not supported, because residuals would be lost when the number of ranks "
+                "changes; launch without elastic options."
+            )
+        wrapped = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=named_parameters,
+            backward_passes_per_step=backward_passes_per_step,
+            op=hvd.Average if op is None else op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            sparse_as_dense=sparse_as_dense,
+            process_set=self._process_set,
+        )
+        return wrapped, wrapped._parameter_names
+
+    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], engine: Engine, prefix: str) -> Delegated:
+        if self.transport.rank >= 0 and hvd.size() == 1:
+            # With one process Horovod registers no hooks, but gradients shall be compressed all the same.
+            wrapped._register_hooks()
+        self._delegated = Delegated(wrapped, self.transport, prefix)
+        return self._delegated
+
+    def drop(self, name: str, step: int) -> list[int]:
+        if self.transport.rank < 0:
+            return [step]
+        return self.transport.discard(self._start_with_zeros, name, step)
+
+    def _start_with_zeros(self, call: Mapping[str, Any]) -> None:
+        # With local steps, no tensor is delegated.
+        assert self._delegated is not None
+        self._delegated.start_with_zeros(call)

@@ -1,0 +1,67 @@
+"""`Library`: the differences between Horovod and torch.distributed for an optimizer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from grace.core.exchange.engine import Engine
+from grace.core.exchange.transport import MeetingTransport
+
+
+class Delegated(Protocol):
+    """The start of exchanges of gradients that stay dense."""
+
+    def start(self, p: torch.nn.Parameter) -> Any:
+        """Start the exchange of a gradient; return what `_allreduce_grad_async` may return."""
+
+    def forget(self) -> None:
+        """Forget what was started in a step that was dropped."""
+
+
+class Library(ABC):
+    """The library that connects the ranks of one optimizer. Its constructor raises ConfigError if it cannot."""
+
+    # What to do if the replicas start with other weights.
+    advice: ClassVar[str]
+    transport: MeetingTransport
+    # The name of the group of ranks, equal on all of them.
+    group: str
+    # Rank and size among all processes.
+    world: tuple[int, int]
+    # What the argument 'compression' may be: the library's own default.
+    no_compression: Any = None
+
+    @abstractmethod
+    def averages(self, op: Any) -> bool:
+        """Return whether a reduction is the mean (None is), rather than the sum. Raises ConfigError for others."""
+
+    @abstractmethod
+    def wrap(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        *,
+        backward_passes_per_step: int,
+        op: Any,
+        gradient_predivide_factor: float,
+        sparse_as_dense: bool,
+    ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
+        """Return the optimizer to which the adapter attaches, and the names of its parameters, before the ranks meet.
+
+        Its hooks call `_allreduce_grad_async(p)` with each finished gradient. The adapter replaces this method. It
+        returns a function that waits for the result, or a handle of the library, and a context. `_handles` keeps what
+        it has returned, by parameter, until `synchronize()`, which sets `_synchronized`. Raises ConfigError or
+        ValueError if the library cannot do what is asked.
+        """
+
+    @abstractmethod
+    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], engine: Engine, prefix: str) -> Delegated:
+        """Register the hooks that are still missing, after the ranks have met; return what exchanges dense tensors."""
+
+    @abstractmethod
+    def drop(self, name: str, step: int) -> list[int]:
+        """Drop what is on its way, on all ranks. Return the steps of all."""
