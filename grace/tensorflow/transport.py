@@ -93,8 +93,8 @@ class HorovodTransport(Transport):
     def _gather_of_two(self, x: tf.Tensor, name: str) -> tf.Tensor:
         """Gather the byte buffers of two ranks, of equal length, by an allreduce.
 
-        It is faster; see `_GatherOfTwo` in `grace.torch.transport`. It serves the CPU only, because TensorFlow keeps
-        32-bit integers of a GPU in host memory.
+        It is faster; see `_GatherOfTwo` in `grace.torch.horovod.transport`. It serves the CPU only, because TensorFlow
+        keeps 32-bit integers of a GPU in host memory.
         """
         n = x.shape.num_elements()
         padded = tf.pad(x, [[0, -n % 4]]) if n % 4 else x
