@@ -238,6 +238,20 @@ def test_a_change_keeps_what_owners_hold(name, after):
         assert np.allclose(kept[tensor], x, rtol=1e-5, atol=1e-6 * np.abs(x).max()), tensor
 
 
+def test_a_change_to_no_memory_sends_what_only_owners_held():
+    """The ranks had no memory before the change and have none after it; the mean of the owners is still owed."""
+    specs, zero = [TensorSpec("w", (64, 64))], np.zeros((64, 64), np.float32)
+    travels = {"name": "two_shot", "second": {"name": "topk", "compress_ratio": 0.1}, "shard_memory": "residual"}
+    sim = grace.Simulation(3, specs, {"compressor": "qsgd", "communicator": travels, "default_rules": False})
+    step(sim, 0)
+    owed = held(sim)["w"].reshape(64, 64)
+    assert np.abs(owed).max() > 0
+    sim.change(compressor="none", communicator="allreduce")
+    for merged in sim.step([{"w": zero}] * 3):
+        assert np.allclose(merged["w"], owed, rtol=1e-5, atol=1e-6 * np.abs(owed).max())
+    assert all((merged["w"] == 0).all() for merged in sim.step([{"w": zero}] * 3))
+
+
 def _held_by_ranks(sim):
     total = {spec.name: np.zeros(spec.numel) for spec in sim._specs}
     for engine in sim.engines:

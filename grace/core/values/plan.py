@@ -83,6 +83,18 @@ class Plan:
         """Every tensor of the plan."""
         return [*self.exchanged, *self.delegated]
 
+    @property
+    def holding(self) -> frozenset[str]:
+        """Tensors of which a rank may hold a residual: of its own gradient, or of a mean that it owns."""
+        own = (item.spec.name for item in self.assignments if item.memory.holds_residual)
+        of_means = (
+            piece.tensor
+            for unit in self.units
+            if any(other.memory.holds_residual for other in unit.chain)
+            for piece in unit.pieces
+        )
+        return frozenset((*own, *of_means))
+
     def bytes_of(self, item: Assignment) -> int | None:
         """Return a tensor's bytes per step, its share of its units by elements; None if they depend on the data.
 
@@ -317,9 +329,7 @@ def make_plans(
     """Return the plan of every stage of the schedule with its first step; see `make_plan`."""
     plans: list[tuple[int, Plan]] = []
     for step, stage in config.stages:
-        holding = frozenset(
-            item.spec.name for _, plan in plans for item in plan.assignments if item.memory.holds_residual
-        )
+        holding = frozenset().union(*(plan.holding for _, plan in plans))
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
         plans.append((step, make_plan(specs, stage, ranks=ranks, prefix=name, delegate=delegate, holding=holding)))
     return plans
@@ -335,8 +345,7 @@ def next_plan(
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> Plan:
     """Return the plan of a configuration that follows another plan and keeps all of its residuals."""
-    holding = frozenset(item.spec.name for item in before.assignments if item.memory.holds_residual)
-    return make_plan(specs, config, ranks=ranks, prefix=prefix, delegate=delegate, holding=holding)
+    return make_plan(specs, config, ranks=ranks, prefix=prefix, delegate=delegate, holding=before.holding)
 
 
 def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool) -> Assignment:
