@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", GRACE_NUM_THREADS="1")
 
@@ -38,9 +39,12 @@ METHODS = {
 }
 COMMUNICATORS = dict.fromkeys(METHODS, ("allgather", "two_shot"))
 COMMUNICATORS |= {"none": ("allreduce",), "topk": ("allgather", "two_shot", "sparse_allreduce")}
+# One bit per element to the owners, and four bits per element back.
+FINER = {"name": "two_shot", "second": {"name": "qsgd", "quantum_num": 7}}
+COMMUNICATORS["efsignsgd"] = ("allgather", "two_shot", FINER)
 
 
-def accuracy(method: str, communicator: str, seed: int) -> float:
+def accuracy(method: str, communicator: str | dict[str, Any], seed: int) -> float:
     """Return the share of test images that are classified rightly after a run."""
     torch.manual_seed(seed)
     data, setting = digits.load_data(), digits.SETTINGS[method]
@@ -87,7 +91,7 @@ def main(path: str) -> None:
         for communicator in names:
             found = [accuracy(method, communicator, seed) for seed in SEEDS]
             rows.append({"method": method, "communicator": communicator, "accuracy": found})
-            print(f"{method:10} {communicator:16} {100 * statistics.mean(found):6.2f} %  {found}", flush=True)
+            print(f"{method:10} {communicator!s:16} {100 * statistics.mean(found):6.2f} %  {found}", flush=True)
     settings = {"ranks": RANKS, "batch": BATCH, "epochs": EPOCHS, "seeds": SEEDS}
     versions = {"torch": torch.__version__, "python": platform.python_version(), "grace": grace.__version__}
     result = {"settings": settings, "rows": rows, "machine": processor(), "versions": versions}

@@ -66,6 +66,15 @@ total = hvd.allreduce(convert(mine), op=hvd.Sum).numpy()
 assert hvd.size() == 2, "expected 2 ranks, found %d" % hvd.size()
 assert (total == 3).all(), "expected the sum 1 + 2 = 3, received %r" % total[0]
 """
+GLOO = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.full((1000,), dist.get_rank() + 1.0)
+dist.all_reduce(total)
+assert dist.get_world_size() == 2, "expected 2 ranks, found %d" % dist.get_world_size()
+assert (total == 3).all(), "expected the sum 1 + 2 = 3, received %r" % total[0]
+dist.destroy_process_group()
+"""
 BUILD = "import horovod.{0} as hvd; print('MPI' * hvd.mpi_built(), 'Gloo' * hvd.gloo_built())"
 KERNELS = "from grace.backends.native_tensorflow import described; print(described())"
 OPEN_MPI_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
@@ -96,7 +105,7 @@ class Doctor:
         launchers = self._launchers()
         if not launch:
             self._say("2-rank allreduce", "not checked (--no-launch)")
-        elif built:
+        else:
             self._launch(launchers, built, mpi)
         if self._problems:
             print(f"\n{len(self._problems)} problem(s):", *self._problems, sep="\n  - ")
@@ -112,12 +121,14 @@ class Doctor:
     def _versions(self) -> None:
         self._say("python", f"{sys.version.split()[0]} ({sys.executable})")
         self._say("grace", __version__)
+        horovod = "horovod is missing: run scripts/setup.sh, or build Horovod for your framework with MPI or Gloo"
         needed = {
             "numpy": "numpy is missing: install it",
             "torch": "",
             "tensorflow": "",
             "keras": "",
-            "horovod": "horovod is missing: run scripts/setup.sh, or build Horovod for your framework with MPI or Gloo",
+            # PyTorch can do without it.
+            "horovod": "" if installed("torch") else horovod,
             "mpi4py": "",
         }
         for package, problem in needed.items():
@@ -175,7 +186,7 @@ class Doctor:
     def _launchers(self) -> dict[str, str]:
         """Return the names and paths of the launchers that are installed."""
         found: dict[str, str] = {}
-        for name in ("horovodrun", "mpirun"):
+        for name in ("horovodrun", "mpirun", *(["torchrun"] if installed("torch") else [])):
             path = shutil.which(name, path=self._path)
             if path is None:
                 self._say(name, "not found")
@@ -203,6 +214,10 @@ class Doctor:
                     f"no installed launcher fits Horovod's build for {framework} "
                     f"({' and '.join(controllers) or 'neither MPI nor Gloo'}): horovodrun needs Gloo, mpirun needs MPI",
                 )
+
+        if "torchrun" in launchers:
+            command = [launchers["torchrun"], "--standalone", "--nproc-per-node", "2", "--no-python", *python(GLOO)]
+            self._try("torch, torchrun", command)
 
     def _try(self, what: str, command: list[str]) -> None:
         status, output = self._run(command)

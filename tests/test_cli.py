@@ -161,6 +161,14 @@ def test_doctor_names_what_is_missing(monkeypatch, capsys):
     assert "horovod is missing" in output
 
 
+def test_doctor_needs_no_horovod_for_pytorch(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "installed", lambda package: "9.9" if package in ("numpy", "torch") else None)
+    assert cli.main(["doctor", "--no-launch"]) == 0
+    output = capsys.readouterr().out
+    assert "horovod             not installed" in output
+    assert "torchrun            /" in output
+
+
 def test_doctor_shows_why_horovod_does_not_load(monkeypatch, capsys):
     monkeypatch.setattr(cli, "installed", lambda package: None if package == "tensorflow" else "9.9")
     monkeypatch.setattr(cli, "BUILD", "raise ImportError('no symbol for {0}')")
@@ -180,7 +188,7 @@ def only_mpirun(monkeypatch, tmp_path):
         stand_in.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(cli, "installed", lambda package: "9.9")
+    monkeypatch.setattr(cli, "installed", lambda package: None if package == "torch" else "9.9")
     monkeypatch.setattr(cli, "KERNELS", "raise SystemExit('no kernels')")
     monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"tensorflow": ["MPI"]})
     return install
@@ -224,6 +232,7 @@ def test_doctor_starts_two_ranks_and_imports_nothing_from_the_current_folder(tmp
     for framework in FRAMEWORKS if ALL else ("torch",):
         assert f"2-rank allreduce, {framework}, horovodrun --gloo: works" in result.stdout
         assert f"2-rank allreduce, {framework}, mpirun: works" in result.stdout
+    assert "2-rank allreduce, torch, torchrun: works" in result.stdout
 
 
 @pytest.mark.distributed
