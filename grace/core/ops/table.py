@@ -67,8 +67,8 @@ def composite(*, one_graph: bool = False) -> Callable[[Callable[Concatenate[Arra
     """Return a decorator that makes a function of array operations a composite, named like it.
 
     With `one_graph`, a framework that traces graphs makes one graph of the body per signature: faster if it has many
-    small operations. It must not raise then, and the lengths of its arrays must not depend on data.
-    Raises ConfigError if the name is taken.
+    small operations. It must not raise then, and the lengths of the arrays that it takes must not depend on data: each
+    length would make a graph. Raises ConfigError if the name is taken.
     """
 
     def decorate(body: Callable[Concatenate[ArrayOps, P], R]) -> Composite[P, R]:

@@ -137,8 +137,8 @@ class ProcessGroupTransport(OrderedTransport):
         most = max(lengths)
         if not most:
             return x
-        # All ranks must send equally much.
-        padded = torch.nn.functional.pad(x, (0, most - len(x)))
+        # All ranks must send equally much. Padding by nothing would copy.
+        padded = x if len(x) == most else torch.nn.functional.pad(x, (0, most - len(x)))
         result = x.new_empty(self.size * most)
         yield self._done(self._groups[x.device.type].allgather([list(result.split(most))], [padded]))
         if min(lengths) == most:
