@@ -58,7 +58,7 @@ class Exchange(core.Exchange[Engine]):
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
-        self.way_back = WayBack(engine, lambda step: library.drop(f"{prefix}/discard", step))
+        self.way_back = WayBack(engine, lambda step: library.drop(f"{prefix}/discard", step), self.called)
 
     def discard(self) -> None:
         """Drop the step under way on all ranks: after an error in it, or because nobody needs its gradients.
@@ -146,6 +146,8 @@ class Exchange(core.Exchange[Engine]):
             with torch.no_grad():
                 self._merged = self.engine.finish(apart(self._gradients))
                 if self.loss_scale is not None:
-                    self.loss_scale.scale_again(self._merged)
+                    for merged in self._merged.values():
+                        self.loss_scale.scale_(merged)
+                    self.loss_scale.finish()
             self._gradients = {}
         return self._merged.pop(name)

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import ConfigError, GraceError, GraceWarning, StepError
 from grace.core.values.plan import warn_of_momentum
-from grace.core.values.spec import TensorSpec
-from grace.core.values.unit import Assignment
 from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated, Library
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
+from grace.torch.tensors import is_delegated, spec_of
 from grace.torch.views import GradientViews
 
 _WHERE = "grace.torch.DistributedOptimizer"
@@ -109,7 +108,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         _refuse(optimizer, compression, library.no_compression, num_groups, groups)
         average = library.averages(op)
         if grad_scaler is not None:
-            check_scaler(grad_scaler, optimizer, local_steps)
+            check_scaler(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
         if made is None:
             assert failure is not None
             raise failure
@@ -117,6 +116,11 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             warn_of_momentum(made, _momentum(optimizer))
         if local_steps != 1:
             check_local(made, local_steps, average, backward_passes_per_step, gradient_predivide_factor)
+            if grad_scaler is not None:
+                raise ConfigError(
+                    f"{_WHERE}: local_steps cannot be combined with grad_scaler, because ranks may skip different "
+                    "steps; train in float32 or bfloat16."
+                )
             if gradient_as_bucket_view:
                 raise ConfigError(
                     f"{_WHERE}: with local_steps no gradients are exchanged, so gradient_as_bucket_view has no effect; "
@@ -132,7 +136,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 gradient_predivide_factor=gradient_predivide_factor,
                 sparse_as_dense=sparse_as_dense,
             )
-        specs, ops = _specs(wrapped.param_groups, names), functools.partial(get_ops, "torch")
+        trained = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
+        specs, ops = [spec_of(names[p], p) for p in trained], functools.partial(get_ops, "torch")
         meeting.mine = {
             "optimizer number": number,
             "local_steps": local_steps,
@@ -144,7 +149,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
         }
         # With local steps, the engine exchanges all tensors.
-        delegate = _delegated if local_steps == 1 else lambda item: False
+        delegate = is_delegated if local_steps == 1 else lambda item: False
         engine = begin(
             meeting,
             made,
@@ -248,21 +253,6 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
         )
 
     optimizer.__getstate__ = refuse  # type: ignore[assignment, method-assign]
-
-
-def _specs(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Parameter, str]) -> list[TensorSpec]:
-    """Return the specs of all parameters that require a gradient, in the order of the parameter groups."""
-    return [
-        TensorSpec(names[p], tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device))
-        for group in groups
-        for p in group["params"]
-        if p.requires_grad
-    ]
-
-
-def _delegated(item: Assignment) -> bool:
-    """Return whether the library reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
-    return item.dense and item.spec.dtype != "bfloat16"
 
 
 def _attach(
@@ -456,7 +446,13 @@ def _attach(
     wrapped.load_state_dict = load_state_dict
     wrapped.add_param_group = add_param_group
     if loss_scale is not None:
-        loss_scale.attach(wrapped)
+        loss_scale.attach(
+            # A wrapper such as Lightning's forwards the attribute.
+            lambda which: getattr(which, "grace", None) is exchange,
+            synchronize=synchronize,
+            exchanged=lambda _: wrapped.skip_synchronize(),
+            done=way_back.let_go,
+        )
     # Lightning's wrapper has a class derived from this one. It would find the library's methods there, which act on the
     # wrapper instead of this optimizer, and zero_grad() calls itself for ever. No other optimizer has this class.
     for name in ("synchronize", "skip_synchronize", "zero_grad", "state_dict", "load_state_dict", "add_param_group"):

@@ -13,9 +13,11 @@ from grace.core.values.errors import StepError
 class WayBack:
     """The states before the step under way, kept until the optimizer has applied it, and the return to them."""
 
-    def __init__(self, engine: Engine, drop: Callable[[int], list[int]]) -> None:
+    def __init__(self, engine: Engine, drop: Callable[[int], list[int]], called: str) -> None:
         # Drops what is on its way, on all ranks, and returns the steps of all.
         self._engine, self._drop = engine, drop
+        # The exchange as its users call it.
+        self._called = called
         self._before: Snapshot | None = None
         self._failed = False
         # Makes the adapter forget the step.
@@ -44,7 +46,7 @@ class WayBack:
         if self._failed:
             raise StepError(
                 f"step {self._engine.step} has failed with an error before, and cannot go on. Call "
-                "optimizer.grace.discard() on all ranks to return to the states before it, or end the run."
+                f"{self._called}.discard() on all ranks to return to the states before it, or end the run."
             )
 
     def discard(self) -> None:

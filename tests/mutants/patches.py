@@ -43,6 +43,7 @@ MPI = "grace/mpi/exchange.py"
 MPI_TRANSPORT = "grace/mpi/transport.py"
 
 MPI_TESTS = "tests/adapters/mpi/test_exchange.py"
+DDP = "grace/torch/distributed/ddp.py"
 WAY_BACK = "tests/adapters/torch/test_way_back.py"
 NONFINITE = "tests/core/test_nonfinite.py"
 SCHEDULE = "tests/core/test_schedule.py"
@@ -1287,9 +1288,9 @@ PATCHES = [
     ),
     Patch(
         "torch-scaler-knows-no-wrapper",
-        "grace/torch/loss_scale.py",
-        'return getattr(which, "grace", None) is optimizer.grace',
-        "return which is optimizer",
+        "grace/torch/optimizer.py",
+        'lambda which: getattr(which, "grace", None) is exchange',
+        "lambda which: which is wrapped",
         "a GradScaler that gets Lightning's wrapper leaves the exchange alone",
         ("tests/adapters/torch/test_optimizer.py -k may_get",),
     ),
@@ -2122,8 +2123,64 @@ PATCHES = [
         ("tests/adapters/torch/test_optimizer.py -k predivision",),
     ),
     Patch(
+        "ddp-sends-residuals-of-unused-parameters",
+        DDP,
+        "            self._engine.hold(name)\n",
+        "            pass\n",
+        "DDP drops what residuals of parameters that no rank used have sent",
+        ("tests/adapters/torch/test_ddp.py -k nothing_is_lost",),
+    ),
+    Patch(
+        "ddp-divides-for-the-mean",
+        DDP,
+        "x.mul_(1.0 / size)",
+        "x.div_(size)",
+        "with three ranks, dense gradients differ from those of plain DDP in the last bit",
+        ("tests/adapters/torch/test_ddp.py -k none_is",),
+    ),
+    Patch(
+        "ddp-ignores-memory-formats",
+        DDP,
+        "if channels_last else x",
+        "if False else x",
+        "the elements of channels-last weights are out of order in their gradients' shape",
+        ("tests/adapters/torch/test_ddp.py -k memory_formats",),
+    ),
+    Patch(
+        "ddp-loses-errors",
+        DDP,
+        "self._failure = self._failure or error",
+        "pass",
+        "a step whose compression failed seems to have succeeded",
+        ("tests/adapters/torch/test_ddp.py -k failed_steps",),
+    ),
+    Patch(
+        "ddp-scaler-takes-every-step-back",
+        DDP,
+        "scale.applied(stepped)",
+        "None",
+        "the states before a step that was applied come back",
+        ("tests/adapters/torch/test_ddp.py -k loss_scale",),
+    ),
+    Patch(
+        "ddp-scaler-of-some-parameters",
+        DDP,
+        "if both and len(both) < len(self._names):",
+        "if False:",
+        "one of two optimizers skips a step, and what the other applied is taken back",
+        ("tests/adapters/torch/test_ddp.py -k skips_changes",),
+    ),
+    Patch(
+        "ddp-dense-tensors-not-awaited",
+        DDP,
+        "                    reduction.wait()\n",
+        "                    pass\n",
+        "a bucket of DDP is complete before its dense tensors are summed",
+        ("tests/adapters/torch/test_ddp.py -k as_with_a_wrapped",),
+    ),
+    Patch(
         "torch-delegates-bfloat16",
-        "grace/torch/optimizer.py",
+        "grace/torch/tensors.py",
         'return item.dense and item.spec.dtype != "bfloat16"',
         "return item.dense",
         "bfloat16 is left to Horovod, which cannot add it",
@@ -2167,8 +2224,8 @@ PATCHES = [
     Patch(
         "torch-frozen-parameters-wait",
         "grace/torch/optimizer.py",
-        "        if p.requires_grad\n    ]",
-        "    ]",
+        'for p in group["params"] if p.requires_grad]\n        specs',
+        'for p in group["params"]]\n        specs',
         "frozen parameters are planned for, whose gradients never come",
         ("tests/adapters/torch/test_optimizer.py -k layouts",),
     ),

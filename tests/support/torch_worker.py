@@ -12,6 +12,7 @@ import torch._dynamo
 from horovod.torch import mpi_ops
 
 from tests.adapters.torch import (
+    ddp_scenarios,
     exchange_scenarios,
     launched,
     promise_scenarios,
@@ -53,6 +54,7 @@ def main() -> None:
     if not launched.by_torchrun():
         sleep_while_waiting()
     modules = (
+        ddp_scenarios,
         exchange_scenarios,
         promise_scenarios,
         replica_scenarios,

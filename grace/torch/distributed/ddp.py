@@ -1,0 +1,270 @@
+"""`GradientHook`: the communication hook of a `DistributedDataParallel` model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from grace.core.values.errors import ConfigError, StepError
+from grace.torch.exchange import Exchange
+
+
+def trained_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters whose gradients DDP exchanges, by their names in the plain model."""
+    return {
+        # torch.compile() adds this to names.
+        name.replace("_orig_mod.", ""): p
+        for name, p in model.module.named_parameters()
+        if p.requires_grad and name not in model.parameters_to_ignore
+    }
+
+
+def check_model(model: DistributedDataParallel, where: str) -> None:
+    """Raise ConfigError if the model has no place for a hook, or its gradients cannot be compressed."""
+    reason = None
+    if model.mixed_precision is not None:
+        reason = "mixed_precision takes the place of its only communication hook; use torch.autocast instead"
+    elif model._comm_hooks:
+        reason = "it has a communication hook already; register only one, on a new DistributedDataParallel"
+    elif model._use_python_reducer:
+        reason = (
+            "torch._dynamo.config.optimize_ddp = 'python_reducer' calls hooks without buckets; set it to True, which "
+            "is PyTorch's default"
+        )
+    if reason:
+        raise ConfigError(f"{where}: the model cannot be used, because {reason}.")
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """A bucket of DDP that waits for merged gradients."""
+
+    buffer: torch.Tensor
+    # Completed with the buffer.
+    future: torch.futures.Future[torch.Tensor]
+    # The names of the tensors that are not merged yet.
+    missing: set[str]
+    # The reductions of tensors that stay dense.
+    reductions: list[dist.Work]
+
+
+class GradientHook:
+    """The communication hook of a DDP model, which passes gradients to the engine of an exchange.
+
+    DDP calls it with each bucket of gradients during the backward pass. It compresses them and starts their exchange,
+    and waits for nothing. At the end of the backward pass, before DDP waits for the results, the engine completes its
+    own buckets. DDP makes new buckets after the first step, so everything goes by the names of parameters.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, parameters: Mapping[str, torch.nn.Parameter], exchange: Exchange
+    ) -> None:
+        self._model, self._exchange = model, exchange
+        self._names = {p: name for name, p in parameters.items()}
+        self._engine, self._way_back = exchange.engine, exchange.way_back
+        self._begun = False
+        # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass.
+        self._delayed = model.static_graph
+        # The buckets and the gradients that the engine exchanges in this step.
+        self._buckets: list[_Bucket] = []
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._failure: Exception | None = None
+        # If parameters may be unused, the names of those with a gradient. DDP passes zeros for the others.
+        self._used: set[str] | None = None
+
+    def attach(self) -> None:
+        """Register the hook with the model."""
+        exchange, model = self._exchange, self._model
+        if model.find_unused_parameters or model.static_graph:
+            self._used = used = set()
+            for p, name in self._names.items():
+                # Called before DDP learns of the gradient, which it leaves as it is.
+                p.register_hook(lambda _, name=name: used.add(name))  # type: ignore[misc]
+        if exchange.loss_scale is not None:
+            exchange.loss_scale.attach(self._is_ours, exchanged=self._watched)
+        exchange.way_back.forget = self._forget
+        # DDP would refuse the annotations of a method, because they are strings.
+        model.register_comm_hook(None, lambda _, bucket: self.start(bucket))
+
+    def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of a bucket; return the future of its buffer, which then has the merged gradients."""
+        # DDP's join() calls the hook outside of a backward pass, with zeros, for a rank without further data.
+        joined = torch._C._current_graph_task_id() == -1
+        # DDP waits for the results right after its last bucket.
+        at_once = joined or self._delayed
+        if not self._begun:
+            self._begun = True
+            if not at_once:
+                # DDP queues its own end after its last bucket, so this comes first.
+                _call_after_backward(self._end)
+        future = None
+        try:
+            with self._way_back.attempt(), torch.no_grad():
+                future = self._start(bucket)
+        except Exception as error:
+            # It is raised at the end, because DDP must come to its own end before it can begin another step.
+            self._failure = self._failure or error
+        if at_once and bucket.is_last():
+            self._delayed = False
+            self._end()
+        return _completed(bucket.buffer()) if future is None else future
+
+    def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            self._exchange.meet()
+            self._way_back.keep()
+        names = [self._names[p] for p in bucket.parameters()]  # type: ignore[index]
+        buffer, by_engine = bucket.buffer(), {name for name in names if self._engine.exchanges(name)}
+        if not by_engine:
+            return self._reduce(buffer).get_future().then(lambda done: done.value()[0])
+        if buffer.is_sparse:
+            raise StepError(
+                f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "
+                f"from compression by a rule, for example rules=[{{'match': '{names[0]}', 'compressor': 'none'}}]."
+            )
+        views = dict(zip(names, _gradients(bucket), strict=True))
+        reductions = [self._reduce(view) for name, view in views.items() if name not in by_engine]
+        devices = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._buckets.append(_Bucket(buffer, future, by_engine, reductions))
+        for name, view in views.items():
+            if name in by_engine:
+                self._hand_over(name, view)
+        return future
+
+    def _reduce(self, x: torch.Tensor) -> dist.Work:
+        """Start the mean of a tensor that stays dense, computed as DDP computes it."""
+        size = self._engine.transport.size
+        if x.is_sparse:
+            x.div_(size)
+        else:
+            x.mul_(1.0 / size)
+        work = dist.all_reduce(x, group=self._model.process_group, async_op=True)
+        assert work is not None
+        return work
+
+    def _hand_over(self, name: str, gradient: torch.Tensor) -> None:
+        if self._used is None or name in self._used:
+            self._engine.release(name)
+        else:
+            # If no rank used the parameter, DDP drops the result, and with it what a residual would have sent.
+            self._engine.hold(name)
+        if self._exchange.loss_scale is not None:
+            self._exchange.loss_scale.unscale_(gradient)
+        self._gradients[name] = gradient
+        self._engine.ready(name, gradient)
+
+    def _end(self) -> None:
+        """Complete the step. An error is raised after DDP's own end, if this is a backward pass."""
+        self._complete()
+        if self._failure is not None and torch._C._current_graph_task_id() != -1:
+            _call_after_backward(self._raise_failure)
+        else:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _complete(self) -> None:
+        """Complete the exchange, bucket by bucket; with an error, leave gradients as they are."""
+        try:
+            if self._failure is None:
+                with self._way_back.attempt(), torch.no_grad():
+                    self._finish()
+        except Exception as error:
+            self._failure = error
+        for bucket in self._buckets:
+            if not bucket.future.done():
+                bucket.future.set_result(bucket.buffer)
+        self._clear()
+
+    def _finish(self) -> None:
+        into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
+        for bucket in self._engine.plan.buckets:
+            self._take(self._engine.complete(bucket.name, into))
+        # It counts the step, also if DDP reduced all tensors.
+        self._engine.finish()
+        self._way_back.let_go()
+        if self._exchange.loss_scale is not None:
+            self._exchange.loss_scale.finish()
+
+    def _take(self, merged: Mapping[str, torch.Tensor]) -> None:
+        """Put merged gradients in their places, and complete the buckets of DDP that are whole."""
+        for name, x in merged.items():
+            gradient = self._gradients[name]
+            if x.data_ptr() != gradient.data_ptr():
+                gradient.copy_(x)
+            if self._exchange.loss_scale is not None:
+                self._exchange.loss_scale.scale_(gradient)
+        for bucket in self._buckets:
+            bucket.missing -= merged.keys()
+            if not bucket.missing and not bucket.future.done():
+                for reduction in bucket.reductions:
+                    reduction.wait()
+                bucket.future.set_result(bucket.buffer)
+
+    def _clear(self) -> None:
+        self._begun, self._buckets, self._gradients = False, [], {}
+        if self._used is not None:
+            self._used.clear()
+
+    def _forget(self) -> None:
+        """Forget the step under way, which was dropped."""
+        self._clear()
+        self._failure = None
+        if self._exchange.loss_scale is not None:
+            self._exchange.loss_scale.forget()
+
+    # --- loss scaling -------------------------------------------------------------------------------------------------
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        theirs = {p for group in optimizer.param_groups for p in group["params"]}
+        both = self._names.keys() & theirs
+        if both and len(both) < len(self._names):
+            missing = next(name for p, name in self._names.items() if p not in theirs)
+            raise StepError(
+                f"the GradScaler steps an optimizer of some parameters of the model, without '{missing}': expected all "
+                "of them, because a skipped step is taken back as a whole. Use one optimizer, or train in bfloat16."
+            )
+        return bool(both)
+
+    @contextmanager
+    def _watched(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Tell the loss scale whether the optimizer steps."""
+        scale = self._exchange.loss_scale
+        assert scale is not None
+        handle = optimizer.register_step_post_hook(lambda stepped, *_: scale.applied(stepped))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _gradients(bucket: dist.GradBucket) -> Iterator[torch.Tensor]:
+    """Yield the gradients of a bucket as views into its buffer, with the shapes and strides of their parameters."""
+    buffer = bucket.buffer()
+    start = buffer.storage_offset()
+    for p, x in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        # PyTorch's own views have the shape, but not the order of the elements in memory.
+        channels_last = not p.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(p)
+        yield buffer.as_strided(p.shape, p.stride(), start) if channels_last else x
+        start += p.numel()
+
+
+def _completed(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(x)
+    return future
+
+
+def _call_after_backward(call: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass under way, after those that were queued before."""
+    # There is no public way to do so. DDP and FSDP do the same.
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

@@ -1,0 +1,108 @@
+"""`register`: gradients of a model that PyTorch itself makes parallel are exchanged by grace."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from grace.core.exchange.start import announce, begin
+from grace.core.exchange.transport import TIMEOUT
+from grace.core.guards.agreement import Meeting
+from grace.core.ops import get_ops
+from grace.core.values.config import Config, make_config, refuse_typos
+from grace.torch.exchange import Exchange
+from grace.torch.loss_scale import LossScale, check_scaler
+from grace.torch.tensors import is_delegated, spec_of
+
+_WHERE = "grace.torch.register"
+# The number of models per process group. It is part of the names of their buckets, which are equal on all ranks.
+_models: collections.Counter[str] = collections.Counter()
+
+
+class ModelExchange(Exchange):
+    """The plan, the statistics and the state of a model's exchange, as `register` returns it."""
+
+    called = "exchange"
+
+
+def register(
+    model: torch.nn.Module,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> ModelExchange:
+    """Let grace compress and exchange the gradients of a `DistributedDataParallel` model.
+
+    Call it on all ranks, after the model is wrapped and before its first backward pass. The loss, the optimizer and the
+    loop stay as they are: after `backward()`, gradients are the means over all ranks. `config` and `options` are as for
+    `DistributedOptimizer`. `grad_scaler` is the GradScaler that scales the loss: gradients are then exchanged unscaled,
+    and a step that it skips changes no residual. Without it, residuals are in units of the scaled gradients.
+
+    DDP itself reduces its buckets whose tensors all stay dense, bit-identical to a model without grace.
+
+    Returns the exchange of the model, with `report()`, `stats()`, `change()`, `state_dict()` and so on. An error of the
+    exchange is raised by `backward()`. Raises TypeError for another model, ConfigError for a model or arguments that
+    are not supported, and MismatchError on every rank if the ranks differ in configuration or parameters.
+    """
+    # Not every PyTorch has torch.distributed.
+    from grace.torch.distributed.ddp import GradientHook, check_model, trained_parameters
+    from grace.torch.distributed.library import TorchDistributed
+
+    # A compiled model has the model that it was made from.
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"{_WHERE}: expected a model wrapped in torch.nn.parallel.DistributedDataParallel, received "
+            f"{type(model).__qualname__}; wrap it first, or use grace.torch.DistributedOptimizer for a plain model."
+        )
+    made, failure, timeout = None, None, float(TIMEOUT)
+    try:
+        refuse_typos(options, register, _WHERE)
+        made = make_config(config, **options)
+        timeout = made.timeout
+    except Exception as error:
+        # The other ranks must learn of it when they meet, which takes a transport.
+        failure = error
+    library = TorchDistributed(model.process_group, timeout)
+    transport, number = library.transport, _models[library.group]
+    _models[library.group] += 1
+    prefix = f"grace/{library.group}.model{number}"
+    ops = functools.partial(get_ops, "torch")
+    with Meeting(
+        lambda mine: transport.gather_objects(mine, f"grace/{library.group}/agree", f"{_WHERE}()"), _WHERE
+    ) as meeting:
+        if made is None:
+            assert failure is not None
+            raise failure
+        check_model(model, _WHERE)
+        parameters = trained_parameters(model)
+        if grad_scaler is not None:
+            check_scaler(grad_scaler, parameters.values(), _WHERE)
+        scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        specs = [spec_of(name, p) for name, p in parameters.items()]
+        meeting.mine = {"model number": number, "grad_scaler": scaled}
+        engine = begin(
+            meeting,
+            made,
+            specs,
+            ops,
+            transport,
+            average=True,
+            world=library.world,
+            prefix=prefix,
+            delegate=is_delegated,
+        )
+    exchange = ModelExchange(made, specs, engine, library, parameters, prefix=prefix, delegate=is_delegated)
+    if scaled:
+        assert grad_scaler is not None
+        exchange.loss_scale = LossScale(grad_scaler, engine)
+    GradientHook(model, parameters, exchange).attach()
+    announce(engine.plan, transport)
+    return exchange

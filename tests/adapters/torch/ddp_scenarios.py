@@ -1,0 +1,380 @@
+"""Scenarios about `grace.torch.register` with models in DistributedDataParallel, run by each rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import grace.torch
+from grace.core.compressors.topk import TopK
+from tests.adapters.torch.launched import GROUPS, mean, my_rank
+from tests.adapters.torch.model import batches, digest, flat, make_net, sgd, train, wrap
+from tests.support.cases import EVERYTHING, LAYERS
+
+TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
+# One method of each collective, and one that negotiates. Of the last, only matrices are compressed.
+METHODS: dict[str, dict[str, Any]] = {
+    "topk": TOPK,
+    "qsgd": {"compressor": "qsgd", **LAYERS},
+    "signsgd": {"compressor": "signsgd", "granularity": "model", **EVERYTHING},
+    "fp16": {"compressor": "fp16", **EVERYTHING},
+    "powersgd": {"compressor": "powersgd", **EVERYTHING},
+    "two_shot": {"compressor": "terngrad", "communicator": "two_shot", **EVERYTHING},
+    "some dense": {**TOPK, "rules": [{"match": "left.weight", "compressor": "none"}]},
+}
+# The ways in which DDP passes gradients.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "one bucket": {"bucket_cap_mb": 25},
+}
+
+
+def parallel(model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+    """Return the model in DDP, with several buckets, the first of which has one tensor until DDP makes them anew."""
+    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.02, **options})
+
+
+def steps(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **options: Any) -> None:
+    """Train on batches of data."""
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(x, **options), y).backward()
+        optimizer.step()
+
+
+def trained_by_ddp() -> dict[str, Any]:
+    """Train with each method and each way of DDP, and with the wrapped optimizer: weights and reported bytes."""
+    results: dict[str, Any] = {}
+    ways = list(WAYS)
+    for i, (label, config) in enumerate(METHODS.items()):
+        model = make_net()
+        optimizer = wrap(model, config)
+        train(model, optimizer, 4)
+        expected = [digest(model.parameters()), optimizer.grace.stats()["wire_bytes"]]
+        for way in ways if label == "topk" else [ways[i % len(ways)]]:
+            model = make_net()
+            ddp = parallel(model, **WAYS[way])
+            exchange = grace.torch.register(ddp, config)
+            steps(ddp, sgd(model), batches(4, my_rank()))
+            received = [digest(model.parameters()), exchange.stats()["wire_bytes"]]
+            results[f"{label}/{way}"] = {"expected": expected, "received": received}
+    return results
+
+
+def none_by_ddp() -> dict[str, Any]:
+    """Train with plain DDP and with compressor none, also among three ranks: weights."""
+    results: dict[str, Any] = {}
+    for label, options in {**WAYS, **{f"group {g.ranks}": g.argument for g in GROUPS if g.included}}.items():
+        weights = []
+        for registered in (False, True):
+            model = make_net()
+            ddp = parallel(model, **options)
+            if registered:
+                grace.torch.register(ddp, compressor="none")
+            steps(ddp, sgd(model), batches(3, my_rank()))
+            weights.append(digest(model.parameters()))
+        results[label] = weights
+    return results
+
+
+def conserved_by_ddp() -> dict[str, Any]:
+    """Compare, per tensor, what was applied and what is held back with what all ranks computed.
+
+    The right branch of the model has no gradients on some ranks in step 1 and on all in step 2, and gradients of
+    several passes are added.
+    """
+    results = {}
+    for way in ("plain", "static", "unused"):
+        model = make_net()
+        ddp = parallel(model, **WAYS[way])
+        exchange = grace.torch.register(ddp, {**TOPK, **LAYERS, "communicator": "allgather"})
+        given = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        applied = copy.deepcopy(given)
+        for i, (x, y) in enumerate(batches(5, my_rank())):
+            right = way != "unused" or not (i == 2 or (i == 1 and my_rank() == 0))
+            local = make_net()
+            passes = 2 if i == 3 else 1
+            for _ in range(passes):
+                F.cross_entropy(local(x, right), y).backward()
+            for (name, _), p in zip(model.named_parameters(), local.parameters(), strict=True):
+                given[name] += 0 if p.grad is None else p.grad
+            ddp.zero_grad()
+            for k in range(passes):
+                with ddp.no_sync() if k < passes - 1 else nullcontext():
+                    F.cross_entropy(ddp(x, right), y).backward()
+            for name, p in model.named_parameters():
+                applied[name] += 0 if p.grad is None else p.grad
+        held = exchange.engine.state_dict()["tensors"]
+        worst = 0.0
+        for name in given:
+            total = applied[name] + mean(held[name]["memory"]["residual"], f"r.{name}").reshape(given[name].shape)
+            worst = max(worst, float((mean(given[name], name) - total).abs().max()))
+        results[way] = {"worst": worst, "held": float(held["right.weight"]["memory"]["residual"].norm())}
+    return results
+
+
+def joined_by_ddp() -> dict[str, Any]:
+    """Train on as many batches as the rank's number plus two, inside DDP's join(): weights, and those of plain DDP."""
+    results = {}
+    for label, config in {"plain": None, "none": {"compressor": "none"}, "topk": TOPK}.items():
+        model = make_net()
+        ddp = parallel(model)
+        if config is not None:
+            grace.torch.register(ddp, config)
+        optimizer = sgd(model)
+        with Join([ddp]):
+            steps(ddp, optimizer, batches(2 + my_rank(), my_rank()))
+        results[label] = digest(model.parameters())
+    return results
+
+
+def two_models_by_ddp() -> dict[str, Any]:
+    """Train two models whose gradients come from one backward pass, and each on its own with the gradients of both."""
+    config = {**TOPK, "granularity": "layer"}
+    models = [torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 10)]
+    for i, model in enumerate(models):
+        torch.manual_seed(i)
+        torch.nn.init.normal_(model.weight)
+        dist.broadcast(model.bias.data, 0) if model.bias is not None else None
+    together = torch.nn.Sequential(*copy.deepcopy(models))
+    pair = [parallel(model) for model in models]
+    for ddp in pair:
+        grace.torch.register(ddp, config)
+    both = parallel(together)
+    grace.torch.register(both, config)
+    optimizers = [sgd(torch.nn.ModuleList(models)), sgd(together)]
+    for x, y in batches(4, my_rank()):
+        for forward, optimizer in zip((lambda x: pair[1](pair[0](x)), both), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(forward(x.flatten(1)), y).backward()
+            optimizer.step()
+    return {
+        "apart": digest(p for model in models for p in model.parameters()),
+        "together": digest(together.parameters()),
+    }
+
+
+def compiled_by_ddp() -> dict[str, Any]:
+    """Train a compiled model, compiled before or after DDP, and one that is not."""
+    results = {}
+    for label in ("plain", "inside", "outside"):
+        model = make_net()
+        inner = torch.compile(model, backend="eager") if label == "inside" else model
+        # PyTorch's compiler refuses buckets below its own first one.
+        ddp: Any = parallel(inner, bucket_cap_mb=25)
+        ddp = torch.compile(ddp, backend="eager") if label == "outside" else ddp
+        exchange = grace.torch.register(ddp, TOPK)
+        with warnings.catch_warnings():
+            # PyTorch's compiler warns of its own parts.
+            warnings.simplefilter("ignore")
+            steps(ddp, sgd(model), batches(3, my_rank()))
+        results[label] = [digest(model.parameters()), [item.spec.name for item in exchange.plan.assignments]]
+    torch._dynamo.reset()
+    return results
+
+
+def scaled_by_ddp() -> dict[str, Any]:
+    """Train with a GradScaler: its scale grows every step, or one rank overflows in the second. Also without one."""
+    results: dict[str, Any] = {}
+    for label in ("unscaled", "growing", "overflow"):
+        model = make_net()
+        ddp = parallel(model)
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=64.0, growth_interval=1 if label == "growing" else 2000, enabled=label != "unscaled"
+        )
+        exchange = grace.torch.register(ddp, {**TOPK, **LAYERS}, grad_scaler=scaler)
+        optimizer = sgd(model)
+        history = []
+        for i, (x, y) in enumerate(batches(4, my_rank())):
+            before = [digest(model.parameters()), states_of(exchange)]
+            optimizer.zero_grad()
+            loss = F.cross_entropy(ddp(x), y)
+            bad = label == "overflow" and i == 1 and my_rank() == 0
+            scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            scaler.step(optimizer)
+            scaler.update()
+            after = [digest(model.parameters()), states_of(exchange)]
+            history.append([a == b for a, b in zip(before, after, strict=True)])
+        results[label] = {"weights": after[0], "states": after[1], "kept": history, "scale": scaler.get_scale()}
+    ddp = parallel(make_net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    grace.torch.register(ddp, TOPK, grad_scaler=scaler)
+    x, y = next(batches(1, my_rank()))
+    scaler.scale(F.cross_entropy(ddp(x), y)).backward()
+    results["of some"] = outcome(lambda: scaler.step(sgd(ddp.module.left)))
+    return results
+
+
+def states_of(exchange: Any) -> dict[str, str]:
+    return {name: flat(states) for name, states in exchange.engine.state_dict()["tensors"].items()}
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """Return the error of a call, or nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def rare_by_ddp() -> dict[str, Any]:
+    """Train models and optimizers that are unusual: sharded optimizer states, memory formats, 16 bits, checkpoints."""
+    results: dict[str, Any] = {}
+    weights = []
+    for kind in (torch.optim.SGD, ZeroRedundancyOptimizer):
+        model = make_net()
+        ddp = parallel(model)
+        grace.torch.register(ddp, TOPK)
+        options = {"lr": 0.01, "momentum": 0.5}
+        sharded = kind is ZeroRedundancyOptimizer
+        optimizer = kind(model.parameters(), **options, **({"optimizer_class": torch.optim.SGD} if sharded else {}))
+        steps(ddp, optimizer, batches(3, my_rank()))
+        weights.append(digest(model.parameters()))
+    results["sharded optimizer"] = weights
+    weights = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model = make_net()
+        model.conv = torch.nn.Conv2d(1, 6, 3).to(memory_format=layout)
+        model.conv.load_state_dict(make_net().conv.state_dict())
+        # A second channel, so that the formats differ.
+        model.more = torch.nn.Conv2d(6, 6, 3, padding=1).to(memory_format=layout)
+        with torch.no_grad():
+            model.more.weight.copy_(torch.linspace(-0.1, 0.1, model.more.weight.numel()).view(6, 6, 3, 3))
+            model.more.bias.zero_()
+        ddp = parallel(Deeper(model))
+        grace.torch.register(ddp, {**TOPK, **LAYERS})
+        x, y = next(batches(1, my_rank()))
+        F.cross_entropy(ddp(x), y).backward()
+        weights.append([float(x) for x in model.more.weight.grad.flatten()])
+    results["memory formats"] = weights
+    model = make_net().to(torch.bfloat16)
+    ddp = parallel(model)
+    grace.torch.register(ddp, {"compressor": "qsgd", **EVERYTHING})
+    steps(ddp, sgd(model), ((x.bfloat16(), y) for x, y in batches(2, my_rank())))
+    results["bfloat16"] = digest(model.parameters())
+    ends = []
+    model = make_net()
+    ddp = parallel(model)
+    exchange = grace.torch.register(ddp, TOPK)
+    steps(ddp, sgd(model, momentum=0), batches(2, my_rank()))
+    saved = copy.deepcopy([model.state_dict(), exchange.state_dict()])
+    for _ in range(2):
+        model = make_net()
+        model.load_state_dict(saved[0])
+        ddp = parallel(model)
+        exchange = grace.torch.register(ddp, TOPK)
+        exchange.load_state_dict(copy.deepcopy(saved[1]))
+        steps(ddp, sgd(model, momentum=0), batches(2, my_rank(), seed=3))
+        ends.append(digest(model.parameters()))
+    model = make_net()
+    ddp = parallel(model)
+    grace.torch.register(ddp, TOPK)
+    optimizer = sgd(model, momentum=0)
+    steps(ddp, optimizer, batches(2, my_rank()))
+    steps(ddp, optimizer, batches(2, my_rank(), seed=3))
+    results["checkpoint"] = [*ends, digest(model.parameters())]
+    return results
+
+
+class Deeper(torch.nn.Module):
+    """A network with a second convolution, `more`."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.net.more(torch.relu(self.net.conv(x)))).flatten(1)
+        return self.net.head(torch.relu(self.net.left(h) + self.net.right(h)) * self.net.scale)
+
+
+def failed_by_ddp() -> dict[str, Any]:
+    """Train through bad gradients and failed steps, each of which is dropped."""
+    results: dict[str, Any] = {}
+    model = make_net()
+    ddp = parallel(model)
+    exchange = grace.torch.register(ddp, {**TOPK, **LAYERS}, timeout=2)
+    optimizer = sgd(model)
+    steps(ddp, optimizer, batches(2, my_rank()))
+    before = states_of(exchange)
+    x, y = next(batches(1, my_rank(), seed=5))
+    ddp.zero_grad()
+    F.cross_entropy(ddp(x * (float("nan") if my_rank() == 0 else 1.0)), y).backward()
+    bad = [not torch.isfinite(p.grad).all() for p in model.parameters()]
+    results["nan"] = {"everywhere": all(bad), "states kept": states_of(exchange) == before}
+
+    real = TopK.compress
+    before = states_of(exchange)
+
+    def fail(*arguments: Any) -> Any:
+        if my_rank() == 0:
+            raise ZeroDivisionError("for this test")
+        return real(*arguments)
+
+    def backward() -> None:
+        ddp.zero_grad()
+        F.cross_entropy(ddp(x), y).backward()
+
+    with mock.patch.object(TopK, "compress", fail):
+        results["failed"] = outcome(backward)
+    results["refused"] = outcome(backward)
+    exchange.discard()
+    results["states kept"] = states_of(exchange) == before
+    steps(ddp, optimizer, batches(2, my_rank(), seed=6))
+    results["weights"] = digest(model.parameters())
+    return results
+
+
+def refused_by_ddp() -> dict[str, Any]:
+    """Register what cannot work: the errors."""
+
+    def hooked() -> Any:
+        ddp = parallel(make_net())
+        grace.torch.register(ddp, TOPK)
+        return grace.torch.register(ddp, TOPK)
+
+    def sparse(rules: list[dict[str, Any]]) -> Any:
+        model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 4))
+        ddp = parallel(model)
+        grace.torch.register(ddp, {**TOPK, "rules": rules})
+        ddp(torch.tensor([1, 2, 3 + my_rank()])).sum().backward()
+        means = model[0].weight.grad.to_dense().sum(1)
+        return [float(means[i]) for i in (1, 3)]
+
+    def mixed() -> Any:
+        ddp = parallel(make_net())
+        ddp.mixed_precision = object()
+        return grace.torch.register(ddp, TOPK)
+
+    results = {
+        "twice": outcome(hooked),
+        "mixed": outcome(mixed),
+        "plain": outcome(lambda: grace.torch.register(make_net(), TOPK)),
+        "typo": outcome(lambda: grace.torch.register(parallel(make_net()), TOPK, grad_scalar=None)),
+        "differing": outcome(
+            lambda: grace.torch.register(parallel(make_net()), {**TOPK, "compress_ratio": 0.1 + 0.1 * my_rank()})
+        ),
+        "on one rank": outcome(
+            lambda: grace.torch.register(parallel(make_net()), {"compressor": "topk" if my_rank() else "top"})
+        ),
+        "sparse": outcome(lambda: sparse([])),
+    }
+    results["sparse and dense"] = sparse([{"match": "0.weight", "compressor": "none"}])
+    return results

@@ -1,0 +1,115 @@
+"""`grace.torch.register` with models in DistributedDataParallel, in real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import TORCH, Launch
+from tests.support.ranks import on, same, scenario
+
+pytestmark = pytest.mark.distributed
+
+TWO, FOUR = (Launch(TORCH, "torchrun", ranks) for ranks in (2, 4))
+both = on(TWO, FOUR)
+
+
+@both
+def test_a_registered_model_trains_as_with_a_wrapped_optimizer(launch):
+    for rank in scenario("trained_by_ddp", launch):
+        for label, result in rank.items():
+            assert result["received"] == result["expected"], label
+
+
+@both
+def test_compressor_none_is_bit_identical_to_plain_ddp(launch):
+    ranks = scenario("none_by_ddp", launch)
+    assert launch.ranks == 2 or any("group [0, 2, 3]" in rank for rank in ranks)
+    for rank in ranks:
+        for label, weights in rank.items():
+            assert same(weights), label
+
+
+@both
+def test_nothing_is_lost_with_accumulation_and_unused_parameters(launch):
+    for rank in scenario("conserved_by_ddp", launch):
+        for way, result in rank.items():
+            assert result["worst"] < 1e-6, way
+            assert result["held"] > 0, way
+
+
+@both
+def test_ranks_with_fewer_batches_join(launch):
+    ranks = scenario("joined_by_ddp", launch)
+    for label in ranks[0]:
+        assert same([rank[label] for rank in ranks]), label
+    assert ranks[0]["none"] == ranks[0]["plain"]
+    assert ranks[0]["topk"] != ranks[0]["plain"]
+
+
+@on(TWO)
+def test_two_models_share_a_backward_pass(launch):
+    ranks = scenario("two_models_by_ddp", launch)
+    assert same([value for rank in ranks for value in rank.values()])
+
+
+@on(TWO)
+def test_compiled_models_train_alike(launch):
+    ranks = scenario("compiled_by_ddp", launch)
+    assert same([value for rank in ranks for value in rank.values()])
+
+
+@both
+def test_training_does_not_depend_on_the_loss_scale(launch):
+    for rank in scenario("scaled_by_ddp", launch):
+        assert rank["growing"]["scale"] == 64.0 * 2**4
+        assert rank["growing"]["weights"] == rank["unscaled"]["weights"]
+        assert rank["growing"]["states"] == rank["unscaled"]["states"]
+
+
+@both
+def test_a_step_that_the_loss_scaler_skips_changes_nothing(launch):
+    ranks = scenario("scaled_by_ddp", launch)
+    assert same([rank["overflow"]["weights"] for rank in ranks])
+    for rank in ranks:
+        assert rank["overflow"]["kept"] == [[False, False], [True, True], [False, False], [False, False]]
+        assert rank["of some"].startswith("StepError: the GradScaler steps an optimizer of some parameters")
+
+
+@on(TWO)
+def test_optimizers_memory_formats_and_checkpoints(launch):
+    ranks = scenario("rare_by_ddp", launch)
+    for rank in ranks:
+        assert same(rank["sharded optimizer"])
+        plain, channels_last = rank["memory formats"]
+        assert max(abs(a - b) for a, b in zip(plain, channels_last, strict=True)) < 1e-6
+        assert any(plain)
+        assert same(rank["checkpoint"])
+    assert same([rank["bfloat16"] for rank in ranks])
+
+
+@on(TWO)
+def test_bad_gradients_reach_all_ranks_and_failed_steps_are_dropped(launch):
+    ranks = scenario("failed_by_ddp", launch)
+    assert ranks[0]["failed"].startswith("ZeroDivisionError: for this test")
+    assert ranks[1]["failed"].startswith("WaitError: ")
+    assert same([rank["weights"] for rank in ranks])
+    for rank in ranks:
+        assert rank["nan"] == {"everywhere": True, "states kept": True}
+        assert rank["refused"].startswith("StepError: step 3 has failed")
+        assert "exchange.discard() on all ranks" in rank["refused"]
+        assert rank["states kept"]
+
+
+@on(TWO)
+def test_what_cannot_work_is_refused(launch):
+    for number, rank in enumerate(scenario("refused_by_ddp", launch)):
+        assert rank["twice"].startswith("ConfigError: grace.torch.register: the model cannot be used, because it has")
+        assert "use torch.autocast instead" in rank["mixed"]
+        assert rank["plain"].startswith("TypeError: grace.torch.register: expected a model wrapped in")
+        assert "there is no argument 'grad_scalar'. Did you mean 'grad_scaler'?" in rank["typo"]
+        assert rank["differing"].startswith("MismatchError: rank 1 and rank 0 were started differently")
+        assert rank["on one rank"].startswith("MismatchError: " if number else "ConfigError: ")
+        assert rank["sparse"].startswith("StepError: tensor '0.weight' has a sparse gradient")
+        # Both ranks use row 1, and rank 0 alone row 3.
+        first, third = rank["sparse and dense"]
+        assert first == pytest.approx(2 * third)
