@@ -18,7 +18,7 @@ import pytest
 from grace import cli
 from grace.bench.step import network, sweep
 from grace.bench.step.command import parse_numbers, parse_options
-from grace.bench.step.methods import COMPUTE, REFERENCE, Method
+from grace.bench.step.methods import COMPUTE, Method
 from grace.bench.step.ranks import START_S, VISIT_S, Ranks
 from grace.bench.step.run import Result, Setting
 from grace.bench.step.worker import visit
@@ -85,6 +85,24 @@ def cleared():
 
 def present():
     return network._present() if shutil.which("ip") else set()
+
+
+def test_launchers(tmp_path):
+    path = tmp_path / "step.json"
+    given = ["--launcher", "torch", "torch-optimizer", "--baselines", "ddp-fp16,fsdp", "--compressors", "topk"]
+    short = ["--link", "none", "--model", "resnet", "--rounds", "1", "--steps", "2"]
+    output, _ = finished(*given, *short, "--json", str(path), cwd=tmp_path)
+    results = json.loads(path.read_text())
+    named = [(result["method"], result["launcher"]) for result in results]
+    plain = ["compute", "ddp", "ddp-fp16", "fsdp"]
+    assert named == [*((name, None) for name in plain), ("topk", "torch"), ("topk", "torch-optimizer")]
+    assert "x DDP" in output
+    assert "topk (torch-optimizer)" in output
+    for result in results:
+        assert result["speedup_over_ddp"] == results[1]["median_s"] / result["median_s"]
+        assert result["cycle_time_ms"] is None
+    of_hook, of_optimizer = (result["reported_bytes"] for result in results[4:])
+    assert 0 < of_hook == of_optimizer < 0.1 * 4 * 269_722
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
@@ -198,7 +216,7 @@ def test_a_sweep_goes_on_with_the_best(monkeypatch):
     trials = sweep.sweep(
         setting, ["topk", "none"], sweep.choices([10, 20, 40], [0, 70], [0.5, 1.0, 5.0]), lambda text: None
     )
-    assert all(methods[:2] == [Method(COMPUTE), Method(REFERENCE)] for methods in asked)
+    assert all(methods[:2] == [Method(COMPUTE), Method("horovod")] for methods in asked)
     of_topk = [method for methods in asked for method in methods if method.name == "topk"]
     sizes = [Method("topk", {"bucket_bytes": size}) for size in (10, 20, 40)]
     cuts = [Method("topk", {"bucket_bytes": 20, "split_bytes": size}) for size in (0, 70)]
@@ -235,7 +253,7 @@ def test_peak_is_that_of_one_visit():
     class Side:
         def barrier(self): ...
 
-        def train(self, method, options):
+        def train(self, method, launcher, options):
             return Training(options["numbers"])
 
     class Training:
@@ -251,7 +269,9 @@ def test_peak_is_that_of_one_visit():
         def gradient_bytes(self):
             return 8
 
-    large, small = (visit(Side(), "topk", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 5_000_000))
+    large, small = (
+        visit(Side(), "topk", "horovod", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 5_000_000)
+    )
     # The kernel counts pages per processor and updates the total only occasionally. The C library maps arrays of more
     # than 32 MB anew, and may take smaller ones from pages that it kept.
     assert 62_000_000 < large < 72_000_000
@@ -461,6 +481,9 @@ def listening(pid):
         (["--sweep", "--link", "none", "--cycle-times", "fast"], "expected numbers, 0 or more, received 'fast'"),
         (["--sweep", "--link", "none", "--options", "bucket_bytes=1"], "--sweep sets 'bucket_bytes' itself"),
         (["--sweep", "--baselines", "ddp"], "--baselines has no effect with --sweep"),
+        (["--sweep", "--launcher", "torch"], "--launcher has no effect with --sweep"),
+        (["--launcher", "torchrun"], "--launcher: unknown name 'torchrun'. Did you mean 'torch'"),
+        (["--launcher", "torch", "--framework", "tensorflow"], "--launcher: 'torch' needs PyTorch"),
         (["--memory", "--sweep"], "--sweep has no effect with --memory"),
         (["--memory", "--rounds", "1"], "--rounds has no effect with --memory"),
     ],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from grace.bench.command import INTERRUPTED, check_plot, check_writable
 from grace.bench.progress import Progress
 from grace.bench.step import original
-from grace.bench.step.methods import BASELINES, REFERENCE, Method, compared
+from grace.bench.step.methods import BASELINES, LAUNCHERS, Method, compared
 from grace.bench.step.models import NAMES
 from grace.bench.step.network import LINKS, MOST_RANKS, check_link
 from grace.core.values.config import make_config
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 COMPRESSORS = ("none", "fp16", "topk", "randomk", "qsgd", "efsignsgd", "powersgd")
 ROUNDS = 3
 # For each option, the options that have no effect with it.
-IDLE = {"memory": ("sweep", "rounds", "plot"), "sweep": ("baselines", "plot")}
+IDLE = {"memory": ("sweep", "rounds", "plot"), "sweep": ("baselines", "launcher", "plot")}
 
 T = TypeVar("T", int, float)
 
@@ -48,8 +48,8 @@ def add_step(commands: Any) -> None:
         "step",
         help="time whole training steps over a network with limited bandwidth",
         description="Time training steps of several ranks on this machine. Every rank has its own network link with "
-        "limited bandwidth. The methods take turns with plain Horovod and with a step without exchange. The ranks do "
-        "not return freed memory to the system (glibc's MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_), so that no step "
+        "limited bandwidth. The methods take turns with a baseline and with a step without exchange. The ranks do not "
+        "return freed memory to the system (glibc's MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_), so that no step "
         "waits for new pages.",
     )
     add = parser.add_argument
@@ -64,7 +64,13 @@ def add_step(commands: Any) -> None:
     add("--compressors", nargs="+", metavar="NAME", help=f"by spaces or commas (default: {' '.join(COMPRESSORS)})")
     options = "configuration of all compressors, such as bucket_bytes=8388608"
     add("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=options)
-    add("--baselines", nargs="+", metavar="NAME", help=f"{', '.join(BASELINES)} (default: {REFERENCE})")
+    names = ", ".join(BASELINES)
+    add("--baselines", nargs="+", metavar="NAME", help=f"{names} (default: the plain one of the launcher)")
+    launchers = (
+        "how grace is used: horovod (DistributedOptimizer over Horovod), torch (register with DDP), torch-optimizer "
+        "(DistributedOptimizer over torch.distributed), torch-fsdp (register with FSDP2); the first one decides which "
+    )
+    add("--launcher", nargs="+", metavar="NAME", help=f"{launchers}baseline is compared with (default: horovod)")
     add("--framework", default="torch", help="torch or tensorflow (default: torch)")
     add("--rounds", type=int, metavar="N", help=f"turns per method (default: {ROUNDS})")
     add("--steps", type=int, default=5, metavar="N", help="timed steps per turn (default: 5)")
@@ -127,10 +133,15 @@ def _checked(args: argparse.Namespace) -> Run:
         )
     _check("--model", args.model, NAMES)
     _check("--framework", args.framework, ("torch", "tensorflow"))
-    baselines = [REFERENCE] if args.baselines is None else _split(args.baselines)
+    launchers = ["horovod"] if args.launcher is None else _split(args.launcher)
+    for name in launchers:
+        _check("--launcher", name, tuple(LAUNCHERS))
+        if LAUNCHERS[name].library != "horovod" and args.framework != "torch":
+            raise ConfigError(f"--launcher: '{name}' needs PyTorch; leave it out, or use --framework torch.")
+    baselines = [] if args.baselines is None else _split(args.baselines)
     for name in baselines:
         _check("--baselines", name, tuple(BASELINES))
-        if BASELINES[name] == "ddp" and args.framework != "torch":
+        if BASELINES[name] == "torch" and args.framework != "torch":
             raise ConfigError(f"--baselines: '{name}' needs PyTorch; leave it out, or use --framework torch.")
         _check_original(name, args.framework)
     compressors = list(COMPRESSORS) if args.compressors is None else _split(args.compressors)
@@ -151,7 +162,8 @@ def _checked(args: argparse.Namespace) -> Run:
     )
     if args.sweep:
         return _sweep(setting, compressors, args)
-    methods = compared([Method(name) for name in (*baselines, *compressors)])
+    compressing = [Method(name, launcher=launcher) for name in compressors for launcher in launchers]
+    methods = compared([*map(Method, baselines), *compressing], launchers[0])
     return _memory(setting, methods) if args.memory else _time(setting, methods, args.plot)
 
 
@@ -252,7 +264,7 @@ def _time(setting: Setting, methods: list[Method], plot: Path | None) -> Run:
         compute, reference = results[0], results[1]
         return lines(results), [result.to_dict(compute, reference) for result in results]
 
-    return Run(setting.rounds * len(methods) + len({method.family for method in methods}), act)
+    return Run(setting.rounds * len(methods) + len({method.library for method in methods}), act)
 
 
 def _memory(setting: Setting, methods: list[Method]) -> Run:

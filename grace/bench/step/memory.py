@@ -38,6 +38,7 @@ class Weight:
         setting, exchange = self.setting, self.peak_bytes - compute.peak_bytes
         return {
             "method": self.method.name,
+            "launcher": self.method.launcher if self.method.compresses else None,
             "options": setting.options_of(self.method),
             "framework": setting.framework,
             "link": setting.link,
@@ -60,9 +61,9 @@ def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], Non
     weights = []
     with Network(setting.ranks, setting.link, setting.latency, setting.local_size) as network:
         for method in methods:
-            progress(method.name)
-            with Ranks(network, setting.framework, setting.model, method.family, keep_pages=False) as ranks:
-                visits = ranks.visit(method.name, setting.options_of(method), WARM_UP, setting.steps)
+            progress(method.label)
+            with Ranks(network, setting.framework, setting.model, method.library, keep_pages=False) as ranks:
+                visits = ranks.visit(method, setting.options_of(method), WARM_UP, setting.steps)
             peak = max(visit["peak_bytes"] for visit in visits)
             weights.append(Weight(method, setting, peak, visits[0]["gradient_bytes"]))
     return weights
@@ -71,9 +72,9 @@ def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], Non
 def lines(weights: Sequence[Weight]) -> list[str]:
     """Return the title, the headings and one line per method. The first weight must be the step without exchange."""
     compute = weights[0]
-    first = max(len(name) for name in ("method", *(weight.method.name for weight in weights)))
+    first = max(len(name) for name in ("method", *(weight.method.label for weight in weights)))
     title = f"{place(compute.setting)}; gradients of {scaled(compute.gradient_bytes, BYTES)}"
-    rows = [line(first, weight.method.name, _cells(weight.to_dict(compute)), WIDTHS) for weight in weights]
+    rows = [line(first, weight.method.label, _cells(weight.to_dict(compute)), WIDTHS) for weight in weights]
     return [title, line(first, "method", HEAD, WIDTHS), *rows]
 
 

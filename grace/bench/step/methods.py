@@ -14,24 +14,42 @@ COMPUTE = "compute"
 BASELINES = {
     "horovod": "horovod",
     "horovod-fp16": "horovod",
-    "ddp": "ddp",
-    "ddp-fp16": "ddp",
-    "ddp-powersgd": "ddp",
+    "ddp": "torch",
+    "ddp-fp16": "torch",
+    "ddp-powersgd": "torch",
+    "fsdp": "torch",
     **dict.fromkeys(original.PARAMETERS, "horovod"),
 }
-# The baseline that all methods are compared with.
-REFERENCE = "horovod"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to use grace: the library that connects the ranks, and the baseline that its methods are compared with."""
+
+    library: str
+    reference: str
+
+
+# By `DistributedOptimizer` over Horovod, `register` with DDP, `DistributedOptimizer` over torch.distributed, and
+# `register` with FSDP2.
+LAUNCHERS = {
+    "horovod": Launcher("horovod", "horovod"),
+    "torch": Launcher("torch", "ddp"),
+    "torch-optimizer": Launcher("torch", "ddp"),
+    "torch-fsdp": Launcher("torch", "fsdp"),
+}
 # Horovod's default cycle time: the interval at which it looks for tensors to send.
 CYCLE_MS = 1.0
 
 
 @dataclass(frozen=True)
 class Method:
-    """A compressor, a baseline or COMPUTE, with its own options and Horovod's cycle time in milliseconds."""
+    """A compressor, a baseline or COMPUTE, with its launcher, its own options and Horovod's cycle time in ms."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     cycle_ms: float = CYCLE_MS
+    launcher: str = "horovod"
 
     @property
     def compresses(self) -> bool:
@@ -39,14 +57,19 @@ class Method:
         return self.name != COMPUTE and self.name not in BASELINES
 
     @property
-    def family(self) -> str:
+    def library(self) -> str:
         """The library that runs the method."""
-        return BASELINES.get(self.name, "horovod")
+        return BASELINES.get(self.name, LAUNCHERS[self.launcher].library)
+
+    @property
+    def label(self) -> str:
+        """The name, with the launcher of a compressor unless it is Horovod."""
+        return f"{self.name} ({self.launcher})" if self.compresses and self.launcher != "horovod" else self.name
 
 
-def compared(methods: list[Method]) -> list[Method]:
-    """Return the methods after the two that they are compared with: a step without exchange, and plain Horovod."""
-    first = [Method(COMPUTE), Method(REFERENCE)]
+def compared(methods: list[Method], launcher: str = "horovod") -> list[Method]:
+    """Return the methods after the two that they are compared with: a step without exchange, and a baseline."""
+    first = [Method(COMPUTE, launcher=launcher), Method(LAUNCHERS[launcher].reference)]
     return [*first, *(method for method in methods if method not in first)]
 
 

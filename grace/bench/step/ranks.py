@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import IO, Any
 
-from grace.bench.step.methods import CYCLE_MS
+from grace.bench.step.methods import CYCLE_MS, Method
 from grace.bench.step.network import Network, Node
 from grace.core.values.errors import GraceError
 from grace.machine import SAFE_PATH, python
@@ -51,12 +51,12 @@ class Ranks:
         network: Network,
         framework: str,
         model: str,
-        family: str,
+        library: str,
         cycle_ms: float = CYCLE_MS,
         *,
         keep_pages: bool = True,
     ) -> None:
-        self._network, self._framework, self._model, self._family = network, framework, model, family
+        self._network, self._framework, self._model, self._library = network, framework, model, library
         self._cycle_ms = cycle_ms
         self._allocator = KEPT_PAGES if keep_pages else {}
         self._workers: list[subprocess.Popen[str]] = []
@@ -66,7 +66,7 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         try:
-            environments = self._horovod() if self._family == "horovod" else self._ddp()
+            environments = self._horovod() if self._library == "horovod" else self._torch()
             for rank, (node, environment) in enumerate(zip(self._network.nodes, environments, strict=True)):
                 self._workers.append(self._start(rank, node, environment))
             self._answers(START_S, "start")
@@ -80,14 +80,22 @@ class Ranks:
     ) -> None:
         self._end()
 
-    def visit(self, method: str, options: Mapping[str, Any], warm_up: int, steps: int) -> list[dict[str, Any]]:
+    def visit(self, method: Method, options: Mapping[str, Any], warm_up: int, steps: int) -> list[dict[str, Any]]:
         """Make all ranks run some steps of a method. Return their answers."""
-        order = json.dumps({"method": method, "options": options, "warm_up": warm_up, "steps": steps})
+        order = json.dumps(
+            {
+                "method": method.name,
+                "launcher": method.launcher,
+                "options": options,
+                "warm_up": warm_up,
+                "steps": steps,
+            }
+        )
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.write(order + "\n")
             worker.stdin.flush()
-        return self._answers(VISIT_S, method)
+        return self._answers(VISIT_S, method.label)
 
     def pause(self) -> None:
         """Stop the processes. Even idle ranks use the cores, because Horovod's ranks keep talking to each other."""
@@ -134,20 +142,30 @@ class Ranks:
             for rank, node in enumerate(nodes)
         ]
 
-    def _ddp(self) -> list[dict[str, str]]:
+    def _torch(self) -> list[dict[str, str]]:
         """Return the environment of each rank, with which torch.distributed finds the other ranks."""
-        nodes = self._network.nodes
+        nodes, local_size = self._network.nodes, self._network.local_size
         # In a namespace of their own, the ranks can use any port.
         port = PORT if nodes[0].namespace is not None else _free_port()
         shared = {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(nodes))}
-        return [{**shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": node.interface} for rank, node in enumerate(nodes)]
+        return [
+            {
+                **shared,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % local_size),
+                "LOCAL_WORLD_SIZE": str(local_size),
+                "GROUP_RANK": str(rank // local_size),
+                "GLOO_SOCKET_IFNAME": node.interface,
+            }
+            for rank, node in enumerate(nodes)
+        ]
 
     def _start(self, rank: int, node: Node, environment: dict[str, str]) -> subprocess.Popen[str]:
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // len(self._network.nodes))
         mine = {cores[(rank * share + i) % len(cores)] for i in range(share)}
         interface = node.interface if node.namespace is not None else "-"
-        program = python(WORKER, self._framework, self._family, self._model, interface)
+        program = python(WORKER, self._framework, self._library, self._model, interface)
         own = {"OMP_NUM_THREADS": str(share), "TF_CPP_MIN_LOG_LEVEL": "3"}
         return self._launch(
             str(rank), node, program, {**_plain(os.environ), **self._allocator, **environment, **own}, mine
@@ -237,7 +255,18 @@ class Ranks:
 
 def _plain(environment: Any) -> dict[str, str]:
     """Return the environment without the variables of launchers and of the user's configuration."""
-    dropped = ("HOROVOD_", "GRACE_CONFIG", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_SIZE", "MALLOC_")
+    dropped = (
+        "HOROVOD_",
+        "GRACE_CONFIG",
+        "OMPI_",
+        "PMIX_",
+        "MASTER_",
+        "RANK",
+        "WORLD_SIZE",
+        "MALLOC_",
+        "LOCAL_",
+        "GROUP_RANK",
+    )
     return {name: value for name, value in environment.items() if not name.startswith(dropped)}
 
 

@@ -85,14 +85,15 @@ class Result:
     def to_dict(self, compute: Result, reference: Result) -> dict[str, Any]:
         """Return the settings, measurements and derived figures as an object for JSON.
 
-        `speedup_bound` is the speedup over Horovod if compression took no time.
+        `speedup_bound` is the speedup over the reference if compression took no time.
         """
         setting, wire = self.setting, self.wire_bytes
         on_wire = 8 * wire / setting.rate if wire is not None and setting.rate is not None else 0.0
         return {
             "method": self.method.name,
             "options": setting.options_of(self.method),
-            "cycle_time_ms": self.method.cycle_ms if self.method.family == "horovod" else None,
+            "launcher": self.method.launcher if self.method.compresses else None,
+            "cycle_time_ms": self.method.cycle_ms if self.method.library == "horovod" else None,
             "framework": setting.framework,
             "link": setting.link,
             "latency": setting.latency,
@@ -104,7 +105,7 @@ class Result:
             "compute_s": compute.median,
             "wire_bytes": wire,
             "reported_bytes": self.reported,
-            "speedup_over_horovod": reference.median / self.median,
+            f"speedup_over_{reference.method.name}": reference.median / self.median,
             "speedup_bound": reference.median / max(compute.median, on_wire),
             "times": self.times,
         }
@@ -141,18 +142,18 @@ class Bed:
         groups = [self._ranks(result.method) for result in results]
         for turn in range(setting.rounds):
             for result, group in zip(results, groups, strict=True):
-                self._progress(f"{result.method.name}, round {turn + 1} of {setting.rounds}")
+                self._progress(f"{result.method.label}, round {turn + 1} of {setting.rounds}")
                 group.go_on()
                 options = setting.options_of(result.method)
-                result.add(group.visit(result.method.name, options, WARM_UP, setting.steps))
+                result.add(group.visit(result.method, options, WARM_UP, setting.steps))
                 group.pause()
         return results
 
     def _ranks(self, method: Method) -> Ranks:
-        key = (method.family, method.cycle_ms)
+        key = (method.library, method.cycle_ms)
         if key not in self._groups:
             setting = self._setting
-            self._progress(f"starting {setting.ranks} ranks ({method.family})")
+            self._progress(f"starting {setting.ranks} ranks ({method.library})")
             ranks = Ranks(self._network, setting.framework, setting.model, *key)
             self._groups[key] = self._stack.enter_context(ranks)
             ranks.pause()

@@ -17,7 +17,7 @@ from grace.bench.step.models_tensorflow import MODELS
 from grace.bench.step.worker import SEED, Side, Training
 
 
-def make(family: str, model: str) -> Side:
+def make(library: str, model: str) -> Side:
     """Return the side of Horovod, the only one for TensorFlow."""
     threads = int(os.environ["OMP_NUM_THREADS"])
     tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -59,7 +59,7 @@ class HorovodSide:
         """Wait for all ranks."""
         hvd.allreduce(tf.zeros(1), name="grace.bench.barrier")
 
-    def train(self, method: str, options: Mapping[str, Any]) -> Training:
+    def train(self, method: str, launcher: str, options: Mapping[str, Any]) -> Training:
         """Make a model and an optimizer for the method."""
         keras.backend.clear_session()
         self._free()

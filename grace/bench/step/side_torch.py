@@ -16,10 +16,10 @@ from grace.bench.step.models_torch import MODELS
 from grace.bench.step.worker import SEED, Side, Training
 
 
-def make(family: str, model: str) -> Side:
-    """Return the side of the family "horovod" or "ddp"."""
+def make(library: str, model: str) -> Side:
+    """Return the side of the library "horovod" or "torch"."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return HorovodSide(model) if family == "horovod" else DdpSide(model)
+    return HorovodSide(model) if library == "horovod" else TorchSide(model)
 
 
 class _Step:
@@ -57,7 +57,7 @@ class HorovodSide:
         """Wait for all ranks."""
         self._hvd.barrier()
 
-    def train(self, method: str, options: Mapping[str, Any]) -> Training:
+    def train(self, method: str, launcher: str, options: Mapping[str, Any]) -> Training:
         """Make a model and an optimizer for the method."""
         hvd = self._hvd
         torch.manual_seed(SEED)
@@ -78,27 +78,50 @@ class HorovodSide:
         return _Step(model, wrapped, model.loss, lambda: hops(wrapped.grace, hvd.size()))
 
 
-class DdpSide:
-    """PyTorch's own DistributedDataParallel over Gloo."""
+class TorchSide:
+    """PyTorch's own DistributedDataParallel and FSDP2 over Gloo, and grace on top of them."""
 
     def __init__(self, model: str) -> None:
-        # A local import before the measurement, so that the hooks' modules do not count as memory of a method.
+        # Local imports before the measurement, so that their modules do not count as memory of a method.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+        from torch.distributed.fsdp import fully_shard
 
-        self._hooks, self._powersgd = default_hooks, powerSGD_hook
+        import grace.torch
+
+        logging.getLogger("grace").setLevel(logging.WARNING)
+        self._hooks, self._powersgd, self._shard, self._grace = default_hooks, powerSGD_hook, fully_shard, grace.torch
         store, rank, size = _store()
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        self._model = MODELS[model]
+        self._model, self._size = MODELS[model], size
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         torch.distributed.barrier()
 
-    def train(self, method: str, options: Mapping[str, Any]) -> Training:
+    def train(self, method: str, launcher: str, options: Mapping[str, Any]) -> Training:
         """Make a model and an optimizer for the method."""
         torch.manual_seed(SEED)
         model = self._model()
         torch.manual_seed(SEED + torch.distributed.get_rank())
+        if method == COMPUTE:
+            return _Step(model, _sgd(model), model.loss)
+        config = {**options, "compressor": method}
+        if method not in BASELINES and launcher == "torch-optimizer":
+            named = list(model.named_parameters())
+            wrapped = self._grace.DistributedOptimizer(
+                _sgd(model), named_parameters=named, config=config, backend="torch"
+            )
+            return _Step(model, wrapped, model.loss, lambda: hops(wrapped.grace, self._size))
+        sharded = method == "fsdp" or (method not in BASELINES and launcher == "torch-fsdp")
+        parallel = self._sharded(model) if sharded else self._replicated(model, method)
+        # PyTorch has no fused SGD for sharded parameters.
+        optimizer = _sgd(model, fused=not sharded)
+        if method in BASELINES:
+            return _Step(model, optimizer, parallel)
+        exchange = self._grace.register(parallel, config)
+        return _Step(model, optimizer, parallel, lambda: hops(exchange, self._size))
+
+    def _replicated(self, model: Any, method: str) -> torch.nn.Module:
         # With several buckets, PowerSGD's hook starts collectives in an order that differs between the ranks. One
         # bucket avoids that.
         megabytes = 4096 if method == "ddp-powersgd" else None
@@ -108,8 +131,16 @@ class DdpSide:
         elif method == "ddp-powersgd":
             state = self._powersgd.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             ddp.register_comm_hook(state, self._powersgd.powerSGD_hook)
-        optimizer = _sgd(model)
-        return _Step(model, optimizer, ddp)
+        return ddp
+
+    def _sharded(self, model: Any) -> torch.nn.Module:
+        """Return the loss with the parameters of each layer sharded on their own."""
+        loss = _Loss(model)
+        for layer in model.children():
+            if any(True for _ in layer.parameters()):
+                self._shard(layer)
+        self._shard(loss)
+        return loss
 
 
 def _store() -> tuple[torch.distributed.Store, int, int]:
@@ -123,9 +154,9 @@ def _store() -> tuple[torch.distributed.Store, int, int]:
     return torch.distributed.TCPStore(*place, is_master=True, master_listen_fd=listener), 0, int(size)
 
 
-def _sgd(model: Any) -> torch.optim.Optimizer:
-    """Return SGD in its fused form, which passes over the weights only once and takes the least time of the step."""
-    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
+def _sgd(model: Any, fused: bool = True) -> torch.optim.Optimizer:
+    """Return SGD, by default in its fused form, which passes over the weights only once and takes the least time."""
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=fused)
 
 
 class _Loss(torch.nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 from grace.bench.step.methods import CYCLE_MS, Method, compared
 from grace.bench.step.run import Bed, Result, Setting
-from grace.bench.step.table import HEAD, WIDTHS, cells, line, place
+from grace.bench.step.table import WIDTHS, cells, head, line, place
 from grace.core.values.config import GRANULARITIES
 
 BUCKET_BYTES = tuple(n * 1024**2 for n in (1, 2, 4, 8, 16, 32))
@@ -87,7 +87,7 @@ def lines(trials: Sequence[Trial]) -> list[str]:
     first = max(len(text) for trial in trials for text in (trial.label, trial.result.method.name))
     found = [f"{place(setting)}; {setting.rounds} rounds of {setting.steps} steps"]
     for name in dict.fromkeys(trial.result.method.name for trial in trials):
-        found += ["", line(first, name, HEAD, WIDTHS)]
+        found += ["", line(first, name, head(trials[0].reference), WIDTHS)]
         for trial in trials:
             if trial.result.method.name == name:
                 row = line(first, trial.label, cells(trial.result, trial.compute, trial.reference), WIDTHS)

@@ -17,14 +17,20 @@ BYTES = ((1e-9, "GB"), (1e-6, "MB"), (1e-3, "KB"), (1.0, "B"))
 def lines(results: Sequence[Result]) -> list[str]:
     """Return the title, the headings and one line per method.
 
-    The first result must be the step without exchange, the second plain Horovod.
+    The first result must be the step without exchange, the second the baseline that all are compared with.
     """
     compute, reference = results[0], results[1]
-    first = max(len(name) for name in ("method", *(result.method.name for result in results)))
-    rows = [line(first, result.method.name, cells(result, compute, reference), WIDTHS) for result in results]
+    first = max(len(name) for name in ("method", *(result.method.label for result in results)))
+    rows = [line(first, result.method.label, cells(result, compute, reference), WIDTHS) for result in results]
     setting = compute.setting
     title = f"{place(setting)}; {setting.rounds} rounds of {setting.steps} steps"
-    return [title, line(first, "method", HEAD, WIDTHS), *rows]
+    return [title, line(first, "method", head(reference), WIDTHS), *rows]
+
+
+def head(reference: Result) -> list[str]:
+    """Return the headings of the columns."""
+    name = {"horovod": "Horovod", "ddp": "DDP", "fsdp": "FSDP2"}[reference.method.name]
+    return [text.replace("Horovod", name) for text in HEAD]
 
 
 def place(setting: Setting) -> str:
@@ -38,7 +44,7 @@ def place(setting: Setting) -> str:
 
 
 def cells(result: Result, compute: Result, reference: Result) -> list[str]:
-    """Return the cells of a line, in the order of HEAD."""
+    """Return the cells of a line, in the order of `head`."""
     found = result.to_dict(compute, reference)
     sent, reported = found["wire_bytes"], found["reported_bytes"]
     low, high = result.spread
@@ -46,7 +52,7 @@ def cells(result: Result, compute: Result, reference: Result) -> list[str]:
         *(scaled(value, SECONDS) for value in (result.median, low, high)),
         "-" if sent is None else scaled(sent, BYTES),
         "-" if reported is None or not sent else f"{reported / sent:.1%}",
-        digits(found["speedup_over_horovod"]),
+        digits(reference.median / result.median),
         digits(found["speedup_bound"]),
     ]
 

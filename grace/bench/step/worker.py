@@ -1,7 +1,7 @@
 """One rank of `grace bench step`. It reads orders from standard input and writes answers, each as one line of JSON.
 
-An order is {"method": ..., "options": {...}, "warm_up": n, "steps": n}; the answer is a `Visit`. The process ends when
-its input ends.
+An order is {"method": ..., "launcher": ..., "options": {...}, "warm_up": n, "steps": n}; the answer is a `Visit`. The
+process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Training(Protocol):
 class Side(Protocol):
     """One communication library in one framework, initialized."""
 
-    def train(self, method: str, options: Mapping[str, Any]) -> Training:
+    def train(self, method: str, launcher: str, options: Mapping[str, Any]) -> Training:
         """Make a model and an optimizer for the method. `options` belong to grace's configuration."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
 
 
-def serve(make_side: Callable[[str], Side], family: str, interface: str | None) -> None:
+def serve(make_side: Callable[[str], Side], library: str, interface: str | None) -> None:
     """Answer orders until the input ends."""
     # Send standard output to stderr, so that the frameworks' output does not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    side = make_side(family)
+    side = make_side(library)
     _say(answers, {"ready": os.getpid()})
     for line in sys.stdin:
         order = json.loads(line)
@@ -72,11 +72,17 @@ def serve(make_side: Callable[[str], Side], family: str, interface: str | None) 
 
 
 def visit(
-    side: Side, method: str, options: Mapping[str, Any], warm_up: int, steps: int, interface: str | None
+    side: Side,
+    method: str,
+    launcher: str,
+    options: Mapping[str, Any],
+    warm_up: int,
+    steps: int,
+    interface: str | None,
 ) -> Visit:
     """Make a model for the method and time its steps."""
     held = _forget_peak()
-    training = side.train(method, options)
+    training = side.train(method, launcher, options)
     for _ in range(warm_up):
         training.step()
     times, reports = [], []
@@ -125,10 +131,10 @@ def _sent(interface: str | None) -> int | None:
 
 
 def main() -> None:
-    """Run the worker of the arguments FRAMEWORK FAMILY MODEL INTERFACE|-."""
-    framework, family, model, interface = sys.argv[1:]
+    """Run the worker of the arguments FRAMEWORK LIBRARY MODEL INTERFACE|-."""
+    framework, library, model, interface = sys.argv[1:]
     if framework == "torch":
         from grace.bench.step import side_torch as sides
     else:
         from grace.bench.step import side_tensorflow as sides  # type: ignore[no-redef]
-    serve(lambda name: sides.make(name, model), family, None if interface == "-" else interface)
+    serve(lambda name: sides.make(name, model), library, None if interface == "-" else interface)
