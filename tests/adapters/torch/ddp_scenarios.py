@@ -357,6 +357,25 @@ def failed_by_ddp() -> dict[str, Any]:
     return results
 
 
+def on_device(device: str) -> dict[str, Any]:
+    """Train on a device, by plain DDP, with compressor none, with top-k and by a wrapped optimizer; the weights."""
+    results = {}
+    methods = {"plain": None, "none": {"compressor": "none"}, "topk": TOPK, "optimizer": TOPK}
+    for label, config in methods.items():
+        model = make_net().to(device)
+        optimizer: Any = sgd(model)
+        forward: torch.nn.Module = model
+        if label == "optimizer":
+            optimizer = wrap(model, TOPK, optimizer=optimizer)
+        else:
+            forward = parallel(model)
+            if config is not None:
+                grace.torch.register(forward, config)
+        steps(forward, optimizer, ((x.to(device), y.to(device)) for x, y in batches(3, my_rank())))
+        results[label] = digest(p.cpu() for p in model.parameters())
+    return results
+
+
 def refused_by_ddp() -> dict[str, Any]:
     """Register what cannot work: the errors."""
 

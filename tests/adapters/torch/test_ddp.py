@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import subprocess
+import sys
 
-from tests.support.launch import TORCH, Launch
+import pytest
+import torch
+
+from tests.support.launch import ROOT, TORCH, Launch, command, environment
 from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
@@ -113,3 +118,24 @@ def test_what_cannot_work_is_refused(launch):
         # Both ranks use row 1, and rank 0 alone row 3.
         first, third = rank["sparse and dense"]
         assert first == pytest.approx(2 * third)
+
+
+def check_devices(weights):
+    assert weights["none"] == weights["plain"]
+    assert weights["topk"] == weights["optimizer"] != weights["plain"]
+
+
+@on(TWO)
+def test_a_device_is_named_by_the_model(launch):
+    for rank in scenario("on_device", launch, "cpu"):
+        check_devices(rank)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: torch.cuda.device_count() < 2")
+def test_gradients_on_gpus_travel_by_nccl():
+    program = [*command("torchrun", 2), sys.executable, "-m", "tests.adapters.torch.gpu_rank"]
+    done = subprocess.run(program, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ran, weights = json.loads(done.stdout.splitlines()[-1])
+    assert len(ran) >= 5
+    check_devices(weights)
