@@ -19,7 +19,7 @@ from grace.core.guards.agreement import Meeting
 from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
-from grace.core.values.errors import ConfigError, MismatchError, StepError
+from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, StepError
 from grace.core.values.plan import Plan
 from grace.core.values.registry import compressors
 from grace.core.values.spec import ONE_RANK, Ranks, TensorSpec
@@ -172,18 +172,33 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         with tf.init_scope():
             self._specs = tuple(specs)
             self._watched = tuple(weakref.ref(inside(v)) for v in variables)
-            first, *later = (*self.history, self.config)
-            rank, ranks = self.rank, self.ranks = self._rank_of_ranks()
-            self._stages = Stages(
-                specs,
-                first,
-                self.make_variable,
-                sparse_as_dense=self.sparse_as_dense,
-                rank=rank,
-                ranks=ranks,
-            )
-            for config in later:
-                self._stages.change(self._stages.plan_of(config))
+            self.rank, self.ranks = self._rank_of_ranks()
+            self._stages = self._stages_for(self.ranks, self.make_variable)
+
+    def _stages_for(self, ranks: Ranks, make_variable: Callable[[str, tf.Tensor], tf.Variable]) -> Stages:
+        """Return the stages that the exchange has with these ranks, before the first step."""
+        first, *later = (*self.history, self.config)
+        stages = Stages(
+            self._specs,
+            first,
+            make_variable,
+            sparse_as_dense=self.sparse_as_dense,
+            rank=self.rank,
+            ranks=ranks,
+        )
+        for config in later:
+            stages.change(stages.plan_of(config))
+        return stages
+
+    def _merge(self, engine: Stages, states: Sequence[Mapping[str, Any]]) -> list[str]:
+        for ranks in self._possible_ranks(len(states)):
+            try:
+                before = self._stages_for(ranks, lambda name, value: tf.Variable(value, trainable=False))
+            except (ConfigError, IncompatibleError):
+                continue
+            if before.slots.states.keys() == states[0]["tensors"].keys():
+                return engine.merge_state_dicts(states, before, average=self.op == hvd.Average)
+        raise self._no_plan(states)
 
     def _rank_of_ranks(self) -> tuple[int, Ranks]:
         """Return this rank and the ranks; 0 of 1 where Horovod is not initialized, as in a process that only loads."""

@@ -78,6 +78,14 @@ class VariableSlots(Slots):
         self.states[made] = self._make(made, value)
         return self.states[made]
 
+    def names(self, name: str) -> dict[str, dict[str, str]]:
+        """Return the names in `states` of a unit's variables, by kind and key, as `read` returns their values."""
+        made = {id(variable): place for place, variable in self.states.items()}
+        return {
+            kind: {key: made[id(variable)] for key, variable in state.items()}
+            for kind, state in self._variables[self.stage, name].items()
+        }
+
     @property
     def of_this_rank(self) -> list[tf.Variable]:
         """The variables that differ between ranks: the memories of all stages."""

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
 from grace.core.exchange.engine import Engine
+from grace.core.exchange.merge import Merge
 from grace.core.exchange.start import announce
-from grace.core.exchange.state import STATE_VERSION, alone, carried, check_saved, initial, prepare, shown
+from grace.core.exchange.state import (
+    STATE_VERSION,
+    alone,
+    carried,
+    check_saved,
+    initial,
+    names_of,
+    prepare,
+    shown,
+    tensors_of,
+)
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config
@@ -258,6 +270,56 @@ class Stages:
         rank, size = self._place
         return {"version": STATE_VERSION, "step": self.step, "rank": rank, "size": size, "tensors": tensors}
 
+    def entries(self, number: int, rank: int, tensors: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
+        """Return arrays by the names of their variables as `Slots.save` returns those of a stage, for one rank."""
+        self.slots.stage = number
+        return {
+            name: {
+                "components": names_of(unit),
+                "of": tensors_of(unit),
+                # All ranks have variables for what only one of them keeps.
+                **{
+                    kind: {key: tensors[made] for key, made in state.items()}
+                    if kind != "memory" or unit.kept_by(rank)
+                    else {}
+                    for kind, state in self.slots.names(name).items()
+                },
+            }
+            for name, unit in self._stages[number][1].stateful.items()
+        }
+
+    def merge_state_dicts(self, states: Sequence[Mapping[str, Any]], before: Stages, *, average: bool) -> list[str]:
+        """Load the states of all ranks of a run that had the stages `before`; return what could not be continued.
+
+        Raises StateError if they are damaged; then nothing was loaded.
+        """
+        expected = {name: shown(variable.numpy()) for name, variable in before.slots.states.items()}
+        for state in states:
+            check_shown({name: shown(value) for name, value in state["tensors"].items()}, expected)
+        step, (rank, size) = int(states[0]["step"]), self._place
+        # A step carries the states of the stage before over when it begins.
+        number = self._number_at(max(0, step - 1))
+        merge = Merge(
+            before._stages[number][1],
+            self._stages[number][1],
+            [{"tensors": before.entries(number, i, state["tensors"])} for i, state in enumerate(states)],
+            lambda saved, current: np.array(saved, current.dtype),
+            lambda device: get_ops("numpy"),
+            seed=self._seed,
+            rank=max(rank, 0),
+            size=size,
+            average=average,
+        )
+        new = merge.states()
+        for variable in self.slots.of_this_rank:
+            variable.assign(tf.zeros_like(variable))
+        self.slots.stage = number
+        for name, of_unit in new.items():
+            self.slots.write(name, of_unit)
+        self.slots.go_to(step)
+        self.slots.origin.assign(self._place)
+        return list(merge.lost)
+
     def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
         """Load step and states; see `grace.core.exchange.engine.Engine.load_state_dict`."""
         check_saved(state)
@@ -265,11 +327,7 @@ class Stages:
             {name: shown(value) for name, value in saved.items()}
             for saved in (self.state_dict()["tensors"], state["tensors"])
         )
-        if found != expected:
-            raise StateError(
-                f"checkpoint: expected states {expected}, received {found}; use the configuration it was saved with, "
-                "and the changes that were made since."
-            )
+        check_shown(found, expected)
         mine = (state["rank"], state["size"]) == self._place
         for memory in self.slots.joint:
             if not mine and state["size"] == self._place[1]:
@@ -281,6 +339,15 @@ class Stages:
         self.slots.go_to(int(state["step"]))
         self.slots.origin.assign(self._place)
         return mine
+
+
+def check_shown(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Raise StateError if a checkpoint has other arrays than expected, by name."""
+    if found != expected:
+        raise StateError(
+            f"checkpoint: expected states {expected}, received {found}; use the configuration it was saved with, "
+            "and the changes that were made since."
+        )
 
 
 def _ops(device: str) -> ArrayOps:

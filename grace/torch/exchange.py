@@ -10,6 +10,8 @@ import torch
 
 from grace.core.exchange import exchange as core
 from grace.core.exchange.engine import Engine
+from grace.core.exchange.merge import in_rank_order
+from grace.core.exchange.state import check_mapping
 from grace.core.guards.agreement import agree
 from grace.core.guards.replicas import WEIGHTS, check_digests, digest, is_due
 from grace.core.ops import get_ops
@@ -76,11 +78,11 @@ class Exchange(core.Exchange[Engine]):
     def load(self, saved: Any, optimizer: Any, load_plain: Callable[[], None]) -> None:
         """Load a checkpoint: grace's part `saved` (None: initial states), and the optimizer's own by `load_plain`.
 
-        If another rank saved it, warns and starts with residuals of zero. Raises StateError if the checkpoint has other
-        tensors, methods, shapes or dtypes, or if PyTorch refuses its part; then nothing was loaded.
+        `saved` is what `load_state_dict` takes, and the warnings are the same. Raises StateError if the checkpoint has
+        other tensors, methods, shapes or dtypes, or if PyTorch refuses its part; then nothing was loaded.
         """
         before, plain = self.engine.snapshot(), (optimizer.state, optimizer.param_groups)
-        mine = saved is None or self.engine.load_state_dict(saved, self._place)
+        told = "" if saved is None else self._load(self.engine, self.rank, saved)[1]
         try:
             load_plain()
         except Exception as error:
@@ -93,8 +95,20 @@ class Exchange(core.Exchange[Engine]):
         self._merged.clear()
         if saved is None:
             self.engine.reset()
-        if not mine:
-            self._warn_of_residuals(saved)
+        if told:
+            self._warn(told)
+
+    def gathered(self, state: Any) -> dict[str, Any]:
+        """Return a state of an optimizer to load, from one or from a list with those of all ranks.
+
+        Of a list it is this rank's own, or with other ranks any, and the key 'grace' has grace's parts of all.
+        """
+        if not isinstance(state, list):
+            return dict(check_mapping(state, "the optimizer"))
+        every = [check_mapping(each, "the optimizer") for each in state]
+        parts = [each.get("grace") for each in every]
+        first = in_rank_order(parts)[self.rank % len(parts)]
+        return {**next(each for each in every if each["grace"] is first), "grace": parts}
 
     def meet(self) -> None:
         """Compare the ranks before the first gradient of a step, if it is the first step or the replicas are due.

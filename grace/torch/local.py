@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grace.core.exchange.state import check_mapping, check_number, shown
+from grace.core.exchange.state import check_number, shown
 from grace.core.values.config import Config
 from grace.core.values.errors import ConfigError, GraceError, StateError
 
@@ -121,10 +121,10 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
         local = {"steps": steps, "met": {name: met[p] for p, name in names.items()}}
         return {**plain_class.state_dict(optimizer), "grace": engine.state_dict(), "grace_local": local}
 
-    def load_state_dict(state: Mapping[str, Any]) -> None:
+    def load_state_dict(state: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         nonlocal steps
         exchange.way_back.check()
-        plain = dict(check_mapping(state, "the optimizer"))
+        plain = exchange.gathered(state)
         saved, local = plain.pop("grace", None), plain.pop("grace_local", None)
         expected = {name: shown(met[p]) for p, name in names.items()}
         found = local.get("met") if isinstance(local, Mapping) else None

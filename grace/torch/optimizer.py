@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from grace.core.exchange.start import announce, begin
-from grace.core.exchange.state import check_mapping
 from grace.core.exchange.transport import TIMEOUT
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
@@ -418,9 +417,9 @@ def _attach(
     def state_dict() -> dict[str, Any]:
         return {**plain_class.state_dict(wrapped), "grace": engine.state_dict()}
 
-    def load_state_dict(state: Mapping[str, Any]) -> None:
+    def load_state_dict(state: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         refuse_while_under_way("load_state_dict()")
-        plain = dict(check_mapping(state, "the optimizer"))
+        plain = exchange.gathered(state)
         saved = plain.pop("grace", None)
         exchange.load(saved, wrapped, lambda: plain_load(plain))
         if saved is None:

@@ -193,12 +193,24 @@ def test_no_rank_starts_from_zero_alone(way):
     with pytest.raises(StateError, match=r"no rank can start from zero alone\. Let every rank load its own file"):
         other.engines[1].load_state_dict(copy.deepcopy(saved["ranks"][0]), lambda saved, current: saved)
     assert_same(before, states(other))
-    # With another number of ranks, all of them start from zero.
+    # With another number of ranks, all of them start from zero if they load one state.
     more = grace.Simulation(3, SPECS, {**LOSSY, **way})
     with pytest.warns(GraceWarning, match="residuals start from zero"):
-        assert more.load_state_dict(saved) is False
+        assert more.load_state_dict({"ranks": [saved["ranks"][0]] * 3}) is False
     assert_followed(more, moved=False)
     assert more.engine.step == 1
+
+
+@pytest.mark.parametrize("way", [DORE, DIANA], ids=["dore", "diana"])
+@pytest.mark.parametrize("sizes", [(2, 3), (4, 2), (3, 1), (7, 3)])
+def test_other_ranks_follow_the_same_mean(way, sizes):
+    sim, other = (grace.Simulation(size, SPECS, {**LOSSY, **way}) for size in sizes)
+    for number in range(3):
+        step(sim, number)
+    assert other.load_state_dict(sim.state_dict()) is False
+    assert_followed(other)
+    step(other, 3)
+    assert_followed(other)
 
 
 @pytest.mark.parametrize("way", [DORE, {**DIANA, "communicator": "auto"}], ids=["dore", "diana"])

@@ -28,6 +28,7 @@ SPARSE = "grace/core/communicators/sparse_allreduce.py"
 HIERARCHICAL = "grace/core/communicators/hierarchical.py"
 ASSEMBLY = "grace/core/exchange/assembly.py"
 STATE = "grace/core/exchange/state.py"
+MERGE = "grace/core/exchange/merge.py"
 WIRE = "grace/core/exchange/wire.py"
 LANES = "grace/core/exchange/lanes.py"
 UNIFORM = "grace/core/compressors/uniform.py"
@@ -50,6 +51,7 @@ SCHEDULE = "tests/core/test_schedule.py"
 GRANULARITY = "tests/core/test_granularity.py"
 UNIT_CHANGES = "tests/core/test_unit_changes.py"
 JOINT = "tests/core/test_joint_memories.py"
+OTHER_RANKS = "tests/core/test_other_ranks.py"
 PLACEMENT = "tests/core/test_gradient_placement.py"
 ERRORS = "tests/core/test_errors.py"
 DAMAGED = "tests/core/test_damaged_payloads.py"
@@ -558,7 +560,7 @@ PATCHES = [
     Patch(
         "state-parts-not-compared",
         STATE,
-        "if {kind: str(other) for kind, other in named.items()} != _names(unit):",
+        "if {kind: str(other) for kind, other in named.items()} != names_of(unit):",
         "if False:",
         "a checkpoint of another method is accepted where the shapes agree",
         (f"{ERRORS} -k checkpoint",),
@@ -1100,6 +1102,87 @@ PATCHES = [
         "u: Array = 0.0",
         "without random numbers, levels are cut off and not rounded",
         ("tests/papers/test_uniform.py",),
+    ),
+    # --- states of another number of ranks ------------------------------------------------------------------------
+    Patch(
+        "merge-one-rank-for-all",
+        MERGE,
+        "weights = shares(owners.index(self._rank), len(owners), len(owners_before))",
+        "weights = [(0, 1.0)]",
+        "every rank goes on with what rank 0 held, and the others' residuals are lost",
+        (OTHER_RANKS,),
+    ),
+    Patch(
+        "merge-mean-of-sums",
+        MERGE,
+        "self._growth = 1.0 if average else len(saved) / size",
+        "self._growth = 1.0",
+        "where gradients are added up, what all ranks hold grows or shrinks with their number",
+        (f"{OTHER_RANKS} -k added_up",),
+    ),
+    Patch(
+        "merge-sum-of-shifts",
+        MERGE,
+        "self._growth != 1 and key in unit.memory.additive",
+        "self._growth != 1",
+        "shifts of diana no longer fit the gradients of their ranks where these are added up",
+        (f"{OTHER_RANKS} -k added_up",),
+    ),
+    Patch(
+        "merge-owners-residuals-lost",
+        MERGE,
+        "if piece.numel and piece.tensor not in continued:",
+        "if False and piece.tensor not in continued:",
+        "what owners of means hold is lost where the new plan has no owners",
+        (OTHER_RANKS,),
+    ),
+    Patch(
+        "merge-own-units-of-residuals",
+        MERGE,
+        "after[taker.spec.name] / before[old.spec.name] / len(owners)",
+        "1.0 / len(owners)",
+        "a residual in units of the weights is handed to one in units of the gradient as it is",
+        (OTHER_RANKS,),
+    ),
+    Patch(
+        "merge-rounds-what-all-agree-on",
+        MERGE,
+        "if not all(self._equal(unit, array, arrays[0]) for array in arrays[1:]):",
+        "if len(arrays) > 1:",
+        "what is equal on all ranks is rounded differently on each, and the replicas part",
+        (f"{JOINT} -k same_mean", OTHER_RANKS),
+    ),
+    Patch(
+        "merge-any-ranks",
+        MERGE,
+        "if len(sizes) != 1 or ranks != list(range(sizes[0])):",
+        "if len(sizes) != 1:",
+        "a list in which a rank is missing or there twice is loaded",
+        (f"{OTHER_RANKS} -k refused",),
+    ),
+    Patch(
+        "merge-any-steps",
+        MERGE,
+        "if len(steps) > 1:",
+        "if False:",
+        "states of several steps are merged",
+        (f"{OTHER_RANKS} -k refused",),
+    ),
+    Patch(
+        "merge-first-come",
+        MERGE,
+        'return sorted(states, key=lambda state: int(state["rank"]))',
+        "return list(states)",
+        "ranks take the states in the order of a list of files",
+        (f"{OTHER_RANKS} -k bit_for_bit",),
+    ),
+    Patch(
+        "merge-elements-of-another-shard",
+        MERGE,
+        "slice(place, place + stop - start)",
+        "slice(0, stop - start)",
+        "elements of a new shard come from the beginning of the old one",
+        (OTHER_RANKS,),
     ),
     # --- plan -----------------------------------------------------------------------------------------------------
     Patch(

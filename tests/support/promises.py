@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,6 +123,38 @@ def state_of_another_rank(make: Make) -> None:
     assert second.exchange.stats()["step"] == 2
 
 
+def states_of_all_ranks(make: Make) -> None:
+    """Lists in any order, made of one rank's states: their mean is what it has."""
+    first, second, third = (make({**TOPK, "communicator": "allgather"}) for _ in range(3))
+    first.step(0)
+    saved = first.exchange.state_dict()
+    one, size = (saved["ranks"][0], len(saved["ranks"])) if "ranks" in saved else (saved, saved["size"])
+
+    def of(count: int) -> list[dict[str, Any]]:
+        return [{**one, "rank": rank, "size": count} for rank in reversed(range(count))]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert second.exchange.load_state_dict(saved["ranks"] if "ranks" in saved else of(size)) is True
+        for count in (size + 2, 1 if size > 1 else 3):
+            assert third.exchange.load_state_dict(of(count)) is False
+    for loaded in (second, third):
+        state = loaded.exchange.state_dict()
+        mine = state["ranks"][0] if "ranks" in state else state
+        assert mine["step"] == 1
+        assert shown_states(mine["tensors"]) == shown_states(one["tensors"])
+    with pytest.raises(StateError, match="each once, received ranks"):
+        third.exchange.load_state_dict(of(3)[1:])
+    assert second.step(1) == first.step(1)
+
+
+def shown_states(tensors: Any) -> Any:
+    """Return nested states with the bytes of their arrays in place of these."""
+    if isinstance(tensors, dict):
+        return {key: shown_states(value) for key, value in tensors.items()}
+    return tensors if isinstance(tensors, str | list) else np.asarray(tensors).tobytes()
+
+
 def joint_state_of_another_rank(make: Make) -> None:
     config = {"compressor": "qsgd", "memory": "diana", "communicator": "allgather", "default_rules": False}
     first, second = make(config), make(config)
@@ -151,6 +184,7 @@ PROMISES = (
     timeline,
     resumed_state,
     state_of_another_rank,
+    states_of_all_ranks,
     joint_state_of_another_rank,
     damaged_state,
 )

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from grace.core.exchange.assembly import Incoming, Outgoing
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import KINDS, Program
+from grace.core.exchange.merge import Merge
 from grace.core.exchange.state import (
     STATE_VERSION,
     Held,
@@ -563,6 +564,38 @@ class Engine:
         self._held = {}
         self.drop()
         return bool(mine)
+
+    def merge_state_dicts(
+        self, states: Sequence[Mapping[str, Any]], before: Plan, convert: Callable[[Array, Array], Array]
+    ) -> list[str]:
+        """Load the states of all ranks of a run with another number of ranks, which had the plan `before`.
+
+        Return what could not be continued. Raises the errors of `load_state_dict`; then nothing was loaded.
+        """
+        snapshot = self.snapshot()
+        self._start_at(int(states[0]["step"]))
+        rank, size = self.transport.rank, self.transport.size
+        try:
+            merge = Merge(
+                before,
+                self.plan,
+                states,
+                convert,
+                self._ops,
+                seed=self._seed,
+                rank=rank,
+                size=size,
+                average=self._average,
+            )
+            new = merge.states()
+        except Exception:
+            self.restore(snapshot)
+            raise
+        for name, of_unit in new.items():
+            self._slots.write(name, of_unit)
+        self._held = {}
+        self.drop()
+        return list(merge.lost)
 
     def reset(self) -> None:
         """Start over at step 0 with initial states."""

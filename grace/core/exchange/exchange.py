@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from grace.core.exchange.merge import in_rank_order
 from grace.core.guards.agreement import Meeting, formats
 from grace.core.guards.replicas import compare, digest
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, change_config
-from grace.core.values.errors import GraceWarning
-from grace.core.values.plan import Plan, next_plan
+from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleError, StateError
+from grace.core.values.plan import Plan, make_plans, next_plan
 from grace.core.values.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.values.unit import Assignment
 
@@ -37,6 +38,9 @@ class _Driver(Protocol):
     def stats(self) -> dict[str, Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool: ...
+    def merge_state_dicts(
+        self, states: Sequence[Mapping[str, Any]], before: Plan, convert: Callable[[Array, Array], Array]
+    ) -> list[str]: ...
 
 
 D = TypeVar("D", bound=_Driver)
@@ -192,24 +196,89 @@ class Exchange(ABC, Generic[D]):
         """Return the step and the states of this rank; every rank must save its own."""
         return self.engine.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load a result of `state_dict`. Return whether the same rank of as many ranks has saved it.
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> bool:
+        """Load a result of `state_dict`. Return whether the run continues exactly.
 
-        If not, warns and starts with residuals of zero; what is equal on all ranks is loaded. Raises StepError during a
-        step, and StateError if the state belongs to other tensors, methods, shapes or dtypes, or is damaged; then
-        nothing was loaded.
+        A list with the states of all ranks, in any order, may come from another number of ranks: then they are merged,
+        and what all ranks together hold back is kept. The result is False, with a warning if something else starts
+        anew. For one state, the result says whether the same rank of as many ranks has saved it. If not, warns and
+        starts with residuals of zero; what is equal on all ranks is loaded. Raises StepError during a step, and
+        StateError if a state belongs to other tensors, methods, shapes or dtypes, or is damaged, or if a rank's state
+        is missing; then nothing was loaded.
         """
         self.engine.check_idle("load_state_dict")
-        mine = self.engine.load_state_dict(state, self._place)
-        if not mine:
-            self._warn_of_residuals(state)
-        return mine
+        exact, told = self._load(self.engine, self.rank, state)
+        if told:
+            self._warn(told)
+        return exact
 
-    def _warn_of_residuals(self, state: Mapping[str, Any]) -> None:
-        """Warn that another rank has saved a state. It is called at the end, because a warning may be an error."""
-        warnings.warn(
-            f"rank {state['rank']} of {state['size']} saved this checkpoint, and rank {self.rank} of {self.size} loads "
-            "it: residuals start from zero. To continue exactly, save and load one file per rank.",
-            GraceWarning,
-            stacklevel=3,
+    def _load(self, engine: D, rank: int, state: Any) -> tuple[bool, str]:
+        """Load a state, or those of all ranks; return whether the run continues exactly, and what the user is told.
+
+        The caller warns at the end, because a warning may be an error.
+        """
+        if not isinstance(state, list):
+            exact = engine.load_state_dict(state, self._place)
+            return exact, "" if exact else self._of_another_rank(state, rank)
+        states = in_rank_order(state)
+        if len(states) == self.size:
+            return engine.load_state_dict(states[max(rank, 0)], self._place), ""
+        lost = self._merge(engine, states)
+        return False, self._of_other_ranks(len(states), lost)
+
+    def _merge(self, engine: D, states: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Load the states of all ranks of a run with another number of ranks; return what could not be continued."""
+        size, step, saved = len(states), int(states[0]["step"]), states[0]["tensors"].keys()
+        for ranks in self._possible_ranks(size):
+            try:
+                plans = self._plans_for(ranks)
+            except (ConfigError, IncompatibleError):
+                continue
+            plan = next(plan for first, plan in reversed(plans) if first <= step)
+            if plan.stateful.keys() == saved:
+                return engine.merge_state_dicts(states, plan, self._place)
+        raise self._no_plan(states)
+
+    def _possible_ranks(self, size: int) -> list[Ranks]:
+        """Return all that `size` ranks may have been: a checkpoint does not say how many of them each node had."""
+        return [Ranks(size, local_size) for local_size in range(size + 1) if not local_size or not size % local_size]
+
+    def _plans_for(self, ranks: Ranks) -> list[tuple[int, Plan]]:
+        """Return the plans that this run would have with other ranks, each with its first step."""
+        # Before `change`, a plan carries nothing of an earlier one.
+        carrying = (item.spec.name for item in self.plan.assignments if item.holding and self._changes)
+        return make_plans(
+            self._specs,
+            self.config,
+            ranks=ranks,
+            prefix=self.prefix,
+            delegate=self._delegate,
+            holding=frozenset(carrying),
         )
+
+    def _no_plan(self, states: Sequence[Mapping[str, Any]]) -> StateError:
+        names = sorted(map(str, states[0]["tensors"]))
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return StateError(
+            f"checkpoint of {len(states)} ranks: the units of compression differ from those that this configuration "
+            f"gives for as many ranks; received {', '.join(names[:5])}{more}. Use the tensors and the configuration it "
+            "was saved with, including granularity, bucket_bytes and split_bytes."
+        )
+
+    def _of_another_rank(self, state: Mapping[str, Any], rank: int) -> str:
+        return (
+            f"rank {state['rank']} of {state['size']} saved this checkpoint, and rank {rank} of {self.size} loads it: "
+            "residuals start from zero. Save one file per rank, and load your own, or a list with the states of all."
+        )
+
+    def _of_other_ranks(self, size: int, lost: Sequence[str]) -> str:
+        if not lost:
+            return ""
+        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        return (
+            f"{size} ranks saved this checkpoint, and {self.size} load it: what cannot be merged starts from zero: "
+            f"{', '.join(lost[:5])}{more}."
+        )
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, GraceWarning, stacklevel=3)

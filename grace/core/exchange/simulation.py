@@ -11,6 +11,7 @@ from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program, Reduction
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.exchange import Exchange
+from grace.core.exchange.merge import in_rank_order
 from grace.core.exchange.state import check_mapping, shown
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.exchange.unit_step import UnitStep
@@ -229,31 +230,32 @@ class Simulation(Exchange[Engine]):
         """Return the step and the states of all ranks: the key "ranks" has a list with one mapping per rank."""
         return {"ranks": [engine.state_dict() for engine in self.engines]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load a result of `state_dict`. Return whether a simulation of as many ranks has saved it.
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> bool:
+        """Load a result of `state_dict`, or a list with the states of all ranks of any run.
 
-        If not, warns and starts with residuals of zero; what is equal on all ranks is loaded. Raises StepError during a
-        step, and StateError if the state belongs to other tensors, methods, shapes or dtypes, or is damaged; then
-        nothing was loaded.
+        See `grace.core.exchange.exchange.Exchange.load_state_dict`.
         """
         for engine in self.engines:
             engine.check_idle("load_state_dict")
-        ranks = check_mapping(state, "the state of a simulation").get("ranks")
+        ranks = state if isinstance(state, list) else check_mapping(state, "the state of a simulation").get("ranks")
         if not isinstance(ranks, Sequence) or not ranks:
             raise StateError(
                 f"checkpoint, ranks: expected a list with one state per rank, received {shown(ranks)}; load what "
                 "Simulation.state_dict() has returned."
             )
+        alone = ranks is not state and len(ranks) == self.size
+        given = ranks if alone else [in_rank_order(ranks)] * self.size
         before = [engine.snapshot() for engine in self.engines]
         try:
-            mine = [e.load_state_dict(ranks[i % len(ranks)], self._place) for i, e in enumerate(self.engines)]
+            loaded = [self._load(e, rank, mine) for rank, (e, mine) in enumerate(zip(self.engines, given, strict=True))]
         except Exception:
             for engine, snapshot in zip(self.engines, before, strict=True):
                 engine.restore(snapshot)
             raise
-        if not all(mine):
-            self._warn_of_residuals(ranks[0])
-        return all(mine)
+        told = next((text for _, text in loaded if text), "")
+        if told:
+            self._warn(told)
+        return all(exact for exact, _ in loaded)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return list(mine)

@@ -68,7 +68,7 @@ class Slots:
     def save(self, units: Mapping[str, Unit]) -> dict[str, dict[str, Any]]:
         """Return each unit's states, and the names of its components and tensors."""
         return {
-            name: {"components": _names(unit), "of": tensors_of(unit), **self.read(name)}
+            name: {"components": names_of(unit), "of": tensors_of(unit), **self.read(name)}
             for name, unit in units.items()
         }
 
@@ -99,21 +99,10 @@ class Slots:
         new: dict[str, dict[str, State]] = {}
         for name, unit in units.items():
             current = self.read(name)
-            missing = {"components", "of", *current} - set(check_mapping(saved[name], f"tensor '{name}'"))
-            if missing:
-                raise _unreadable(f"tensor '{name}'", ", ".join(sorted(missing)), "nothing of this name")
-            named = check_mapping(saved[name]["components"], f"tensor '{name}', components")
-            if {kind: str(other) for kind, other in named.items()} != _names(unit):
-                raise StateError(
-                    f"checkpoint, tensor '{name}': expected {_names(unit)}, received {dict(named)}; "
-                    "use the configuration it was saved with."
-                )
-            tensors = saved[name]["of"]
-            if not isinstance(tensors, Sequence) or [*map(str, tensors)] != tensors_of(unit):
-                raise _unreadable(f"tensor '{name}', of", str(tensors_of(unit)), shown(tensors))
             # What another rank holds of a unit that only its owner has a memory for may have another form.
             kinds = ["compressor"] if initial is not None and unit.owners is not None else list(current)
-            new[name] = {kind: _convert(name, saved[name][kind], current[kind], convert) for kind in kinds}
+            check_entry(name, unit, saved[name], {kind: current[kind] if kind in kinds else None for kind in current})
+            new[name] = {kind: converted(name, saved[name][kind], current[kind], convert) for kind in kinds}
             if initial is not None and unit.memory.joint and not resized:
                 raise alone(unit.memory)
             if initial is not None and not unit.memory.shared:
@@ -145,7 +134,7 @@ def _same_tensors(saved: Mapping[str, dict[str, Any]], units: Mapping[str, Unit]
         found |= {(str(tensor), *map(str, components.items())) for tensor in entry["of"]}
     # A saved unit may be one that an owner sent on, whose memory is another one.
     wanted = {
-        (tensor, *map(str, _names(unit).items()))
+        (tensor, *map(str, names_of(unit).items()))
         for unit in units.values()
         if unit.owners is None
         for tensor in tensors_of(unit)
@@ -290,7 +279,7 @@ def _hand_back(
         if "residual" not in memory:
             continue
         for piece, offset in offsets(unit):
-            for start, stop, _, place in _holders([old], piece):
+            for start, stop, _, place in holders([old], piece):
                 total, low = memory["residual"], offset + start - piece.start
                 high = low + stop - start
                 added = residual[place : place + stop - start] * unit.memory.residual_scale
@@ -323,8 +312,8 @@ def _continued(
 ) -> dict[str, State]:
     same = compressors.name_of(old.compressor) == compressors.name_of(new.compressor)
     kept = {
-        "memory": _fitting(states["memory"], fresh["memory"]),
-        "compressor": _fitting(states["compressor"], fresh["compressor"]) if same else fresh["compressor"],
+        "memory": fitting(states["memory"], fresh["memory"]),
+        "compressor": fitting(states["compressor"], fresh["compressor"]) if same else fresh["compressor"],
     }
     if "residual" in states["memory"] and "residual" in kept["memory"]:
         residual = kept["memory"]["residual"]
@@ -349,7 +338,7 @@ def _recut(
         rows = []
         for piece, offset in offsets(unit):
             at = piece.start
-            for start, stop, old, place in _holders(before, piece):
+            for start, stop, old, place in holders(before, piece):
                 state = read(old.spec.name)["memory"].get(key)
                 if state is None or tuple(state.shape) != (old.spec.numel,) or state.dtype != initial_value.dtype:
                     continue
@@ -362,7 +351,7 @@ def _recut(
     return made
 
 
-def _holders(before: Sequence[Unit], piece: Piece) -> list[tuple[int, int, Unit, int]]:
+def holders(before: Sequence[Unit], piece: Piece) -> list[tuple[int, int, Unit, int]]:
     """Return the units that hold elements of a piece, in element order, as (from, to, unit, offset in the unit)."""
     found = []
     for unit in before:
@@ -396,7 +385,8 @@ def put_back(memory: State, held: Held, ops: ArrayOps) -> State:
     return whole
 
 
-def _fitting(old: State, fresh: State) -> State:
+def fitting(old: State, fresh: State) -> State:
+    """Return the old arrays, and fresh ones where there is no old one of this shape and dtype."""
     return {key: old[key] if key in old and _alike(old[key], value) else value for key, value in fresh.items()}
 
 
@@ -404,22 +394,44 @@ def _alike(a: Array, b: Array) -> bool:
     return tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype
 
 
-def _names(unit: Unit) -> dict[str, str]:
+def names_of(unit: Unit) -> dict[str, str]:
+    """Return the names of a unit's components."""
     return {"memory": memories.name_of(unit.memory), "compressor": compressors.name_of(unit.compressor)}
 
 
-def _convert(name: str, saved: Any, current: State, convert: Callable[[Array, Array], Array]) -> State:
-    found = {key: shown(value) for key, value in check_mapping(saved, f"tensor '{name}'").items()}
-    expected = {key: shown(value) for key, value in current.items()}
-    if found != expected:
+def check_entry(name: str, unit: Unit, entry: Any, expected: Mapping[str, State | None]) -> None:
+    """Raise StateError unless what was saved of a unit has these states, with their shapes and dtypes; None: any."""
+    missing = {"components", "of", *expected} - set(check_mapping(entry, f"tensor '{name}'"))
+    if missing:
+        raise _unreadable(f"tensor '{name}'", ", ".join(sorted(missing)), "nothing of this name")
+    named = check_mapping(entry["components"], f"tensor '{name}', components")
+    if {kind: str(other) for kind, other in named.items()} != names_of(unit):
         raise StateError(
-            f"checkpoint, tensor '{name}': expected states {expected}, received {found}; "
+            f"checkpoint, tensor '{name}': expected {names_of(unit)}, received {dict(named)}; "
             "use the configuration it was saved with."
         )
+    tensors = entry["of"]
+    if not isinstance(tensors, Sequence) or [*map(str, tensors)] != tensors_of(unit):
+        raise _unreadable(f"tensor '{name}', of", str(tensors_of(unit)), shown(tensors))
+    for kind, state in expected.items():
+        if state is None:
+            continue
+        found = {key: shown(value) for key, value in check_mapping(entry[kind], f"tensor '{name}'").items()}
+        wanted = {key: shown(value) for key, value in state.items()}
+        if found != wanted:
+            raise StateError(
+                f"checkpoint, tensor '{name}': expected states {wanted}, received {found}; "
+                "use the configuration it was saved with."
+            )
+
+
+def converted(name: str, saved: State, current: State, convert: Callable[[Array, Array], Array]) -> State:
+    """Return the saved arrays of a unit in the form of the current ones. Raises StateError if they are no arrays."""
     try:
         return {key: convert(saved[key], value) for key, value in current.items()}
     except StateError:
         raise
     except Exception as error:
         # An array library refuses by errors of many classes: for sparse arrays, for example.
+        expected = {key: shown(value) for key, value in current.items()}
         raise _unreadable(f"tensor '{name}'", f"arrays such as {expected}", f"another kind ({error})") from error

@@ -33,6 +33,8 @@ class DGCMemory(Memory):
     gradient_clipping: float | None = None
     momentum_masking: bool = True
 
+    additive = ("momentum", "residual")
+
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"memory dgc: momentum must lie in [0, 1), received {self.momentum!r}.")

@@ -28,6 +28,7 @@ class Momentum(Memory):
     momentum: float = 0.9
 
     feeds_back = False
+    additive = ("momentum",)
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

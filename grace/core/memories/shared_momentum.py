@@ -32,6 +32,7 @@ class SharedMomentum(Memory):
     momentum: float = 0.9
 
     finishes = True
+    additive = ("momentum", "residual")
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

@@ -76,6 +76,15 @@ class Memory(ABC):
         return 1.0
 
     @property
+    def additive(self) -> tuple[str, ...]:
+        """Keys of the state that are sent sooner or later, as gradients are. It matters where ranks add gradients up.
+
+        A checkpoint of another number of ranks is merged so that the sum over all ranks of these keys is kept, and the
+        mean of all others. Where ranks take the mean of gradients, the mean of all keys is kept.
+        """
+        return ("residual",)
+
+    @property
     def gain(self) -> float:
         """Factor on the mean before `finish` gets it, applied with the division by the number of ranks."""
         return 1.0

@@ -325,11 +325,12 @@ def make_plans(
     ranks: Ranks = ONE_RANK,
     prefix: str = "grace",
     delegate: Callable[[Assignment], bool] = lambda item: False,
+    holding: frozenset[str] = frozenset(),
 ) -> list[tuple[int, Plan]]:
     """Return the plan of every stage of the schedule with its first step; see `make_plan`."""
     plans: list[tuple[int, Plan]] = []
     for step, stage in config.stages:
-        holding = frozenset().union(*(plan.holding for _, plan in plans))
+        holding = holding.union(*(plan.holding for _, plan in plans))
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
         plans.append((step, make_plan(specs, stage, ranks=ranks, prefix=name, delegate=delegate, holding=holding)))
     return plans

@@ -194,6 +194,7 @@ def test_checkpoint_of_another_rank_loads_with_a_warning(launch):
     for rank in ranks:
         assert rank["step"] == 3
         assert "no state of grace" in rank["without"][0]
+        assert rank["merged"]
 
 
 @on(ALONE)

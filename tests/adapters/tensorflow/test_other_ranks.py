@@ -1,0 +1,95 @@
+"""States of another number of ranks in TensorFlow's variables: the same as a simulation merges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import grace
+from grace.core.values.errors import StateError
+from grace.core.values.spec import Ranks
+from grace.testing.harness import same
+
+tf = pytest.importorskip("tensorflow")
+pytest.importorskip("horovod.tensorflow")
+
+from grace.tensorflow.exchange import Exchange  # noqa: E402
+
+SHAPES = {"w": (60, 50), "v": (131,)}
+TOPK = {"compressor": "topk", "compress_ratio": 0.1, "default_rules": False}
+SCHEDULE = [{"step": 2, "compress_ratio": 0.2}]
+
+
+def exchange_of(rank, size, monkeypatch, **options):
+    """Return an exchange that takes itself for a rank of `size`, before its first step."""
+    monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (rank, Ranks(size)))
+    exchange = Exchange({**TOPK, **options})
+    exchange.kept = [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()]
+    exchange.build(exchange.kept)
+    return exchange
+
+
+def trained(size, steps, **options):
+    sim = grace.Simulation(size, SHAPES, {**TOPK, **options})
+    for number in range(steps):
+        rngs = [np.random.default_rng((number, rank)) for rank in range(size)]
+        sim.step([{name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()} for rng in rngs])
+    return sim
+
+
+def in_variables(saved, exchange, monkeypatch, **options):
+    """Return the states of a simulation as the exchanges of its ranks would save them."""
+    states = []
+    for mine in saved["ranks"]:
+        rank = exchange_of(mine["rank"], mine["size"], monkeypatch, **options)
+        stages = rank.engine
+        stages.slots.stage = stages._number_at(max(0, mine["step"] - 1))
+        for name, entry in mine["tensors"].items():
+            if name in stages.slots:
+                stages.slots.write(name, {kind: entry[kind] for kind in ("memory", "compressor")})
+        states.append({**rank.state_dict(), "step": mine["step"]})
+    return states
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"communicator": "two_shot"}, 2),
+        ({"communicator": "auto"}, 2),
+        ({"memory": "dore", "communicator": "two_shot"}, 2),
+        ({"communicator": "two_shot", "schedule": SCHEDULE}, 1),
+        ({"communicator": "two_shot", "schedule": SCHEDULE}, 3),
+    ],
+    ids=["shots", "auto", "dore", "first stage", "second stage"],
+)
+def test_variables_take_what_a_simulation_merges(options, steps, monkeypatch):
+    saved = trained(4, steps, **options).state_dict()
+    expected = grace.Simulation(2, SHAPES, {**TOPK, **options})
+    expected.load_state_dict(saved)
+    exchange = exchange_of(1, 2, monkeypatch, **options)
+    states = in_variables(saved, exchange, monkeypatch, **options)
+    monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (1, Ranks(2)))
+    for variable in exchange.engine.slots.of_this_rank:
+        variable.assign(tf.ones_like(variable))
+    assert exchange.load_state_dict(states) is False
+    stages = exchange.engine
+    assert stages.step == steps
+    assert stages.slots.origin.numpy().tolist() == [1, 2]
+    stages.slots.stage = stages._number_at(max(0, steps - 1))
+    found = 0
+    for name, kinds in expected.engines[1].snapshot().units.items():
+        now = stages.slots.read(name)
+        for kind, state in kinds.items():
+            for key, value in state.items():
+                found += bool(value.any())
+                assert same(now[kind][key].numpy(), value), (name, kind, key)
+    assert found
+    # What the other rank owns is empty here.
+    owned = {name for name, unit in expected.plan.stateful.items() if not unit.kept_by(1)}
+    for name in owned:
+        assert not any(x.numpy().any() for x in stages.slots.read(name)["memory"].values())
+    before = {name: variable.numpy() for name, variable in stages.slots.states.items()}
+    for wrong in (states[1:], [*states[:3], {**states[3], "tensors": {}}]):
+        with pytest.raises(StateError):
+            exchange.load_state_dict(wrong)
+        assert all(same(variable.numpy(), before[name]) for name, variable in stages.slots.states.items())
