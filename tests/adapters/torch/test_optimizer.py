@@ -37,13 +37,14 @@ EXCHANGES = cases.rows(
     },
     _possible,
 ) + cases.rows_of_memories([("horovodrun-gloo", 2), ("mpirun", 4)], granularity="bucket", view=False)
+# The dtypes of every method are tested in one process (tests/support/steps.py).
 DTYPES = cases.rows(
     {
         "method": cases.method_factors()["method"],
         "dtype": ["float16", "bfloat16", "float64"],
         **cases.launch_factors(TORCH),
     },
-    _possible,
+    lambda row: _possible(row) and (ALL or row["method"] in WAYS),
 )
 ALONE = Launch(TORCH, "python", 1)
 # Methods that do not depend on shapes.
