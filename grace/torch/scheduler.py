@@ -8,24 +8,28 @@ from typing import Any
 from grace.core.exchange.state import check_mapping, check_number
 from grace.core.values.errors import ConfigError
 from grace.core.values.schedule import as_changes
+from grace.torch.exchange import Exchange
 
 
 class CompressionScheduler:
     """A scheduler that changes the options or the method of the compression during training. Residuals are kept.
 
-    `schedule(n)` returns the settings after n calls of `step()`; n = 0 is the start. It returns a dictionary such as
-    {"compress_ratio": 0.01}, a number (the compress_ratio), or None for no change, and the same on all ranks. Call
-    `step()` after `optimizer.step()`, once per step or epoch. A `schedule` or `warmup_steps` in the configuration does
-    not need this class. Raises the errors of `optimizer.grace.change`, and ConfigError for an optimizer without grace.
+    `optimizer` is a wrapped optimizer, or the exchange of a model from `register`. `schedule(n)` returns the settings
+    after n calls of `step()`; n = 0 is the start. It returns a dictionary such as {"compress_ratio": 0.01}, a number
+    (the compress_ratio), or None for no change, and the same on all ranks. Call `step()` after `optimizer.step()`, once
+    per step or epoch. A `schedule` or `warmup_steps` in the configuration does not need this class. Raises the errors
+    of `Exchange.change`, and ConfigError for an optimizer without grace.
     """
 
     def __init__(self, optimizer: Any, schedule: Callable[[int], Mapping[str, Any] | float | None]) -> None:
-        if not hasattr(optimizer, "grace"):
+        exchange = getattr(optimizer, "grace", optimizer)
+        if not isinstance(exchange, Exchange):
             raise ConfigError(
-                f"CompressionScheduler: expected an optimizer from grace.torch.DistributedOptimizer, received "
-                f"{type(optimizer).__qualname__}, which does not compress; wrap it first."
+                "CompressionScheduler: expected an optimizer from grace.torch.DistributedOptimizer, or the exchange "
+                f"from grace.torch.register, received {type(optimizer).__qualname__}, which does not compress; wrap it "
+                "first."
             )
-        self._exchange = optimizer.grace
+        self._exchange = exchange
         self._schedule = schedule
         self._last: dict[str, Any] = {}
         self.last_step = -1

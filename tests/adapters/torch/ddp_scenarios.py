@@ -305,6 +305,20 @@ def rare_by_ddp() -> dict[str, Any]:
     steps(ddp, optimizer, batches(2, my_rank()))
     steps(ddp, optimizer, batches(2, my_rank(), seed=3))
     results["checkpoint"] = [*ends, digest(model.parameters())]
+    weights = []
+    for stages in ([{"step": 2, "compress_ratio": 0.5}], None):
+        model = make_net()
+        ddp = parallel(model)
+        exchange = grace.torch.register(ddp, {**TOPK, **({"schedule": stages} if stages else {})})
+        optimizer = sgd(model)
+        changes = {2: 0.5} if stages is None else {}
+        scheduler = grace.torch.CompressionScheduler(exchange, changes.get) if stages is None else None
+        for x, y in batches(4, my_rank()):
+            steps(ddp, optimizer, [(x, y)])
+            if scheduler is not None:
+                scheduler.step()
+        weights.append([digest(model.parameters()), exchange.stats()["wire_bytes"]])
+    results["schedule"] = weights
     return results
 
 

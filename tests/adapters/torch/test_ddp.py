@@ -81,7 +81,7 @@ def test_a_step_that_the_loss_scaler_skips_changes_nothing(launch):
 
 
 @on(TWO)
-def test_optimizers_memory_formats_and_checkpoints(launch):
+def test_optimizers_memory_formats_checkpoints_and_schedules(launch):
     ranks = scenario("rare_by_ddp", launch)
     for rank in ranks:
         assert same(rank["sharded optimizer"])
@@ -89,6 +89,7 @@ def test_optimizers_memory_formats_and_checkpoints(launch):
         assert max(abs(a - b) for a, b in zip(plain, channels_last, strict=True)) < 1e-6
         assert any(plain)
         assert same(rank["checkpoint"])
+        assert same(rank["schedule"])
     assert same([rank["bfloat16"] for rank in ranks])
 
 
