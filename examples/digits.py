@@ -1,7 +1,6 @@
 """Shared code of the digits examples: settings, data, command line, the sequence of runs, and the table.
 
-This module uses no framework. To see how a script uses grace, read torch_digits.py, keras_digits.py or
-tensorflow_digits.py.
+This module uses no framework. To see how a script uses grace, read one of the others.
 """
 
 from __future__ import annotations

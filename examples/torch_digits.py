@@ -9,7 +9,8 @@ The data are 1,797 images of 8 x 8 pixels, which come with scikit-learn; nothing
 trained one after the other. At the end, rank 0 prints a table and optionally writes a JSON file. The exit status is 1
 if the ranks have different weights at the end of a run.
 
-The code for grace is in `train`, between the two lines marked GRACE. Settings, data and table are in digits.py.
+The code for grace is in `train`, between the two lines marked GRACE. Settings, data and table are in digits.py,
+the network in digits_torch.py.
 """
 
 from __future__ import annotations
@@ -21,66 +22,17 @@ from typing import Any
 
 import digits
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from digits_torch import Network, Torchrun, outcome, tensors
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import grace.torch as grace
-
-
-class Torchrun:
-    """The functions of Horovod that this script needs, by torch.distributed."""
-
-    size, rank = staticmethod(dist.get_world_size), staticmethod(dist.get_rank)
-
-    @staticmethod
-    def init() -> None:
-        """Connect the ranks."""
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-
-    @staticmethod
-    def broadcast_parameters(state: dict[str, torch.Tensor], root_rank: int) -> None:
-        """Give all ranks the tensors of one of them."""
-        for x in state.values():
-            dist.broadcast(x, root_rank)
-
-    @staticmethod
-    def allgather_object(value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
-
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     hvd: Any = Torchrun
 else:
     import horovod.torch as hvd
-
-
-class Network(nn.Module):
-    """A network with two convolutions and one hidden layer: 151,306 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
-        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
-        self.hidden = nn.Linear(64 * 4 * 4, 128)
-        self.output = nn.Linear(128, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.conv1(images))
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        x = F.relu(self.hidden(x.flatten(1)))
-        return self.output(x)
-
-
-def tensors(part: digits.Images) -> TensorDataset:
-    """Return images and labels as a dataset of tensors."""
-    return TensorDataset(torch.from_numpy(part.images).unsqueeze(1), torch.from_numpy(part.labels))
 
 
 def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digits.Outcome:
@@ -115,19 +67,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
                 schedule.step()
                 progress.step(optimizer.grace.stats())
             progress.epoch(loss.item())
-    return digits.Outcome(
-        accuracy=evaluate(model, tensors(data.test)),
-        fingerprint=digits.fingerprint({name: value.numpy() for name, value in model.state_dict().items()}),
-        per_step=progress.per_step(),
-    )
-
-
-def evaluate(model: nn.Module, data: TensorDataset) -> float:
-    """Return the share of images that the model classifies correctly."""
-    images, labels = data.tensors
-    model.eval()
-    with torch.no_grad():
-        return (model(images).argmax(dim=1) == labels).float().mean().item()
+    return outcome(model, data, progress)
 
 
 if __name__ == "__main__":

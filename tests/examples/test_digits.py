@@ -197,10 +197,14 @@ def test_methods_train_for_an_epoch(launch, tmp_path):
 
 
 @on(Launch(TORCH, "torchrun", 2))
-def test_the_example_of_torch_runs_without_horovod(launch, tmp_path):
-    rows = epoch(launch, "torch", ["none", "topk"], tmp_path / "table.json")
-    check_description("torch", rows)
-    check_bytes("torch", rows, MOST | MOST_AT_FIRST)
+def test_the_examples_of_torch_train_alike_without_horovod(launch, tmp_path):
+    accuracies = []
+    for example in ("torch", "ddp"):
+        rows = epoch(launch, example, ["none", "topk"], tmp_path / f"{example}.json")
+        check_description(example, rows)
+        check_bytes("torch", rows, MOST | MOST_AT_FIRST)
+        accuracies.append({name: row["accuracy"] for name, row in rows.items()})
+    assert accuracies[0] == accuracies[1]
 
 
 def test_powersgd_sends_what_its_ranks_predict(framework, rows):

@@ -55,7 +55,8 @@ def run_digits(framework: str, arguments: list[str]) -> int:
     sys.path.append(str(ROOT / "examples"))
     shared, example = (importlib.import_module(name) for name in ("digits", f"{framework}_digits"))
     sys.argv[1:] = arguments
-    return int(shared.main(framework, "", example.hvd, example.train))
+    hvd = example.hvd if hasattr(example, "hvd") else example.Torchrun
+    return int(shared.main(framework, "", hvd, example.train))
 
 
 def run_program(code: str) -> str:
