@@ -1,0 +1,44 @@
+"""The examples of Accelerate, Lightning and Hugging Face's Trainer, launched as in the documents."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.examples.test_digits import MOST, check_bytes, check_description, check_share
+from tests.support.launch import ROOT, environment
+
+pytestmark = pytest.mark.distributed
+
+TRAINERS = ["accelerate", "lightning", "transformers"]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_trainer_trains_with_compressed_gradients(trainer, tmp_path):
+    if importlib.util.find_spec(trainer) is None:
+        pytest.skip(f"{trainer} is not installed; pip install -r scripts/requirements_trainers.txt")
+    table = tmp_path / "table.json"
+    words = ["--compressor", "none", "topk", "--epochs", "3", "--json", str(table)]
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            *[f"examples/{trainer}_digits.py", *words],
+        ],
+        cwd=ROOT,
+        env=environment(HF_HUB_OFFLINE="1"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = {row["compressor"]: row for row in json.loads(table.read_text())}
+    check_description(trainer, rows)
+    check_bytes("torch", rows, MOST)
+    check_share(rows)
+    # A network that learns nothing is right about one image in ten.
+    assert {name: row["accuracy"] for name, row in rows.items() if row["accuracy"] < 0.5} == {}
