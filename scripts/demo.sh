@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Set everything up. Then train the digits examples of PyTorch and Keras on two workers, with and without compression,
-# and print their tables. Arguments are passed to both examples: bash scripts/demo.sh --epochs 3
+# Set everything up. Then train the digits examples on two workers, with and without compression: PyTorch in
+# DistributedDataParallel, and PyTorch and Keras with Horovod. Print their tables. Arguments are passed to the examples:
+# bash scripts/demo.sh --epochs 3
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -23,10 +24,14 @@ while piece := os.read(0, 65536):
         rest = rest[os.write(1, rest):]
 '
 
+# Ranks share the cores, and torchrun would say so.
+printf '\ndemo: PyTorch in DistributedDataParallel on 2 workers: none topk\n'
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/ddp_digits.py --compressor none topk "$@"
+
 # train FRAMEWORK EXAMPLE "COMPRESSORS" arguments...
 train() {
     local framework="$1" example="$2" compressors="$3"; shift 3
-    printf '\ndemo: %s on 2 workers: %s\n' "$framework" "$compressors"
+    printf '\ndemo: %s with Horovod on 2 workers: %s\n' "$framework" "$compressors"
     # shellcheck disable=SC2086  # one word per compressor
     {
         horovodrun -np 2 --gloo python "$example" --compressor $compressors "$@" 2>&1 >&3 |

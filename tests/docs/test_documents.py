@@ -25,11 +25,14 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page no
 USING = ("adam", "configuration", "communicators_and_memories", "checkpoints", "statistics")
 EXTEND = ("index", "compressor", "memory", "communicator", "transport", "array_operation", "backend")
 RUNNABLE = [
-    *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "recipes", "tensorflow", "torchrun")),
+    *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "ddp", "recipes", "tensorflow", "torchrun")),
     *(f"docs/{page}.md" for page in USING),
     *(f"docs/extend/{page}.md" for page in EXTEND),
     "docs/design/mpi4py.md",
 ]
+# These run on two ranks.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+BY_TORCHRUN = ("docs/get_started/ddp.md", "docs/get_started/torchrun.md")
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
 
 
@@ -84,7 +87,7 @@ def test_the_python_of_a_page_runs(name, tmp_path):
     assert code
     script = tmp_path / "script.py"
     script.write_text(code, encoding="utf-8")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if "torchrun" in name else []
+    torchrun = TORCHRUN if name in BY_TORCHRUN else []
     subprocess.run(
         [sys.executable, *torchrun, str(script)], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
