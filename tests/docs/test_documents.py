@@ -22,7 +22,7 @@ GENERATED += [f"docs/figures/generated/{figure}.svg" for figure in ("break_even"
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in GENERATED)]
 # The Python blocks of each of these pages form one script.
-USING = ("adam", "configuration", "communicators_and_memories", "checkpoints", "statistics")
+USING = ("adam", "move", "configuration", "communicators_and_memories", "checkpoints", "statistics")
 EXTEND = ("index", "compressor", "memory", "communicator", "transport", "array_operation", "backend")
 RUNNABLE = [
     *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "ddp", "recipes", "tensorflow", "torchrun")),
@@ -32,7 +32,7 @@ RUNNABLE = [
 ]
 # These run on two ranks.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-BY_TORCHRUN = ("docs/get_started/ddp.md", "docs/get_started/torchrun.md")
+BY_TORCHRUN = ("docs/get_started/ddp.md", "docs/get_started/torchrun.md", "docs/move.md")
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
 
 
