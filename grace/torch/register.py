@@ -103,6 +103,6 @@ def register(
     if scaled:
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, engine)
-    GradientHook(model, parameters, exchange).attach()
+    GradientHook(model, parameters, exchange).attach(model)
     announce(engine.plan, transport)
     return exchange

@@ -64,10 +64,10 @@ class GradientHook:
     def __init__(
         self, model: DistributedDataParallel, parameters: Mapping[str, torch.nn.Parameter], exchange: Exchange
     ) -> None:
-        self._model, self._exchange = model, exchange
+        # Not the model, which owns this object in C++: Python would never free the two.
+        self._group, self._exchange = model.process_group, exchange
         self._names = {p: name for name, p in parameters.items()}
         self._engine, self._way_back = exchange.engine, exchange.way_back
-        self._begun = False
         # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass.
         self._delayed = model.static_graph
         # The buckets and the gradients that the engine exchanges in this step.
@@ -77,9 +77,9 @@ class GradientHook:
         # If parameters may be unused, the names of those with a gradient. DDP passes zeros for the others.
         self._used: set[str] | None = None
 
-    def attach(self) -> None:
+    def attach(self, model: DistributedDataParallel) -> None:
         """Register the hook with the model."""
-        exchange, model = self._exchange, self._model
+        exchange = self._exchange
         if model.find_unused_parameters or model.static_graph:
             self._used = used = set()
             for p, name in self._names.items():
@@ -97,11 +97,6 @@ class GradientHook:
         joined = torch._C._current_graph_task_id() == -1
         # DDP waits for the results right after its last bucket.
         at_once = joined or self._delayed
-        if not self._begun:
-            self._begun = True
-            if not at_once:
-                # DDP queues its own end after its last bucket, so this comes first.
-                _call_after_backward(self._end)
         future = None
         try:
             with self._way_back.attempt(), torch.no_grad():
@@ -109,9 +104,14 @@ class GradientHook:
         except Exception as error:
             # It is raised at the end, because DDP must come to its own end before it can begin another step.
             self._failure = self._failure or error
-        if at_once and bucket.is_last():
+        if bucket.is_last():
             self._delayed = False
-            self._end()
+            if at_once:
+                self._end()
+            else:
+                # DDP queues its own end right after this, so that it comes second. Not earlier: checkpointed layers
+                # have backward passes of their own within the pass, at whose ends autograd calls what was queued there.
+                _call_after_backward(self._end)
         return _completed(bucket.buffer()) if future is None else future
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -144,7 +144,7 @@ class GradientHook:
             x.div_(size)
         else:
             x.mul_(1.0 / size)
-        work = dist.all_reduce(x, group=self._model.process_group, async_op=True)
+        work = dist.all_reduce(x, group=self._group, async_op=True)
         assert work is not None
         return work
 
@@ -211,7 +211,7 @@ class GradientHook:
                 bucket.future.set_result(bucket.buffer)
 
     def _clear(self) -> None:
-        self._begun, self._buckets, self._gradients = False, [], {}
+        self._buckets, self._gradients = [], {}
         if self._used is not None:
             self._used.clear()
 

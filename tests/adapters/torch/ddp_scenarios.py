@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import grace.torch
 from grace.core.compressors.topk import TopK
@@ -199,6 +202,38 @@ def compiled_by_ddp() -> dict[str, Any]:
         results[label] = [digest(model.parameters()), [item.spec.name for item in exchange.plan.assignments]]
     torch._dynamo.reset()
     return results
+
+
+def checkpointed_by_ddp() -> dict[str, Any]:
+    """Train with layers that are computed again in the backward pass, and without: weights, and what is freed."""
+    results = {}
+    for label in ("plain", "reentrant", "reentrant, static"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(4)))
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters()):
+                p.copy_(torch.linspace(-0.2, 0.2, p.numel()).roll(i).reshape(p.shape))
+        ddp = parallel(Again(model, label != "plain"), static_graph=label.endswith("static"))
+        grace.torch.register(ddp, {**TOPK, **LAYERS})
+        steps(ddp, sgd(model), ((x.flatten(1)[:, :48], y) for x, y in batches(3, my_rank())))
+        freed = weakref.ref(ddp)
+        del ddp
+        gc.collect()
+        results[label] = {"weights": digest(model.parameters()), "freed": freed() is None}
+    return results
+
+
+class Again(torch.nn.Module):
+    """Layers, the middle ones of which are computed again in backward passes of their own."""
+
+    def __init__(self, layers: torch.nn.Sequential, again: bool) -> None:
+        super().__init__()
+        self.layers, self.again = layers, again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            middle = self.again and 0 < i < len(self.layers) - 1
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if middle else layer(x))
+        return x
 
 
 def scaled_by_ddp() -> dict[str, Any]:

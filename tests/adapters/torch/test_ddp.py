@@ -63,6 +63,13 @@ def test_compiled_models_train_alike(launch):
     assert same([value for rank in ranks for value in rank.values()])
 
 
+@on(TWO)
+def test_layers_computed_again_train_alike_and_models_are_freed(launch):
+    ranks = scenario("checkpointed_by_ddp", launch)
+    assert same([result["weights"] for rank in ranks for result in rank.values()])
+    assert all(result["freed"] for rank in ranks for result in rank.values())
+
+
 @both
 def test_training_does_not_depend_on_the_loss_scale(launch):
     for rank in scenario("scaled_by_ddp", launch):
