@@ -1,6 +1,7 @@
-"""Gradient compression for distributed training over Horovod.
+"""Gradient compression for distributed training over torch.distributed, Horovod or MPI.
 
-`DistributedOptimizer` wraps an optimizer of PyTorch or Keras. Importing grace imports no framework.
+`DistributedOptimizer` wraps an optimizer of PyTorch or Keras. `grace.torch.register` takes a model that PyTorch makes
+parallel. Importing grace imports no framework.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from grace.machine import FRAMEWORKS, SAFE_PATH, installed, python
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="grace", description="Gradient compression for Horovod.")
+    parser = argparse.ArgumentParser(prog="grace", description="Gradient compression for distributed training.")
     parser.add_argument("--version", action="version", version=f"grace {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
