@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import bisect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.plan import Plan
@@ -18,15 +20,23 @@ class Incoming:
         self._waiting: dict[str, dict[Piece, Array]] = {}
         self.names: set[str] = set()
 
-    def add(self, name: str, gradient: Array) -> list[tuple[Unit, Array]]:
-        """Take a tensor's gradient and return the units that it completes, each with its flat gradient."""
+    def add(self, name: str, gradient: Sequence[Array]) -> list[tuple[Unit, Array]]:
+        """Take a tensor's gradient and return the units that it completes, each with its flat gradient.
+
+        The gradient may come in several flat parts, which lie apart in memory.
+        """
         self.names.add(name)
         complete = []
+        whole = len(gradient) == 1
+        starts = [] if whole else [0, *itertools.accumulate(len(part) for part in gradient)]
         for unit, _, piece in self._plan.places[name]:
             ops = self._ops(unit.spec.device)
-            x = ops.reshape(gradient, (-1,))
-            if piece.numel != ops.length(x):
-                x = x[piece.start : piece.stop]
+            if whole:
+                x = ops.reshape(gradient[0], (-1,))
+                if piece.numel != ops.length(x):
+                    x = x[piece.start : piece.stop]
+            else:
+                x = _joined(ops, gradient, starts, piece)
             if len(unit.pieces) == 1:
                 complete.append((unit, x))
                 continue
@@ -38,12 +48,31 @@ class Incoming:
         return complete
 
 
-class Outgoing:
-    """Merged gradients of one step; those in `into` are written there if arrays can be changed in place."""
+def _joined(ops: ArrayOps, parts: Sequence[Array], starts: Sequence[int], piece: Piece) -> Array:
+    """Return a piece of a tensor that comes in parts, which begin at `starts`; a view if it lies in one part."""
+    found = []
+    for i in range(bisect.bisect_right(starts, piece.start) - 1, len(parts)):
+        if starts[i] >= piece.stop:
+            break
+        low, high = max(piece.start, starts[i]) - starts[i], min(piece.stop, starts[i + 1]) - starts[i]
+        if low < high:
+            found.append(parts[i][low:high])
+    return found[0] if len(found) == 1 else ops.lay_out(found)
 
-    def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps], into: Mapping[str, Array]) -> None:
+
+class Outgoing:
+    """Merged gradients of one step, as far as `rank` gets them.
+
+    Those in `into` are written there if arrays can be changed in place. Of a tensor of which the rank gets only some
+    elements, both are flat arrays of these.
+    """
+
+    def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps], into: Mapping[str, Array], rank: int) -> None:
         self._plan, self._ops, self._into = plan, ops, into
         self._specs = {item.spec.name: item.spec for item in plan.exchanged}
+        # The elements of each tensor that the rank gets.
+        self._windows = {name: plan.window(name, rank) for name in self._specs}
+        self._rank = rank
         self._pieces: dict[str, list[tuple[int, Array]]] = {}
         self._places: dict[str, Array] = {}
         self._written: dict[str, int] = {}
@@ -58,7 +87,8 @@ class Outgoing:
         spec, ops = self._specs[piece.tensor], self._ops(unit.spec.device)
         if len(unit.pieces) > 1 or not self._goes_into_place(piece, ops) or spec.dtype != spec.work_dtype:
             return None
-        return self._whole(piece.tensor, ops)[piece.start : piece.stop]
+        start = self._windows[piece.tensor][0]
+        return self._all(piece.tensor, ops)[piece.start - start : piece.stop - start]
 
     def add(self, unit: Unit, x: Array, factor: float, target: Array | None) -> None:
         """Take the merged gradient of a unit, x times the factor; consumes x, which may be the target."""
@@ -72,31 +102,37 @@ class Outgoing:
                 self._collect(ops, piece, part)
                 continue
             if x is not target:
-                ops.place(self._whole(piece.tensor, ops), piece.start, part, factor)
+                start = self._windows[piece.tensor][0]
+                ops.place(self._all(piece.tensor, ops), piece.start - start, part, factor)
             self._count(piece, ops)
 
     def _goes_into_place(self, piece: Piece, ops: ArrayOps) -> bool:
         return ops.eager and (piece.tensor in self._into or len(self._plan.places[piece.tensor]) > 1)
 
-    def _whole(self, tensor: str, ops: ArrayOps) -> Array:
+    def _all(self, tensor: str, ops: ArrayOps) -> Array:
         """Return the flat array that becomes the tensor's merged gradient."""
         if tensor not in self._places:
-            spec, given = self._specs[tensor], self._into.get(tensor)
-            self._places[tensor] = (
-                ops.empty(spec.numel, spec.dtype) if given is None else ops.reshape(given, (spec.numel,))
-            )
+            spec, given, numel = self._specs[tensor], self._into.get(tensor), self._numel(tensor)
+            self._places[tensor] = ops.empty(numel, spec.dtype) if given is None else ops.reshape(given, (numel,))
         return self._places[tensor]
 
+    def _numel(self, tensor: str) -> int:
+        start, stop = self._windows[tensor]
+        return stop - start
+
+    def _shaped(self, tensor: str, x: Array, ops: ArrayOps) -> Array:
+        spec = self._specs[tensor]
+        return ops.reshape(x, spec.shape) if self._numel(tensor) == spec.numel else x
+
     def _count(self, piece: Piece, ops: ArrayOps) -> None:
-        spec = self._specs[piece.tensor]
         self._written[piece.tensor] = self._written.get(piece.tensor, 0) + piece.numel
-        if self._written[piece.tensor] == spec.numel:
-            self.merged[piece.tensor] = ops.reshape(self._whole(piece.tensor, ops), spec.shape)
+        if self._written[piece.tensor] == self._numel(piece.tensor):
+            self.merged[piece.tensor] = self._shaped(piece.tensor, self._all(piece.tensor, ops), ops)
 
     def _collect(self, ops: ArrayOps, piece: Piece, x: Array) -> None:
         spec = self._specs[piece.tensor]
         pieces = self._pieces.setdefault(piece.tensor, [])
         pieces.append((piece.start, x))
-        if len(pieces) == len(self._plan.places[piece.tensor]):
+        if len(pieces) == sum(unit.is_merged_by(self._rank) for unit, _, _ in self._plan.places[piece.tensor]):
             flat = ops.lay_out([x for _, x in sorted(pieces, key=lambda place: place[0])])
-            self.merged[piece.tensor] = ops.reshape(ops.cast(flat, spec.dtype), spec.shape)
+            self.merged[piece.tensor] = self._shaped(piece.tensor, ops.cast(flat, spec.dtype), ops)

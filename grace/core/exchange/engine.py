@@ -44,7 +44,7 @@ from grace.core.values.errors import MismatchError, StepError
 from grace.core.values.plan import Bucket, Plan
 from grace.core.values.registry import memories
 from grace.core.values.spec import ITEMSIZE, Array, State
-from grace.core.values.unit import Unit
+from grace.core.values.unit import Assignment, Unit
 
 
 class Snapshot(NamedTuple):
@@ -227,18 +227,34 @@ class Engine:
 
         Raises StepError for a wrong name, shape, dtype or order, or if the learning rate is missing.
         """
-        if name not in self._assignment_of:
-            raise StepError(
-                f"no tensor '{name}' in the plan, which was made from the parameters at the start; "
-                "create the optimizer after all parameters exist."
-            )
-        item = self._assignment_of[name]
+        item = self._item(name)
         if tuple(gradient.shape) != item.spec.shape:
             raise StepError(
                 f"tensor '{name}': expected a gradient of shape {item.spec.shape}, "
                 f"received {tuple(gradient.shape)}; parameters must keep their shape."
             )
-        dtype = self._ops(item.spec.device).dtype(gradient)
+        self._take(item, [gradient], lr)
+
+    def ready_in_parts(self, name: str, parts: Sequence[Array]) -> None:
+        """Do what `ready` does with a gradient whose elements lie in several flat parts."""
+        item, numel = self._item(name), sum(len(part) for part in parts)
+        if numel != item.spec.numel:
+            raise StepError(
+                f"tensor '{name}': expected a gradient of {item.spec.numel} elements, received {numel}; parameters "
+                "must keep their shape."
+            )
+        self._take(item, parts, None)
+
+    def _item(self, name: str) -> Assignment:
+        if name not in self._assignment_of:
+            raise StepError(
+                f"no tensor '{name}' in the plan, which was made from the parameters at the start; "
+                "create the optimizer after all parameters exist."
+            )
+        return self._assignment_of[name]
+
+    def _take(self, item: Assignment, gradient: Sequence[Array], lr: Any) -> None:
+        name, dtype = item.spec.name, self._ops(item.spec.device).dtype(gradient[0])
         if dtype != item.spec.dtype:
             raise StepError(
                 f"expected a gradient of {item.spec.dtype} for tensor '{name}', received {dtype}; convert it, or name "
@@ -254,7 +270,7 @@ class Engine:
                 f"tensor '{name}': memory '{memories.name_of(item.memory)}' corrects for the learning rate, but "
                 "received none. Only optimizers know it: wrap one, or leave lr_correction out."
             )
-        self.times.mark("ready", name, (gradient,))
+        self.times.mark("ready", name, gradient)
         for unit, flat in self._incoming.add(name, gradient):
             bucket = self._bucket_of[unit.spec.name]
             run = self._runs.setdefault(bucket.name, BucketRun())
@@ -324,7 +340,7 @@ class Engine:
         return {name: x for name, x in outgoing.merged.items() if name not in before}
 
     def _outgoing_into(self, into: Mapping[str, Array] | None) -> Outgoing:
-        outgoing = self._outgoing or Outgoing(self.plan, self._ops, into or {})
+        outgoing = self._outgoing or Outgoing(self.plan, self._ops, into or {}, self.transport.rank)
         self._outgoing = outgoing
         return outgoing
 
@@ -332,7 +348,8 @@ class Engine:
         """Complete the step and return each tensor's merged gradient, in the shape and dtype of its spec.
 
         `into` maps tensors to contiguous arrays of that shape and dtype, which must not overlap; if arrays can be
-        changed in place, the gradients are written there.
+        changed in place, the gradients are written there. Of a tensor of which this rank gets only some elements
+        (`Plan.window`), both are flat arrays of these; it has no result if it gets none.
         """
         self._check_complete()
         outgoing = self._outgoing_into(into)
@@ -472,7 +489,13 @@ class Engine:
                 ),
             )
         for unit, payloads, flags in zip(bucket.units, received.payloads, received.flags, strict=True):
-            name, step, target = unit.spec.name, run.steps[unit.spec.name], outgoing.target(unit)
+            name, step = unit.spec.name, run.steps[unit.spec.name]
+            if not unit.is_merged_by(self.transport.rank):
+                self._slots.write(name, step.states_unless(flags))
+                self._slots.note("unit", name, sent_bytes(step.site.ops, unit.fields, step.payload))
+                self.times.mark("merged", name)
+                continue
+            target = outgoing.target(unit)
             done: Concluded = step.conclude(payloads, flags, target)
             self._slots.write(name, done.states)
             sent = step

@@ -34,6 +34,8 @@ class Communicator(ABC):
     any_length: ClassVar[bool] = False
     # The program updates the memories itself, because it may drop entries on the way.
     remembers: ClassVar[bool] = False
+    # The name in reports of a communicator that an adapter brings, and no configuration can name.
+    brought_as: ClassVar[str] = ""
 
     @abstractmethod
     def check(self, compressor: Compressor) -> None:

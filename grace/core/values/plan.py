@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from grace.core.exchange.wire import Layout
 from grace.core.methods.communicator import Communicator
@@ -95,6 +96,19 @@ class Plan:
         )
         return frozenset((*own, *of_means))
 
+    def window(self, tensor: str, rank: int) -> tuple[int, int]:
+        """Return the first element of a tensor whose mean a rank gets, and the end of these elements."""
+        pieces = [piece for unit, _, piece in self.places[tensor] if unit.is_merged_by(rank)]
+        return (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
+
+    def only(self, tensors: Collection[str]) -> Plan:
+        """Return the part of the plan with these tensors, which share no bucket with others."""
+        return Plan(
+            tuple(bucket for bucket in self.buckets if bucket.units[0].pieces[0].tensor in tensors),
+            tuple(item for item in self.exchanged if item.spec.name in tensors),
+            tuple(item for item in self.delegated if item.spec.name in tensors),
+        )
+
     def bytes_of(self, item: Assignment) -> int | None:
         """Return a tensor's bytes per step, its share of its units by elements; None if they depend on the data.
 
@@ -123,7 +137,7 @@ class Plan:
                     "x".join(map(str, spec.shape)) or "scalar",
                     compressors.name_of(item.compressor),
                     memories.name_of(item.memory),
-                    communicators.name_of(item.communicator),
+                    item.communicator.brought_as or communicators.name_of(item.communicator),
                     f"{spec.nbytes:,}",
                     "by data" if wire is None else f"{wire:,}",
                     item.reason,
@@ -147,6 +161,14 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
 
+class Modules(NamedTuple):
+    """The module of each tensor, for a framework that exchanges a model module by module."""
+
+    of: Mapping[str, str]
+    # What the framework's sharding requires, in place of the communicators of the configuration.
+    communicator: Communicator | None = None
+
+
 def share(total: int, unit: Unit, offset: int, piece: Piece) -> int:
     """Return the part of a unit's `total` for its piece at `offset`; the parts of all pieces add up to the total."""
     n = unit.spec.numel
@@ -163,6 +185,7 @@ def make_plan(
     prefix: str = "grace",
     delegate: Callable[[Assignment], bool] = lambda item: False,
     holding: frozenset[str] = frozenset(),
+    modules: Modules | None = None,
 ) -> Plan:
     """Return a plan for `ranks` that gives every tensor its method, its units and its bucket.
 
@@ -170,12 +193,13 @@ def make_plan(
     in which the backward pass finishes them). `config.granularity`, `config.bucket_bytes` and `config.split_bytes`
     decide how much goes into one bucket, and which of it is compressed as one. Tensors for which `delegate(item)` holds
     are left to the caller, except dense vectors beside compressed tensors: together they take one collective. Tensors
-    in `holding` carry a residual of an earlier plan, which their method sends once if they have no memory.
+    in `holding` carry a residual of an earlier plan, which their method sends once if they have no memory. With
+    `modules`, tensors of different modules share no bucket, and tensors are delegated only if all of them are.
     Raises ConfigError if two tensors have one name, IncompatibleError if a communicator cannot serve a memory.
     """
     model_numel = sum(spec.numel for spec in specs)
     items = [
-        _assign(dataclasses.replace(spec, model_numel=model_numel), config, ranks, spec.name in holding)
+        _assign(dataclasses.replace(spec, model_numel=model_numel), config, ranks, spec.name in holding, modules)
         for spec in specs
     ]
     seen: set[str] = set()
@@ -184,13 +208,15 @@ def make_plan(
             raise ConfigError(f"two tensors are called '{spec.name}'; give every tensor its own name.")
         seen.add(spec.name)
     compresses = not all(item.dense for item in items)
-    delegated = [item for item in items if delegate(item) and not (compresses and _rides(item))]
+    delegated = [item for item in items if delegate(item) and not (compresses and (modules or _rides(item)))]
     left = {item.spec.name for item in delegated}
     exchanged = [item for item in reversed(items) if item.spec.name not in left]
-    groups: dict[tuple[Communicator, str, bool], list[list[Unit]]] = {}
+    groups: dict[tuple[Communicator, str, bool, str], list[list[Unit]]] = {}
     for item in exchanged:
-        group = groups.setdefault((item.communicator, item.spec.device, item.dense), [])
-        cuts = config.granularity == "bucket" and config.split_bytes > 0
+        module = modules.of[item.spec.name] if modules else ""
+        group = groups.setdefault((item.communicator, item.spec.device, item.dense, module), [])
+        # A piece of a tensor may belong to few of the ranks that own parts of it.
+        cuts = config.granularity == "bucket" and config.split_bytes > 0 and not item.communicator.brought_as
         for unit in cut(item, config.split_bytes) if cuts else [whole(item)]:
             if not group or _is_full(group[-1], unit, config):
                 group.append([])
@@ -326,13 +352,15 @@ def make_plans(
     prefix: str = "grace",
     delegate: Callable[[Assignment], bool] = lambda item: False,
     holding: frozenset[str] = frozenset(),
+    modules: Modules | None = None,
 ) -> list[tuple[int, Plan]]:
     """Return the plan of every stage of the schedule with its first step; see `make_plan`."""
     plans: list[tuple[int, Plan]] = []
     for step, stage in config.stages:
         holding = holding.union(*(plan.holding for _, plan in plans))
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
-        plans.append((step, make_plan(specs, stage, ranks=ranks, prefix=name, delegate=delegate, holding=holding)))
+        plan = make_plan(specs, stage, ranks=ranks, prefix=name, delegate=delegate, holding=holding, modules=modules)
+        plans.append((step, plan))
     return plans
 
 
@@ -344,19 +372,25 @@ def next_plan(
     ranks: Ranks,
     prefix: str,
     delegate: Callable[[Assignment], bool] = lambda item: False,
+    modules: Modules | None = None,
 ) -> Plan:
     """Return the plan of a configuration that follows another plan and keeps all of its residuals."""
-    return make_plan(specs, config, ranks=ranks, prefix=prefix, delegate=delegate, holding=before.holding)
+    return make_plan(
+        specs, config, ranks=ranks, prefix=prefix, delegate=delegate, holding=before.holding, modules=modules
+    )
 
 
-def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool) -> Assignment:
+def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modules: Modules | None) -> Assignment:
     rule = config.rule_for(spec)
     method = rule.method if rule else config.method
     unfit = method.compressor.unfit(spec)
     if unfit:
         method = dense_method()
-    why = method.communicator.why(method, ranks)
-    method = dataclasses.replace(method, communicator=method.communicator.resolve(method, ranks))
+    brought = modules and modules.communicator
+    why = "" if brought else method.communicator.why(method, ranks)
+    if brought:
+        brought.check(method.compressor)
+    method = dataclasses.replace(method, communicator=brought or method.communicator.resolve(method, ranks))
     if holding and method.memory.stateless:
         method = dataclasses.replace(method, memory=memories.make("leftover"))
     method.communicator.check_memory(method.memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -93,7 +93,9 @@ class Assignment:
     @cached_property
     def dense(self) -> bool:
         """True if the gradient is summed as it is, without memory."""
-        return self.method == dense_method()
+        dense = dense_method()
+        communicator = self.communicator if self.communicator.brought_as else dense.communicator
+        return self.method == dataclasses.replace(dense, communicator=communicator)
 
     @property
     def flat(self) -> bool:
@@ -133,12 +135,18 @@ class Unit(Assignment):
     owners: tuple[int, ...] | None = None
     # The number of ranks whose payloads are added on the way; 0 if none are.
     summed: int = 0
+    # The only rank that merges this unit and gets its mean; None if every rank does.
+    merged_by: int | None = None
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """Fields of its payload, as they travel."""
         fields = super().fields
         return in_lanes(fields, self.summed) if self.summed else fields
+
+    def is_merged_by(self, rank: int) -> bool:
+        """Return whether a rank gets the mean of this unit."""
+        return self.merged_by in (None, rank)
 
     def kept_by(self, rank: int) -> bool:
         """Return whether a rank keeps a memory for this unit."""
@@ -219,6 +227,25 @@ def shards(unit: Unit, count: int) -> list[Unit]:
         _unit([unit], tuple(_part(unit, start, min(start + width, unit.spec.numel))))
         for start in range(0, unit.spec.numel, width)
     ]
+
+
+def scattered(unit: Unit, chunks: Mapping[str, int], ranks: int) -> list[Unit]:
+    """Return a unit as one unit per rank, which merges it: its part of each tensor has `chunks[tensor]` elements.
+
+    The last parts of a tensor may be shorter, or missing.
+    """
+    parts = []
+    for rank in range(ranks):
+        pieces = []
+        for piece in unit.pieces:
+            chunk = chunks[piece.tensor]
+            low, high = max(piece.start, rank * chunk), min(piece.stop, (rank + 1) * chunk)
+            # An empty tensor belongs to rank 0.
+            if low < high or (rank == 0 and not piece.numel):
+                pieces.append(Piece(piece.tensor, low, high))
+        if pieces:
+            parts.append(dataclasses.replace(_unit([unit], tuple(pieces)), merged_by=rank))
+    return parts
 
 
 def empty_shard(unit: Unit, number: int) -> Unit:

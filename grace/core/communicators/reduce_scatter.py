@@ -1,0 +1,117 @@
+"""Compressed reduce-scatter: every rank gets the mean of its own part of each tensor, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core.communicators.two_shot import keeps_state
+from grace.core.exchange import collectives
+from grace.core.exchange.bucket_step import BucketStep
+from grace.core.exchange.collectives import Program
+from grace.core.exchange.wire import GatherLayout, Layout, Received
+from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory
+from grace.core.values.errors import IncompatibleError
+from grace.core.values.spec import Ranks
+from grace.core.values.unit import Unit, scattered
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Communicator):
+    r"""Compressed reduce-scatter, the first half of `two_shot`.
+
+    Formula: m_j = \mathrm{mean}_i\, C(x_{ij}) \;\text{on rank } j \text{ only}
+
+    `chunks` holds the number of elements of each tensor that belong to one rank. Every unit is cut into these parts.
+    The ranks trade their compressed parts; the owner of part j averages what it gets. A rank sends (N - 1) / N
+    payloads. The buffer to each owner has the flags of all units, so that all ranks drop the same states.
+
+    No configuration can name it, because optimizers need the mean of all parts. Adapters whose framework has sharded
+    the parameters bring it.
+    """
+
+    any_length: ClassVar[bool] = True
+    brought_as: ClassVar[str] = "reduce_scatter"
+
+    chunks: tuple[tuple[str, int], ...] = ()
+
+    def check(self, compressor: Compressor) -> None:
+        reason = None
+        if not compressor.flat:
+            reason = "it needs a whole tensor, and a rank gets parts of tensors"
+        elif keeps_state(compressor):
+            reason = "it learns from the payloads of all ranks, and a rank gets only those of its own parts"
+        if reason:
+            raise IncompatibleError(
+                f"parameters that are sharded over the ranks cannot be exchanged by {compressor}: {reason}. Use a "
+                "compressor that works element by element or block by block, such as eightbit, qsgd or topk, or let a "
+                "rule name one for these tensors."
+            )
+
+    def check_memory(self, memory: Memory) -> None:
+        reason = None
+        if memory.joint or memory.finishes:
+            reason = "follows the mean of what all ranks have sent, and a rank gets only its own parts of the mean"
+        elif memory.whole:
+            reason = "needs the norm of a whole tensor, and shards are compressed one by one"
+        elif memory.needs_lr:
+            reason = "corrects for the learning rate, which a model does not know"
+        if reason:
+            raise IncompatibleError(
+                f"parameters that are sharded over the ranks cannot be exchanged with {memory}: it {reason}. Valid "
+                "memories: residual, none."
+            )
+
+    def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
+        chunks = dict(self.chunks)
+        return [part for unit in units for part in scattered(unit, chunks, ranks.size)]
+
+    def layout(self, units: Sequence[Unit], ranks: Ranks) -> ReduceScatterLayout:
+        specs, guarded = [unit.spec for unit in units], [unit.guarded for unit in units]
+        return ReduceScatterLayout(
+            tuple(
+                GatherLayout(specs, [unit.fields if unit.merged_by == owner else () for unit in units], guarded)
+                for owner in range(ranks.size)
+            )
+        )
+
+    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
+        assert isinstance(layout, ReduceScatterLayout)
+        payloads, flags = at.payloads, at.flags
+        owners = [step.unit.merged_by for step in at.steps]
+        buffers = [
+            to_owner.encode(
+                at.ops,
+                [payload if owner == mine else {} for payload, mine in zip(payloads, owners, strict=True)],
+                flags,
+                at.stamp,
+            )
+            for owner, to_owner in enumerate(layout.to_owners)
+        ]
+        (data,) = yield [collectives.alltoall(buffers)]
+        return layout.to_owners[at.rank].decode(at.ops, data, at.size, at.stamp)
+
+
+@dataclass(frozen=True)
+class ReduceScatterLayout:
+    """Layouts of the buffers to each owner."""
+
+    to_owners: tuple[GatherLayout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a rank sends per step, on average, with every run-time length taken as zero."""
+        size = len(self.to_owners)
+        return (size - 1) * sum(layout.nbytes for layout in self.to_owners) // size
+
+    @property
+    def fixed(self) -> bool:
+        """True if the number of bytes does not depend on the data."""
+        return all(layout.fixed for layout in self.to_owners)
+
+    def checked(self) -> ReduceScatterLayout:
+        """Return this layout with a checksum in every buffer."""
+        return ReduceScatterLayout(tuple(layout.checked() for layout in self.to_owners))

@@ -1,0 +1,145 @@
+"""`Modules`: the engines of a model that its framework exchanges module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from grace.core.exchange.engine import Engine, Snapshot
+from grace.core.exchange.state import STATE_VERSION, check_saved
+from grace.core.guards.waiting import explained
+from grace.core.observe.timeline import Times
+from grace.core.values.errors import StateError
+from grace.core.values.plan import Plan
+from grace.core.values.spec import Array
+
+_SUMMED = ("wire_bytes", "dense_bytes", "compressed_dense_bytes", "compressed_wire_bytes")
+
+
+class ModuleTimes(Times):
+    """Moments of the last step of every module."""
+
+    def finish(self, step: Any, plan: Plan, sent: Callable[[str], Any]) -> None:
+        marks, self._marks = self._marks, {}
+        self._last = {**self._last, **marks}
+        self.write(int(step), plan, marks, sent)
+
+
+class ModuleSnapshot(NamedTuple):
+    """The states of all engines between two steps."""
+
+    step: int
+    engines: dict[str, Snapshot]
+
+
+class Modules:
+    """One engine per module, each with steps of its own; it answers for all of them.
+
+    A framework may reduce a module several times in a backward pass, or not at all; then residuals wait for the
+    module's next step. The engines share a transport and `ModuleTimes`.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], times: ModuleTimes) -> None:
+        self._engines, self.times = engines, times
+        self.transport = next(iter(engines.values())).transport
+        self.transport.explain = lambda name: explained(self.plan, self.step, name)
+
+    def of(self, module: str) -> Engine:
+        """Return the engine of a module."""
+        return self._engines[module]
+
+    @property
+    def track_norms(self) -> bool:
+        """True if steps measure the norms of compressed gradients and of their errors, for `stats`."""
+        return any(engine.track_norms for engine in self._engines.values())
+
+    @track_norms.setter
+    def track_norms(self, value: bool) -> None:
+        for engine in self._engines.values():
+            engine.track_norms = value
+
+    @property
+    def plan(self) -> Plan:
+        """The plans of all modules for their next steps, as one."""
+        plans = [engine.plan for engine in self._engines.values()]
+        return Plan(
+            tuple(bucket for plan in plans for bucket in plan.buckets),
+            tuple(item for plan in plans for item in plan.exchanged),
+            tuple(item for plan in plans for item in plan.delegated),
+            tuple(dict.fromkeys(text for plan in plans for text in plan.warnings)),
+        )
+
+    @property
+    def step(self) -> int:
+        """The largest number of a step under way."""
+        return max(int(engine.step) for engine in self._engines.values())
+
+    @property
+    def shared_states(self) -> dict[str, Array]:
+        """The states that are equal on all ranks, by a name that says what they are."""
+        return {name: x for engine in self._engines.values() for name, x in engine.shared_states.items()}
+
+    def check_idle(self, call: str) -> None:
+        """Raise StepError if a step is under way, when the call is not possible."""
+        for engine in self._engines.values():
+            engine.check_idle(call)
+
+    def change(self, plan: Plan) -> None:
+        """Continue with another plan for the same tensors; see `Engine.change`."""
+        for engine in self._engines.values():
+            engine.change(plan.only({item.spec.name for item in engine.plan.assignments}))
+
+    def snapshot(self) -> ModuleSnapshot:
+        """Return plans, steps and states as they are now; see `Engine.snapshot`."""
+        return ModuleSnapshot(self.step, {name: engine.snapshot() for name, engine in self._engines.items()})
+
+    def restore(self, before: ModuleSnapshot) -> None:
+        """Go back to a snapshot, and drop steps under way."""
+        for name, engine in self._engines.items():
+            engine.restore(before.engines[name])
+
+    def undo(self, before: ModuleSnapshot) -> None:
+        """Go back to the states of a snapshot, since which no optimizer has applied anything; steps stay counted."""
+        for name, engine in self._engines.items():
+            engine.undo(before.engines[name])
+
+    def stats(self) -> dict[str, Any]:
+        """Return the sums over the last step of every module; see `Engine.stats`.
+
+        The phases of a bucket are relative to the first gradient of its module.
+        """
+        parts = [engine.stats() for engine in self._engines.values()]
+        return {
+            "step": self.step,
+            "collectives": {kind: sum(part["collectives"][kind] for part in parts) for kind in parts[0]["collectives"]},
+            **{key: sum(part[key] for part in parts) for key in _SUMMED},
+            **{key: {name: x for part in parts for name, x in part[key].items()} for key in ("buckets", "tensors")},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps and states of this rank: under "modules", those of every module."""
+        return {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "rank": self.transport.rank,
+            "size": self.transport.size,
+            "modules": {name: engine.state_dict() for name, engine in self._engines.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
+        """Load what `state_dict` has returned, all or nothing; see `Engine.load_state_dict`."""
+        check_saved(state, "modules")
+        saved = state["modules"]
+        if set(saved) != set(self._engines):
+            different = ", ".join(sorted(repr(name) for name in set(saved) ^ set(self._engines))[:5])
+            raise StateError(
+                f"checkpoint: the modules differ: {different} only on one side. Shard the same modules as the run that "
+                "saved it."
+            )
+        before = self.snapshot()
+        try:
+            mine = [engine.load_state_dict(saved[name], convert) for name, engine in self._engines.items()]
+        except Exception:
+            self.restore(before)
+            raise
+        return all(mine)
