@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from grace.core.exchange.engine import Engine, Snapshot
-from grace.core.values.errors import ConfigError
+from grace.core.values.errors import ConfigError, StepError
 
 
 class LossScale:
@@ -94,6 +94,34 @@ class LossScale:
             return result
 
         scaler.unscale_, scaler.step = unscale_, step
+
+    def attach_to(self, names: Callable[[], Mapping[torch.Tensor, str]]) -> None:
+        """Attach to the optimizer of a model whose backward pass exchanges gradients; `names` returns its parameters.
+
+        The scaler's calls then raise StepError for an optimizer of some of the parameters only.
+        """
+
+        def is_ours(optimizer: torch.optim.Optimizer) -> bool:
+            ours, theirs = names(), {p for group in optimizer.param_groups for p in group["params"]}
+            both = ours.keys() & theirs
+            if both and len(both) < len(ours):
+                missing = next(name for p, name in ours.items() if p not in theirs)
+                raise StepError(
+                    f"the GradScaler steps an optimizer of some parameters of the model, without '{missing}': expected "
+                    "all of them, because a skipped step is taken back as a whole. Use one optimizer, or train in "
+                    "bfloat16."
+                )
+            return bool(both)
+
+        @contextmanager
+        def watched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+            handle = optimizer.register_step_post_hook(lambda stepped, *_: self.applied(stepped))
+            try:
+                yield
+            finally:
+                handle.remove()
+
+        self.attach(is_ours, exchanged=watched)
 
 
 def check_scaler(scaler: Any, parameters: Iterable[torch.Tensor], where: str) -> None:

@@ -38,14 +38,17 @@ def register(
     grad_scaler: torch.amp.GradScaler | None = None,
     **options: Any,
 ) -> ModelExchange:
-    """Let grace compress and exchange the gradients of a `DistributedDataParallel` model.
+    """Let grace compress and exchange the gradients of a model in `DistributedDataParallel` or `fully_shard` (FSDP2).
 
-    Call it on all ranks, after the model is wrapped and before its first backward pass. The loss, the optimizer and the
+    Call it on all ranks, after the model is wrapped and before its first forward pass. The loss, the optimizer and the
     loop stay as they are: after `backward()`, gradients are the means over all ranks. `config` and `options` are as for
     `DistributedOptimizer`. `grad_scaler` is the GradScaler that scales the loss: gradients are then exchanged unscaled,
     and a step that it skips changes no residual. Without it, residuals are in units of the scaled gradients.
 
-    DDP itself reduces its buckets whose tensors all stay dense, bit-identical to a model without grace.
+    DDP itself reduces its buckets whose tensors all stay dense, bit-identical to a model without grace. So does FSDP if
+    no tensor of the model is compressed. With FSDP, each rank gets the mean of its own part of each parameter, so that
+    methods that need whole tensors, and communicators, cannot be chosen. On a mesh of replicas and shards (HSDP), FSDP
+    reduces within each replica, and the ranks that hold the same part exchange it by any method.
 
     Returns the exchange of the model, with `report()`, `stats()`, `change()`, `state_dict()` and so on. An error of the
     exchange is raised by `backward()`. Raises TypeError for another model, ConfigError for a model or arguments that
@@ -57,10 +60,12 @@ def register(
 
     # A compiled model has the model that it was made from.
     model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, DistributedDataParallel):
+    sharded = _is_sharded(model)
+    if not sharded and not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"{_WHERE}: expected a model wrapped in torch.nn.parallel.DistributedDataParallel, received "
-            f"{type(model).__qualname__}; wrap it first, or use grace.torch.DistributedOptimizer for a plain model."
+            f"{_WHERE}: expected a model wrapped in torch.nn.parallel.DistributedDataParallel or sharded by "
+            f"torch.distributed.fsdp.fully_shard, received {type(model).__qualname__}; wrap or shard it first, or use "
+            "grace.torch.DistributedOptimizer for a plain model."
         )
     made, failure, timeout = None, None, float(TIMEOUT)
     try:
@@ -70,6 +75,10 @@ def register(
     except Exception as error:
         # The other ranks must learn of it when they meet, which takes a transport.
         failure = error
+    if sharded:
+        from grace.torch.distributed.fsdp import register_sharded
+
+        return register_sharded(model, made, failure, timeout=timeout, grad_scaler=grad_scaler, where=_WHERE)
     library = TorchDistributed(model.process_group, timeout)
     transport, number = library.transport, _models[library.group]
     _models[library.group] += 1
@@ -106,3 +115,10 @@ def register(
     GradientHook(model, parameters, exchange).attach(model)
     announce(engine.plan, transport)
     return exchange
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to the model."""
+    from torch.distributed import fsdp
+
+    return hasattr(fsdp, "FSDPModule") and isinstance(model, fsdp.FSDPModule)

@@ -21,6 +21,7 @@ class Patch(NamedTuple):
 
 
 ENGINE = "grace/core/exchange/engine.py"
+MODULES = "grace/core/exchange/modules.py"
 UNIT_STEP = "grace/core/exchange/unit_step.py"
 BUCKET_STEP = "grace/core/exchange/bucket_step.py"
 TWO_SHOT = "grace/core/communicators/two_shot.py"
@@ -45,6 +46,9 @@ MPI_TRANSPORT = "grace/mpi/transport.py"
 
 MPI_TESTS = "tests/adapters/mpi/test_exchange.py"
 DDP = "grace/torch/distributed/ddp.py"
+FSDP = "grace/torch/distributed/fsdp.py"
+LOSS_SCALE = "grace/torch/loss_scale.py"
+REDUCE_SCATTER = "grace/core/communicators/reduce_scatter.py"
 WAY_BACK = "tests/adapters/torch/test_way_back.py"
 NONFINITE = "tests/core/test_nonfinite.py"
 SCHEDULE = "tests/core/test_schedule.py"
@@ -1204,8 +1208,8 @@ PATCHES = [
     Patch(
         "plan-devices-mixed",
         PLAN,
-        "groups.setdefault((item.communicator, item.spec.device, item.dense), [])",
-        'groups.setdefault((item.communicator, "cpu", item.dense), [])',
+        "groups.setdefault((item.communicator, item.spec.device, item.dense, module), [])",
+        'groups.setdefault((item.communicator, "cpu", item.dense, module), [])',
         "tensors of several devices share a bucket",
         ("tests/core/test_plan.py -k devices",),
     ),
@@ -2239,16 +2243,16 @@ PATCHES = [
     ),
     Patch(
         "ddp-scaler-takes-every-step-back",
-        DDP,
-        "scale.applied(stepped)",
+        LOSS_SCALE,
+        "self.applied(stepped)",
         "None",
         "the states before a step that was applied come back",
         ("tests/adapters/torch/test_ddp.py -k loss_scale",),
     ),
     Patch(
         "ddp-scaler-of-some-parameters",
-        DDP,
-        "if both and len(both) < len(self._names):",
+        LOSS_SCALE,
+        "if both and len(both) < len(ours):",
         "if False:",
         "one of two optimizers skips a step, and what the other applied is taken back",
         ("tests/adapters/torch/test_ddp.py -k skips_changes",),
@@ -2276,6 +2280,94 @@ PATCHES = [
         "        exchange, self.model = self._exchange, model\n        if model",
         "models and DDP's buffers are never freed",
         ("tests/adapters/torch/test_ddp.py -k computed_again",),
+    ),
+    Patch(
+        "reduce-scatter-flags-to-owners-only",
+        REDUCE_SCATTER,
+        "                flags,\n",
+        "                [f if owner == mine else False for f, mine in zip(flags, owners, strict=True)],\n",
+        "only the owner of a part drops the residual of a bad gradient",
+        ("tests/core/test_reduce_scatter.py -k bad_gradient",),
+    ),
+    Patch(
+        "reduce-scatter-others-keep-bad-states",
+        ENGINE,
+        "self._slots.write(name, step.states_unless(flags))\n                self._slots.note",
+        "self._slots.write(name, step.states_unless([]))\n                self._slots.note",
+        "ranks that do not merge a unit keep the residual of a bad gradient",
+        ("tests/core/test_reduce_scatter.py -k bad_gradient",),
+    ),
+    Patch(
+        "reduce-scatter-windows-from-the-start",
+        ASSEMBLY,
+        "ops.place(self._all(piece.tensor, ops), piece.start - start, part, factor)",
+        "ops.place(self._all(piece.tensor, ops), 0, part, factor)",
+        "several units of a part are written over each other",
+        ("tests/core/test_gradient_placement.py", "tests/core/test_granularity.py"),
+    ),
+    Patch(
+        "reduce-scatter-cuts-tensors-first",
+        PLAN,
+        "config.split_bytes > 0 and not item.communicator.brought_as",
+        "config.split_bytes > 0",
+        "pieces of large tensors belong to few ranks",
+        ("tests/core/test_reduce_scatter.py -k cut",),
+    ),
+    Patch(
+        "modules-share-buckets",
+        PLAN,
+        'module = modules.of[item.spec.name] if modules else ""',
+        'module = ""',
+        "a module of FSDP waits for the gradients of others",
+        ("tests/core/test_reduce_scatter.py -k bucket",),
+    ),
+    Patch(
+        "fsdp-frozen-residual-is-sent",
+        FSDP,
+        "            self._engine.hold(tensor.name)\n",
+        "            pass\n",
+        "the residual of a frozen parameter is sent and lost",
+        ("tests/adapters/torch/test_fsdp.py -k held_is",),
+    ),
+    Patch(
+        "fsdp-sums-are-means",
+        FSDP,
+        "self._finish(into, 1.0 if op == dist.ReduceOp.AVG else float(size))",
+        "self._finish(into, 1.0)",
+        "FSDP divides the mean by the number of ranks once more",
+        ("tests/adapters/torch/test_fsdp.py -k other_ways",),
+    ),
+    Patch(
+        "fsdp-adds-replicas-twice",
+        FSDP,
+        "    params.mesh_info = own\n",
+        "    pass\n",
+        "FSDP's own allreduce over the replicas comes before the compressed one, and conserves nothing",
+        ("tests/adapters/torch/test_fsdp.py -k held_is",),
+    ),
+    Patch(
+        "fsdp-discard-keeps-gradients",
+        FSDP,
+        "tensor.sharded._unsharded_param.grad = None",
+        "pass",
+        "gradients of a dropped step are added to the next one",
+        ("tests/adapters/torch/test_fsdp.py -k dropped",),
+    ),
+    Patch(
+        "fsdp-forgets-no-step",
+        FSDP,
+        "        self._begun = False\n        self.way_back.let_go()\n",
+        "        self._begun = False\n",
+        "the states before a finished step stay in memory, and discard() returns to them",
+        ("tests/adapters/torch/test_fsdp.py -k dropped",),
+    ),
+    Patch(
+        "modules-load-in-part",
+        MODULES,
+        "            self.restore(before)\n            raise\n",
+        "            raise\n",
+        "a checkpoint that fits some modules only is loaded in part",
+        ("tests/adapters/torch/test_fsdp.py -k resumed",),
     ),
     Patch(
         "torch-delegates-bfloat16",

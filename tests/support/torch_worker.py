@@ -14,6 +14,7 @@ from horovod.torch import mpi_ops
 from tests.adapters.torch import (
     ddp_scenarios,
     exchange_scenarios,
+    fsdp_scenarios,
     launched,
     promise_scenarios,
     replica_scenarios,
@@ -56,6 +57,7 @@ def main() -> None:
     modules = (
         ddp_scenarios,
         exchange_scenarios,
+        fsdp_scenarios,
         promise_scenarios,
         replica_scenarios,
         scaler_scenarios,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -86,7 +85,7 @@ class GradientHook:
                 # Called before DDP learns of the gradient, which it leaves as it is.
                 p.register_hook(lambda _, name=name: used.add(name))  # type: ignore[misc]
         if exchange.loss_scale is not None:
-            exchange.loss_scale.attach(self._is_ours, exchanged=self._watched)
+            exchange.loss_scale.attach_to(lambda: self._names)
         exchange.way_back.forget = self._forget
         # DDP would refuse the annotations of a method, because they are strings.
         model.register_comm_hook(None, lambda _, bucket: self.start(bucket))
@@ -111,7 +110,7 @@ class GradientHook:
             else:
                 # DDP queues its own end right after this, so that it comes second. Not earlier: checkpointed layers
                 # have backward passes of their own within the pass, at whose ends autograd calls what was queued there.
-                _call_after_backward(self._end)
+                call_after_backward(self._end)
         return _completed(bucket.buffer()) if future is None else future
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -163,7 +162,7 @@ class GradientHook:
         """Complete the step. An error is raised after DDP's own end, if this is a backward pass."""
         self._complete()
         if self._failure is not None and torch._C._current_graph_task_id() != -1:
-            _call_after_backward(self._raise_failure)
+            call_after_backward(self._raise_failure)
         else:
             self._raise_failure()
 
@@ -222,30 +221,6 @@ class GradientHook:
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.forget()
 
-    # --- loss scaling -------------------------------------------------------------------------------------------------
-
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        theirs = {p for group in optimizer.param_groups for p in group["params"]}
-        both = self._names.keys() & theirs
-        if both and len(both) < len(self._names):
-            missing = next(name for p, name in self._names.items() if p not in theirs)
-            raise StepError(
-                f"the GradScaler steps an optimizer of some parameters of the model, without '{missing}': expected all "
-                "of them, because a skipped step is taken back as a whole. Use one optimizer, or train in bfloat16."
-            )
-        return bool(both)
-
-    @contextmanager
-    def _watched(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Tell the loss scale whether the optimizer steps."""
-        scale = self._exchange.loss_scale
-        assert scale is not None
-        handle = optimizer.register_step_post_hook(lambda stepped, *_: scale.applied(stepped))
-        try:
-            yield
-        finally:
-            handle.remove()
-
 
 def _gradients(bucket: dist.GradBucket) -> Iterator[torch.Tensor]:
     """Yield the gradients of a bucket as views into its buffer, with the shapes and strides of their parameters."""
@@ -264,7 +239,7 @@ def _completed(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def _call_after_backward(call: Callable[[], None]) -> None:
+def call_after_backward(call: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass under way, after those that were queued before."""
     # There is no public way to do so. DDP and FSDP do the same.
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

@@ -1,0 +1,479 @@
+"""The exchange of models that FSDP2 (`torch.distributed.fsdp.fully_shard`) has sharded.
+
+FSDP reduces the gradients of each of its modules by a reduce-scatter: a rank gets the mean of its own part of each
+parameter. With replicas (HSDP), the ranks that hold the same part add it afterwards.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+# They have no public names. An `FSDPModule` does not tell what a reduce-scatter contains, and it has no place for
+# another all-reduce of its own replicas.
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+
+from grace.core.communicators.auto import Auto
+from grace.core.communicators.reduce_scatter import ReduceScatter
+from grace.core.exchange.engine import Engine
+from grace.core.exchange.modules import Modules, ModuleTimes
+from grace.core.exchange.start import announce, described
+from grace.core.guards.agreement import Meeting, agree, formats
+from grace.core.ops import get_ops
+from grace.core.values import plan as plans
+from grace.core.values.config import Config
+from grace.core.values.errors import ConfigError, StepError
+from grace.core.values.plan import Plan, make_plans, next_plan
+from grace.core.values.registry import communicators
+from grace.core.values.spec import TensorSpec
+from grace.core.values.unit import Assignment
+from grace.torch.distributed.ddp import call_after_backward
+from grace.torch.distributed.library import TorchDistributed
+from grace.torch.loss_scale import LossScale, check_scaler
+from grace.torch.register import ModelExchange
+
+# The number of models per process group. It is part of the names of their buckets, which are equal on all ranks.
+_models: collections.Counter[str] = collections.Counter()
+
+
+class _Tensor(NamedTuple):
+    """A parameter of FSDP that trains, under its name in the model."""
+
+    name: str
+    # FSDP's `FSDPParam`.
+    sharded: Any
+
+    @property
+    def numel(self) -> int:
+        """Number of elements on all ranks together."""
+        return self.sharded._orig_size.numel()  # type: ignore[no-any-return]
+
+    @property
+    def chunk(self) -> int:
+        """Number of elements of each rank, padding included."""
+        return self.sharded.padded_sharded_param_size.numel()  # type: ignore[no-any-return]
+
+    def part(self, rank: int) -> int:
+        """Return the number of elements of a rank, which is smaller on the last ones if they do not fill all parts."""
+        return max(0, min(self.chunk, self.numel - rank * self.chunk))
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The part of this rank."""
+        return self.sharded.sharded_param.detach().to_local()  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Group:
+    """A module of FSDP, whose parameters are reduced together. `params` is FSDP's `FSDPParamGroup`."""
+
+    name: str
+    module: FSDPModule
+    params: Any
+    tensors: list[_Tensor]
+
+    def spec(self, tensor: _Tensor, whole: bool) -> TensorSpec:
+        """Return the spec of the gradients that are exchanged: of the whole parameter, or of this rank's part."""
+        policy, p = self.params.mp_policy, tensor.sharded.sharded_param
+        dtype = policy.reduce_dtype or policy.param_dtype or p.dtype
+        shape = tensor.sharded._orig_size if whole else tensor.sharded.sharded_size
+        return TensorSpec(tensor.name, tuple(shape), str(dtype).removeprefix("torch."), str(self.params.device))
+
+
+class _Replicas(TorchDistributed):
+    """The ranks that hold the same parts of a model."""
+
+    advice = "Give all replicas the same weights before you train, for example by the same seed or checkpoint."
+
+
+class ShardedExchange(ModelExchange):
+    """The exchange of a model that FSDP2 has sharded. `modules` holds the module of each tensor."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Config,
+        specs: Sequence[TensorSpec],
+        engines: Modules,
+        library: TorchDistributed,
+        *,
+        prefix: str,
+        modules: plans.Modules,
+        tensors: Mapping[str, _Tensor],
+    ) -> None:
+        # It answers for the engines of all modules.
+        super().__init__(config, specs, cast(Engine, engines), library, {}, prefix=prefix, delegate=_is_dense)
+        self._model, self._modules, self._tensors = model, modules, tensors
+        self._begun = False
+        self.way_back.forget = self._forget
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Surround a part of the exchange in a backward pass; the first one begins a step."""
+        with self.way_back.attempt(), torch.no_grad():
+            if not self._begun:
+                self._begun = True
+                call_after_backward(self._end)
+                self.meet()
+                self.way_back.keep()
+            yield
+
+    def _end(self) -> None:
+        self._begun = False
+        self.way_back.let_go()
+        if self.loss_scale is not None:
+            self.loss_scale.finish()
+
+    def _forget(self) -> None:
+        self._begun = False
+        if self.loss_scale is not None:
+            self.loss_scale.forget()
+        # FSDP was interrupted in the middle of a backward pass. Afterwards the model has its sharded parameters again.
+        self._model.reset_iter_state()  # type: ignore[operator]
+        self._model.zero_grad()
+        for tensor in self._tensors.values():
+            # FSDP does not forget the gradients of modules that it had not reduced, and would add to them.
+            tensor.sharded.unsharded_accumulated_grad = None
+            if hasattr(tensor.sharded, "_unsharded_param"):
+                tensor.sharded._unsharded_param.grad = None
+
+    def _plan_of(self, config: Config) -> Plan:
+        _check_config(config, self._modules)
+        return next_plan(
+            self._specs,
+            config,
+            self.plan,
+            ranks=self.ranks,
+            prefix=f"{self.prefix}.change{self._changes + 1}",
+            delegate=self._delegate,
+            modules=self._modules,
+        )
+
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        # Without replicas, every rank has other parts.
+        replicated = self._modules.communicator is None
+        return {name: tensor.local for name, tensor in self._tensors.items() if replicated}
+
+
+class _Reduction:
+    """The exchange of one module's gradients, in place of a collective that FSDP would call."""
+
+    def __init__(self, group: _Group, engine: Engine, exchange: ShardedExchange, process_group: Any) -> None:
+        self._group, self._engine, self._exchange = group, engine, exchange
+        self._process_group = process_group
+        self._names = {tensor.sharded: tensor for tensor in group.tensors}
+
+    def _present(self, length: int) -> dict[str, int]:
+        """Return the start of each tensor in FSDP's buffer, of `length` elements per rank; frozen ones are not there.
+
+        Parameters that were not used are there with zeros, because of `set_reduce_scatter_unused_params`.
+        """
+        starts, at = {}, 0
+        for param in self._group.params.fsdp_params:
+            if not param.sharded_param.requires_grad:
+                continue
+            if param not in self._names:
+                raise StepError(
+                    f"a parameter of module '{self._group.name}' was frozen when the model was registered, and trains "
+                    "now: expected the same parameters to train, or fewer. Unfreeze it before you call "
+                    "grace.torch.register()."
+                )
+            starts[self._names[param].name] = at
+            at += self._names[param].chunk
+        if at != length:
+            raise StepError(
+                f"module '{self._group.name}': expected gradients of {at:,} elements per rank, received {length:,}. "
+                "Freeze parameters before the forward pass, and leave set_reduce_scatter_unused_params(True) as it is."
+            )
+        return starts
+
+    def _hand_over(self, tensor: _Tensor, present: Mapping[str, int], parts: list[torch.Tensor]) -> None:
+        if tensor.name in present:
+            self._engine.release(tensor.name)
+        else:
+            # Frozen since the start. It takes part with zeros, and its residual stays.
+            self._engine.hold(tensor.name)
+        self._engine.ready_in_parts(tensor.name, parts)
+
+    def _finish(self, into: Mapping[str, torch.Tensor], factor: float) -> None:
+        """Complete the step, and write each mean times the factor to its place."""
+        for name, merged in self._engine.finish(into).items():
+            if name in into:
+                if merged.data_ptr() != into[name].data_ptr():
+                    into[name].copy_(merged.view(-1))
+                if factor != 1:
+                    into[name].mul_(factor)
+
+    def _unscale(self, x: torch.Tensor) -> None:
+        if self._exchange.loss_scale is not None:
+            self._exchange.loss_scale.unscale_(x)
+
+    def _scale(self, x: torch.Tensor) -> None:
+        if self._exchange.loss_scale is not None:
+            self._exchange.loss_scale.scale_(x)
+
+
+class GradientScatter(_Reduction):
+    """The reduce-scatter of a module's gradients: each rank gets the mean of its own part. FSDP calls it."""
+
+    def __init__(self, group: _Group, engine: Engine, exchange: ShardedExchange, process_group: Any) -> None:
+        super().__init__(group, engine, exchange, process_group)
+        self._plain = group.params._reduce_scatter_comm
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer, as FSDP's own."""
+        return self._plain.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        """Reduce the rows of the input, one per rank, and write this rank's to the output."""
+        with self._exchange.attempt():
+            if not self._engine.plan.buckets:
+                # It counts the step.
+                self._engine.finish()
+                return self._plain(output_tensor, input_tensor, group, op, async_op)
+            self._scatter(output_tensor, input_tensor, op)
+            return None
+
+    def _scatter(self, output: torch.Tensor, data: torch.Tensor, op: Any) -> None:
+        rank, size = self._engine.transport.rank, self._engine.transport.size
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise StepError(
+                f"module '{self._group.name}': expected a reduction to the mean or the sum, received {op}. With "
+                "set_gradient_divide_factor(), call set_force_sum_reduction_for_comms(True) on every FSDP module."
+            )
+        present = self._present(len(output))
+        rows = data.view(size, -1)
+        self._unscale(data)
+        into = {}
+        for tensor in _in_order(self._group.tensors, self._engine.plan):
+            start = present.get(tensor.name)
+            if start is None:
+                parts = [data.new_zeros(tensor.numel)]
+            else:
+                parts = [rows[r, start : start + tensor.part(r)] for r in range(size) if tensor.part(r)]
+                if tensor.part(rank):
+                    into[tensor.name] = output[start : start + tensor.part(rank)]
+            self._hand_over(tensor, present, parts)
+        self._finish(into, 1.0 if op == dist.ReduceOp.AVG else float(size))
+        self._scale(output)
+
+
+class ReplicaSum(_Reduction):
+    """The mean of this rank's part over the replicas, after FSDP has reduced within each of them (HSDP)."""
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Replace the gradients by their mean over all replicas."""
+        with self._exchange.attempt():
+            if not self._group.params.all_reduce_grads:
+                raise StepError(
+                    "set_requires_all_reduce(False) cannot be used with grace, which adds the gradients of the "
+                    "replicas in every reduction; use set_requires_gradient_sync(False) to accumulate gradients."
+                )
+            # FSDP does not divide further if it was given a factor.
+            total = self._group.params.gradient_divide_factor is not None
+            if not self._engine.plan.buckets:
+                dist.all_reduce(
+                    reduced, group=self._process_group, op=dist.ReduceOp.SUM if total else dist.ReduceOp.AVG
+                )
+                self._engine.finish()
+                return
+            present = self._present(len(reduced))
+            self._unscale(reduced)
+            into = {}
+            for tensor in _in_order(self._group.tensors, self._engine.plan):
+                start, numel = present.get(tensor.name), tensor.local.numel()
+                if start is None:
+                    part = reduced.new_zeros(numel)
+                else:
+                    into[tensor.name] = part = reduced[start : start + numel]
+                self._hand_over(tensor, present, [part])
+            self._finish(into, float(self._engine.transport.size) if total else 1.0)
+            self._scale(reduced)
+
+
+def register_sharded(
+    model: FSDPModule,
+    made: Config | None,
+    failure: Exception | None,
+    *,
+    timeout: float,
+    grad_scaler: torch.amp.GradScaler | None,
+    where: str,
+) -> ShardedExchange:
+    """Let grace exchange the gradients of a sharded model; see `grace.torch.register`.
+
+    `made` is the configuration, or `failure` why there is none, which the other ranks must learn.
+    """
+    groups = _groups(model, where)
+    mesh = groups[0].params.mesh_info
+    replicated = isinstance(mesh, HSDPMeshInfo)
+    process_group = mesh.replicate_process_group if replicated else mesh.shard_process_group
+    library = (_Replicas if replicated else TorchDistributed)(process_group, timeout)
+    transport, number = library.transport, _models[library.group]
+    _models[library.group] += 1
+    prefix = f"grace/{library.group}.sharded{number}"
+    ops = functools.partial(get_ops, "torch")
+    # Ranks of different parts meet only here.
+    of_parts = TorchDistributed(mesh.shard_process_group, timeout).transport if replicated else None
+
+    def gather(mine: Any) -> list[Any]:
+        # All models use the same name. So ranks with different numbers of models still meet.
+        everyone = transport.gather_objects(mine, "grace/sharded/agree", f"{where}()")
+        if of_parts is None:
+            return everyone
+        return [
+            other for row in of_parts.gather_objects(everyone, "grace/sharded/agree", f"{where}()") for other in row
+        ]
+
+    with Meeting(gather, where) as meeting:
+        if made is None:
+            assert failure is not None
+            raise failure
+        _check_groups(groups, where)
+        if grad_scaler is not None:
+            check_scaler(grad_scaler, [t.local for group in groups for t in group.tensors], where)
+        scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        tensors = {tensor.name: tensor for group in groups for tensor in group.tensors}
+        whole = [group.spec(tensor, whole=True) for group in groups for tensor in group.tensors]
+        specs = [group.spec(tensor, whole=not replicated) for group in groups for tensor in group.tensors]
+        # The ranks of the last parts may hold nothing of a small parameter.
+        specs = [spec for spec in specs if spec.numel]
+        modules = plans.Modules(
+            {tensor.name: group.name for group in groups for tensor in group.tensors},
+            None if replicated else ReduceScatter(tuple((name, tensor.chunk) for name, tensor in tensors.items())),
+        )
+        _check_config(made, modules)
+        stages = make_plans(specs, made, ranks=transport.ranks, prefix=prefix, delegate=_is_dense, modules=modules)
+        meeting.mine = {
+            "model number": number,
+            "grad_scaler": scaled,
+            "modules": dict(modules.of),
+            **described(made, whole, [], ops),
+        }
+        times, engines = ModuleTimes(), {}
+        for group in groups:
+            names = {tensor.name for tensor in group.tensors}
+            (_, first), *later = [(step, plan.only(names)) for step, plan in stages]
+            engines[group.name] = Engine(first, ops, transport, seed=made.seed, later=later, times=times)
+        times.start_as_told(*library.world)
+    assert made is not None
+    if of_parts is not None:
+        of_parts.close()
+    # The ranks of other parts may have other units.
+    agree(
+        formats([plan for _, plan in stages], ops),
+        None,
+        lambda mine: transport.gather_objects(mine, f"{prefix}/formats", f"{where}()"),
+        where,
+    )
+    driver = Modules(engines, times)
+    exchange = ShardedExchange(
+        cast(torch.nn.Module, model),
+        made,
+        specs,
+        driver,
+        library,
+        prefix=prefix,
+        modules=modules,
+        tensors=tensors,
+    )
+    if scaled:
+        exchange.loss_scale = LossScale(cast(torch.amp.GradScaler, grad_scaler), cast(Engine, driver))
+        exchange.loss_scale.attach_to(lambda: {t.sharded.sharded_param: name for name, t in tensors.items()})
+    model.set_reduce_scatter_unused_params(True)
+    for group in groups:
+        kind = ReplicaSum if replicated else GradientScatter
+        reduction = kind(group, driver.of(group.name), exchange, process_group)
+        if replicated:
+            _leave_replicas(group.params)
+            group.module.set_all_reduce_hook(reduction)
+        else:
+            group.module.set_custom_reduce_scatter(reduction)
+    announce(stages[0][1], transport)
+    return exchange
+
+
+def _groups(model: FSDPModule, where: str) -> list[_Group]:
+    """Return the modules of a model whose parameters train. Raises ConfigError if a model cannot be used."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"{where}: FSDP2 models need PyTorch 2.13 or newer, received {torch.__version__}; update PyTorch."
+        )
+    root = cast(torch.nn.Module, model)
+    names = {p: name.replace("_orig_mod.", "") for name, p in root.named_parameters()}
+    found: dict[Any, _Group] = {}
+    for module_name, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for params in module._get_fsdp_state()._fsdp_param_groups:
+            if params in found:
+                continue
+            trained = [param for param in params.fsdp_params if param.sharded_param.requires_grad]
+            if any(param.sharded_param not in names for param in trained):
+                raise ConfigError(
+                    f"{where}: the parameters of module '{module_name}' are not sharded at the moment; call it before "
+                    "the first forward pass, with the module that was passed last to fully_shard()."
+                )
+            tensors = [_Tensor(names[param.sharded_param], param) for param in trained]
+            found[params] = _Group(module_name, module, params, [t for t in tensors if t.numel])
+    groups = [group for group in found.values() if group.tensors]
+    if not groups:
+        raise ConfigError(f"{where}: no parameter of the model requires a gradient; expected at least one.")
+    return groups
+
+
+def _check_groups(groups: Sequence[_Group], where: str) -> None:
+    """Raise ConfigError if FSDP exchanges gradients in a way that has no place for grace."""
+    meshes = {group.params.mesh_info.mesh for group in groups}
+    for group in groups:
+        reason = None
+        if len(group.module._get_fsdp_state()._fsdp_param_groups) > 1 or len(meshes) > 1:
+            reason = "its parameters lie on several meshes; use one mesh for the whole model"
+        elif not isinstance(group.params.mesh_info, FSDPMeshInfo):
+            reason = "it is replicated and not sharded; wrap it in DistributedDataParallel"
+        elif group.params._all_reduce_hook is not None:
+            reason = "it has an all-reduce hook already; leave set_all_reduce_hook() out"
+        if reason:
+            raise ConfigError(f"{where}: the FSDP module '{group.name}' cannot be used, because {reason}.")
+
+
+def _check_config(config: Config, modules: plans.Modules) -> None:
+    """Raise ConfigError if a communicator is named that FSDP's sharding does not leave open."""
+    if modules.communicator is None:
+        return
+    for method in (*(stage.method for _, stage in config.stages), *(rule.method for rule in config.rules)):
+        if not isinstance(method.communicator, Auto):
+            raise ConfigError(
+                f"communicator '{communicators.name_of(method.communicator)}' brings every rank the whole mean, and "
+                "FSDP needs a reduce-scatter; leave 'communicator' out."
+            )
+
+
+def _leave_replicas(params: Any) -> None:
+    """Let FSDP reduce within the replica only: its own all-reduce over the replicas would come before the hook."""
+    mesh = params.mesh_info
+    assert isinstance(mesh, DDPMeshInfo)
+    own = FSDPMeshInfo(mesh.mesh, shard_mesh_dim=mesh.shard_mesh_dim)
+    if params.post_forward_mesh_info == mesh:
+        params.post_forward_mesh_info = own
+    params.mesh_info = own
+
+
+def _in_order(tensors: Sequence[_Tensor], plan: Plan) -> list[_Tensor]:
+    """Return the tensors in the order of the plan."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return [by_name[item.spec.name] for item in plan.exchanged]
+
+
+def _is_dense(item: Assignment) -> bool:
+    return item.dense

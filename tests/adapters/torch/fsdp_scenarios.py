@@ -1,0 +1,403 @@
+"""Scenarios about `grace.torch.register` with models that FSDP2 has sharded, run by each rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import grace.torch
+from grace.core.compressors.topk import TopK
+from grace.core.values.unit import offsets
+from tests.adapters.torch.launched import my_rank, world_size
+from tests.adapters.torch.model import digest
+from tests.support.cases import EVERYTHING
+
+TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
+# It sends everything by way of grace.
+ALL = {"compressor": "threshold", "threshold": 0.0, "memory": "none", "bucket_bytes": 4000, **EVERYTHING}
+POLICIES = {
+    "float32": MixedPrecisionPolicy(),
+    "bfloat16 parameters": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bfloat16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    "float16": MixedPrecisionPolicy(reduce_dtype=torch.float16),
+}
+
+
+class Net(torch.nn.Module):
+    """A network whose tensors do not divide by the number of ranks. Its middle may be used twice, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(37, 50)
+        self.middle = torch.nn.Linear(50, 50)
+        self.last = torch.nn.Linear(50, 11)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, uses: int = 1) -> torch.Tensor:
+        h = torch.relu(self.first(x))
+        for _ in range(uses):
+            h = torch.relu(self.middle(h)) + h
+        return self.last(h * self.scale)
+
+
+def make(*, frozen: str = "") -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Net()
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+    return model
+
+
+def shard(model: Net, *, replicas: int = 1, nested: bool = True, **options: Any) -> Any:
+    """Return the model in FSDP, in one or more replicas."""
+    if replicas > 1:
+        options["mesh"] = init_device_mesh("cpu", (replicas, world_size() // replicas), mesh_dim_names=("r", "s"))
+    for module in [model.first, model.middle] if nested else []:
+        fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(my_rank())
+    for _ in range(steps):
+        yield torch.randn(8, 37, generator=generator), torch.randint(0, 11, (8,), generator=generator)
+
+
+def backward(model: Any, batch: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
+    x, y = batch
+    F.cross_entropy(model(x, **options), y).backward()
+
+
+def local_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's part of each gradient; zeros where there is none."""
+    return {
+        name: (torch.zeros_like(p.to_local()) if p.grad is None else p.grad.to_local()).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def states_of(exchange: Any) -> list[str]:
+    """Return a hash of the states of every unit."""
+    modules = exchange.state_dict()["modules"]
+    return [
+        digest(x for kind in ("memory", "compressor") for x in states[kind].values())
+        for module in modules.values()
+        for states in module["tensors"].values()
+    ]
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """Return the error of a call, or nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def means_by_fsdp() -> dict[str, Any]:
+    """Compute gradients with each policy by plain FSDP and by grace, and return the largest difference."""
+    configs: dict[str, dict[str, Any]] = {
+        "none": {"compressor": "none"},
+        "all": ALL,
+        "some dense": {**ALL, "rules": [{"match": "first.*", "compressor": "none"}]},
+        "qsgd": {"compressor": "qsgd", **EVERYTHING},
+    }
+    results: dict[str, Any] = {}
+    batch = next(batches(1))
+    layouts = [1, 2] if world_size() == 4 else [1]
+    for (label, policy), replicas in itertools.product(POLICIES.items(), layouts):
+        if replicas > 1 and label not in ("float32", "float16"):
+            continue
+        gradients = {}
+        for kind in ("plain", *configs):
+            # Both ways to divide the model into modules.
+            model = shard(make(), replicas=replicas, mp_policy=policy, nested=label != "bfloat16")
+            exchange = grace.torch.register(model, configs[kind]) if kind != "plain" else None
+            backward(model, batch)
+            gradients[kind] = local_gradients(model)
+            if exchange is not None:
+                bytes_sent = exchange.stats()["wire_bytes"], exchange.stats()["dense_bytes"]
+        largest = max(float(x.abs().max()) for x in gradients["plain"].values() if x.numel())
+        results[f"{label}, {replicas}"] = {
+            kind: max(
+                float((gradients[kind][name] - x).abs().max()) / largest
+                for name, x in gradients["plain"].items()
+                if x.numel()
+            )
+            for kind in configs
+        } | {"bytes": bytes_sent}
+    return results
+
+
+def conserved_by_fsdp(replicas: int) -> dict[str, Any]:
+    """Compare what was applied and what is held back with what all ranks computed.
+
+    Gradients of two passes are added in step 1. The middle of the model is used twice in step 2, and not at all in step
+    3. The method changes before step 4. In step 5 its weight is frozen.
+    """
+    model, plain = shard(make(), replicas=replicas), make()
+    exchange = grace.torch.register(model, TOPK)
+    given = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    applied = {name: torch.zeros_like(x) for name, x in local_gradients(model).items()}
+    weight = model.middle.weight
+    frozen: list[bool] = []
+    for i, batch in enumerate(batches(7)):
+        passes, uses = (2 if i == 1 else 1), {2: 2, 3: 0}.get(i, 1)
+        if i == 4:
+            exchange.change(compress_ratio=0.2)
+        for p in (weight, plain.middle.weight):
+            p.requires_grad_(i != 5)
+        held_before = held(exchange, "middle.weight")
+        model.zero_grad()
+        plain.zero_grad()
+        for k in range(passes):
+            model.set_requires_gradient_sync(k == passes - 1)
+            backward(model, batch, uses=uses)
+            backward(plain, batch, uses=uses)
+        for name, p in plain.named_parameters():
+            given[name] += 0 if p.grad is None else p.grad
+        for name, x in local_gradients(model).items():
+            applied[name] += x
+        if i == 5:
+            frozen = [weight.grad is None, torch.equal(held_before, held(exchange, "middle.weight"))]
+    worst, total_held = 0.0, 0.0
+    for name, p in model.named_parameters():
+        dist.all_reduce(given[name])
+        mesh, rows, part = p.device_mesh, len(given[name]), len(p.to_local())
+        start = mesh.get_local_rank(-1) * -(-rows // mesh.size(-1))
+        mine = held(exchange, name)
+        dist.all_reduce(mine, group=mesh.get_group(0))
+        # Without replicas, ranks hold residuals of all parts.
+        mine = mine.view_as(given[name])[start : start + part] if replicas == 1 else mine.view_as(p.to_local())
+        if part:
+            expected = given[name][start : start + part] / world_size()
+            worst = max(worst, float((expected - applied[name] - mine / mesh.size(0)).abs().max()))
+            total_held += float(mine.norm())
+    return {"worst": worst, "held": total_held, "frozen": frozen, "steps": steps_of(exchange)}
+
+
+def steps_of(exchange: Any) -> dict[str, int]:
+    return {name: module["step"] for name, module in exchange.state_dict()["modules"].items()}
+
+
+def held(exchange: Any, name: str) -> torch.Tensor:
+    """Return the residual of a tensor on this rank, flat: of the whole tensor, or of this rank's part with replicas."""
+    item = next((item for item in exchange.plan.assignments if item.spec.name == name), None)
+    residual = torch.zeros(item.spec.numel if item else 0)
+    modules = exchange.state_dict()["modules"].values()
+    states = {unit: x for module in modules for unit, x in module["tensors"].items()}
+    for unit in exchange.plan.units:
+        for piece, start in offsets(unit):
+            if piece.tensor == name:
+                mine = states[unit.spec.name]["memory"]["residual"]
+                residual[piece.start : piece.stop] = mine[start : start + piece.numel]
+    return residual
+
+
+def bad_by_fsdp() -> dict[str, Any]:
+    """Let one row of the last weight be NaN on the last rank: which units keep their states, and which gradients."""
+    model = shard(make(), nested=False)
+    exchange = grace.torch.register(model, {**TOPK, "granularity": "layer"})
+    one, other = batches(2)
+    backward(model, one)
+    before = states_of(exchange)
+    model.zero_grad()
+
+    def spoiled(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[0] = float("nan")
+        return gradient
+
+    def spoil(module: torch.nn.Module, _: Any) -> None:
+        # Of the weight that FSDP has gathered.
+        if my_rank() == world_size() - 1:
+            module.weight.register_hook(spoiled)
+
+    handle = model.last.register_forward_pre_hook(spoil)
+    backward(model, other)
+    handle.remove()
+    after = states_of(exchange)
+    units = [unit for module in exchange.state_dict()["modules"].values() for unit in module["tensors"]]
+    return {
+        "kept": sorted(unit for unit, a, b in zip(units, before, after, strict=True) if a == b),
+        "bad": sorted(name for name, x in local_gradients(model).items() if x.isnan().any()),
+    }
+
+
+def resumed_by_fsdp(replicas: int) -> dict[str, Any]:
+    """Continue from a checkpoint, and without a break; also refuse the checkpoint of other modules."""
+    data = list(batches(5))
+    model = shard(make(), replicas=replicas)
+    exchange = grace.torch.register(model, {**TOPK, "schedule": [{"step": 3, "compress_ratio": 0.2}]})
+    for batch in data[:2]:
+        model.zero_grad()
+        backward(model, batch)
+    file = io.BytesIO()
+    torch.save(exchange.state_dict(), file)
+    digests = []
+    for again in (False, True):
+        if again:
+            model = shard(make(), replicas=replicas)
+            exchange = grace.torch.register(model, {**TOPK, "schedule": [{"step": 3, "compress_ratio": 0.2}]})
+            file.seek(0)
+            own = exchange.load_state_dict(torch.load(file))
+        for batch in data[2:]:
+            model.zero_grad()
+            backward(model, batch)
+        digests.append([digest(local_gradients(model).values()), *states_of(exchange)])
+    flat = shard(make(), replicas=replicas, nested=False)
+    other = grace.torch.register(flat, TOPK)
+    file.seek(0)
+    saved = torch.load(file)
+    return {"equal": digests[0] == digests[1], "own": own, "refused": outcome(lambda: other.load_state_dict(saved))}
+
+
+def discarded_by_fsdp() -> dict[str, Any]:
+    """Drop a step in which a rank fails in its second module, and take it again."""
+    results: dict[str, Any] = {}
+    one, other = batches(2)
+    digests = []
+    for attempt in (None, failing_step):
+        model = shard(make())
+        exchange = grace.torch.register(model, {**TOPK, "timeout": 2})
+        backward(model, one)
+        model.zero_grad()
+        if attempt is not None:
+            before = states_of(exchange)
+            results["errors"] = attempt(model, other)
+            exchange.discard()
+            results["states"] = before == states_of(exchange)
+            results["gradients"] = all(p.grad is None for p in model.parameters())
+        backward(model, other)
+        digests.append([digest(local_gradients(model).values()), *states_of(exchange)])
+    return results | {"equal": digests[0] == digests[1]}
+
+
+def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
+    """Fail on the first rank in the second module; return the error, and that of another attempt."""
+    real, calls = TopK.compress, itertools.count()
+
+    def fail(*arguments: Any) -> Any:
+        # The first module has a unit for each rank.
+        if my_rank() == 0 and next(calls) == world_size():
+            raise ZeroDivisionError("for this test")
+        return real(*arguments)
+
+    with mock.patch.object(TopK, "compress", fail):
+        first = outcome(lambda: backward(model, batch))
+    model.reset_iter_state()
+    return [first, outcome(lambda: backward(model, batch))]
+
+
+def scaled_by_fsdp() -> dict[str, Any]:
+    """Train with a GradScaler, which one rank makes overflow in the second step, and without one."""
+    results: dict[str, Any] = {}
+    for label in ("unscaled", "scaled", "overflow"):
+        model = shard(make())
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=label != "unscaled")
+        exchange = grace.torch.register(model, TOPK, grad_scaler=scaler)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = []
+        for i, (x, y) in enumerate(batches(3)):
+            before = [digest(p.to_local() for p in model.parameters()), states_of(exchange)]
+            optimizer.zero_grad()
+            bad = label == "overflow" and i == 1 and my_rank() == 0
+            loss = F.cross_entropy(model(x), y) * (float("inf") if bad else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            after = [digest(p.to_local() for p in model.parameters()), states_of(exchange)]
+            kept.append([a == b for a, b in zip(before, after, strict=True)])
+        results[label] = {"after": after, "kept": kept, "scale": scaler.get_scale()}
+    return results
+
+
+def rare_by_fsdp() -> dict[str, Any]:
+    """Use other ways of FSDP, each compared with plain FSDP: the largest difference of gradients."""
+
+    def summed(model: Any) -> None:
+        for module in (model.first, model.middle, model):
+            module.set_force_sum_reduction_for_comms(True)
+
+    def divided(model: Any) -> None:
+        summed(model)
+        for module in (model.first, model.middle, model):
+            module.set_gradient_divide_factor(3.0)
+
+    ways: dict[str, tuple[dict[str, Any], Callable[[Any], None]]] = {
+        "sums": ({}, summed),
+        "divided": ({}, divided),
+        "kept": ({"reshard_after_forward": False}, lambda model: None),
+        "offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, lambda model: None),
+        "columns": (
+            {"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(1) if p.shape == (50, 50) else None},
+            lambda model: None,
+        ),
+    }
+    results: dict[str, Any] = {}
+    batch = next(batches(1))
+    for (label, (options, prepare)), replicas in itertools.product(ways.items(), [1, 2] if world_size() == 4 else [1]):
+        gradients = []
+        for registered in (False, True):
+            if label == "columns" and world_size() == 4 and replicas == 1:
+                continue
+            model = shard(make(frozen="first.bias"), replicas=replicas, **options)
+            prepare(model)
+            if registered:
+                grace.torch.register(model, ALL)
+            for _ in range(2):
+                backward(model, batch)
+            gradients.append(local_gradients(model))
+        if gradients:
+            plain, mine = gradients
+            results[f"{label}, {replicas}"] = max(
+                float((mine[n] - x).abs().max()) for n, x in plain.items() if x.numel()
+            )
+    return results
+
+
+def refused_by_fsdp() -> dict[str, Any]:
+    """Ask for what cannot work: the errors."""
+    errors: dict[str, Any] = {}
+    for label, config in {
+        "compressor": {"compressor": "powersgd", **EVERYTHING},
+        "learning": {"compressor": "hardthreshold", **EVERYTHING},
+        "memory": {"compressor": "topk", "memory": "diana"},
+        "clipping": {"compressor": "topk", "memory": "dgc", "gradient_clipping": 1.0},
+        "communicator": {"compressor": "topk", "communicator": "allgather"},
+        "this rank": {"compressor": "topk", "compress_ratio": 0.1 if my_rank() else 2.0},
+        "ranks": {"compressor": "topk", "compress_ratio": 0.1 if my_rank() else 0.2},
+    }.items():
+        model = shard(make())
+        errors[label] = outcome(lambda model=model, config=config: grace.torch.register(model, config))  # type: ignore[misc]
+    model = shard(make(frozen="middle.weight"))
+    grace.torch.register(model, TOPK)
+    model.middle.weight.requires_grad_(True)
+    errors["unfrozen"] = outcome(lambda: backward(model, next(batches(1))))
+    model = shard(make())
+    backward(model, next(batches(1)))
+    model.unshard()
+    errors["late"] = outcome(lambda: grace.torch.register(model, TOPK))
+    if world_size() == 4:
+        model = shard(make(), replicas=2)
+        with torch.no_grad():
+            model.last.bias += float(my_rank() > 1)
+        grace.torch.register(model, TOPK)
+        bad = {"compressor": "topk", "compress_ratio": 0.1 if my_rank() else 2.0}
+        errors["this rank of replicas"] = outcome(lambda: grace.torch.register(shard(make(), replicas=2), bad))
+        errors["replicas"] = outcome(lambda: backward(model, next(batches(1))))
+        grace.torch.register(shard(make(), replicas=2), {"compressor": "powersgd", **EVERYTHING})
+    errors["plain"] = outcome(lambda: grace.torch.register(copy.deepcopy(make()), TOPK))
+    return errors

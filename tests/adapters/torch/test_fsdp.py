@@ -1,0 +1,109 @@
+"""Models that FSDP2 has sharded, whose gradients grace exchanges, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import TORCH, Launch
+from tests.support.ranks import on, same, scenario
+
+pytestmark = pytest.mark.distributed
+
+TWO, FOUR = Launch(TORCH, "torchrun", 2), Launch(TORCH, "torchrun", 4)
+
+
+@on(TWO, FOUR)
+def test_means_are_those_of_plain_fsdp(launch):
+    for rank in scenario("means_by_fsdp", launch):
+        assert len(rank) == (4 if launch == TWO else 6)
+        for label, found in rank.items():
+            # What plain FSDP itself loses when it adds in 16 bits.
+            rounding = {"bfloat16, 1": 0.01, "float16, 1": 0.002}.get(label, 1e-6)
+            assert found["none"] == 0, (label, found)
+            assert found["all"] <= rounding, (label, found)
+            assert found["some dense"] <= rounding, (label, found)
+            assert 1e-4 < found["qsgd"] < 0.02, (label, found)
+            sent, dense = found["bytes"]
+            assert sent < 0.6 * dense, (label, found)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@on(FOUR)
+def test_what_is_applied_and_what_is_held_is_what_was_given(launch, replicas):
+    for rank in scenario("conserved_by_fsdp", launch, replicas):
+        assert rank["worst"] < 1e-6, rank
+        assert rank["held"] > 0.1, rank
+        assert rank["frozen"] == [True, True], rank
+        # It is used twice in one step, and takes part with zeros in the step that does not use it.
+        assert rank["steps"] == {"": 7, "first": 7, "middle": 8}
+
+
+@on(TWO, FOUR)
+def test_a_bad_gradient_reaches_no_state_on_any_rank(launch):
+    ranks = scenario("bad_by_fsdp", launch)
+    rows = 6 if launch == TWO else 3
+    for number, rank in enumerate(ranks):
+        # The scale has one element, so that it holds nothing back.
+        assert rank["kept"] == [f"last.weight[0:{50 * rows}]", "scale[0:1]"]
+        assert rank["bad"] == (["last.weight"] if number == 0 else [])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@on(FOUR)
+def test_a_resumed_run_continues_bit_for_bit(launch, replicas):
+    for rank in scenario("resumed_by_fsdp", launch, replicas):
+        assert rank["equal"]
+        assert rank["own"]
+        assert "StateError: checkpoint: the modules differ: 'first', 'middle'" in rank["refused"]
+
+
+@on(TWO)
+def test_a_failed_step_is_dropped_and_taken_again(launch):
+    first, *others = scenario("discarded_by_fsdp", launch)
+    assert first["errors"][0] == "ZeroDivisionError: for this test"
+    assert all(rank["errors"][0].startswith("WaitError: rank") for rank in others)
+    for rank in (first, *others):
+        assert "has failed with an error before" in rank["errors"][1]
+        assert rank["states"]
+        assert rank["gradients"]
+        assert rank["equal"]
+
+
+@on(TWO)
+def test_a_step_that_the_scaler_skips_changes_no_residual(launch):
+    for rank in scenario("scaled_by_fsdp", launch):
+        assert rank["scaled"]["after"] == rank["unscaled"]["after"]
+        assert rank["overflow"]["kept"] == [[False, False], [True, True], [False, False]]
+        assert rank["overflow"]["scale"] == 32.0
+
+
+@on(TWO, FOUR)
+def test_other_ways_of_fsdp_give_the_same_means(launch):
+    for rank in scenario("rare_by_fsdp", launch):
+        assert len(rank) == (5 if launch == TWO else 9)
+        assert max(rank.values()) <= 1e-6, rank
+
+
+@on(FOUR)
+def test_what_cannot_work_is_refused_on_all_ranks(launch):
+    ranks = scenario("refused_by_fsdp", launch)
+    for label in ("this rank", "this rank of replicas"):
+        one, *others = [rank.pop(label) for rank in ranks]
+        assert one.startswith("ConfigError: topk: compress_ratio")
+        assert all(error.startswith("MismatchError: grace.torch.register failed on rank 0") for error in others)
+    beginnings = {
+        "compressor": "IncompatibleError: parameters that are sharded over the ranks cannot be exchanged by PowerSGD",
+        "learning": "IncompatibleError: parameters that are sharded over the ranks cannot be exchanged by HardThres",
+        "memory": "IncompatibleError: parameters that are sharded over the ranks cannot be exchanged with Diana",
+        "clipping": "IncompatibleError: parameters that are sharded over the ranks cannot be exchanged with DGCMemory",
+        "communicator": "ConfigError: communicator 'allgather' brings every rank the whole mean",
+        "ranks": "MismatchError: rank 1 and rank 0 were started differently: configuration",
+        "unfrozen": "StepError: a parameter of module 'middle' was frozen when the model was registered",
+        "late": "ConfigError: grace.torch.register: the parameters of module '' are not sharded at the moment",
+        "replicas": "MismatchError: the weights of rank 1 and rank 0 differ before the first step",
+        "plain": "TypeError: grace.torch.register: expected a model wrapped in torch.nn.parallel.Distribut",
+    }
+    assert same([{label: error[:40] for label, error in rank.items()} for rank in ranks])
+    for label, error in ranks[0].items():
+        assert error.startswith(beginnings[label]), (label, error)
+    assert ranks[0].keys() == beginnings.keys()
