@@ -503,7 +503,9 @@ class Engine:
                 self._slots.write(onward.unit.spec.name, onward.states_unless(flags))
                 if onward.unit.kept_by(self.transport.rank):
                     sent = onward
-            fields = sent_bytes(step.site.ops, sent.unit.fields, sent.payload)
+            # The owner of a unit that it alone merges sends nothing of it.
+            own = unit.merged_by is not None and self.transport.size > 1
+            fields = 0 if own else sent_bytes(step.site.ops, sent.unit.fields, sent.payload)
             self._slots.note("unit", name, fields + unit.negotiated_bytes)
             if done.tally is not None:
                 self._tallies[name] = step, done.tally

@@ -60,6 +60,12 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
             "residual_norm": residual_norm(name),
         }
     sent = {bucket.name: noted("bucket", bucket.name) for bucket in plan.buckets}
+    # Of what travels beside compressed tensors.
+    dense_beside = {
+        b.name: sum(noted("unit", unit.spec.name) for unit in b.units if unit.dense)
+        for b in plan.buckets
+        if not all(unit.dense for unit in b.units)
+    }
     phases = spans(plan, times.moments(plan))
     first = min((known["ready"][0] for known in phases.values() if known["ready"]), default=0.0)
     buckets = {
@@ -82,7 +88,7 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
         "collectives": collectives,
         "dense_bytes": sum(item.spec.nbytes for item in plan.assignments),
         "compressed_dense_bytes": sum(item.spec.nbytes for item in plan.assignments if not item.dense),
-        "compressed_wire_bytes": sum(sent[b.name] for b in plan.buckets if not b.units[0].dense),
+        "compressed_wire_bytes": sum(sent[name] - beside for name, beside in dense_beside.items()),
         "buckets": buckets,
         "tensors": tensors,
     }

@@ -214,9 +214,11 @@ def make_plan(
     groups: dict[tuple[Communicator, str, bool, str], list[list[Unit]]] = {}
     for item in exchanged:
         module = modules.of[item.spec.name] if modules else ""
-        group = groups.setdefault((item.communicator, item.spec.device, item.dense, module), [])
+        # What is not summed on the way may share a buffer with dense tensors.
+        brought = bool(item.communicator.brought_as)
+        group = groups.setdefault((item.communicator, item.spec.device, item.dense and not brought, module), [])
         # A piece of a tensor may belong to few of the ranks that own parts of it.
-        cuts = config.granularity == "bucket" and config.split_bytes > 0 and not item.communicator.brought_as
+        cuts = config.granularity == "bucket" and config.split_bytes > 0 and not brought
         for unit in cut(item, config.split_bytes) if cuts else [whole(item)]:
             if not group or _is_full(group[-1], unit, config):
                 group.append([])
@@ -229,8 +231,9 @@ def make_plan(
     )
     buckets = []
     for index, bucket in enumerate(members):
-        units = fuse(bucket) if config.granularity != "layer" or bucket[0].dense else bucket
         communicator = bucket[0].communicator
+        alike = bucket[0].dense and not communicator.brought_as
+        units = fuse(bucket) if config.granularity != "layer" or alike else bucket
         units = list(communicator.divide(units, ranks))
         layout = communicator.layout(units, ranks)
         layout = layout.checked() if config.checksum else layout
@@ -262,7 +265,11 @@ def _is_full(bucket: Sequence[Unit], unit: Unit, config: Config) -> bool:
     if config.granularity == "model":
         # int32 indices reach this far.
         return sum(other.spec.numel for other in bucket) + unit.spec.numel >= 2**31
-    return sum(other.spec.nbytes for other in bucket) + unit.spec.nbytes > config.bucket_bytes
+    nbytes = sum(other.spec.nbytes for other in bucket)
+    if unit.communicator.brought_as:
+        # Few collectives matter more where nothing else travels while the framework waits for them.
+        return nbytes >= config.bucket_bytes
+    return nbytes + unit.spec.nbytes > config.bucket_bytes
 
 
 def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:
