@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from grace.core.exchange.engine import Engine, Snapshot
-from grace.core.exchange.state import STATE_VERSION, check_saved
+from grace.core.exchange.state import STATE_VERSION, check_mapping, check_saved
 from grace.core.guards.waiting import explained
 from grace.core.observe.timeline import Times
 from grace.core.values.errors import StateError
 from grace.core.values.plan import Plan
 from grace.core.values.spec import Array
 
+T = TypeVar("T")
 _SUMMED = ("wire_bytes", "dense_bytes", "compressed_dense_bytes", "compressed_wire_bytes")
 
 
@@ -41,6 +42,7 @@ class Modules:
 
     def __init__(self, engines: Mapping[str, Engine], times: ModuleTimes) -> None:
         self._engines, self.times = engines, times
+        self._tensors = {name: {a.spec.name for a in engine.plan.assignments} for name, engine in engines.items()}
         self.transport = next(iter(engines.values())).transport
         self.transport.explain = lambda name: explained(self.plan, self.step, name)
 
@@ -86,8 +88,8 @@ class Modules:
 
     def change(self, plan: Plan) -> None:
         """Continue with another plan for the same tensors; see `Engine.change`."""
-        for engine in self._engines.values():
-            engine.change(plan.only({item.spec.name for item in engine.plan.assignments}))
+        for name, engine in self._engines.items():
+            engine.change(plan.only(self._tensors[name]))
 
     def snapshot(self) -> ModuleSnapshot:
         """Return plans, steps and states as they are now; see `Engine.snapshot`."""
@@ -117,29 +119,59 @@ class Modules:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps and states of this rank: under "modules", those of every module."""
+        """Return the step and the states of this rank, as `Engine.state_dict`, and the steps of all modules."""
+        parts = {name: engine.state_dict() for name, engine in self._engines.items()}
         return {
             "version": STATE_VERSION,
             "step": self.step,
             "rank": self.transport.rank,
             "size": self.transport.size,
-            "modules": {name: engine.state_dict() for name, engine in self._engines.items()},
+            "tensors": {unit: states for part in parts.values() for unit, states in part["tensors"].items()},
+            "modules": {name: part["step"] for name, part in parts.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
         """Load what `state_dict` has returned, all or nothing; see `Engine.load_state_dict`."""
-        check_saved(state, "modules")
-        saved = state["modules"]
-        if set(saved) != set(self._engines):
-            different = ", ".join(sorted(repr(name) for name in set(saved) ^ set(self._engines))[:5])
+        return all(self._load([state], lambda name, engine, parts: engine.load_state_dict(parts[0], convert)))
+
+    def merge_state_dicts(
+        self, states: Sequence[Mapping[str, Any]], before: Plan, convert: Callable[[Array, Array], Array]
+    ) -> list[str]:
+        """Load the states of all ranks of a run with another number of ranks; see `Engine.merge_state_dicts`."""
+        lost = self._load(
+            states,
+            lambda name, engine, parts: engine.merge_state_dicts(parts, before.only(self._tensors[name]), convert),
+        )
+        return list(dict.fromkeys(text for of_module in lost for text in of_module))
+
+    def _load(
+        self, states: Sequence[Mapping[str, Any]], load: Callable[[str, Engine, list[dict[str, Any]]], T]
+    ) -> list[T]:
+        """Call `load` with each module's part of the states; if one fails, nothing was loaded."""
+        parts = [self._parts(state) for state in states]
+        before = self.snapshot()
+        try:
+            return [load(name, engine, [part[name] for part in parts]) for name, engine in self._engines.items()]
+        except Exception:
+            self.restore(before)
+            raise
+
+    def _parts(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the states of the modules, each in the form of `Engine.state_dict`."""
+        check_saved(state)
+        steps = check_mapping(state.get("modules"), "modules")
+        if set(steps) != set(self._engines):
+            different = ", ".join(sorted(repr(name) for name in set(steps) ^ set(self._engines))[:5])
             raise StateError(
                 f"checkpoint: the modules differ: {different} only on one side. Shard the same modules as the run that "
                 "saved it."
             )
-        before = self.snapshot()
-        try:
-            mine = [engine.load_state_dict(saved[name], convert) for name, engine in self._engines.items()]
-        except Exception:
-            self.restore(before)
-            raise
-        return all(mine)
+        parts = {name: {**state, "step": steps[name], "tensors": {}} for name in self._engines}
+        module_of = {tensor: name for name, tensors in self._tensors.items() for tensor in tensors}
+        # What belongs to no tensor of the model is refused by the first module.
+        first = next(iter(parts))
+        for unit, entry in state["tensors"].items():
+            of = check_mapping(entry, f"tensor '{unit}'").get("of")
+            tensor = str(of[0]) if isinstance(of, Sequence) and of else ""
+            parts[module_of.get(tensor, first)]["tensors"][unit] = entry
+        return parts

@@ -142,12 +142,9 @@ def _same_tensors(saved: Mapping[str, dict[str, Any]], units: Mapping[str, Unit]
     return wanted <= found and {tensor for tensor, *_ in wanted} == {tensor for tensor, *_ in found}
 
 
-def check_saved(state: Any, states: str = "tensors") -> None:
-    """Raise StateError unless this has the form of a result of `Engine.state_dict` of this version.
-
-    `states` is the key of the states.
-    """
-    missing = {"version", "step", "rank", "size", states} - set(check_mapping(state, "the state of grace"))
+def check_saved(state: Any) -> None:
+    """Raise StateError unless this has the form of a result of `Engine.state_dict` of this version."""
+    missing = {"version", "step", "rank", "size", "tensors"} - set(check_mapping(state, "the state of grace"))
     if missing:
         raise StateError(
             f"checkpoint: {', '.join(sorted(missing))} missing; expected a state written by grace. Check the file."
@@ -160,7 +157,7 @@ def check_saved(state: Any, states: str = "tensors") -> None:
             f"checkpoint: expected state version {STATE_VERSION}, received {state['version']!r}; "
             "load it with the version of grace that wrote it."
         )
-    check_mapping(state[states], states)
+    check_mapping(state["tensors"], "tensors")
 
 
 def check_number(value: Any, name: str, least: int = 0) -> None:

@@ -33,7 +33,7 @@ from grace.core.values.config import Config
 from grace.core.values.errors import ConfigError, StepError
 from grace.core.values.plan import Plan, make_plans, next_plan
 from grace.core.values.registry import communicators
-from grace.core.values.spec import TensorSpec
+from grace.core.values.spec import Ranks, TensorSpec
 from grace.core.values.unit import Assignment
 from grace.torch.distributed.ddp import call_after_backward
 from grace.torch.distributed.library import TorchDistributed
@@ -60,6 +60,13 @@ class _Tensor(NamedTuple):
     def chunk(self) -> int:
         """Number of elements of each rank, padding included."""
         return self.sharded.padded_sharded_param_size.numel()  # type: ignore[no-any-return]
+
+    def chunk_on(self, ranks: int) -> int:
+        """Return `chunk` on another number of ranks. Raises ConfigError if the order of elements depends on it."""
+        if self.sharded.fsdp_placement.dim:
+            raise ConfigError(f"tensor '{self.name}' is not sharded by rows, so its elements have another order.")
+        rows = int(self.sharded._orig_size[0])
+        return -(-rows // ranks) * self.numel // rows
 
     def part(self, rank: int) -> int:
         """Return the number of elements of a rank, which is smaller on the last ones if they do not fill all parts."""
@@ -155,6 +162,25 @@ class ShardedExchange(ModelExchange):
             prefix=f"{self.prefix}.change{self._changes + 1}",
             delegate=self._delegate,
             modules=self._modules,
+        )
+
+    def _possible_ranks(self, size: int) -> list[Ranks]:
+        return [Ranks(size)]
+
+    def _plans_for(self, ranks: Ranks) -> list[tuple[int, Plan]]:
+        modules = self._modules
+        if modules.communicator is not None:
+            chunks = tuple((name, tensor.chunk_on(ranks.size)) for name, tensor in self._tensors.items())
+            modules = modules._replace(communicator=ReduceScatter(chunks))
+        carrying = (item.spec.name for item in self.plan.assignments if item.holding and self._changes)
+        return make_plans(
+            self._specs,
+            self.config,
+            ranks=ranks,
+            prefix=self.prefix,
+            delegate=self._delegate,
+            holding=frozenset(carrying),
+            modules=modules,
         )
 
     def _weights(self) -> Mapping[str, torch.Tensor]:

@@ -89,11 +89,9 @@ def local_gradients(model: Any) -> dict[str, torch.Tensor]:
 
 def states_of(exchange: Any) -> list[str]:
     """Return a hash of the states of every unit."""
-    modules = exchange.state_dict()["modules"]
+    tensors = exchange.state_dict()["tensors"]
     return [
-        digest(x for kind in ("memory", "compressor") for x in states[kind].values())
-        for module in modules.values()
-        for states in module["tensors"].values()
+        digest(x for kind in ("memory", "compressor") for x in states[kind].values()) for states in tensors.values()
     ]
 
 
@@ -185,19 +183,14 @@ def conserved_by_fsdp(replicas: int) -> dict[str, Any]:
             expected = given[name][start : start + part] / world_size()
             worst = max(worst, float((expected - applied[name] - mine / mesh.size(0)).abs().max()))
             total_held += float(mine.norm())
-    return {"worst": worst, "held": total_held, "frozen": frozen, "steps": steps_of(exchange)}
-
-
-def steps_of(exchange: Any) -> dict[str, int]:
-    return {name: module["step"] for name, module in exchange.state_dict()["modules"].items()}
+    return {"worst": worst, "held": total_held, "frozen": frozen, "steps": exchange.state_dict()["modules"]}
 
 
 def held(exchange: Any, name: str) -> torch.Tensor:
     """Return the residual of a tensor on this rank, flat: of the whole tensor, or of this rank's part with replicas."""
     item = next((item for item in exchange.plan.assignments if item.spec.name == name), None)
     residual = torch.zeros(item.spec.numel if item else 0)
-    modules = exchange.state_dict()["modules"].values()
-    states = {unit: x for module in modules for unit, x in module["tensors"].items()}
+    states = exchange.state_dict()["tensors"]
     for unit in exchange.plan.units:
         for piece, start in offsets(unit):
             if piece.tensor == name:
@@ -229,7 +222,7 @@ def bad_by_fsdp() -> dict[str, Any]:
     backward(model, other)
     handle.remove()
     after = states_of(exchange)
-    units = [unit for module in exchange.state_dict()["modules"].values() for unit in module["tensors"]]
+    units = list(exchange.state_dict()["tensors"])
     return {
         "kept": sorted(unit for unit, a, b in zip(units, before, after, strict=True) if a == b),
         "bad": sorted(name for name, x in local_gradients(model).items() if x.isnan().any()),
@@ -262,6 +255,24 @@ def resumed_by_fsdp(replicas: int) -> dict[str, Any]:
     file.seek(0)
     saved = torch.load(file)
     return {"equal": digests[0] == digests[1], "own": own, "refused": outcome(lambda: other.load_state_dict(saved))}
+
+
+def moved_by_fsdp() -> dict[str, float]:
+    """Load on all four ranks what the first two have saved: how much the mean residual of each tensor changes."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    exchange = grace.torch.register(shard((model := make()), mesh=pairs["s"]), TOPK)
+    for batch in batches(2):
+        backward(model, batch)
+    saved: list[Any] = [None] * world_size()
+    dist.all_gather_object(saved, [exchange.state_dict(), {n: held(exchange, n) for n, _ in model.named_parameters()}])
+    other = grace.torch.register(shard(make()), TOPK)
+    exact = other.load_state_dict([state for state, _ in saved[:2]])
+    changes = {"exact": float(exact)}
+    for name in saved[0][1]:
+        mine = held(other, name)
+        dist.all_reduce(mine)
+        changes[name] = float((mine / 4 - (saved[0][1][name] + saved[1][1][name]) / 2).abs().max())
+    return changes | {"held": float(mine.norm())}
 
 
 def discarded_by_fsdp() -> dict[str, Any]:

@@ -57,6 +57,15 @@ def test_a_resumed_run_continues_bit_for_bit(launch, replicas):
         assert "StateError: checkpoint: the modules differ: 'first', 'middle'" in rank["refused"]
 
 
+@on(FOUR)
+def test_more_ranks_continue_with_what_fewer_held(launch):
+    for rank in scenario("moved_by_fsdp", launch):
+        assert rank.pop("held") > 0.01
+        assert rank.pop("exact") == 0
+        assert len(rank) == 7
+        assert max(rank.values()) < 1e-6, rank
+
+
 @on(TWO)
 def test_a_failed_step_is_dropped_and_taken_again(launch):
     first, *others = scenario("discarded_by_fsdp", launch)
