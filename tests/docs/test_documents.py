@@ -25,7 +25,10 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page no
 USING = ("adam", "move", "configuration", "communicators_and_memories", "checkpoints", "statistics")
 EXTEND = ("index", "compressor", "memory", "communicator", "transport", "array_operation", "backend")
 RUNNABLE = [
-    *(f"docs/get_started/{page}.md" for page in ("index", "pytorch", "ddp", "recipes", "tensorflow", "torchrun")),
+    *(
+        f"docs/get_started/{page}.md"
+        for page in ("index", "pytorch", "ddp", "fsdp", "recipes", "tensorflow", "torchrun")
+    ),
     *(f"docs/{page}.md" for page in USING),
     *(f"docs/extend/{page}.md" for page in EXTEND),
     "docs/design/mpi4py.md",
@@ -33,7 +36,7 @@ RUNNABLE = [
 # These run on two ranks. One suffices for others that initialize torch.distributed, and takes a third of the time.
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-BY_TORCHRUN = ("docs/get_started/ddp.md", "docs/get_started/torchrun.md")
+BY_TORCHRUN = tuple(f"docs/get_started/{page}.md" for page in ("ddp", "fsdp", "torchrun"))
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
 
 
