@@ -88,10 +88,14 @@ def test_gradients_come_in_parts_and_means_go_to_their_places():
         assert all(np.array_equal(places[name], x.reshape(-1)) for name, x in mine.items())
 
 
-def test_modules_share_no_bucket_and_no_tensor_is_cut():
-    config = make_config({"compressor": "topk", "default_rules": False, "split_bytes": 100})
+def plan_of(compressor, **options):
+    config = make_config({"compressor": compressor, "default_rules": False, **options})
     modules = Modules({"a": "first", "b": "first", "c": "", "d": ""}, communicator_for(SPECS, 2))
-    plan = make_plan(SPECS, config, ranks=Ranks(2), modules=modules)
+    return make_plan(SPECS, config, ranks=Ranks(2), modules=modules)
+
+
+def test_modules_share_no_bucket():
+    plan = plan_of("topk")
     assert [sorted({p.tensor for unit in bucket.units for p in unit.pieces}) for bucket in plan.buckets] == [
         ["c", "d"],
         ["a", "b"],
@@ -101,6 +105,16 @@ def test_modules_share_no_bucket_and_no_tensor_is_cut():
         ("b[3:5] to a[1200:2100], 2 pieces", 1),
     ]
     assert "reduce_scatter" in plan.report()
+
+
+def test_tensors_are_cut_between_ranks_only():
+    units = plan_of("qsgd", split_bytes=100).only({"c", "d"}).units
+    assert [unit.spec.name for unit in units] == ["d[0:1]", "c[0:4000]", "c[4000:8000]"]
+
+
+def test_a_bucket_takes_tensors_until_it_is_full():
+    for limit, buckets in (0, 4), (20, 3), (10**6, 2):
+        assert len(plan_of("topk", bucket_bytes=limit).buckets) == buckets
 
 
 def test_tensors_are_delegated_together():

@@ -170,20 +170,29 @@ def conserved_by_fsdp(replicas: int) -> dict[str, Any]:
             applied[name] += x
         if i == 5:
             frozen = [weight.grad is None, torch.equal(held_before, held(exchange, "middle.weight"))]
-    worst, total_held = 0.0, 0.0
+    worst, total_held, apart = 0.0, 0.0, 0.0
     for name, p in model.named_parameters():
         dist.all_reduce(given[name])
         mesh, rows, part = p.device_mesh, len(given[name]), len(p.to_local())
         start = mesh.get_local_rank(-1) * -(-rows // mesh.size(-1))
-        mine = held(exchange, name)
+        own = held(exchange, name)
+        mine = own.clone()
         dist.all_reduce(mine, group=mesh.get_group(0))
+        if len(own):
+            apart = max(apart, float((mine / mesh.size(0) - own).abs().max()))
         # Without replicas, ranks hold residuals of all parts.
         mine = mine.view_as(given[name])[start : start + part] if replicas == 1 else mine.view_as(p.to_local())
         if part:
             expected = given[name][start : start + part] / world_size()
             worst = max(worst, float((expected - applied[name] - mine / mesh.size(0)).abs().max()))
             total_held += float(mine.norm())
-    return {"worst": worst, "held": total_held, "frozen": frozen, "steps": exchange.state_dict()["modules"]}
+    return {
+        "worst": worst,
+        "held": total_held,
+        "apart": apart,
+        "frozen": frozen,
+        "steps": exchange.state_dict()["modules"],
+    }
 
 
 def held(exchange: Any, name: str) -> torch.Tensor:
@@ -254,7 +263,14 @@ def resumed_by_fsdp(replicas: int) -> dict[str, Any]:
     other = grace.torch.register(flat, TOPK)
     file.seek(0)
     saved = torch.load(file)
-    return {"equal": digests[0] == digests[1], "own": own, "refused": outcome(lambda: other.load_state_dict(saved))}
+    damaged = {**saved, "tensors": {unit: x for unit, x in saved["tensors"].items() if "middle" not in unit}}
+    return {
+        "equal": digests[0] == digests[1],
+        "own": own,
+        "refused": outcome(lambda: other.load_state_dict(saved)),
+        "damaged": outcome(lambda: exchange.load_state_dict(damaged)),
+        "kept": states_of(exchange) == digests[1][1:],
+    }
 
 
 def moved_by_fsdp() -> dict[str, float]:
@@ -293,6 +309,9 @@ def discarded_by_fsdp() -> dict[str, Any]:
             results["gradients"] = all(p.grad is None for p in model.parameters())
         backward(model, other)
         digests.append([digest(local_gradients(model).values()), *states_of(exchange)])
+        # A finished step stays.
+        exchange.discard()
+        results["finished"] = digests[-1][1:] == states_of(exchange)
     return results | {"equal": digests[0] == digests[1]}
 
 

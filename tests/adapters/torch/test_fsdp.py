@@ -33,6 +33,8 @@ def test_what_is_applied_and_what_is_held_is_what_was_given(launch, replicas):
     for rank in scenario("conserved_by_fsdp", launch, replicas):
         assert rank["worst"] < 1e-6, rank
         assert rank["held"] > 0.1, rank
+        # Each rank compresses its own gradients, or those of its replica.
+        assert rank["apart"] > 1e-3, rank
         assert rank["frozen"] == [True, True], rank
         # It is used twice in one step, and takes part with zeros in the step that does not use it.
         assert rank["steps"] == {"": 7, "first": 7, "middle": 8}
@@ -55,6 +57,8 @@ def test_a_resumed_run_continues_bit_for_bit(launch, replicas):
         assert rank["equal"]
         assert rank["own"]
         assert "StateError: checkpoint: the modules differ: 'first', 'middle'" in rank["refused"]
+        assert "StateError: checkpoint: the units of compression differ" in rank["damaged"]
+        assert rank["kept"]
 
 
 @on(FOUR)
@@ -76,6 +80,7 @@ def test_a_failed_step_is_dropped_and_taken_again(launch):
         assert rank["states"]
         assert rank["gradients"]
         assert rank["equal"]
+        assert rank["finished"]
 
 
 @on(TWO)
