@@ -121,10 +121,10 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
         local = {"steps": steps, "met": {name: met[p] for p, name in names.items()}}
         return {**plain_class.state_dict(optimizer), "grace": engine.state_dict(), "grace_local": local}
 
-    def load_state_dict(state: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
+    def load_state_dict(state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         nonlocal steps
         exchange.way_back.check()
-        plain = exchange.gathered(state)
+        plain = exchange.gathered(state_dict)
         saved, local = plain.pop("grace", None), plain.pop("grace_local", None)
         expected = {name: shown(met[p]) for p, name in names.items()}
         found = local.get("met") if isinstance(local, Mapping) else None

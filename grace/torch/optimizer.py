@@ -417,9 +417,9 @@ def _attach(
     def state_dict() -> dict[str, Any]:
         return {**plain_class.state_dict(wrapped), "grace": engine.state_dict()}
 
-    def load_state_dict(state: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
+    def load_state_dict(state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         refuse_while_under_way("load_state_dict()")
-        plain = exchange.gathered(state)
+        plain = exchange.gathered(state_dict)
         saved = plain.pop("grace", None)
         exchange.load(saved, wrapped, lambda: plain_load(plain))
         if saved is None:

@@ -96,6 +96,18 @@ def test_the_python_of_a_page_runs(name, tmp_path):
     subprocess.run([sys.executable, *torchrun, str(script)], check=True, cwd=tmp_path, env=environment)
 
 
+@pytest.mark.first
+def test_the_example_of_a_distributed_checkpoint_runs(tmp_path):
+    page = read("docs/checkpoints.md").partition("## torch.distributed.checkpoint\n")[2]
+    (tmp_path / "script.py").write_text(page.partition("```{code-block} python\n")[2].partition("```")[0])
+    check = "assert sum(float(x.abs().sum()) for entry in app.optimizer.grace.state_dict()['tensors'].values()"
+    with (tmp_path / "script.py").open("a") as script:
+        script.write(f"{check} for x in entry['memory'].values()) > 0\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *torchrun, "script.py"], check=True, cwd=tmp_path, env=environment)
+
+
 def lacking(name: str, docstring: str) -> list[str]:
     """Return the parts that the docstring of a method lacks."""
     lines = [line.strip() for line in docstring.splitlines()]

@@ -56,6 +56,7 @@ GRANULARITY = "tests/core/test_granularity.py"
 UNIT_CHANGES = "tests/core/test_unit_changes.py"
 JOINT = "tests/core/test_joint_memories.py"
 OTHER_RANKS = "tests/core/test_other_ranks.py"
+DCP = "tests/adapters/torch/test_checkpoint.py"
 PLACEMENT = "tests/core/test_gradient_placement.py"
 ERRORS = "tests/core/test_errors.py"
 DAMAGED = "tests/core/test_damaged_payloads.py"
@@ -1187,6 +1188,22 @@ PATCHES = [
         "slice(0, stop - start)",
         "elements of a new shard come from the beginning of the old one",
         (OTHER_RANKS,),
+    ),
+    Patch(
+        "dcp-keys-without-rank",
+        "grace/torch/distributed/checkpoint.py",
+        'return f"rank {rank} of {size}"',
+        'return f"rank of {size}"',
+        "torch.distributed.checkpoint takes the states of all ranks for copies of one",
+        (DCP,),
+    ),
+    Patch(
+        "dcp-own-state-only",
+        "grace/torch/distributed/checkpoint.py",
+        "return own or saved",
+        "return own or dict(list(saved.items())[:1])",
+        "another number of ranks reads one state only",
+        (DCP,),
     ),
     # --- plan -----------------------------------------------------------------------------------------------------
     Patch(

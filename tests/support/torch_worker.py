@@ -12,6 +12,7 @@ import torch._dynamo
 from horovod.torch import mpi_ops
 
 from tests.adapters.torch import (
+    checkpoint_scenarios,
     ddp_scenarios,
     exchange_scenarios,
     fsdp_scenarios,
@@ -56,6 +57,7 @@ def main() -> None:
         sleep_while_waiting()
     modules = (
         ddp_scenarios,
+        checkpoint_scenarios,
         exchange_scenarios,
         fsdp_scenarios,
         promise_scenarios,

@@ -1,0 +1,107 @@
+"""`ExchangeState`: the state of an exchange in a checkpoint of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, StorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from grace.core.values.errors import StateError
+from grace.torch.exchange import Exchange
+
+_KINDS = ("memory", "compressor")
+# All but the arrays, as JSON.
+_HEAD = "head"
+
+
+class ExchangeState:
+    """The state of an exchange as a `Stateful`: every key names the rank, because what ranks hold differs.
+
+    To save, pass the exchange: `grace.torch.register` returns one, and a wrapped optimizer has it as `optimizer.grace`.
+    To load, pass the checkpoint as well, as a path or a storage reader: its metadata tell how many ranks saved it. As
+    many ranks load their own states, bit for bit; others load all, as `Exchange.load_state_dict` does with a list.
+    `key` is the place of this object in the checkpoint, with dots between the keys of nested dictionaries.
+
+        dcp.save({"grace": ExchangeState(exchange)}, checkpoint_id=path)
+        dcp.load({"grace": ExchangeState(exchange, path)}, checkpoint_id=path)
+
+    Load the own state of a wrapped optimizer before, because residuals then start from zero.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        checkpoint: str | os.PathLike[str] | StorageReader | None = None,
+        *,
+        key: str = "grace",
+    ) -> None:
+        self._exchange, self._key = exchange, key
+        self._reader = FileSystemReader(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the state of this rank; before a load, tensors to read into.
+
+        Raises StateError if the checkpoint has no state of an exchange at the key.
+        """
+        if self._reader is not None:
+            return self._empty(self._reader)
+        state = self._exchange.state_dict()
+        at = _place(state["rank"], state["size"])
+        arrays, tensors = {}, {}
+        for name, entry in state["tensors"].items():
+            arrays |= {f"{at}/{name}/{kind}/{key}": x for kind in _KINDS for key, x in entry[kind].items()}
+            tensors[name] = {**entry, **{kind: list(entry[kind]) for kind in _KINDS}}
+        text = json.dumps({**state, "tensors": tensors}).encode()
+        return {f"{at}/{_HEAD}": torch.frombuffer(bytearray(text), dtype=torch.uint8), **arrays}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Load what was read; afterwards this is the state of the exchange again.
+
+        Raises the errors of `Exchange.load_state_dict`.
+        """
+        self._reader = None
+        places = [name.removesuffix(f"/{_HEAD}") for name in state_dict if name.endswith(f"/{_HEAD}")]
+        states = [_nested(state_dict, place) for place in places]
+        alone = places == [_place(self._exchange.rank, self._exchange.size)]
+        self._exchange.load_state_dict(states[0] if alone else states)
+
+    def _empty(self, reader: StorageReader) -> dict[str, torch.Tensor]:
+        """Return tensors for the state of this rank if as many ranks have saved one, else for those of all ranks."""
+        start = f"{self._key}."
+        saved = {
+            name.removeprefix(start): torch.empty(found.size, dtype=found.properties.dtype)
+            for name, found in reader.read_metadata().state_dict_metadata.items()
+            if name.startswith(f"{start}rank ") and isinstance(found, TensorStorageMetadata)
+        }
+        if not saved:
+            raise StateError(
+                f"checkpoint: expected the state of an exchange at the key '{self._key}', received none; save it by "
+                "grace.torch.distributed.ExchangeState, and name its place by the argument 'key'."
+            )
+        mine = f"{_place(self._exchange.rank, self._exchange.size)}/"
+        own = {name: x for name, x in saved.items() if name.startswith(mine)}
+        return own or saved
+
+
+def _place(rank: int, size: int) -> str:
+    return f"rank {rank} of {size}"
+
+
+def _nested(read: Mapping[str, torch.Tensor], place: str) -> dict[str, Any]:
+    """Return the state of an exchange from what was read of it."""
+    try:
+        state: dict[str, Any] = json.loads(bytes(read[f"{place}/{_HEAD}"].tolist()))
+        for name, entry in state["tensors"].items():
+            for kind in _KINDS:
+                entry[kind] = {key: read[f"{place}/{name}/{kind}/{key}"] for key in entry[kind]}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"checkpoint, {place}: expected the state of an exchange, received something else ({error!r}). The "
+            "checkpoint is damaged; load another one."
+        ) from error
+    return state
