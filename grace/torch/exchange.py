@@ -11,12 +11,13 @@ import torch
 from grace.core.exchange import exchange as core
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.merge import in_rank_order
+from grace.core.exchange.start import announce, described
 from grace.core.exchange.state import check_mapping
 from grace.core.guards.agreement import agree
 from grace.core.guards.replicas import WEIGHTS, check_digests, digest, is_due
 from grace.core.ops import get_ops
 from grace.core.values.config import Config
-from grace.core.values.errors import StateError
+from grace.core.values.errors import StateError, StepError
 from grace.core.values.spec import TensorSpec
 from grace.core.values.unit import Assignment
 from grace.torch.library import Library
@@ -54,6 +55,8 @@ class Exchange(core.Exchange[Engine]):
         )
         self._library, self._parameters = library, parameters
         self._met = False
+        # In elastic mode, True if a state of `grace.torch.horovod.TorchState` keeps it.
+        self.synchronized = False
         # The last step before which the replicas were compared.
         self._compared = -1
         self._merged: dict[str, torch.Tensor] = {}
@@ -74,6 +77,30 @@ class Exchange(core.Exchange[Engine]):
         """
         self._merged, self._gradients = {}, {}
         self.way_back.discard()
+
+    @property
+    def transport(self) -> Any:
+        """The transport of its library."""
+        return self._library.transport
+
+    def described(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks."""
+        return described(self.config, self._specs, [self.plan], self._ops)
+
+    def abandon(self) -> None:
+        """Drop the step under way on this rank, whatever the others do, because Horovod will start anew."""
+        self._merged, self._gradients = {}, {}
+        self.way_back.give_up()
+
+    def move(self) -> tuple[int, int]:
+        """Go on with the ranks that the library has now; return the numbers of ranks before and now."""
+        before = self.size
+        self._library.connect()
+        self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
+        self.engine.move(self._plans_for(self.ranks), before)
+        self._met, self._compared = False, -1
+        announce(self.plan, self.transport)
+        return before, self.size
 
     def load(self, saved: Any, optimizer: Any, load_plain: Callable[[], None]) -> None:
         """Load a checkpoint: grace's part `saved` (None: initial states), and the optimizer's own by `load_plain`.
@@ -115,6 +142,11 @@ class Exchange(core.Exchange[Engine]):
 
         Raises MismatchError on every rank.
         """
+        if self._library.elastic and not self.synchronized:
+            raise StepError(
+                "elastic Horovod keeps no residuals in its own TorchState; pass the optimizer to "
+                "grace.torch.horovod.TorchState in its place."
+            )
         if not self._met:
             self._met = True
             self._meet_first()

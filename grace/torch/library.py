@@ -34,6 +34,12 @@ class Library(ABC):
     world: tuple[int, int]
     # What the argument 'compression' may be: the library's own default.
     no_compression: Any = None
+    # Ranks may come and go.
+    elastic: bool = False
+
+    def connect(self) -> None:
+        """Go on with the ranks that the library has now, in elastic mode."""
+        raise NotImplementedError
 
     @abstractmethod
     def averages(self, op: Any) -> bool:

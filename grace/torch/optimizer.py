@@ -82,7 +82,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     exchanges its gradients and updates the weights. A single process compresses as well. All ranks of the process set
     or group must call this function.
 
-    Raises ConfigError for arguments that are not supported (`compression`, `groups`, Adasum, LBFGS, elastic mode), and
+    Raises ConfigError for arguments that are not supported (`compression`, `groups`, Adasum, LBFGS), and
     MismatchError on every rank if the ranks differ in configuration or parameters.
     """
     made, failure, timeout = None, None, float(TIMEOUT)
@@ -100,7 +100,10 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
 
     def gather(mine: Any) -> list[Any]:
         # All optimizers of the group use the same name. So ranks with different numbers of optimizers still meet, and
-        # get an error instead of waiting forever.
+        # get an error instead of waiting forever. In elastic mode ranks meet when their states are synchronized: a new
+        # rank makes its optimizer while the others go on.
+        if library.elastic:
+            return [mine]
         return transport.gather_objects(mine, f"grace/{library.group}/agree", f"{_WHERE}()")
 
     with Meeting(gather, _WHERE) as meeting:

@@ -49,6 +49,14 @@ class WayBack:
                 f"{self._called}.discard() on all ranks to return to the states before it, or end the run."
             )
 
+    def give_up(self) -> None:
+        """Return to the states before the step on this rank, whatever the others do."""
+        if self._before is not None:
+            self._engine.restore(self._before)
+        self._engine.drop()
+        self._before, self._failed = None, False
+        self.forget()
+
     def discard(self) -> None:
         """Return to the states before the step, on all ranks; see `Exchange.discard`."""
         engine = self._engine

@@ -1205,6 +1205,38 @@ PATCHES = [
         "another number of ranks reads one state only",
         (DCP,),
     ),
+    Patch(
+        "move-without-proportion",
+        ENGINE,
+        "factor = self.transport.size / before if self._average else 1.0",
+        "factor = 1.0",
+        "what survivors hold back counts more where fewer ranks are left",
+        ("tests/core/test_moves.py",),
+    ),
+    Patch(
+        "move-owners-go-on",
+        ENGINE,
+        "before, same_ranks=False)",
+        "before)",
+        "an owner that has another number now loses what it holds",
+        ("tests/core/test_moves.py",),
+    ),
+    Patch(
+        "elastic-step-of-its-own",
+        "grace/torch/horovod/elastic.py",
+        'engine.load_state_dict(root["grace"], exchange._place)',
+        "pass",
+        "a new rank starts at step 0",
+        ("tests/adapters/torch/test_elastic.py",),
+    ),
+    Patch(
+        "elastic-first-commit",
+        "grace/torch/horovod/elastic.py",
+        "self._saved = {",
+        "self._saved = self._saved if hasattr(self, '_saved') else {",
+        "a restore returns to the beginning, not to the last commit",
+        ("tests/adapters/torch/test_elastic.py",),
+    ),
     # --- plan -----------------------------------------------------------------------------------------------------
     Patch(
         "plan-forward-order",

@@ -14,6 +14,7 @@ from horovod.torch import mpi_ops
 from tests.adapters.torch import (
     checkpoint_scenarios,
     ddp_scenarios,
+    elastic_scenarios,
     exchange_scenarios,
     fsdp_scenarios,
     launched,
@@ -56,8 +57,9 @@ def main() -> None:
     if not launched.by_torchrun():
         sleep_while_waiting()
     modules = (
-        ddp_scenarios,
         checkpoint_scenarios,
+        ddp_scenarios,
+        elastic_scenarios,
         exchange_scenarios,
         fsdp_scenarios,
         promise_scenarios,

@@ -192,6 +192,38 @@ class Engine:
         for name, states in new.items():
             self._slots.write(name, states)
 
+    def move(self, plans: Sequence[tuple[int, Plan]], before: int) -> None:
+        """Continue with the ranks that the transport has now, with plans for them, after `before` other ranks.
+
+        A rank keeps its residuals so that their share in the mean stays as it was, and in a sum the sum. What it held
+        back as an owner goes to its own ones. Drops a step under way.
+        """
+        self.drop()
+        for tensor in list(self._held):
+            self.release(tensor)
+        self._stages = list(plans)
+        plan = self._stage_at(int(self.step))
+        for item in plan.assignments:
+            item.compressor.check_ranks(self.transport.size)
+        new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, before, same_ranks=False)
+        factor = self.transport.size / before if self._average else 1.0
+        self._leave()
+        self._adopt(plan)
+        self._done = plan
+        for name, states in new.items():
+            additive = self._units[name].memory.additive
+            memory = {key: x * factor if key in additive else x for key, x in states["memory"].items()}
+            self._slots.write(name, {**states, "memory": memory})
+
+    def memories(self) -> dict[str, State]:
+        """Return the states of the memories that may differ between ranks, by unit."""
+        return {name: self._slots.read(name)["memory"] for name, unit in self._units.items() if not unit.memory.shared}
+
+    def put_memories(self, memories_of: Mapping[str, State]) -> None:
+        """Write the result of `memories`."""
+        for name, memory in memories_of.items():
+            self._slots.write(name, {**self._slots.read(name), "memory": memory})
+
     def _leave(self) -> None:
         for name in self._units:
             self._slots.forget(name)

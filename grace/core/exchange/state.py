@@ -216,19 +216,20 @@ def carried(
     fresh: Callable[[Unit], dict[str, State]],
     ops: Callable[[str], ArrayOps],
     size: int,
+    same_ranks: bool = True,
 ) -> dict[str, dict[str, State]]:
     """Return the states of all units `after` a change: states that fit are kept, the others start as `fresh`.
 
     A residual passes from one memory to any other that has one, in the units of the new one. State that a memory holds
     per element is kept even if the units are cut differently. What only the owners of a unit hold back of a mean over
     `size` ranks goes into their own residuals, unless they own the same unit again. Memories that count on an owner go
-    on only with that owner's.
+    on only with that owner's. Without `same_ranks` no owner is the same as before.
     """
     new = _carried_units(before.units, after.units, read, fresh, ops)
     for name, unit in after.stateful.items():
         if unit.owners is not None:
             old = before.stateful.get(name)
-            again = old is not None and (old.owners, old.pieces) == (unit.owners, unit.pieces)
+            again = same_ranks and old is not None and (old.owners, old.pieces) == (unit.owners, unit.pieces)
             new[name] = _continued(old, unit, read(name), fresh(unit), ops) if old and again else fresh(unit)
     for name, unit in after.stateful.items():
         if unit.memory.at_owner is not None and not _keeps_owner(before, unit):
@@ -241,7 +242,9 @@ def carried(
             name, owners = onward.spec.name, onward.owners or ()
             residual = read(name)["memory"].get("residual")
             other = after.stateful.get(name)
-            goes_on = other is not None and (other.owners, other.pieces) == (onward.owners, onward.pieces)
+            goes_on = (
+                same_ranks and other is not None and (other.owners, other.pieces) == (onward.owners, onward.pieces)
+            )
             if residual is not None and not (goes_on and "residual" in new[name]["memory"]):
                 _hand_back(unit, residual * (size / len(owners) / scale), after.units, new, ops)
     return new

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from grace.torch.horovod.elastic import TorchState
 from grace.torch.horovod.library import Horovod
 from grace.torch.horovod.transport import HorovodTransport
 
-__all__ = ["Horovod", "HorovodTransport"]
+__all__ = ["Horovod", "HorovodTransport", "TorchState"]

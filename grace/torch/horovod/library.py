@@ -38,6 +38,11 @@ class Horovod(Library):
         self.transport.timeout = timeout
         self.group, self.world = str(self._process_set.process_set_id), (hvd.rank(), hvd.size())
         self._delegated: Delegated | None = None
+        self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+
+    def connect(self) -> None:
+        self.transport.connect()
+        self.world = hvd.rank(), hvd.size()
 
     def averages(self, op: Any) -> bool:
         if op not in (None, hvd.Average, hvd.Sum):
@@ -57,11 +62,8 @@ class Horovod(Library):
         gradient_predivide_factor: float,
         sparse_as_dense: bool,
     ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ConfigError(
-                f"{_WHERE}: elastic Horovod is not supported, because residuals would be lost when the number of ranks "
-                "changes; launch without elastic options."
-            )
+        if self.elastic and self._process_set is not hvd.global_process_set:
+            raise ConfigError(f"{_WHERE}: elastic Horovod supports no process sets; leave process_set out.")
         wrapped = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -74,7 +76,7 @@ class Horovod(Library):
         return wrapped, wrapped._parameter_names
 
     def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], engine: Engine, prefix: str) -> Delegated:
-        if self.transport.rank >= 0 and hvd.size() == 1:
+        if self.transport.rank >= 0 and hvd.size() == 1 and not self.elastic:
             # With one process Horovod registers no hooks, but gradients shall be compressed all the same.
             wrapped._register_hooks()
         self._delegated = Delegated(wrapped, self.transport, prefix)

@@ -140,11 +140,16 @@ class HorovodTransport(MeetingTransport):
                 f"{process_set} is not registered with Horovod; "
                 "pass it to hvd.init(process_sets=[...]) or hvd.add_process_set() first."
             )
+        self._process_set = process_set
+        self.connect()
+
+    def connect(self) -> None:
+        """Read rank and size from Horovod, which may have started anew with other ranks."""
+        process_set = self._process_set
         self.size = len(process_set.ranks)
         self.rank = process_set.rank() if process_set.included() else -1
         if process_set.process_set_id == 0:
             self.local_size = known_local_size(hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size())
-        self._process_set = process_set
         self.started = Started()
 
     def allreduce(self, x: torch.Tensor, *, op: Reduction, name: str) -> Handle:

@@ -1,0 +1,33 @@
+"""Horovod's elastic state with optimizers of grace."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import TORCH, Launch
+from tests.support.ranks import on, scenario
+
+pytestmark = pytest.mark.distributed
+
+
+@on(Launch(TORCH, "horovodrun-gloo", 2))
+def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(launch):
+    ranks = scenario("elastic", launch)
+    for rank in ranks:
+        without, joint, local = rank["refused"]
+        assert "pass the optimizer to grace.torch.horovod.TorchState" in without
+        assert "every rank must keep a residual of its own" in joint
+        assert "local_steps is not supported in elastic mode" in local
+        assert rank["went on"]
+        assert rank["restored"] == [True, 3]
+        assert rank["step"] == 3
+        assert rank["stayed"]
+        assert rank["synchronized"] == [3, 3]
+    assert ranks[0]["own"]
+    assert not ranks[0]["nothing"]
+    assert ranks[1]["nothing"]
+    for key in ("momentum", "weights"):
+        assert ranks[0][key] == ranks[1][key]
+    first, *others = [text for text in ranks[0]["told"] if text.startswith("elastic Horovod")]
+    assert "2 ranks before, 2 now" in first
+    assert any("of 2 ranks, 1 have stayed and 1 are new. What the other 1 held back is lost" in text for text in others)
