@@ -27,7 +27,7 @@ from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated, Library
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.tensors import is_delegated, spec_of
+from grace.torch.tensors import is_delegated, is_registered, is_sharded, spec_of
 from grace.torch.views import GradientViews
 
 _WHERE = "grace.torch.DistributedOptimizer"
@@ -225,6 +225,17 @@ def _refuse(
         )
     if hasattr(optimizer, "_allreduce_grad_async"):
         raise ConfigError(f"{where}: the optimizer is already wrapped; pass the plain optimizer.")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(is_registered(p) for p in parameters):
+        raise ConfigError(
+            f"{where}: grace.torch.register() exchanges the gradients of these parameters already; use the plain "
+            "optimizer, or train the plain model without DistributedDataParallel."
+        )
+    if any(is_sharded(p) for p in parameters):
+        raise ConfigError(
+            f"{where}: expected whole parameters, received sharded ones (DTensor); use the plain optimizer, and call "
+            "grace.torch.register(model) for a model of FSDP2."
+        )
     if compression is not None and compression is not no_compression:
         raise ConfigError(
             f"{where}: the argument 'compression' belongs to Horovod; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.torch.exchange import Exchange
 from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.tensors import is_delegated, spec_of
+from grace.torch.tensors import is_delegated, note_registered, spec_of
 
 _WHERE = "grace.torch.register"
 # The number of models per process group. It is part of the names of their buckets, which are equal on all ranks.
@@ -78,7 +79,11 @@ def register(
     if sharded:
         from grace.torch.distributed.fsdp import register_sharded
 
-        return register_sharded(model, made, failure, timeout=timeout, grad_scaler=grad_scaler, where=_WHERE)
+        sharded_exchange = register_sharded(
+            model, made, failure, timeout=timeout, grad_scaler=grad_scaler, where=_WHERE
+        )
+        note_registered(model.parameters(), sharded_exchange)
+        return sharded_exchange
     library = TorchDistributed(model.process_group, timeout)
     transport, number = library.transport, _models[library.group]
     _models[library.group] += 1
@@ -113,12 +118,13 @@ def register(
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, engine)
     GradientHook(model, parameters, exchange).attach(model)
+    note_registered(parameters.values(), exchange)
     announce(engine.plan, transport)
     return exchange
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
     """Return whether `fully_shard` was applied to the model."""
-    from torch.distributed import fsdp
-
-    return hasattr(fsdp, "FSDPModule") and isinstance(model, fsdp.FSDPModule)
+    # Who has applied it has imported it, which takes seconds.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(model, kind)

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from grace.core.values.spec import TensorSpec
 from grace.core.values.unit import Assignment
+
+# The parameters of registered models, each with its exchange.
+_registered: Any = WeakIdKeyDictionary()
+
+
+def note_registered(parameters: Iterable[torch.Tensor], exchange: object) -> None:
+    """Take note that an exchange of `grace.torch.register` has the gradients of these parameters."""
+    for p in parameters:
+        _registered[p] = weakref.ref(exchange)
+
+
+def is_registered(p: torch.Tensor) -> bool:
+    """Return whether a registered model that still exists has the parameter."""
+    exchange = _registered.get(p)
+    return exchange is not None and exchange() is not None
+
+
+def is_sharded(p: torch.Tensor) -> bool:
+    """Return whether the tensor is a `DTensor`, of which each rank has a part."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(p, kind)
 
 
 def spec_of(name: str, p: torch.Tensor) -> TensorSpec:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -446,7 +447,25 @@ def refused_by_ddp() -> dict[str, Any]:
         ddp.mixed_precision = object()
         return grace.torch.register(ddp, TOPK)
 
+    def wrapped() -> Any:
+        model = make_net()
+        exchange = grace.torch.register(parallel(model), TOPK)
+        refused = outcome(lambda: wrap(model, TOPK))
+        del exchange
+        gc.collect()
+        # The registered model is gone.
+        wrap(model, TOPK)
+        return refused
+
+    def sharded() -> Any:
+        model = make_net()
+        # The scalar cannot be sharded.
+        torch.distributed.fsdp.fully_shard(model.head)
+        return wrap(model, TOPK)
+
     results = {
+        "wrapped": wrapped(),
+        "sharded": outcome(sharded),
         "twice": outcome(hooked),
         "mixed": outcome(mixed),
         "plain": outcome(lambda: grace.torch.register(make_net(), TOPK)),

@@ -116,6 +116,8 @@ def test_bad_gradients_reach_all_ranks_and_failed_steps_are_dropped(launch):
 @on(TWO)
 def test_what_cannot_work_is_refused(launch):
     for number, rank in enumerate(scenario("refused_by_ddp", launch)):
+        assert "grace.torch.register() exchanges the gradients of these parameters already" in rank["wrapped"]
+        assert "expected whole parameters, received sharded ones (DTensor)" in rank["sharded"]
         assert rank["twice"].startswith("ConfigError: grace.torch.register: the model cannot be used, because it has")
         assert "use torch.autocast instead" in rank["mixed"]
         assert rank["plain"].startswith("TypeError: grace.torch.register: expected a model wrapped in")
