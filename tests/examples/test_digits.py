@@ -205,6 +205,10 @@ def test_the_examples_of_torch_train_alike_without_horovod(launch, tmp_path):
         check_bytes("torch", rows, MOST | MOST_AT_FIRST)
         accuracies.append({name: row["accuracy"] for name, row in rows.items()})
     assert accuracies[0] == accuracies[1]
+    sharded = epoch(launch, "fsdp", ["none", "topk"], tmp_path / "fsdp.json")
+    check_description("fsdp", sharded)
+    assert sharded["none"]["accuracy"] == pytest.approx(accuracies[0]["none"], abs=0.03)
+    assert sharded["topk"]["wire_bytes_per_step"] < 0.02 * sharded["topk"]["dense_bytes_per_step"]
 
 
 def test_powersgd_sends_what_its_ranks_predict(framework, rows):
