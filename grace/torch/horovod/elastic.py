@@ -41,7 +41,7 @@ class TorchState(horovod.torch.elastic.TorchState):  # type: ignore[misc]
 
 
 class _OptimizerHandler(StateHandler):  # type: ignore[misc]
-    """What Horovod's elastic state does with an optimizer of grace."""
+    """Handler of an optimizer of grace in Horovod's elastic state."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
