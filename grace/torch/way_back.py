@@ -53,16 +53,11 @@ class WayBack:
         """Return to the states before the step on this rank, whatever the others do."""
         if self._before is not None:
             self._engine.restore(self._before)
-        self._engine.drop()
         self._before, self._failed = None, False
         self.forget()
 
     def discard(self) -> None:
         """Return to the states before the step, on all ranks; see `Exchange.discard`."""
-        engine = self._engine
-        steps = self._drop(int(engine.step if self._before is None else self._before.step))
-        if self._before is not None:
-            engine.restore(self._before)
-        self._before, self._failed = None, False
-        self.forget()
+        steps = self._drop(int(self._engine.step if self._before is None else self._before.step))
+        self.give_up()
         check_steps(steps)

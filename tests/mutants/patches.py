@@ -314,7 +314,7 @@ PATCHES = [
     Patch(
         "engine-change-forgets",
         ENGINE,
-        "new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, self.transport.size)",
+        "new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, size, same_ranks)",
         "new = {unit.spec.name: self._initial(unit) for unit in plan.units}",
         "change() loses the residuals",
         (f"{SCHEDULE} -k 'residual or changes'",),
@@ -1216,8 +1216,8 @@ PATCHES = [
     Patch(
         "move-owners-go-on",
         ENGINE,
-        "before, same_ranks=False)",
-        "before)",
+        "before or self.transport.size, before is None",
+        "before or self.transport.size, True",
         "an owner that has another number now loses what it holds",
         ("tests/core/test_moves.py",),
     ),

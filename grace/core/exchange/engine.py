@@ -183,10 +183,12 @@ class Engine:
         self._stages = [(0, plan)]
         self._carry_on(plan)
 
-    def _carry_on(self, plan: Plan) -> None:
+    def _carry_on(self, plan: Plan, before: int | None = None) -> None:
+        """Continue with another plan; `before` is the number of ranks before if they are others now."""
         for tensor in list(self._held):
             self.release(tensor)
-        new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, self.transport.size)
+        size, same_ranks = before or self.transport.size, before is None
+        new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, size, same_ranks)
         self._leave()
         self._adopt(plan)
         for name, states in new.items():
@@ -199,19 +201,15 @@ class Engine:
         back as an owner goes to its own ones. Drops a step under way.
         """
         self.drop()
-        for tensor in list(self._held):
-            self.release(tensor)
         self._stages = list(plans)
         plan = self._stage_at(int(self.step))
         for item in plan.assignments:
             item.compressor.check_ranks(self.transport.size)
-        new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, before, same_ranks=False)
-        factor = self.transport.size / before if self._average else 1.0
-        self._leave()
-        self._adopt(plan)
+        self._carry_on(plan, before)
         self._done = plan
-        for name, states in new.items():
-            additive = self._units[name].memory.additive
+        factor = self.transport.size / before if self._average else 1.0
+        for name, unit in self._units.items():
+            states, additive = self._slots.read(name), unit.memory.additive
             memory = {key: x * factor if key in additive else x for key, x in states["memory"].items()}
             self._slots.write(name, {**states, "memory": memory})
 
