@@ -137,8 +137,8 @@ PATCHES = [
     Patch(
         "discard-without-the-states",
         "grace/torch/way_back.py",
-        "            engine.restore(self._before)",
-        "            engine.drop()",
+        "engine.restore(self._before)",
+        "engine.drop()",
         "a dropped step leaves residuals and states that it has changed",
         (f"{WAY_BACK} -k never_begun",),
     ),
@@ -1329,8 +1329,8 @@ PATCHES = [
     Patch(
         "engine-plan-forgets-what-is-held",
         ENGINE,
-        "        for tensor in list(self._held):\n            self.release(tensor)\n        new =",
-        "        new =",
+        "        for tensor in list(self._held):\n            self.release(tensor)\n",
+        "",
         "a change of the plan loses the residual of a frozen parameter",
         (f"{UNIT_CHANGES} -k held",),
     ),
