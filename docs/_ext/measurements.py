@@ -1,7 +1,8 @@
 """Measurements in docs/results: what a file holds, and the table that a page shows of it.
 
 A file says what was measured, on which machine, with which versions and by which commands. `columns` gives each key of
-the rows a title and a format; a column with `horovod_over`, `share_of_dense` or `mean_of` is computed from others.
+the rows a title and a format; a column with `speedup_of`, `share_of_dense` or `mean_of` is computed from others. Speed-ups
+are over the method that `baseline` names, by default plain Horovod.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def rows_of(name: str) -> dict[str, dict[str, Any]]:
 def value_of(data: dict[str, Any], row: dict[str, Any], key: str) -> Any:
     """Return what a row has in a column, computed where the column says so; None where it has nothing."""
     column = data["columns"][key]
-    if source := column.get("horovod_over"):
-        horovod = next(r for r in data["rows"] if r["method"] == "horovod")
-        return horovod[source] / row[source] if source in row else None
+    if source := column.get("speedup_of"):
+        baseline = next(r for r in data["rows"] if r["method"] == data.get("baseline", "horovod"))
+        return baseline[source] / row[source] if source in row else None
     if source := column.get("share_of_dense"):
         return 100 * row[source] / data["dense_bytes"] if source in row else None
     if sources := column.get("mean_of"):
