@@ -1,8 +1,8 @@
 """Measurements in docs/results: what a file holds, and the table that a page shows of it.
 
 A file says what was measured, on which machine, with which versions and by which commands. `columns` gives each key of
-the rows a title and a format; a column with `speedup_of`, `share_of_dense` or `mean_of` is computed from others. Speed-ups
-are over the method that `baseline` names, by default plain Horovod.
+the rows a title and a format; a column with `speedup_of`, `share_of_dense` or `mean_of` is computed from others.
+Speed-ups are over the method that `baseline` names, by default plain Horovod.
 """
 
 from __future__ import annotations

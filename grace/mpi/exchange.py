@@ -10,8 +10,7 @@ from mpi4py import MPI
 
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.exchange import Exchange
-from grace.core.exchange.start import announce, begin
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.exchange.start import announce, begin, request
 from grace.core.guards.agreement import Meeting, check_steps
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
@@ -47,19 +46,12 @@ class MPIExchange(Exchange[Engine]):
         comm: Any = MPI.COMM_WORLD,
         average: bool = True,
     ) -> None:
-        timeout, failure, where = TIMEOUT, None, "grace.mpi.MPIExchange"
-        try:
-            made = make_config(config)
-            timeout = made.timeout
-        except Exception as error:
-            # The other ranks must learn of it when they meet, which takes a transport.
-            failure = error
-        self.transport = MPITransport(comm, timeout=timeout)
+        requested, where = request(lambda: make_config(config)), "grace.mpi.MPIExchange"
+        self.transport = MPITransport(comm, timeout=requested.timeout)
         gather = self.transport.gather_objects
         try:
             with Meeting(lambda mine: gather(mine, "grace/agree", f"{where}()"), where) as meeting:
-                if failure is not None:
-                    raise failure
+                made = requested.config()
                 specs, ops = as_specs(tensors), functools.partial(get_ops, "numpy")
                 meeting.mine["average"] = average
                 engine = begin(meeting, made, specs, ops, self.transport, average=average, world=_WORLD)

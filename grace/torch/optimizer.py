@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from grace.core.exchange.start import announce, begin
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.exchange.start import announce, begin, request
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
@@ -85,15 +84,13 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     Raises ConfigError for arguments that are not supported (`compression`, `groups`, Adasum, LBFGS), and
     MismatchError on every rank if the ranks differ in configuration or parameters.
     """
-    made, failure, timeout = None, None, float(TIMEOUT)
-    try:
+
+    def make() -> Config:
         refuse_typos(options, DistributedOptimizer, _WHERE)
-        made = make_config(config, **options)
-        timeout = made.timeout
-    except Exception as error:
-        # The other ranks must learn of it when they meet, which takes a transport.
-        failure = error
-    library = _library(backend, process_set, process_group, timeout)
+        return make_config(config, **options)
+
+    requested = request(make)
+    library = _library(backend, process_set, process_group, requested.timeout)
     transport, number = library.transport, _instances[library.group]
     _instances[library.group] += 1
     prefix = f"grace/{library.group}.{number}"
@@ -111,9 +108,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         average = library.averages(op)
         if grad_scaler is not None:
             check_scaler(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
-        if made is None:
-            assert failure is not None
-            raise failure
+        made = requested.config()
         if transport.rank == 0:
             warn_of_momentum(made, _momentum(optimizer))
         if local_steps != 1:

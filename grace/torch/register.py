@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from grace.core.exchange.start import announce, begin
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.exchange.start import announce, begin, request
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
@@ -68,23 +67,19 @@ def register(
             f"torch.distributed.fsdp.fully_shard, received {type(model).__qualname__}; wrap or shard it first, or use "
             "grace.torch.DistributedOptimizer for a plain model."
         )
-    made, failure, timeout = None, None, float(TIMEOUT)
-    try:
+
+    def make() -> Config:
         refuse_typos(options, register, _WHERE)
-        made = make_config(config, **options)
-        timeout = made.timeout
-    except Exception as error:
-        # The other ranks must learn of it when they meet, which takes a transport.
-        failure = error
+        return make_config(config, **options)
+
+    requested = request(make)
     if sharded:
         from grace.torch.distributed.fsdp import register_sharded
 
-        sharded_exchange = register_sharded(
-            model, made, failure, timeout=timeout, grad_scaler=grad_scaler, where=_WHERE
-        )
+        sharded_exchange = register_sharded(model, requested, grad_scaler=grad_scaler, where=_WHERE)
         note_registered(model.parameters(), sharded_exchange)
         return sharded_exchange
-    library = TorchDistributed(model.process_group, timeout)
+    library = TorchDistributed(model.process_group, requested.timeout)
     transport, number = library.transport, _models[library.group]
     _models[library.group] += 1
     prefix = f"grace/{library.group}.model{number}"
@@ -92,9 +87,7 @@ def register(
     with Meeting(
         lambda mine: transport.gather_objects(mine, f"grace/{library.group}/agree", f"{_WHERE}()"), _WHERE
     ) as meeting:
-        if made is None:
-            assert failure is not None
-            raise failure
+        made = requested.config()
         check_model(model, _WHERE)
         parameters = trained_parameters(model)
         if grad_scaler is not None:

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from grace.core.exchange.engine import Engine
-from grace.core.exchange.transport import Transport
+from grace.core.exchange.transport import TIMEOUT, Transport
 from grace.core.guards.agreement import Meeting, formats
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config
 from grace.core.values.plan import Plan, make_plans
 from grace.core.values.spec import TensorSpec
 from grace.core.values.unit import Assignment
+
+
+class Request(NamedTuple):
+    """The configuration that this rank asks for, or an error in its place.
+
+    The other ranks must learn of the error when they meet, and that takes a transport with a time limit.
+    """
+
+    made: Config | None
+    failure: Exception | None = None
+
+    @property
+    def timeout(self) -> float:
+        """The time limit of the transport in seconds."""
+        return TIMEOUT if self.made is None else self.made.timeout
+
+    def config(self) -> Config:
+        """Return the configuration, or raise the error."""
+        if self.made is None:
+            assert self.failure is not None
+            raise self.failure
+        return self.made
+
+
+def request(make: Callable[[], Config]) -> Request:
+    """Return the request of this rank for the configuration that `make` returns or fails to return."""
+    try:
+        return Request(make())
+    except Exception as error:
+        return Request(None, error)
 
 
 def begin(

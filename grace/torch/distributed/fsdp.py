@@ -25,7 +25,7 @@ from grace.core.communicators.auto import Auto
 from grace.core.communicators.reduce_scatter import ReduceScatter
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.modules import Modules, ModuleTimes
-from grace.core.exchange.start import announce, described
+from grace.core.exchange.start import Request, announce, described
 from grace.core.guards.agreement import Meeting, agree, formats
 from grace.core.ops import get_ops
 from grace.core.values import plan as plans
@@ -329,28 +329,23 @@ class ReplicaSum(_Reduction):
 
 def register_sharded(
     model: FSDPModule,
-    made: Config | None,
-    failure: Exception | None,
+    requested: Request,
     *,
-    timeout: float,
     grad_scaler: torch.amp.GradScaler | None,
     where: str,
 ) -> ShardedExchange:
-    """Let grace exchange the gradients of a sharded model; see `grace.torch.register`.
-
-    `made` is the configuration, or `failure` why there is none, which the other ranks must learn.
-    """
+    """Let grace exchange the gradients of a sharded model; see `grace.torch.register`."""
     groups = _groups(model, where)
     mesh = groups[0].params.mesh_info
     replicated = isinstance(mesh, HSDPMeshInfo)
     process_group = mesh.replicate_process_group if replicated else mesh.shard_process_group
-    library = (_Replicas if replicated else TorchDistributed)(process_group, timeout)
+    library = (_Replicas if replicated else TorchDistributed)(process_group, requested.timeout)
     transport, number = library.transport, _models[library.group]
     _models[library.group] += 1
     prefix = f"grace/{library.group}.sharded{number}"
     ops = functools.partial(get_ops, "torch")
     # Ranks of different parts meet only here.
-    of_parts = TorchDistributed(mesh.shard_process_group, timeout).transport if replicated else None
+    of_parts = TorchDistributed(mesh.shard_process_group, requested.timeout).transport if replicated else None
 
     def gather(mine: Any) -> list[Any]:
         # All models use the same name. So ranks with different numbers of models still meet.
@@ -362,9 +357,7 @@ def register_sharded(
         ]
 
     with Meeting(gather, where) as meeting:
-        if made is None:
-            assert failure is not None
-            raise failure
+        made = requested.config()
         _check_groups(groups, where)
         if grad_scaler is not None:
             check_scaler(grad_scaler, [t.local for group in groups for t in group.tensors], where)
@@ -392,7 +385,6 @@ def register_sharded(
             (_, first), *later = [(step, plan.only(names)) for step, plan in stages]
             engines[group.name] = Engine(first, ops, transport, seed=made.seed, later=later, times=times)
         times.start_as_told(*library.world)
-    assert made is not None
     if of_parts is not None:
         of_parts.close()
     # The ranks of other parts may have other units.
