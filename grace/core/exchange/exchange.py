@@ -15,7 +15,7 @@ from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, change_config
 from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleError, StateError
-from grace.core.values.plan import Plan, make_plans, next_plan
+from grace.core.values.plan import Modules, Plan, make_plans, next_plan
 from grace.core.values.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.values.unit import Assignment
 
@@ -99,8 +99,19 @@ class Exchange(ABC, Generic[D]):
 
     def _plan_of(self, config: Config) -> Plan:
         """Return the plan that follows the current one under a changed configuration."""
-        prefix = f"{self.prefix}.change{self._changes + 1}"
-        return next_plan(self._specs, config, self.plan, ranks=self.ranks, prefix=prefix, delegate=self._delegate)
+        return next_plan(
+            self._specs,
+            config,
+            self.plan,
+            ranks=self.ranks,
+            prefix=f"{self.prefix}.change{self._changes + 1}",
+            delegate=self._delegate,
+            modules=self._modules_for(self.ranks),
+        )
+
+    def _modules_for(self, ranks: Ranks) -> Modules | None:
+        """Return the modules of the tensors with these ranks, if they are exchanged module by module."""
+        return None
 
     def _weights(self) -> Mapping[str, Array]:
         """Return the weights, as far as the exchange knows them."""
@@ -254,6 +265,7 @@ class Exchange(ABC, Generic[D]):
             prefix=self.prefix,
             delegate=self._delegate,
             holding=frozenset(carrying),
+            modules=self._modules_for(ranks),
         )
 
     def _no_plan(self, states: Sequence[Mapping[str, Any]]) -> StateError:

@@ -31,7 +31,7 @@ from grace.core.ops import get_ops
 from grace.core.values import plan as plans
 from grace.core.values.config import Config
 from grace.core.values.errors import ConfigError, StepError
-from grace.core.values.plan import Plan, make_plans, next_plan
+from grace.core.values.plan import Plan, make_plans
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks, TensorSpec
 from grace.core.values.unit import Assignment
@@ -154,34 +154,16 @@ class ShardedExchange(ModelExchange):
 
     def _plan_of(self, config: Config) -> Plan:
         _check_config(config, self._modules)
-        return next_plan(
-            self._specs,
-            config,
-            self.plan,
-            ranks=self.ranks,
-            prefix=f"{self.prefix}.change{self._changes + 1}",
-            delegate=self._delegate,
-            modules=self._modules,
-        )
+        return super()._plan_of(config)
 
     def _possible_ranks(self, size: int) -> list[Ranks]:
         return [Ranks(size)]
 
-    def _plans_for(self, ranks: Ranks) -> list[tuple[int, Plan]]:
-        modules = self._modules
-        if modules.communicator is not None:
-            chunks = tuple((name, tensor.chunk_on(ranks.size)) for name, tensor in self._tensors.items())
-            modules = modules._replace(communicator=ReduceScatter(chunks))
-        carrying = (item.spec.name for item in self.plan.assignments if item.holding and self._changes)
-        return make_plans(
-            self._specs,
-            self.config,
-            ranks=ranks,
-            prefix=self.prefix,
-            delegate=self._delegate,
-            holding=frozenset(carrying),
-            modules=modules,
-        )
+    def _modules_for(self, ranks: Ranks) -> plans.Modules:
+        if self._modules.communicator is None or ranks == self.ranks:
+            return self._modules
+        chunks = tuple((name, tensor.chunk_on(ranks.size)) for name, tensor in self._tensors.items())
+        return self._modules._replace(communicator=ReduceScatter(chunks))
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         # Without replicas, every rank has other parts.
