@@ -95,7 +95,6 @@ class Exchange(core.Exchange[Engine]):
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that the library has now; return the numbers of ranks before and now."""
         before = self.size
-        self._library.connect()
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
         self.engine.move(self._plans_for(self.ranks), before)
         self._met, self._compared = False, -1

@@ -37,10 +37,6 @@ class Library(ABC):
     # Ranks may come and go.
     elastic: bool = False
 
-    def connect(self) -> None:
-        """Go on with the ranks that the library has now, in elastic mode."""
-        raise NotImplementedError
-
     @abstractmethod
     def averages(self, op: Any) -> bool:
         """Return whether a reduction is the mean (None is), rather than the sum. Raises ConfigError for others."""

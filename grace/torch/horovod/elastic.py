@@ -13,6 +13,7 @@ from grace.core.guards.agreement import Meeting
 from grace.core.values.errors import ConfigError
 from grace.core.values.plan import Plan
 from grace.torch.exchange import Exchange
+from grace.torch.horovod.library import Horovod
 
 _WHERE = "grace.torch.horovod.TorchState"
 
@@ -67,6 +68,9 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
 
     def reset(self) -> None:
         self._exchange.abandon()
+        library = self._exchange._library
+        assert isinstance(library, Horovod)
+        library.connect()
         before, after = self._exchange.move()
         self._before = before
         _check(self._exchange.plan)
