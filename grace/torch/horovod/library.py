@@ -41,6 +41,7 @@ class Horovod(Library):
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
 
     def connect(self) -> None:
+        """Go on with the ranks that Horovod has now."""
         self.transport.connect()
         self.world = hvd.rank(), hvd.size()
 
