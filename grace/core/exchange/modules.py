@@ -1,4 +1,4 @@
-"""`Modules`: the engines of a model that its framework exchanges module by module."""
+"""`ModuleEngines`: the engines of a model that its framework exchanges module by module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModuleSnapshot(NamedTuple):
     engines: dict[str, Snapshot]
 
 
-class Modules:
+class ModuleEngines:
     """One engine per module, each with steps of its own; it answers for all of them.
 
     A framework may reduce a module several times in a backward pass, or not at all; then residuals wait for the

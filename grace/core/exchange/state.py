@@ -315,8 +315,8 @@ def _continued(
 ) -> dict[str, State]:
     same = compressors.name_of(old.compressor) == compressors.name_of(new.compressor)
     kept = {
-        "memory": fitting(states["memory"], fresh["memory"]),
-        "compressor": fitting(states["compressor"], fresh["compressor"]) if same else fresh["compressor"],
+        "memory": _fitting(states["memory"], fresh["memory"]),
+        "compressor": _fitting(states["compressor"], fresh["compressor"]) if same else fresh["compressor"],
     }
     if "residual" in states["memory"] and "residual" in kept["memory"]:
         residual = kept["memory"]["residual"]
@@ -388,7 +388,7 @@ def put_back(memory: State, held: Held, ops: ArrayOps) -> State:
     return whole
 
 
-def fitting(old: State, fresh: State) -> State:
+def _fitting(old: State, fresh: State) -> State:
     """Return the old arrays, and fresh ones where there is no old one of this shape and dtype."""
     return {key: old[key] if key in old and _alike(old[key], value) else value for key, value in fresh.items()}
 

@@ -24,14 +24,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from grace.core.communicators.auto import Auto
 from grace.core.communicators.reduce_scatter import ReduceScatter
 from grace.core.exchange.engine import Engine
-from grace.core.exchange.modules import Modules, ModuleTimes
+from grace.core.exchange.modules import ModuleEngines, ModuleTimes
 from grace.core.exchange.start import Request, announce, described
 from grace.core.guards.agreement import Meeting, agree, formats
 from grace.core.ops import get_ops
-from grace.core.values import plan as plans
 from grace.core.values.config import Config
 from grace.core.values.errors import ConfigError, StepError
-from grace.core.values.plan import Plan, make_plans
+from grace.core.values.plan import Modules, Plan, make_plans
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks, TensorSpec
 from grace.core.values.unit import Assignment
@@ -109,11 +108,11 @@ class ShardedExchange(ModelExchange):
         model: torch.nn.Module,
         config: Config,
         specs: Sequence[TensorSpec],
-        engines: Modules,
+        engines: ModuleEngines,
         library: TorchDistributed,
         *,
         prefix: str,
-        modules: plans.Modules,
+        modules: Modules,
         tensors: Mapping[str, _Tensor],
     ) -> None:
         # It answers for the engines of all modules.
@@ -159,7 +158,7 @@ class ShardedExchange(ModelExchange):
     def _possible_ranks(self, size: int) -> list[Ranks]:
         return [Ranks(size)]
 
-    def _modules_for(self, ranks: Ranks) -> plans.Modules:
+    def _modules_for(self, ranks: Ranks) -> Modules:
         if self._modules.communicator is None or ranks == self.ranks:
             return self._modules
         chunks = tuple((name, tensor.chunk_on(ranks.size)) for name, tensor in self._tensors.items())
@@ -349,7 +348,7 @@ def register_sharded(
         specs = [group.spec(tensor, whole=not replicated) for group in groups for tensor in group.tensors]
         # The ranks of the last parts may hold nothing of a small parameter.
         specs = [spec for spec in specs if spec.numel]
-        modules = plans.Modules(
+        modules = Modules(
             {tensor.name: group.name for group in groups for tensor in group.tensors},
             None if replicated else ReduceScatter(tuple((name, tensor.chunk) for name, tensor in tensors.items())),
         )
@@ -376,7 +375,7 @@ def register_sharded(
         lambda mine: transport.gather_objects(mine, f"{prefix}/formats", f"{where}()"),
         where,
     )
-    driver = Modules(engines, times)
+    driver = ModuleEngines(engines, times)
     exchange = ShardedExchange(
         cast(torch.nn.Module, model),
         made,
@@ -447,7 +446,7 @@ def _check_groups(groups: Sequence[_Group], where: str) -> None:
             raise ConfigError(f"{where}: the FSDP module '{group.name}' cannot be used, because {reason}.")
 
 
-def _check_config(config: Config, modules: plans.Modules) -> None:
+def _check_config(config: Config, modules: Modules) -> None:
     """Raise ConfigError if a communicator is named that FSDP's sharding does not leave open."""
     if modules.communicator is None:
         return

@@ -6,7 +6,6 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import grace.torch
 from grace.core.compressors.topk import TopK
 from tests.adapters.torch.launched import GROUPS, mean, my_rank
-from tests.adapters.torch.model import batches, digest, flat, make_net, sgd, train, wrap
+from tests.adapters.torch.model import batches, digest, flat, make_net, outcome, sgd, train, wrap
 from tests.support.cases import EVERYTHING, LAYERS
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
@@ -273,15 +272,6 @@ def scaled_by_ddp() -> dict[str, Any]:
 
 def states_of(exchange: Any) -> dict[str, str]:
     return {name: flat(states) for name, states in exchange.engine.state_dict()["tensors"].items()}
-
-
-def outcome(call: Callable[[], Any]) -> str:
-    """Return the error of a call, or nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def rare_by_ddp() -> dict[str, Any]:

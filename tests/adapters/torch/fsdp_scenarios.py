@@ -19,7 +19,7 @@ import grace.torch
 from grace.core.compressors.topk import TopK
 from grace.core.values.unit import offsets
 from tests.adapters.torch.launched import my_rank, world_size
-from tests.adapters.torch.model import digest
+from tests.adapters.torch.model import digest, outcome
 from tests.support.cases import EVERYTHING
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
@@ -93,15 +93,6 @@ def states_of(exchange: Any) -> list[str]:
     return [
         digest(x for kind in ("memory", "compressor") for x in states[kind].values()) for states in tensors.values()
     ]
-
-
-def outcome(call: Callable[[], Any]) -> str:
-    """Return the error of a call, or nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def means_by_fsdp() -> dict[str, Any]:

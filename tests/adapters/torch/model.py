@@ -114,3 +114,12 @@ def flat(states: dict[str, Any] | None) -> str:
     if states is None:
         return ""
     return digest(states[kind][key] for kind in ("memory", "compressor") for key in sorted(states[kind]))
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """Return the error of a call as text, empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from grace.core.compressors.powersgd import PowerSGD
 from grace.core.compressors.topk import TopK
 from tests.adapters.torch.launched import barrier, by_torchrun, my_rank
-from tests.adapters.torch.model import batches, digest, make_net, sgd, train, wrap
+from tests.adapters.torch.model import batches, digest, make_net, outcome, sgd, train, wrap
 
 # One collective per tensor, so that some are complete and others not begun when a step fails.
 LAYERS = {"granularity": "layer", "bucket_bytes": 0}
@@ -55,15 +55,6 @@ def synchronized(model: torch.nn.Module, optimizer: Any) -> None:
     """Exchange gradients and apply none of them."""
     backward(model, optimizer)
     optimizer.synchronize()
-
-
-def outcome(call: Callable[[], Any]) -> str:
-    """Return the error of a call as text, empty if there is none."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.2}
