@@ -14,14 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from grace import cli
-from grace.bench.step import network, sweep
+from grace import Simulation, cli
+from grace.bench.step import account, network, sweep
 from grace.bench.step.command import parse_numbers, parse_options
 from grace.bench.step.methods import COMPUTE, Method
 from grace.bench.step.ranks import START_S, VISIT_S, Ranks
 from grace.bench.step.run import Result, Setting
 from grace.bench.step.worker import visit
+from grace.core.exchange.engine import Engine
+from grace.core.ops import native
 from grace.core.values.errors import ConfigError, GraceError
 from grace.machine import python
 from tests.support.covering import ALL
@@ -278,6 +281,93 @@ def test_peak_is_that_of_one_visit():
     assert 38_000_000 < small < 48_000_000
 
 
+def test_a_metered_visit_says_where_the_time_went():
+    """Kernels and the engine are watched in the timed steps only, and everything else stays outside of them."""
+
+    class Side:
+        def barrier(self): ...
+
+        def train(self, method, launcher, options):
+            return Training()
+
+    class Training:
+        def __init__(self):
+            self._exchange = Simulation(2, {"w": (n,)}, {"compressor": "topk"}, framework="torch")
+            self._gradients = [{"w": torch.randn(n)} for rank in range(2)]
+
+        def step(self):
+            self._exchange.step(self._gradients)
+            time.sleep(0.01)
+
+        def reported(self):
+            return None
+
+        def gradient_bytes(self):
+            return 4 * n
+
+        def kept_bytes(self):
+            return 5
+
+    n, before = 500_000, (native.module.run, Engine.ready)
+    spent = visit(Side(), "topk", "horovod", {}, 1, 3, None, metered=True).spent
+    assert (native.module.run, Engine.ready) == before
+    assert 0 < spent["kernels"] < spent["engine"] < spent["cpu"] < spent["wall"] - 0.009
+    # Of both ranks: the sum of gradient and residual reads two arrays and writes one, the choice and the check read
+    # one, the merge writes one. Payloads and indices are small.
+    assert 2 * 4 * n * 5 <= spent["kernel_bytes"] < 2 * 4 * n * 6
+    assert spent["faults"] >= spent["kernel_faults"] >= 0
+    assert spent["copy_bandwidth"] > 1e8
+    assert 1e-8 < spent["fault_s"] < 1e-3
+    assert spent["kept_bytes"] == 5
+
+
+def test_the_parts_of_an_account_add_up(monkeypatch):
+    base = {
+        "wall": 0.1, "cpu": 0.08, "delayed": 0.01, "others": 0.0, "engine": 0.0, "kernels": 0.0, "kernel_bytes": 0,
+        "faults": 10, "kernel_faults": 0, "copy_bandwidth": 1e10, "fault_s": 1e-5, "kept_bytes": 0,
+    }  # fmt: skip
+    topk = {
+        "wall": 0.2, "cpu": 0.14, "delayed": 0.03, "others": 0.02, "engine": 0.055, "kernels": 0.041,
+        "kernel_bytes": 3e8, "faults": 120, "kernel_faults": 100, "copy_bandwidth": 1e10, "fault_s": 1e-5,
+        "kept_bytes": 1e8,
+    }  # fmt: skip
+    setting = Setting("torch", "mlp", 2, "10gbit", None, 1, 1)
+
+    def visits(spent, sent):
+        times, gradient = [spent["wall"]], int(1e8)
+        return [{"times": times, "sent": sent, "reported": None, "spent": spent, "gradient_bytes": gradient}] * 2
+
+    def measure(self, methods):
+        assert self._metered
+        found = [Result(method, setting) for method in methods]
+        for result, spent, sent in zip(found, (base, topk), (0, 12_500_000), strict=True):
+            result.add(visits(spent, sent))
+        return found
+
+    monkeypatch.setattr("grace.bench.step.run.Bed.measure", measure)
+    monkeypatch.setattr("grace.bench.step.run.Bed.__enter__", lambda self: self)
+    compute, (found,) = account.account(setting, [Method(COMPUTE), Method("topk")], lambda text: None)
+    assert found.parts == pytest.approx(
+        {
+            "passes": 0.03,
+            "arithmetic": 0.01,
+            "Python": 0.014,
+            "compute": 0.14 - 0.055 - 0.08 - 1e-4,
+            "waiting": 0.03 - 0.01,
+            "threads": 0.02,
+            "faults": 0.0011,
+        }
+    )
+    assert sum(found.parts.values()) == pytest.approx(found.overhead) == pytest.approx(0.1)
+    assert found.copies == pytest.approx(0.1 / 0.02)
+    assert (found.limit, found.wire) == pytest.approx((0.04, 0.01))
+    title, head, row = account.lines(compute, [found])
+    assert "copy 20.0 ms (10.0 GB/s per rank)" in title
+    figures = ["200.0", "100.0", "5", "30.0", "10.0", "14.0", "4.9", "20.0", "20.0", "1.1", "40.0", "10.0"]
+    assert row.split() == ["topk", *figures]
+    assert len(head.split()) == len(row.split())
+
+
 def test_environment_of_ranks(monkeypatch):
     """Timed ranks keep freed pages, and a pause does not exceed Gloo's timeout."""
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
@@ -459,6 +549,8 @@ def listening(pid):
         (["--link", "none", "--latency", "1ms"], "--latency needs a link with limited bandwidth"),
         (["--model", "vg"], "Did you mean 'vgg'"),
         (["--ranks", "1"], "--ranks: expected at least 2, received 1"),
+        (["--account", "--memory"], "--account has no effect with --memory"),
+        (["--account", "--framework", "tensorflow"], "does not tell its parts; use --framework torch"),
         (["--ranks", "999999999"], "--ranks: expected at most 253"),
         (["--nodes", "2x4", "--ranks", "8"], "leave --ranks out"),
         (["--nodes", "2by4"], "expected nodes x ranks, such as 2x4, received '2by4'"),

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 COMPRESSORS = ("none", "fp16", "topk", "randomk", "qsgd", "efsignsgd", "powersgd")
 ROUNDS = 3
 # For each option, the options that have no effect with it.
-IDLE = {"memory": ("sweep", "rounds", "plot"), "sweep": ("baselines", "launcher", "plot")}
+IDLE = {
+    "memory": ("sweep", "account", "rounds", "plot"),
+    "sweep": ("account", "baselines", "launcher", "plot"),
+    "account": ("plot",),
+}
 
 T = TypeVar("T", int, float)
 
@@ -81,6 +85,10 @@ def add_step(commands: Any) -> None:
     add("--cycle-times", nargs="+", metavar="MS", help="values for --sweep, in ms (default: 0.5, 1, 2, 5)")
     memory = "measure peak memory instead of time: every method in new processes that return freed memory to the system"
     add("--memory", action="store_true", help=memory)
+    parts = (
+        "split the time beyond a step without exchange into passes over memory, arithmetic, Python, waiting and so on"
+    )
+    add("--account", action="store_true", help=parts)
     add("--json", type=Path, metavar="FILE", help="write the results, one object per method (--sweep: per value)")
     add("--plot", type=Path, metavar="FILE", help="plot the step times as bars")
     parser.set_defaults(run=run_step)
@@ -164,6 +172,10 @@ def _checked(args: argparse.Namespace) -> Run:
         return _sweep(setting, compressors, args)
     compressing = [Method(name, launcher=launcher) for name in compressors for launcher in launchers]
     methods = compared([*map(Method, baselines), *compressing], launchers[0])
+    if args.account:
+        if setting.framework != "torch":
+            raise ConfigError("--account: a graph of TensorFlow does not tell its parts; use --framework torch.")
+        return _account(setting, methods)
     return _memory(setting, methods) if args.memory else _time(setting, methods, args.plot)
 
 
@@ -275,6 +287,16 @@ def _memory(setting: Setting, methods: list[Method]) -> Run:
         return lines(weights), [weight.to_dict(weights[0]) for weight in weights]
 
     return Run(len(methods), act)
+
+
+def _account(setting: Setting, methods: list[Method]) -> Run:
+    from grace.bench.step.account import account, lines
+
+    def act(progress: Callable[[str], None]) -> tuple[list[str], list[dict[str, Any]]]:
+        compute, accounts = account(setting, methods, progress)
+        return lines(compute, accounts), [each.to_dict() for each in accounts]
+
+    return Run(setting.rounds * len(methods) + len({method.library for method in methods}), act)
 
 
 def _sweep(setting: Setting, compressors: list[str], args: argparse.Namespace) -> Run:

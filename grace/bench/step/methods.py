@@ -73,6 +73,12 @@ def compared(methods: list[Method], launcher: str = "horovod") -> list[Method]:
     return [*first, *(method for method in methods if method not in first)]
 
 
+def kept(exchange: Any) -> int:
+    """Return the bytes that this rank's memories keep between steps."""
+    tensors = exchange.state_dict()["tensors"].values()
+    return sum(x.nbytes for tensor in tensors for x in tensor["memory"].values())
+
+
 def hops(exchange: Any, ranks: int) -> int:
     """Return the bytes that a rank sends in a step, over all hops of Gloo's rings, from `stats()` of the last step.
 

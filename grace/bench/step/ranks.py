@@ -80,8 +80,10 @@ class Ranks:
     ) -> None:
         self._end()
 
-    def visit(self, method: Method, options: Mapping[str, Any], warm_up: int, steps: int) -> list[dict[str, Any]]:
-        """Make all ranks run some steps of a method. Return their answers."""
+    def visit(
+        self, method: Method, options: Mapping[str, Any], warm_up: int, steps: int, *, metered: bool = False
+    ) -> list[dict[str, Any]]:
+        """Make all ranks run some steps of a method. Return their answers; `metered` ones say where the time went."""
         order = json.dumps(
             {
                 "method": method.name,
@@ -89,6 +91,7 @@ class Ranks:
                 "options": options,
                 "warm_up": warm_up,
                 "steps": steps,
+                "metered": metered,
             }
         )
         for worker in self._workers:

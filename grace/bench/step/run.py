@@ -55,6 +55,9 @@ class Result:
     times: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
     reported: int | None = None
+    # Of metered steps, what each rank spent in each turn.
+    spent: list[dict[str, float]] = field(default_factory=list)
+    gradient_bytes: int = 0
 
     def add(self, visits: Sequence[dict[str, Any]]) -> None:
         """Add the answers of all ranks."""
@@ -63,6 +66,8 @@ class Result:
         self.sent += [visit["sent"] / steps for visit in visits if visit["sent"] is not None]
         if visits[0]["reported"] is not None:
             self.reported = round(statistics.fmean(visit["reported"] for visit in visits))
+        self.spent += [visit["spent"] for visit in visits if visit["spent"] is not None]
+        self.gradient_bytes = visits[0]["gradient_bytes"]
 
     @property
     def median(self) -> float:
@@ -115,11 +120,11 @@ class Bed:
     """A network with groups of ranks.
 
     A group starts when a method first needs it, and is paused during the turns of other groups. `progress(text)` is
-    called before each start and each visit.
+    called before each start and each visit. `metered` visits say where the time went.
     """
 
-    def __init__(self, setting: Setting, progress: Callable[[str], None]) -> None:
-        self._setting, self._progress = setting, progress
+    def __init__(self, setting: Setting, progress: Callable[[str], None], *, metered: bool = False) -> None:
+        self._setting, self._progress, self._metered = setting, progress, metered
         self._stack = contextlib.ExitStack()
         self._groups: dict[tuple[str, float], Ranks] = {}
 
@@ -145,7 +150,8 @@ class Bed:
                 self._progress(f"{result.method.label}, round {turn + 1} of {setting.rounds}")
                 group.go_on()
                 options = setting.options_of(result.method)
-                result.add(group.visit(result.method, options, WARM_UP, setting.steps))
+                visits = group.visit(result.method, options, WARM_UP, setting.steps, metered=self._metered)
+                result.add(visits)
                 group.pause()
         return results
 

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 import grace.tensorflow
-from grace.bench.step.methods import BASELINES, COMPUTE, hops
+from grace.bench.step.methods import BASELINES, COMPUTE, hops, kept
 from grace.bench.step.models_tensorflow import MODELS
 from grace.bench.step.worker import SEED, Side, Training
 
@@ -29,18 +29,21 @@ def make(library: str, model: str) -> Side:
 class _Step:
     """Training on random data, different in every step."""
 
-    def __init__(self, step: Callable[[], Any], variables: Any, report: Callable[[], int] | None = None) -> None:
-        self._step, self._variables, self._report = tf.function(step, jit_compile=False), variables, report
+    def __init__(self, step: Callable[[], Any], variables: Any, exchange: Any = None) -> None:
+        self._step, self._variables, self._exchange = tf.function(step, jit_compile=False), variables, exchange
 
     def step(self) -> None:
         # Wait for the value, so that steps do not overlap.
         self._step().numpy()
 
     def reported(self) -> int | None:
-        return None if self._report is None else self._report()
+        return None if self._exchange is None else hops(self._exchange, hvd.size())
 
     def gradient_bytes(self) -> int:
         return sum(variable.value.dtype.size * variable.value.shape.num_elements() for variable in self._variables)
+
+    def kept_bytes(self) -> int:
+        return 0 if self._exchange is None else kept(self._exchange)
 
 
 class HorovodSide:
@@ -67,12 +70,11 @@ class HorovodSide:
         model, loss = self._model()
         keras.utils.set_random_seed(SEED + hvd.rank())
         optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
-        report = None
+        exchange = None
         if method != COMPUTE and method not in BASELINES:
             config = {**options, "compressor": method}
             optimizer = grace.tensorflow.DistributedOptimizer(optimizer, config=config, sparse_as_dense=True)
             exchange = optimizer.grace
-            report = lambda: hops(exchange, hvd.size())  # noqa: E731
         variables = model.trainable_variables
         # Horovod needs TensorFlow's own variables.
         sources = [variable.value for variable in variables]
@@ -89,7 +91,7 @@ class HorovodSide:
             optimizer.apply(tape.gradient(value, sources), variables)
             return value
 
-        return _Step(step, variables, report)
+        return _Step(step, variables, exchange)
 
     def _free(self) -> None:
         """Empty the variables of the last training, because a traced step of a Keras optimizer never releases them."""

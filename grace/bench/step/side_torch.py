@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grace.bench.step import original
-from grace.bench.step.methods import BASELINES, COMPUTE, hops
+from grace.bench.step.methods import BASELINES, COMPUTE, hops, kept
 from grace.bench.step.models_torch import MODELS
 from grace.bench.step.worker import SEED, Side, Training
 
@@ -25,8 +25,8 @@ def make(library: str, model: str) -> Side:
 class _Step:
     """Training on random data, different in every step."""
 
-    def __init__(self, model: Any, optimizer: Any, loss: Any, report: Any = None) -> None:
-        self._model, self._optimizer, self._loss, self._report = model, optimizer, loss, report
+    def __init__(self, model: Any, optimizer: Any, loss: Any, exchange: Any = None, size: int = 1) -> None:
+        self._model, self._optimizer, self._loss, self._exchange, self._size = model, optimizer, loss, exchange, size
 
     def step(self) -> None:
         self._optimizer.zero_grad()
@@ -34,10 +34,13 @@ class _Step:
         self._optimizer.step()
 
     def reported(self) -> int | None:
-        return None if self._report is None else self._report()
+        return None if self._exchange is None else hops(self._exchange, self._size)
 
     def gradient_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def kept_bytes(self) -> int:
+        return 0 if self._exchange is None else kept(self._exchange)
 
 
 class HorovodSide:
@@ -75,7 +78,7 @@ class HorovodSide:
             return _Step(model, wrapped, model.loss)
         config = {**options, "compressor": method}
         wrapped = self._grace.DistributedOptimizer(optimizer, named_parameters=named, config=config)
-        return _Step(model, wrapped, model.loss, lambda: hops(wrapped.grace, hvd.size()))
+        return _Step(model, wrapped, model.loss, wrapped.grace, hvd.size())
 
 
 class TorchSide:
@@ -111,7 +114,7 @@ class TorchSide:
             wrapped = self._grace.DistributedOptimizer(
                 _sgd(model), named_parameters=named, config=config, backend="torch"
             )
-            return _Step(model, wrapped, model.loss, lambda: hops(wrapped.grace, self._size))
+            return _Step(model, wrapped, model.loss, wrapped.grace, self._size)
         sharded = method == "fsdp" or (method not in BASELINES and launcher == "torch-fsdp")
         parallel = self._sharded(model) if sharded else self._replicated(model, method)
         # PyTorch has no fused SGD for sharded parameters.
@@ -119,7 +122,7 @@ class TorchSide:
         if method in BASELINES:
             return _Step(model, optimizer, parallel)
         exchange = self._grace.register(parallel, config)
-        return _Step(model, optimizer, parallel, lambda: hops(exchange, self._size))
+        return _Step(model, optimizer, parallel, exchange, self._size)
 
     def _replicated(self, model: Any, method: str) -> torch.nn.Module:
         # With several buckets, PowerSGD's hook starts collectives in an order that differs between the ranks. One

@@ -1,7 +1,7 @@
 """One rank of `grace bench step`. It reads orders from standard input and writes answers, each as one line of JSON.
 
-An order is {"method": ..., "launcher": ..., "options": {...}, "warm_up": n, "steps": n}; the answer is a `Visit`. The
-process ends when its input ends.
+An order is {"method": ..., "launcher": ..., "options": {...}, "warm_up": n, "steps": n, "metered": false}; the answer
+is a `Visit`. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from grace.bench.step.meter import Meter, facts, per_step
 
 SEED = 1234
 
@@ -34,6 +36,8 @@ class Visit:
     # that return freed pages to the system.
     peak_bytes: int
     gradient_bytes: int
+    # If the order asks for it, what a step took (`Spent`), the facts of the machine, and the bytes that memories keep.
+    spent: dict[str, float] | None
 
 
 class Training(Protocol):
@@ -47,6 +51,9 @@ class Training(Protocol):
 
     def gradient_bytes(self) -> int:
         """Return the size of all gradients in bytes."""
+
+    def kept_bytes(self) -> int:
+        """Return the bytes that the rank's memories keep between steps; 0 for a baseline."""
 
 
 class Side(Protocol):
@@ -79,8 +86,13 @@ def visit(
     warm_up: int,
     steps: int,
     interface: str | None,
+    metered: bool = False,
 ) -> Visit:
     """Make a model for the method and time its steps."""
+    known = None
+    if metered:
+        side.barrier()
+        known = facts()
     held = _forget_peak()
     training = side.train(method, launcher, options)
     for _ in range(warm_up):
@@ -88,18 +100,22 @@ def visit(
     times, reports = [], []
     side.barrier()
     before = _sent(interface)
-    for _ in range(steps):
-        start = time.perf_counter()
-        training.step()
-        times.append(time.perf_counter() - start)
-        reports.append(training.reported())
+    with Meter() if metered else contextlib.nullcontext() as meter:
+        for _ in range(steps):
+            start = time.perf_counter()
+            training.step()
+            times.append(time.perf_counter() - start)
+            reports.append(training.reported())
     side.barrier()
     after = _sent(interface)
     sent = None if before is None or after is None else after - before
-    known = [report for report in reports if report is not None]
+    told = [report for report in reports if report is not None]
     # The bytes may differ from step to step.
-    reported = round(statistics.fmean(known)) if known else None
-    found = Visit(times, sent, reported, _memory("VmHWM") - held, training.gradient_bytes())
+    reported = round(statistics.fmean(told)) if told else None
+    spent = None
+    if meter is not None and known is not None:
+        spent = {**per_step(meter.spent, steps), **known, "kept_bytes": training.kept_bytes()}
+    found = Visit(times, sent, reported, _memory("VmHWM") - held, training.gradient_bytes(), spent)
     del training
     gc.collect()
     return found
