@@ -2495,6 +2495,22 @@ PATCHES = [
         ("tests/adapters/torch/test_optimizer.py -k 'order_of_the_hooks and torchrun-2'",),
     ),
     Patch(
+        "torchrun-data-wait-for-a-call",
+        "grace/torch/distributed/transport.py",
+        "            future.add_done_callback(lambda _: _advance(here()))\n",
+        "",
+        "data start only when the program calls the transport again",
+        ("tests/adapters/torch/test_optimizer.py -k data_start",),
+    ),
+    Patch(
+        "torchrun-phases-missed-meanwhile",
+        "grace/core/exchange/ordered.py",
+        "        while self._missed:\n            self._missed = False\n",
+        "        if self._missed:\n            self._missed = False\n",
+        "a phase that is done while others advance waits for the next call",
+        ("tests/core/test_ordered.py",),
+    ),
+    Patch(
         "torchrun-not-predivided",
         "grace/torch/distributed/delegated.py",
         "        if self._predivide != 1.0:\n            x /= self._predivide\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 
@@ -30,16 +31,20 @@ class _Collective(Handle):
         self._test = next(phases)
         self.phase = 0
         self.done = False
+        # What has ended it; the thread that trains raises it.
+        self.error: Exception | None = None
         self._result: Array = None
 
     def advance(self, limit: float) -> None:
         """Advance through the phases that are done, up to the phase `limit`."""
-        while not self.done and self.phase < limit and self._test():
-            try:
+        try:
+            while not self.done and self.error is None and self.phase < limit and self._test():
                 self._test = next(self._phases)
                 self.phase += 1
-            except StopIteration as end:
-                self._result, self.done = end.value, True
+        except StopIteration as end:
+            self._result, self.done = end.value, True
+        except Exception as error:
+            self.error = error
 
     def wait(self) -> Array:
         self._until(lambda: self.done, self.what)
@@ -65,7 +70,7 @@ class OrderedTransport(MeetingTransport):
     Before each collective the ranks exchange headers that describe it; if they differ, every rank raises MismatchError
     and no data move. Headers and data need channels of their own, such as two communicators: within each, all ranks
     follow the order of starting, and a rank that is behind may still exchange headers. A collective advances during
-    calls of the transport.
+    calls of the transport, and in between if the library calls `advance` from a thread of its own.
     """
 
     ordered = True
@@ -73,6 +78,9 @@ class OrderedTransport(MeetingTransport):
     def __init__(self) -> None:
         self._pending: list[_Collective] = []
         self._failure: Exception | None = None
+        # Held while collectives advance. `_missed` says that a phase was done meanwhile.
+        self._advancing = threading.Lock()
+        self._missed = False
 
     # --- what the library does --------------------------------------------------------------------------------------
 
@@ -182,17 +190,34 @@ class OrderedTransport(MeetingTransport):
     # --- progress ---------------------------------------------------------------------------------------------------
 
     def _progress(self) -> None:
-        """Advance every collective as far as possible, none beyond those that were started before it."""
+        """Advance every collective as far as possible; raise what has ended one."""
         if self._failure is not None:
             raise self._failure
-        limit = float("inf")
+        with self._advancing:
+            self._advance_all()
         for handle in self._pending:
-            try:
-                handle.advance(limit)
-            except Exception as error:
-                raise self._failed(error, handle.what) from None
-            limit = limit if handle.done else min(limit, handle.phase)
+            if handle.error is not None:
+                raise self._failed(handle.error, handle.what) from None
         self._pending = [handle for handle in self._pending if not handle.done]
+
+    def advance(self) -> None:
+        """Advance every collective as far as possible, in any thread, unless another one does so; never wait."""
+        self._missed = True
+        if self._advancing.acquire(blocking=False):
+            try:
+                self._advance_all()
+            finally:
+                self._advancing.release()
+
+    def _advance_all(self) -> None:
+        """Advance every collective, none beyond those that were started before it."""
+        self._missed = True
+        while self._missed:
+            self._missed = False
+            limit = float("inf")
+            for handle in self._pending:
+                handle.advance(limit)
+                limit = limit if handle.done else min(limit, handle.phase)
 
     def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
         """Note that no collective can go on, and return the error that says why."""

@@ -30,7 +30,8 @@ class ProcessGroupTransport(OrderedTransport):
 
     It has connections of its own, so that what the program exchanges meanwhile does not disturb it: by Gloo for headers
     and for data of the CPU, and by NCCL for data of a GPU if the group does so. A rank that waits longer than `timeout`
-    seconds raises WaitError, and so does one whose partner has ended. `name` must differ between transports, and be
+    seconds raises WaitError, and so does one whose partner has ended. Data of the CPU start when their headers have
+    arrived, whatever the program does meanwhile. `name` must differ between transports, and be
     equal on all ranks; without it, the transports of a group are numbered. `what` tells for what the ranks meet. Raises
     ConfigError outside of the group.
     """
@@ -164,11 +165,19 @@ class ProcessGroupTransport(OrderedTransport):
     def _done(self, work: Any) -> Callable[[], bool]:
         """Return a function that tells whether work is done. It raises the error of the work."""
         self._works[:] = [*(other for other in self._works if not other.is_completed()), work]
+        if self._on_gpu:
+            # Its next phase belongs to the stream of the thread that trains.
+            finished, end = work.is_completed, work.wait
+        else:
+            # The work itself is complete only after the callbacks of its future.
+            future, here = work.get_future(), weakref.ref(self)
+            finished, end = future.done, future.wait
+            future.add_done_callback(lambda _: _advance(here()))
 
         def done() -> bool:
-            if not work.is_completed():
+            if not finished():
                 return False
-            work.wait()
+            end()
             return True
 
         return done
@@ -190,6 +199,11 @@ class ProcessGroupTransport(OrderedTransport):
             super()._until(step, what)
         except WaitError as error:
             raise self._failed(error, what) from None
+
+
+def _advance(transport: ProcessGroupTransport | None) -> None:
+    if transport is not None:
+        transport.advance()
 
 
 def _local_size() -> int:

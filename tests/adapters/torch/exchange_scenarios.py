@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,19 @@ def none_and_horovod() -> dict[str, Any]:
 def transport_contract() -> list[str]:
     """Run the contract of transports with the one of this rank. Return the names of its tests."""
     return run_transport_contract(transport_of(everyone()), get_ops("torch"))
+
+
+def data_without_calls() -> list[bool]:
+    """Start collectives and call the transport no more: return whether each arrives, equal on all ranks."""
+    transport, found = transport_of(everyone()), []
+    mine = torch.full((100_000 + my_rank(),), float(my_rank()))
+    handles = [transport.allgather(mine, name=f"alone {i}") for i in range(3)]
+    deadline = time.monotonic() + 20
+    while not all(handle.done for handle in handles) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found += [handle.done for handle in handles]
+    parts = [torch.full((100_000 + rank,), float(rank)) for rank in range(world_size())]
+    return [*found, all(torch.equal(handle.wait(), torch.cat(parts)) for handle in handles)]
 
 
 def half_sums() -> dict[str, Any]:

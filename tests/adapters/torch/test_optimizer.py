@@ -163,6 +163,12 @@ def test_the_transport_keeps_its_contract(launch):
     assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
 
 
+@on(Launch(TORCH, "torchrun", 2), Launch(TORCH, "torchrun", 4))
+def test_data_start_while_the_program_computes(launch):
+    """Headers come first; Gloo's thread starts the data when they have arrived."""
+    assert all(rank == [True] * 4 for rank in scenario("data_without_calls", launch))
+
+
 @on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4), Launch(TORCH, "torchrun", 4))
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))

@@ -1,0 +1,115 @@
+"""Collectives of an ordered transport that advance in another thread than the one that trains."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from grace.core.exchange.ordered import OrderedTransport
+from grace.core.values.errors import MismatchError, WaitError
+
+
+class Transport(OrderedTransport):
+    """Two ranks in one: what this one sends comes back from the other. `done(number)` ends the number-th phase."""
+
+    def __init__(self):
+        super().__init__()
+        self.rank, self.size, self.timeout = 0, 2, 0.2
+        self.tests, self.foreign = [], None
+
+    def _phase(self):
+        state = [False]
+        self.tests.append(state)
+        return lambda: state[0]
+
+    def done(self, number):
+        self.tests[number][0] = True
+
+    def _exchange(self, header):
+        yield self._phase()
+        return [header, header if self.foreign is None else self.foreign]
+
+    def _gather(self, x, lengths):
+        yield self._phase()
+        return np.concatenate([x, x])
+
+    def _reduce(self, x, op):
+        raise NotImplementedError
+
+    _trade = _join = _spread = gather_bytes = _reduce
+
+
+X = np.arange(3.0)
+
+
+def test_another_thread_starts_the_data():
+    transport = Transport()
+    handle = transport.allgather(X, name="a")
+    transport.done(0)
+    assert len(transport.tests) == 1
+    thread = threading.Thread(target=transport.advance)
+    thread.start()
+    thread.join()
+    assert (len(transport.tests), handle.done) == (2, False)
+    transport.done(1)
+    transport.advance()
+    assert handle.done
+    assert np.array_equal(handle.wait(), [*X, *X])
+
+
+def test_nothing_overtakes_what_was_started_before():
+    transport = Transport()
+    first, second = transport.allgather(X, name="a"), transport.allgather(X, name="b")
+    transport.done(1)
+    transport.advance()
+    assert len(transport.tests) == 2
+    transport.done(0)
+    transport.advance()
+    assert len(transport.tests) == 4
+    assert not first.done
+    assert not second.done
+
+
+def test_what_is_done_while_another_thread_advances_is_not_missed():
+    transport = Transport()
+    first, second = transport.allgather(X, name="a"), transport.allgather(X, name="b")
+    transport.done(0)
+    transport.done(1)
+    reached = []
+    plain = second._test
+
+    def test():
+        if not reached:
+            # The first collective is behind the thread that advances, which holds the lock.
+            reached.append(True)
+            transport.done(2)
+            thread = threading.Thread(target=transport.advance)
+            thread.start()
+            thread.join()
+        return plain()
+
+    second._test = test
+    transport.advance()
+    assert reached
+    assert first.done
+
+
+def test_an_error_in_another_thread_is_raised_where_the_program_waits():
+    transport = Transport()
+    handle = transport.allgather(X, name="a")
+    transport.foreign = bytes(200)
+    transport.done(0)
+    transport.advance()
+    assert not handle.done
+    with pytest.raises(MismatchError, match="rank 0 started allgather float64 'a', but rank 1 started"):
+        handle.wait()
+    with pytest.raises(MismatchError):
+        transport.allgather(X, name="b")
+
+
+def test_a_wait_ends_in_time():
+    transport = Transport()
+    with pytest.raises(WaitError):
+        transport.allgather(X, name="a").wait()
