@@ -9,20 +9,24 @@ from collections import Counter
 
 import pytest
 
-from tests.support import ranks
-
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run full products of test cases in place of covering arrays")
 
 
 def pytest_configure(config):
-    # Set it before any test module is imported. covering.py reads it, here and in processes that tests start.
+    # covering.py reads it when it is imported, here and in processes that tests start. So nothing of tests is imported
+    # above.
     if config.getoption("--all"):
         os.environ["GRACE_TEST_ALL"] = "1"
+    from tests.support import covering
+
+    assert covering.ALL or not config.getoption("--all"), "covering.py was imported before --all was known"
 
 
 def pytest_collection_modifyitems(items):
+    from tests.support import ranks
+
     items[:] = ranks.grouped(items)
     # Long tests first: at the end, the other workers would wait for one.
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
@@ -48,6 +52,8 @@ def pytest_sessionfinish():
 def last_pool_stopped():
     """Ranks that serve several tests end with the last of them."""
     yield
+    from tests.support import ranks
+
     ranks.end()
 
 

@@ -232,7 +232,7 @@ def test_frameworks_agree(framework, reduction, name):
     ("reduction", "name"),
     [("split", "topk"), ("split", "threshold"), ("union", "threshold"), ("tree", "topk")]
     if not ALL
-    else itertools.product(REDUCTIONS, ["topk", "threshold"]),
+    else list(itertools.product(REDUCTIONS, ["topk", "threshold"])),
 )
 def test_a_graph_gives_the_same(reduction, name):
     chosen = method(
