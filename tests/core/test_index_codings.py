@@ -10,7 +10,7 @@ from grace.core.exchange import indices
 from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError
+from grace.core.values.errors import ConfigError, PayloadError
 from grace.core.values.spec import Field, TensorSpec
 from grace.testing.harness import array, host
 from tests.support.registered import every_framework
@@ -64,16 +64,40 @@ def nbytes(chosen, n, coding):
 
 def test_sizes_are_those_of_the_formulas():
     chosen = [3, 4, 10, 500, 999]  # gaps 3, 0, 5, 489, 498: 9 bits
-    assert [nbytes(chosen, 1000, coding) for coding in indices.CODINGS] == [20, 9 * 1, 125, 9]
+    # Golomb: the mean gap is 199, so 7 low bits in as many bytes, and 5 + 3 + 3 bits in unary.
+    assert [nbytes(chosen, 1000, coding) for coding in indices.CODINGS] == [20, 9 * 1, 7 + 2, 125, 9]
     assert nbytes(range(1000), 1000, "delta") == 0, "no gap, no bit"
     assert nbytes([], 1000, "smallest") == 0
     every_second = range(0, 10000, 2)
-    assert [nbytes(every_second, 10000, coding) for coding in indices.CODINGS] == [20000, 625, 1250, 625]
+    assert [nbytes(every_second, 10000, coding) for coding in indices.CODINGS] == [20000, 625, 1250, 1250, 625]
     rng = np.random.default_rng(0)
     half = np.flatnonzero(rng.random(10000) < 0.5)
     assert nbytes(half, 10000, "smallest") == nbytes(half, 10000, "bitmap") == 1250
     far = [0, 2**30]
     assert nbytes(far, 2**30 + 1, "smallest") == nbytes(far, 2**30 + 1, "int32") == 8
+
+
+@pytest.mark.parametrize("share", [1 / 64, 0.1, 0.01, 0.001])
+def test_golomb_is_near_the_entropy(share):
+    """Golomb, 1966; Rice, 1979: for gaps of independent choices, a power of two loses little."""
+    n = 1_000_000
+    chosen = np.flatnonzero(np.random.default_rng(0).random(n) < share)
+    entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share
+    bits = 8 * nbytes(chosen, n, "golomb") / len(chosen)
+    assert entropy < bits < 1.02 * entropy
+    assert nbytes(chosen, n, "smallest") == nbytes(chosen, n, "golomb") < nbytes(chosen, n, "delta")
+
+
+@every_framework
+@pytest.mark.parametrize("native", [False, True])
+def test_a_damaged_unary_part_is_refused(framework, native):
+    ops, n = get_ops(framework, native=native), 1000
+    given = array(ops, np.arange(0, n, 50), "int32")
+    word = indices.choose(ops, given, n, "golomb")
+    data = host(ops, indices.encode(ops, given, word, n)).copy()
+    data[-2] ^= 1
+    with pytest.raises(PayloadError, match="the payload is damaged"):
+        indices.decode(ops, array(ops, data, "uint8"), word, 20, n)
 
 
 @every_framework

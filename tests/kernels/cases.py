@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grace.core.compressors import adaptive, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
+from grace.core.exchange import indices
 from grace.core.methods import levels, signs
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
@@ -583,6 +584,40 @@ def count_sketch(ops, g):
 def sketch_estimate(ops, g):
     for rows, columns in g.some(SKETCHES):
         yield sketchedsgd.sketch_estimate(ops, g.x(rows * columns), g.n, rows, columns, g.key())
+
+
+def _indices(g: Given) -> tuple[Array, int]:
+    """Return ascending indices, the last of g.n elements among them, and their number."""
+    count = int(g.rng.integers(g.n // 2 + 1))
+    drawn = np.append(np.flatnonzero(g.rng.permutation(max(0, g.n - 1)) < count), [g.n - 1][: g.n]).astype(np.int32)
+    return g.lay(drawn, offset=4), len(drawn)
+
+
+@case
+def gap_facts(ops, g):
+    for low in g.some([0, 1, 5, 16]):
+        yield indices.gap_facts(ops, _indices(g)[0], low)
+
+
+def _coded(ops: ArrayOps, g: Given, low: int) -> tuple[Array, int, Array, int]:
+    chosen, k = _indices(g)
+    quotients = int(indices.gap_facts(ops, chosen, low)[1])
+    # With one bit per plane of every gap, nothing remains for the unary part.
+    unary = (k + quotients + 7) // 8 if quotients or g.seed % 2 else 0
+    return indices.encode_gaps(ops, chosen, low, unary, 18), unary, chosen, k
+
+
+@case
+def encode_gaps(ops, g):
+    for low in g.some([0, 1, 5, 16, 18]):
+        yield _coded(ops, g, low)[0]
+
+
+@case
+def decode_gaps(ops, g):
+    for low in g.some([0, 1, 5, 16, 18]):
+        data, unary, chosen, k = _coded(ops, g, low)
+        yield indices.decode_gaps(ops, data, low, unary, k, 18), chosen
 
 
 # Every pair of a size, a kind of numbers and a dtype.

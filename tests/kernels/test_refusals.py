@@ -10,6 +10,7 @@ from grace.core.compressors.inceptionn import precision_sum
 from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
+from grace.core.exchange.indices import decode_gaps, encode_gaps, gap_facts
 from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.methods.signs import binarize_means, binary_sum, majority
 from grace.core.ops import get_ops, native
@@ -60,6 +61,17 @@ REFUSED = {
         ValueError,
         "expected a multiple of 16 columns.* received 40",
     ),
+    "indices that do not ascend": (
+        lambda o, m: gap_facts(o, m.i(3, 2), 0),
+        ValueError,
+        "expected indices from 0 on that ascend",
+    ),
+    "gaps without room": (
+        lambda o, m: encode_gaps(o, m.i(3, 90), 2, 1, 7),
+        ValueError,
+        "expected gaps that fit the lengths, received 86",
+    ),
+    "gaps of half a byte": (lambda o, m: decode_gaps(o, m.b(4), 3, 0, 8, 7), PayloadError, "expected 3 .*, received 4"),
     "levels of integers": (
         lambda o, m: binary_sum(o, [m.b(2)], [m.i(1, 2)], 10),
         TypeError,

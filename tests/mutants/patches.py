@@ -670,7 +670,7 @@ PATCHES = [
     Patch(
         "wire-bitmap-not-counted",
         "grace/core/exchange/indices.py",
-        "ops.require(fits, error, bits)",
+        "ops.require(fits, PayloadError(_OTHER_NUMBER), bits)",
         "bits",
         "a bitmap of fewer indices than values passes",
         (f"{DAMAGED} -k 'bitmap and numpy'",),
@@ -678,9 +678,9 @@ PATCHES = [
     Patch(
         "indices-all-planes-at-once",
         "grace/core/exchange/indices.py",
-        "        for j in range(planes):\n            steps = ops.add_(steps,",
-        "        held = [ops.unpack(padded[j * m : (j + 1) * m], 1, k) for j in range(planes)]\n"
-        "        for j in range(len(held)):\n            steps = ops.add_(steps,",
+        "    for j in range(planes):\n        steps = ops.add_(steps,",
+        "    held = [ops.unpack(padded[j * m : (j + 1) * m], 1, k) for j in range(planes)]\n"
+        "    for j in range(len(held)):\n        steps = ops.add_(steps,",
         "the bit planes of coded indices are unpacked all at once, which takes as many times the memory",
         (f"{DAMAGED} -k gaps_of_no_bits",),
     ),
@@ -927,10 +927,26 @@ PATCHES = [
     Patch(
         "indices-width-one-short",
         "grace/core/exchange/indices.py",
-        "ops.max(gaps) >= powers",
-        "ops.max(gaps) > powers",
+        "widest >= _powers",
+        "widest > _powers",
         "a widest gap that is a power of two loses its highest bit",
         ("tests/core/test_index_codings.py -k 'come_back'",),
+    ),
+    Patch(
+        "indices-golomb-one-bit-off",
+        "grace/core/exchange/indices.py",
+        "< 481 * (last + 1 - k)",
+        "< 240 * (last + 1 - k)",
+        "gaps keep half of the low bits that pay, and take more bytes",
+        ("tests/core/test_index_codings.py -k 'entropy or formulas'",),
+    ),
+    Patch(
+        "indices-unary-part-not-counted",
+        "kernels/checked/gaps.cpp",
+        "if (unary != 0 && ones != k) {",
+        "if (unary != 0 && ones < k) {",
+        "a damaged unary part with too many ends is decoded",
+        ("tests/core/test_index_codings.py -k damaged",),
     ),
     Patch(
         "lowpass-in-units-of-the-gradient",

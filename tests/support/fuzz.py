@@ -137,7 +137,10 @@ def _methods() -> list[tuple[Compressor, TensorSpec, str]]:
                 any(f.below is not None and f.wire for f in compressor.wire(spec)) if fits(compressor, spec) else None
             )
             if coded is not None:
-                found += [(compressor, spec, coding) for coding in ("int32", "delta", "smallest")[: 3 if coded else 1]]
+                found += [
+                    (compressor, spec, coding)
+                    for coding in ("int32", "delta", "golomb", "smallest")[: 3 if coded else 1]
+                ]
     return found
 
 
@@ -432,7 +435,7 @@ def _gradient(rng: Draw) -> bool:
         "compressor": compressors.config_of(rng.choice(all_compressors())),
         "default_rules": rng.random() < 0.3,
         "granularity": rng.choice(("layer", "bucket", "model")),
-        "index_coding": rng.choice(("int32", "delta", "smallest")),
+        "index_coding": rng.choice(("int32", "delta", "golomb", "smallest")),
     }
     try:
         sim = grace.Simulation(RANKS, specs, config)

@@ -1,4 +1,4 @@
-"""The command `grace bench step --account`: where the time goes that a step takes beyond a step without exchange."""
+"""The command `grace bench step --account`: the parts of what a step takes beyond a step without exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank's main thread spends a step: its processor time, the calls of kernels, the engine, waiting, page faults.
+"""Meter of the thread that trains: processor time, calls of kernels, the engine, waiting, page faults.
 
 It needs Linux, whose `schedstat` counts in nanoseconds, and eager steps.
 """
@@ -32,7 +32,7 @@ ENTRIES = ("ready", "ready_in_parts", "poll", "complete", "finish")
 
 @dataclass
 class Spent:
-    """What some steps took: seconds, bytes and numbers. Of the main thread, unless something else is said.
+    """Time of some steps, in seconds, with bytes and numbers; of the main thread, unless something else is said.
 
     `delayed` is the time in which it could run, but the core ran another thread. `engine` is its processor time in the
     engine, of which `kernels` is that in kernels, whose arguments and results have `kernel_bytes`. `others` is the

@@ -30,7 +30,7 @@ from grace.core.values.errors import PayloadError
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
 
 # Version of the layouts below: raise it when the bytes change, so that ranks of both versions do not mix.
-WIRE_FORMAT = 2
+WIRE_FORMAT = 3
 ALIGNMENT = 16
 _INT32 = 0x7FFFFFFF
 _ALL_THERE = "a buffer that holds as many elements as its header says"

@@ -138,8 +138,8 @@ class Config:
     share no scale compress several tensors together, and those that depend on a tensor's shape cut none. `bucket_bytes`
     is the number of gradient bytes that share one wire buffer and one collective (0: one collective per tensor); with
     "model" there is one per kind of collective. `index_coding` is the coding of gathered sparse indices: int32, delta,
-    bitmap, or the smallest of these (see `grace.core.exchange.indices`). `timeout` is the number of seconds that a rank
-    waits for the others before it raises WaitError. `checksum` gives every gathered buffer a checksum (see
+    golomb, bitmap, or the smallest of these (see `grace.core.exchange.indices`). `timeout` is the number of seconds
+    that a rank waits for the others before it raises WaitError. `checksum` gives every gathered buffer a checksum (see
     `grace.core.exchange.checksum`). Every `check_replicas` steps the ranks compare a digest of their weights (see
     `grace.core.guards.replicas`; 0: never).
     """

@@ -59,7 +59,10 @@ namespace grace {
     X(top_of_sides, "x T; ; ratio -> T[2], int32[p], int32[q]")                                                                       \
     X(orthogonalize, "a T; rows, columns -> T[rows columns]")                                                                         \
     X(count_sketch, "x T; rows, columns, key -> T[rows columns]")                                                                     \
-    X(sketch_estimate, "sketch T; n, rows, columns, key -> T[n]")
+    X(sketch_estimate, "sketch T; n, rows, columns, key -> T[n]")                                                                     \
+    X(gap_facts, "indices int32; low -> int64[2]")                                                                                    \
+    X(encode_gaps, "indices int32; low, unary -> uint8[m]")                                                                           \
+    X(decode_gaps, "data uint8; low, unary, k -> int32[k]")
 
 #define GRACE_DECLARE(name, signature) void name##_kernel(Call& call);
 GRACE_KERNELS(GRACE_DECLARE)
