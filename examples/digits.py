@@ -46,6 +46,12 @@ SETTINGS = {
     "scalecom": Setting(options={"compress_ratio": 0.01, "beta": 0.5}),
     "hardthreshold": Setting(options={"compress_ratio": 0.01}),
     "threshold": Setting(options={"threshold": 0.01}),
+    **{name: Setting(options={"compress_ratio": 0.01}) for name in ("sidco", "gaussiank", "mstopk", "redsync")},
+    "dct": Setting(options={"compress_ratio": 0.01, "refresh": 10}),
+    "sdagc": Setting(options={"alpha": 2.5}),
+    "rtopk": Setting(options={"compress_ratio": 0.01}),
+    "sbc": Setting(options={"compress_ratio": 0.02}),
+    "strom": Setting(options={"threshold": 0.02}),
     "qsgd": Setting(options={"quantum_num": 15}),
     "natural": Setting(),
     "lpc": Setting(),
@@ -75,6 +81,7 @@ SETTINGS = {
     "gradiveq": Setting(options={"memory": "residual", "training_steps": 2, "compressed_steps": 8}),
     "gradzip": Setting(options={"compress_rank": 2}),
     "powersgd": Setting(options={"compress_rank": 2}),
+    "acpsgd": Setting(options={"compress_rank": 2}),
 }
 
 # The statistics of each step that the table needs.

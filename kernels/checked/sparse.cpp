@@ -80,6 +80,31 @@ void select_kernel(Call& call) {
     });
 }
 
+void moments_kernel(Call& call) {
+    call.expect(2, 1, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T *x = call.input<T>(0), *bound = call.input<T>(1, 1);
+        const int powers = static_cast<int>(std::clamp<int64_t>(call.integer(0), 0, 2));
+        int64_t* number = call.output<int64_t>(1);
+        T* out = call.output<T>(3);
+        GRACE_GPU(call, moments, x, bound, powers, n, number, out);
+        Scratch<double> found(4 * divide_up(n, kPiece));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            double* mine = found.data() + 4 * (begin / kPiece);
+            std::fill(mine, mine + 4, 0.0);
+            loops<T>().moments(x + begin, *bound, powers, mine, end - begin);
+        });
+        double sums[4] = {0, 0, 0, 0};
+        for (int64_t i = 0; i < 4 * divide_up(n, kPiece); ++i) sums[i % 4] += found[i];
+        *number = static_cast<int64_t>(sums[0]);
+        out[0] = static_cast<T>(sums[1]);
+        out[1] = static_cast<T>(sums[2]);
+        out[2] = static_cast<T>(std::sqrt(sums[3]));
+    });
+}
+
 void top_kernel(Call& call) {
     call.expect(1, 1, 0);
     dispatch(call, call.input(0), [&](auto* type) {

@@ -330,6 +330,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             levels_into<T, uint16_t>,
             dequantize_sum<T>,
             select<T>,
+            moments<T>,
             select_sides<T>,
             to_half<T>,
             from_half<T>,

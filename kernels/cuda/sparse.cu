@@ -15,6 +15,17 @@ constexpr int kPerThread = kBins / kThreads;
 // Two counts below 2^31 in one number: the elements that pass, and the tied elements.
 __device__ inline uint64_t counts_of(uint32_t passed, uint32_t tied) { return uint64_t(passed) | uint64_t(tied) << 32; }
 
+// What `moments` finds in a part of an array.
+struct Above {
+    int64_t number;
+    double sizes, positive, squares;
+};
+struct JoinAbove {
+    __device__ Above operator()(const Above& a, const Above& b) const {
+        return {a.number + b.number, a.sizes + b.sizes, a.positive + b.positive, a.squares + b.squares};
+    }
+};
+
 // The marks, as bits per group: the elements that pass, and the tied ones, of which only the first pass (`tied`, may be
 // null).
 struct Marks {
@@ -218,6 +229,34 @@ template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64
 }
 
 template <class T>
+void moments(const Stream& on, const T* x, const T* bound, int powers, int64_t n, int64_t* number, T* out) {
+    reduce(
+        on, divide_up(n, 8), Above{0, 0, 0, 0},
+        [=] __device__(int64_t group) {
+            const int count = group_size(group, n);
+            T found[8];
+            load_group(x, group, count, found);
+            const T edge = *bound;
+            Above sums{0, 0, 0, 0};
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const double size = double(magnitude(found[j]));
+                if (j < count && magnitude(found[j]) >= edge) {
+                    sums = JoinAbove()(sums, {1, size, found[j] > T(0) ? size : 0.0, size * size});
+                }
+            }
+            return sums;
+        },
+        JoinAbove(),
+        [=] __device__(const Above& sums) {
+            *number = sums.number;
+            out[0] = powers > 0 ? T(sums.sizes) : T(0);
+            out[1] = powers > 1 ? T(sums.positive) : T(0);
+            out[2] = powers > 1 ? T(sqrt(sums.squares)) : T(0);
+        });
+}
+
+template <class T>
 void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,
                   const std::function<Tops<T>(int64_t, int64_t)>& room) {
     uint64_t* counts = scratch<uint64_t>(on, 1);
@@ -282,6 +321,7 @@ void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T*
     template void select<T>(const Stream&, const T*, const T*, bool, bool, int64_t, const Room<T>&);     \
     template void top<T>(const Stream&, const T*, int64_t, int64_t, T*, int32_t*);                       \
     template void top_bound<T>(const Stream&, const T*, int64_t, int64_t, T*);                          \
+    template void moments<T>(const Stream&, const T*, const T*, int, int64_t, int64_t*, T*);              \
     template void top_of_sides<T>(const Stream&, const T*, int64_t, const std::function<int64_t(int64_t)>&, \
                                   const std::function<Tops<T>(int64_t, int64_t)>&);                      \
     template void gather<T>(const Stream&, const T*, int64_t, const int32_t*, T*, int64_t);              \

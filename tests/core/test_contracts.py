@@ -28,13 +28,17 @@ from tests.support import covering, registered
 REORDERED = {
     "atomo": "the signs of singular vectors are those of each framework; test_atomo.py compares mode entry",
     **dict.fromkeys(
-        ("gradiveq", "gradzip", "powersgd"), "a matrix product is summed in the order of each framework's BLAS"
+        ("acpsgd", "gradiveq", "gradzip", "powersgd"),
+        "a matrix product is summed in the order of each framework's BLAS",
     ),
 }
 # Gradients for which a payload is not unique: with equal singular values, the singular vectors are any basis.
 TIED = {"atomo": ("huge and tiny",)}
 REORDERED_FLOAT64 = dict.fromkeys(
-    ("adaptive", "chain", "efsignsgd", "onebit", "qsgd", "qsparse", "terngrad", "wangni"),
+    (
+        *("adaptive", "chain", "efsignsgd", "gaussiank", "mstopk", "onebit", "qsgd", "qsparse", "redsync", "sbc"),
+        *("sdagc", "sidco", "terngrad", "wangni"),
+    ),
     "the sum in the scale is rounded once for float32, but nothing is wider than float64",
 )
 

@@ -18,10 +18,10 @@ FOUND = json.loads((ROOT / "docs/results/moved_bytes.json").read_text(encoding="
 BY_METHOD: dict[str, dict[str, dict]] = {}
 for row in FOUND:
     BY_METHOD.setdefault(row["method"], {})[row["communicator"]] = row
-# Ranks that vote may tie; the mean of many ranks falls below a fixed threshold; and variance sends only headers in the
-# first step.
+# Ranks that vote may tie; the mean of many ranks falls below a fixed threshold; variance sends only headers in the
+# first step; and what arrives at the owner of a shard is sparse, so that more of it is beyond some deviations of sdagc.
 OTHERS = {name for name in BY_METHOD if compressors.make(name).absolute or not compressors.make(name).averages}
-OTHERS |= {"variance"}
+OTHERS |= {"variance", "sdagc"}
 
 
 def test_every_method_is_in_it():

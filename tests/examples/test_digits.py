@@ -41,12 +41,20 @@ ELEMENTS = 64 * 288 + 128 * 1024 + 10 * 128
 # The largest share of the dense bytes for methods without an announced size, with the examples' settings.
 MOST = {
     "3lc": 1.6 / 32,
+    "acpsgd": 2 * 1152 / ELEMENTS * 1.2,  # about half of powersgd's factors, the larger ones
     "adaptive": 0.01 * 1.05,  # one index in place of a value
     "atomo": 3 * (352 + 1152 + 138) / ELEMENTS * 1.1,  # three singular triples on average
+    "dct": 2 * 0.01 * 3,  # the threshold of up to 10 steps ago
     "dgc": 2 * 0.01 * 1.3,  # the overshoot
+    "gaussiank": 2 * 0.01 * 1.5,  # up to 4/3
     "hardthreshold": 2 * 0.01 * 1.1,
     "inceptionn": 14 / 32,  # some elements take 16 bits, most 8, and each a tag of two
+    "redsync": 2 * 0.02,  # up to twice the ratio
+    "sbc": 0.02,
+    "sdagc": 2 * 0.05,
+    "sidco": 2 * 0.01 * 2,  # the fit is rough
     "sketchml": 0.01,  # much less than a value of 4 bytes per kept element
+    "strom": 0.1,
     "threshold": 0.1,
     "variance": 0.1,
     "wangni": 2 * 0.1,  # values and indices of a tenth

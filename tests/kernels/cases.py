@@ -16,7 +16,7 @@ import numpy as np
 
 from grace.core.compressors import adaptive, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
 from grace.core.exchange import indices
-from grace.core.methods import levels, signs
+from grace.core.methods import estimated, levels, signs
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -286,6 +286,15 @@ def dequantize(ops, g):
 def sparsify(ops, g):
     for k in g.some(sorted({0, 1, g.n // 100, g.n // 3, g.n - 1, g.n, g.n + 5} - {-1})):
         yield ops.sparsify(g.x(), k)
+
+
+@case
+def moments(ops, g):
+    for bound in g.some([0.0, 0.5, 3.0]):
+        for powers in range(3):
+            number, sums = estimated.moments(ops, g.x(), g.scalar(bound), powers)
+            yield number
+            yield free(ops, g, sums)
 
 
 @case

@@ -72,3 +72,26 @@ def test_indices_do_not_travel():
 def test_all_elements_are_the_gradient_itself():
     x = normal(100)
     assert np.array_equal(send(make("randomk", compress_ratio=1.0), x), x)
+
+
+def test_a_block_is_one_run_of_coordinates_that_all_ranks_share():
+    """Block-random-k; the run goes on at the beginning, and every coordinate has the same share of all steps."""
+    n, k, steps = 20, 6, 400
+    compressor = make("randomk", compress_ratio=0.3, mode="block")
+    sim, counts, starts = simulate(2, (n,), compressor), np.zeros(n), set()
+    for _ in range(steps):
+        sent = step(sim, [np.ones(n, np.float32), np.full(n, 3, np.float32)])
+        assert set(sent.tolist()) == {0, 2}
+        begins = np.flatnonzero((sent != 0) & (np.roll(sent, 1) == 0))
+        assert (len(begins), np.count_nonzero(sent)) == (1, k)
+        starts.add(int(begins[0]))
+        counts += sent != 0
+    assert len(starts) == n
+    # 120 steps each, with a standard deviation of 9.2.
+    assert np.abs(counts - steps * k / n).max() <= 45
+
+
+def test_scaled_blocks_are_unbiased():
+    x, compressor = normal(20), make("randomk", compress_ratio=0.3, mode="block", scaled=True)
+    mean = np.mean([send(compressor, x, step=number) for number in range(3000)], axis=0)
+    assert np.abs(mean - x).max() <= 5 * np.abs(x).max() * np.sqrt(20 / 6 / 3000)

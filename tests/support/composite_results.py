@@ -409,6 +409,17 @@ def select(n, dtype):
 
 
 @case
+def moments(n, dtype):
+    x = numbers(n, dtype)
+    for bound in (0.0, float(abs(x[n // 2])) if n else 0.5, 100.0):
+        kept = x[abs(x) >= bound].astype(np.float64)
+        sums = [abs(kept).sum(), kept[kept > 0].sum(), np.sqrt((kept**2).sum())]
+        for powers, known in enumerate((0, 1, 3)):
+            found = np.array([*sums[:known], 0, 0, 0][:3], dtype)
+            yield Call("moments", (x, np.array([bound], dtype), powers), {}, (np.array([len(kept)]), found))
+
+
+@case
 def top_of_sides(n, dtype):
     x = numbers(n, dtype)
     for ratio in (0.01, 0.3, 1.0):

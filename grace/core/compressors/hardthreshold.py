@@ -99,7 +99,7 @@ class HardThreshold(Sparsifier, Tuning):
             return ops.full(1, 1.0, dtype)
         return ops.choose(
             self._begins(at)[0],
-            lambda: _smallest(ops.sparsify(x, k)[0], ops, dtype),
+            lambda: smallest_magnitude(ops.sparsify(x, k)[0], ops, dtype),
             lambda: ops.cast(at.state["threshold"], dtype),
         )
 
@@ -119,7 +119,7 @@ class HardThreshold(Sparsifier, Tuning):
 
         def sizes() -> Array:
             most, dtype = MAX_MAGNITUDE[at.spec.work_dtype], at.spec.work_dtype
-            found = [_smallest(payload["values"], ops, dtype)[0] for payload in payloads]
+            found = [smallest_magnitude(payload["values"], ops, dtype)[0] for payload in payloads]
             return sum(ops.cast(ops.where(size > most, 0.0, size), "float64") for size in found) * total
 
         kept = ops.cast(sum(ops.count(payload["indices"]) for payload in payloads), "float64")
@@ -150,7 +150,7 @@ class HardThreshold(Sparsifier, Tuning):
         }
 
 
-def _smallest(values: Array, ops: ArrayOps, dtype: str) -> Array:
+def smallest_magnitude(values: Array, ops: ArrayOps, dtype: str) -> Array:
     """Return the smallest magnitude above 0, of shape (1,); more than a gradient can have if there is none."""
     none = 2 * MAX_MAGNITUDE[dtype]
     sizes = ops.abs(ops.concat([values, ops.full(1, none, dtype)]))

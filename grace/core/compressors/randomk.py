@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.methods.compressor import Sparsifier, keep_count
@@ -19,23 +20,27 @@ class RandomK(Sparsifier):
     Formula: C(x)_i = c \, x_i \, 1_{i \in K}, \quad c = d / k \;\text{if scaled, else}\; 1
 
     K holds `k = max(1, int(compress_ratio * d))` coordinates, drawn uniformly without replacement. They follow from
-    seed, tensor and step, so only the k values travel, by allreduce.
-    `scaled=False` is a contraction with delta = k/d in expectation; use it with error feedback. `scaled=True` is
-    unbiased with E|x - C(x)|^2 = (d/k - 1) |x|^2; use it without error feedback.
+    seed, tensor and step, so only the k values travel, by allreduce. So this is also the method of random masks with k
+    ones. With `mode="block"` (block-random-k) K is one run of k consecutive coordinates from a random one on, which
+    goes on at the beginning when it reaches the end, so that all coordinates are drawn equally often. `scaled=False` is
+    a contraction with delta = k/d in expectation; use it with error feedback. `scaled=True` is unbiased with E|x -
+    C(x)|^2 = (d/k - 1) |x|^2; use it without error feedback.
 
     Error: 0.9 |x|^2 for normal x; 9 |x|^2 with `scaled=true`.
 
-    Cost: O(k): k random indices by a keyed permutation, and one gather; no pass over x, no sorting.
+    Cost: O(k): k random indices by a keyed permutation (with blocks one), and one gather; no pass over x, no sorting.
 
     When: many ranks, because allreduce adds the values, or little time to select. Not at topk's ratios: a coordinate
     waits d/k steps on average, so it needs a larger ratio, and less momentum in the optimizer. At 1 % training stalled
-    or diverged at the learning rate of dense training.
+    or diverged at the learning rate of dense training. Blocks read memory in order; neighbours travel together.
 
-    Reference: Stich et al., "Sparsified SGD with memory", NeurIPS 2018.
+    Reference: Stich et al., "Sparsified SGD with memory", NeurIPS 2018; blocks: Vogels et al., "PowerSGD", NeurIPS 2019
+    (Random Block).
     """
 
     compress_ratio: float = 0.1
     scaled: bool = False
+    mode: Literal["elements", "block"] = "elements"
 
     summable = True
 
@@ -67,9 +72,16 @@ class RandomK(Sparsifier):
 
     def compress(self, x: Array, at: Site) -> Payload:
         n, k = at.spec.numel, keep_count(self.compress_ratio, at.spec.numel)
-        indices = at.ops.sample(n, k, at.key)
+        indices = self._indices(n, k, at)
         values = at.ops.gather(x, indices)
         return {"values": values * (n / k) if self.scaled and k else values, "indices": indices}
+
+    def _indices(self, n: int, k: int, at: Site) -> Array:
+        ops = at.ops
+        if self.mode == "elements" or not k:
+            return ops.sample(n, k, at.key)
+        place = ops.arange(k, "int64") + ops.cast(ops.sample(n, 1, at.key), "int64")
+        return ops.cast(ops.where(place < n, place, place - n), "int32")
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         if self.scaled:

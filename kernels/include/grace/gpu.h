@@ -123,6 +123,10 @@ void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_
 // Waits for the stream.
 template <class T>
 void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room);
+// The number of magnitudes >= *bound; out: their sum (from `powers` 1 on), the sum of the positive ones, and their
+// Euclidean norm (from 2 on), or zeros.
+template <class T>
+void moments(const Stream& on, const T* x, const T* bound, int powers, int64_t n, int64_t* number, T* out);
 // The k largest magnitudes, 0 <= k <= n < 2^31, sorted by index. Of equal magnitudes, the lower index comes first.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
 // The smallest of the k largest magnitudes, 1 <= k.

@@ -32,6 +32,7 @@ namespace grace {
     X(pack, "codes uint8/int64; bits -> uint8[packed]")                                                                               \
     X(unpack, "codes uint8; bits, n -> int64[n]")                                                                                     \
     X(select, "x T, bound T; strict, nonzero -> T[m], int32[m]")                                                                      \
+    X(moments, "x T, bound T; powers -> int64[1], T[3]")                                                                                  \
     X(top, "x T; k -> T[k], int32[k]")                                                                                                \
     X(top_bound, "x T; k -> T[1]")                                                                                                    \
     X(gather, "x T, indices int32 -> T[indices]")                                                                                     \

@@ -106,6 +106,10 @@ template <class T> struct Loops {
     // Appends the selected elements. The lists have room for n more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);
 
+    // Of the elements with a magnitude >= bound: sums[0] += their number, from `powers` 1 on sums[1] += the sum of their
+    // magnitudes, from 2 on sums[2] += the sum of the positive ones and sums[3] += the sum of their squares.
+    void (*moments)(const T* x, T bound, int powers, double* sums, int64_t n);
+
     // Appends elements >= high or <= low. counts[0] += number of elements above 0, counts[1] += number below 0.
     void (*select_sides)(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts);
 

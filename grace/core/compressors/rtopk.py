@@ -1,0 +1,57 @@
+"""Random elements among the largest: rTop-k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.compressors.topk import check_ratio
+from grace.core.methods.compressor import Sparsifier, keep_count
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+
+
+@compressors.register("rtopk")
+@dataclass(frozen=True)
+class RTopK(Sparsifier):
+    r"""Random top-k (rTop-k): k elements drawn at random among the r of largest magnitude.
+
+    Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K \subset R \;\text{random}, \; |K| = k, \; R: \text{the $r$ largest}
+
+    `k = max(1, int(compress_ratio * d))`, and r is `spread` times k, at most d. Each rank draws its own k of its r.
+    With `spread=1` it is topk, with spread at least 1 / compress_ratio randomk with its own indices on every rank. The
+    payload is that of topk. E|x - C(x)|^2 = |x|^2 - (k/r) |x_R|^2 <= (1 - k/d) |x|^2.
+
+    Error: 0.93 |x|^2 for normal x; 0.91 |x|^2 with `spread=1.0`.
+
+    Cost: the selection of r elements as in topk, r random indices, and a sort of k.
+
+    When: sparse gradients with noise, where the largest elements of a batch are not reliably those of the mean. The
+    residual ages by a factor of spread against topk.
+
+    Reference: Barnes et al., "rTop-k: a statistical estimation approach to distributed SGD", IEEE Journal on Selected
+    Areas in Information Theory 2020.
+    """
+
+    compress_ratio: float = 0.01
+    spread: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_ratio("rtopk", self.compress_ratio)
+        if not self.spread >= 1:
+            raise ConfigError(f"rtopk: spread (r / k) must be at least 1, received {self.spread!r}.")
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        return keep_count(self.compress_ratio, spec.numel) / max(1, spec.numel)
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        k = keep_count(self.compress_ratio, spec.numel)
+        return Field("values", spec.work_dtype, k), Field("indices", "int32", k, below=spec.numel)
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        ops, n = at.ops, at.spec.numel
+        k = keep_count(self.compress_ratio, n)
+        r = min(n, int(self.spread * k))
+        values, indices = ops.sparsify(x, r)
+        chosen = ops.cast(ops.sort(ops.sample(r, k, at.private_key)), "int32")
+        return {"values": ops.gather(values, chosen), "indices": ops.gather(indices, chosen)}

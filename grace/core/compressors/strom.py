@@ -1,0 +1,85 @@
+"""Strom's threshold with one bit per value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grace.core.methods.capabilities import Selecting
+from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.values.errors import ConfigError
+from grace.core.values.registry import compressors
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+
+
+@compressors.register("strom")
+@dataclass(frozen=True)
+class Strom(Compressor, Selecting):
+    r"""Strom's threshold: plus or minus tau for every element beyond it, one word of 32 bits each.
+
+    Formula: C(x)_i = \tau \, \mathrm{sign}(x_i) \, 1_{|x_i| > \tau}
+
+    tau is `threshold`, in the units of the gradient. A word is i, or -1 - i for a negative element: one bit for the
+    sign and 31 for the index. What an element exceeds tau by stays in the residual, so a large one travels in several
+    steps. The number of words depends on the data and may be 0. The error never exceeds |x|.
+
+    Error: 0.98 |x|^2 for normal x; 0.35 |x|^2 with `threshold=1.0`.
+
+    Cost: one pass of comparisons; nothing is sorted, no random numbers.
+
+    When: half of threshold's bytes, if the scale of the gradients is known and steady. With tau too small, many words
+    travel and the residual grows; with tau too large, nothing does.
+
+    Reference: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
+    """
+
+    threshold: float = 0.01
+
+    fixed_size = False
+    default_memory = "residual"
+
+    def __post_init__(self) -> None:
+        if not self.threshold > 0:
+            raise ConfigError(f"strom: threshold must be positive, received {self.threshold!r}.")
+
+    @property
+    def absolute(self) -> bool:
+        return True
+
+    @property
+    def joins(self) -> bool:
+        return True
+
+    def contraction(self, spec: TensorSpec) -> float | None:
+        return 0.0
+
+    def unfit(self, spec: TensorSpec) -> str | None:
+        return beyond_int32(spec)
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        return (Field("words", "int32", "sent"),)
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        ops = at.ops
+        values, indices = ops.select(x, self.threshold, strict=True)
+        return {"words": ops.where(values < 0, -1 - indices, indices)}
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return self.merge([payload], at)
+
+    def _read(self, payload: Payload, at: Site, tau: float) -> tuple[Array, Array]:
+        """Return the values and indices of the words."""
+        ops, words = at.ops, payload["words"]
+        level = ops.full(ops.length(words), tau, at.spec.work_dtype)
+        return ops.where(words < 0, -level, level), ops.where(words < 0, -1 - words, words)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        values, indices = zip(*(self._read(payload, at, self.threshold) for payload in payloads), strict=True)
+        return at.ops.sparse_sum(values, indices, at.spec.numel)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        values, indices = self._read(payload, at, -self.threshold)
+        return at.ops.sparse_sum([values], [indices], at.spec.numel, onto=x)
+
+    def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return at.ops.put_(x, self._read(payload, at, 1.0)[1], 0.0)
