@@ -209,6 +209,11 @@ class OrderedTransport(MeetingTransport):
             finally:
                 self._advancing.release()
 
+    @property
+    def meets(self) -> bool:
+        """True while the header of a collective is on its way."""
+        return any(handle.phase == 0 and not handle.done and handle.error is None for handle in self._pending)
+
     def _advance_all(self) -> None:
         """Advance every collective, none beyond those that were started before it."""
         self._missed = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import ctypes
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -18,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from grace.core.exchange.collectives import Reduction
 from grace.core.exchange.ordered import OrderedTransport, Phases
-from grace.core.exchange.transport import TIMEOUT, known_local_size
+from grace.core.exchange.transport import TIMEOUT, Handle, known_local_size
 from grace.core.values.errors import ConfigError, GraceError, StepError, WaitError
 
 # The number of transports of each process group, which names the next one on all ranks.
@@ -55,7 +57,12 @@ class ProcessGroupTransport(OrderedTransport):
         self.name = name or f"grace/{self.group}/{_transports[self.group]}"
         self._groups: dict[str, Any] = {}
         self._discards = 0
+        self._helper: _Helper | None = None
         self._connect(what)
+        if self.size > 1:
+            self._helper = _Helper(self)
+            # At the end of the transport or of the process, whichever comes first.
+            weakref.finalize(self, self._helper.end)
         if name is None:
             _transports[self.group] += 1
 
@@ -165,22 +172,21 @@ class ProcessGroupTransport(OrderedTransport):
     def _done(self, work: Any) -> Callable[[], bool]:
         """Return a function that tells whether work is done. It raises the error of the work."""
         self._works[:] = [*(other for other in self._works if not other.is_completed()), work]
-        if self._on_gpu:
-            # Its next phase belongs to the stream of the thread that trains.
-            finished, end = work.is_completed, work.wait
-        else:
-            # The work itself is complete only after the callbacks of its future.
-            future, here = work.get_future(), weakref.ref(self)
-            finished, end = future.done, future.wait
-            future.add_done_callback(lambda _: _advance(here()))
 
         def done() -> bool:
-            if not finished():
+            if not work.is_completed():
                 return False
-            end()
+            work.wait()
             return True
 
         return done
+
+    def _start(self, *given: Any, **options: Any) -> Handle:
+        handle = super()._start(*given, **options)
+        # Data of a GPU belong to the stream of the thread that trains.
+        if self._helper is not None and not self._on_gpu:
+            self._helper.wake()
+        return handle
 
     # --- waits --------------------------------------------------------------------------------------------------------
 
@@ -201,9 +207,47 @@ class ProcessGroupTransport(OrderedTransport):
             raise self._failed(error, what) from None
 
 
-def _advance(transport: ProcessGroupTransport | None) -> None:
-    if transport is not None:
+class _Helper:
+    """Thread that advances the collectives of a transport while their headers are on the way.
+
+    A callback of Gloo's own threads would need no polling, but it aborts the process if it runs at its end.
+    """
+
+    _INTERVAL_S = 2e-4
+
+    def __init__(self, transport: ProcessGroupTransport) -> None:
+        self._transport = weakref.ref(transport)
+        self._awake, self._ended = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="grace", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Make the thread look, because a collective was started."""
+        self._awake.set()
+
+    def end(self) -> None:
+        """End the thread, and wait for it."""
+        self._ended = True
+        self._awake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._awake.wait()
+            self._awake.clear()
+            while not self._ended and self._advanced():
+                time.sleep(self._INTERVAL_S)
+            if self._ended:
+                return
+
+    def _advanced(self) -> bool:
+        """Advance what can be; return whether a header is still on the way."""
+        transport = self._transport()
+        if transport is None:
+            return False
         transport.advance()
+        return transport.meets
 
 
 def _local_size() -> int:

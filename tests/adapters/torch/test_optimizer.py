@@ -165,7 +165,7 @@ def test_the_transport_keeps_its_contract(launch):
 
 @on(Launch(TORCH, "torchrun", 2), Launch(TORCH, "torchrun", 4))
 def test_data_start_while_the_program_computes(launch):
-    """Headers come first; Gloo's thread starts the data when they have arrived."""
+    """Headers come first; a thread of the transport starts the data when they have arrived."""
     assert all(rank == [True] * 4 for rank in scenario("data_without_calls", launch))
 
 
