@@ -210,7 +210,7 @@ class OrderedTransport(MeetingTransport):
                 self._advancing.release()
 
     @property
-    def meets(self) -> bool:
+    def header_under_way(self) -> bool:
         """True while the header of a collective is on its way."""
         return any(handle.phase == 0 and not handle.done and handle.error is None for handle in self._pending)
 

@@ -33,9 +33,9 @@ class ProcessGroupTransport(OrderedTransport):
     It has connections of its own, so that what the program exchanges meanwhile does not disturb it: by Gloo for headers
     and for data of the CPU, and by NCCL for data of a GPU if the group does so. A rank that waits longer than `timeout`
     seconds raises WaitError, and so does one whose partner has ended. Data of the CPU start when their headers have
-    arrived, whatever the program does meanwhile. `name` must differ between transports, and be
-    equal on all ranks; without it, the transports of a group are numbered. `what` tells for what the ranks meet. Raises
-    ConfigError outside of the group.
+    arrived, whatever the program does meanwhile. `name` must differ between transports, and be equal on all ranks;
+    without it, the transports of a group are numbered. `what` tells for what the ranks meet. Raises ConfigError outside
+    of the group.
     """
 
     def __init__(
@@ -213,7 +213,8 @@ class _Helper:
     A callback of Gloo's own threads would need no polling, but it aborts the process if it runs at its end.
     """
 
-    _INTERVAL_S = 2e-4
+    # Seconds between two looks. A wait for a rank that is late makes them rarer.
+    _SHORTEST_S, _LONGEST_S, _GROWTH = 2e-4, 5e-3, 1.05
 
     def __init__(self, transport: ProcessGroupTransport) -> None:
         self._transport = weakref.ref(transport)
@@ -236,8 +237,10 @@ class _Helper:
         while True:
             self._awake.wait()
             self._awake.clear()
+            pause = self._SHORTEST_S
             while not self._ended and self._advanced():
-                time.sleep(self._INTERVAL_S)
+                time.sleep(pause)
+                pause = min(self._GROWTH * pause, self._LONGEST_S)
             if self._ended:
                 return
 
@@ -247,7 +250,7 @@ class _Helper:
         if transport is None:
             return False
         transport.advance()
-        return transport.meets
+        return transport.header_under_way
 
 
 def _local_size() -> int:
