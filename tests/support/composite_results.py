@@ -453,3 +453,20 @@ def sketch(n, dtype):
     median = np.array([sorted(values)[rows // 2] for values in found], dtype)
     yield Call("count_sketch", (x, rows, columns, KEY), {}, (made.ravel(),))
     yield Call("sketch_estimate", (made.ravel(), n, rows, columns, KEY), {}, (median,))
+
+
+@case
+def gaps(n: int, dtype: str) -> Iterator[Call]:
+    for step, low in ((1, 0), (2, 0), (3, 1), (7, 2), (40, 3)):
+        indices = np.arange(0, n, step, np.int32) + np.int32(n % 2 and step == 1)
+        apart = np.diff(indices, prepend=-1) - 1
+        rest = apart >> low
+        yield Call("gap_facts", (indices, low), {}, (np.array([apart.max(initial=0), rest.sum()]),))
+        k, unary = len(indices), (len(indices) + int(rest.sum()) + 7) // 8
+        padded = np.concatenate([apart, np.zeros(-k % 8, np.int64)])
+        planes = [np.packbits(padded >> j & 1, bitorder="little") for j in range(low)]
+        marks = np.zeros(8 * unary, np.uint8)
+        marks[np.cumsum(rest + 1) - 1] = 1
+        coded = np.concatenate([*planes, np.packbits(marks, bitorder="little")]).astype(np.uint8)
+        yield Call("encode_gaps", (indices, low, unary, 10), {}, (coded,))
+        yield Call("decode_gaps", (coded, low, unary, k, 10), {}, (indices,))

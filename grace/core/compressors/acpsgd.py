@@ -83,35 +83,43 @@ class ACPSGD(Compressor, Learning):
         return {"factor": factor}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops, even = at.ops, at.state["odd"][0] == 0
-        length = ops.length(payload["factor"])
-        # Not in a graph, whose optimizer takes the length in one phase for that in the other.
-        if isinstance(length, int):
-            expected = matrix_shape(at.spec)[0 if bool(even) else 1] * self.compress_rank
-            if length != expected:
-                raise PayloadError(f"acpsgd: expected {expected} values, received {length}; the payload is damaged.")
-        factor = ops.reshape(payload["factor"], (-1, self.compress_rank))
-        return ops.reshape(
-            ops.choose(
-                even,
-                lambda: ops.reshape(ops.matmul(factor, at.state["q"], transpose_b=True), (-1,)),
-                lambda: ops.reshape(ops.matmul(at.state["p"], factor, transpose_b=True), (-1,)),
-            ),
-            (at.spec.numel,),
-        )
+        return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return self.decompress({"factor": self._sum(payloads)}, at)
+        ops, (rows, columns), r = at.ops, matrix_shape(at.spec), self.compress_rank
+        total = self._sum(payloads, at)
 
-    def _sum(self, payloads: Sequence[Payload]) -> Array:
-        total = payloads[0]["factor"]
-        for payload in payloads[1:]:
-            total = total + payload["factor"]
+        # Each branch knows its sides, also in a graph.
+        def even() -> Array:
+            return ops.matmul(ops.reshape(total, (rows, r)), at.state["q"], transpose_b=True)
+
+        def odd() -> Array:
+            return ops.matmul(at.state["p"], ops.reshape(total, (columns, r)), transpose_b=True)
+
+        product = ops.choose(
+            at.state["odd"][0] == 0, lambda: ops.reshape(even(), (-1,)), lambda: ops.reshape(odd(), (-1,))
+        )
+        return ops.reshape(product, (at.spec.numel,))
+
+    def _sum(self, payloads: Sequence[Payload], at: Site) -> Array:
+        """Return the sum of the factors. Raises PayloadError for one of another length."""
+        factors = [payload["factor"] for payload in payloads]
+        for length in map(at.ops.length, factors):
+            # Not in a graph, whose optimizer takes the length in one phase for that in the other.
+            if isinstance(length, int):
+                expected = matrix_shape(at.spec)[int(at.state["odd"][0])] * self.compress_rank
+                if length != expected:
+                    raise PayloadError(
+                        f"acpsgd: expected {expected} values, received {length}; the payload is damaged."
+                    )
+        total = factors[0]
+        for factor in factors[1:]:
+            total = total + factor
         return total
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:
         ops, (rows, columns) = at.ops, matrix_shape(at.spec)
-        even, total = at.state["odd"][0] == 0, self._sum(payloads)
+        even, total = at.state["odd"][0] == 0, self._sum(payloads, at)
 
         def basis(n: int) -> Array:
             factor = ops.reshape(total, (n, self.compress_rank))
