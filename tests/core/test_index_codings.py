@@ -94,10 +94,13 @@ def test_a_damaged_unary_part_is_refused(framework, native):
     ops, n = get_ops(framework, native=native), 1000
     given = array(ops, np.arange(0, n, 50), "int32")
     word = indices.choose(ops, given, n, "golomb")
-    data = host(ops, indices.encode(ops, given, word, n)).copy()
-    data[-2] ^= 1
-    with pytest.raises(PayloadError, match="the payload is damaged"):
-        indices.decode(ops, array(ops, data, "uint8"), word, 20, n)
+    data = host(ops, indices.encode(ops, given, word, n))
+    # Too few ends, and too many.
+    for bits in (0, 255):
+        damaged = data.copy()
+        damaged[-2] = bits
+        with pytest.raises(PayloadError, match="the payload is damaged"):
+            indices.decode(ops, array(ops, damaged, "uint8"), word, 20, n)
 
 
 @every_framework
