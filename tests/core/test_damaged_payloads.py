@@ -102,4 +102,4 @@ def test_gaps_of_no_bits_take_a_multiple_of_the_memory_of_the_indices(backend):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.tolist() == list(range(n))
-    assert peak < 64 * n
+    assert peak < 48 * n

@@ -84,17 +84,21 @@ def decode_gaps(ops: ArrayOps, data: Array, low: Any, unary: Any, k: int, planes
     m = (k + 7) // 8
     # Not the length of data: TensorFlow's graph optimizer confuses it with that of the other branch.
     padded = ops.concat([data[: low * m], ops.zeros((planes - low) * m, "uint8")])
+    quotients = _quotients(ops, data[low * m : low * m + unary], unary, k)
     # Plane after plane: all at once would take as many times the memory, which a damaged header may ask for.
     steps = ops.full(k, 1, "int64")
     for j in range(planes):
         steps = ops.add_(steps, ops.shift_left(ops.unpack(padded[j * m : (j + 1) * m], 1, k), j))
-    # Without unary bytes, every one comes at once.
+    return ops.cast(ops.add_(ops.cumsum(steps), ops.shift_left(quotients, low)) - 1, "int32")
+
+
+def _quotients(ops: ArrayOps, data: Array, unary: Any, k: int) -> Array:
+    """Return the sums of what remained of the gaps; zeros without unary bytes."""
     at_once = ops.full(k, 1, "int64")[: ops.min_size(k, k * (1 - ops.min_size(unary, 1)))]
-    marks = ops.concat([ops.unpack(data[low * m : low * m + unary], 1, 8 * unary), at_once])
+    marks = ops.concat([ops.unpack(data, 1, 8 * unary), at_once])
     fits = ops.sum(marks) == ops.full(1, k, "int64")[0]
     ones = ops.nonzero(ops.require(fits, PayloadError(_OTHER_NUMBER), marks) > 0)
-    quotients = ops.cast(ones, "int64") - ops.arange(k, "int64")
-    return ops.cast(ops.cumsum(steps) - 1 + ops.shift_left(quotients, low), "int32")
+    return ops.cast(ones, "int64") - ops.arange(k, "int64")
 
 
 @decode_gaps.kernel(decode_gaps="data uint8; low, unary, k -> int32[k]")
