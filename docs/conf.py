@@ -31,6 +31,7 @@ extensions = [
     "methods",
     "timeline",
     "break_even",
+    "error_chart",
 ]
 exclude_patterns = ["_*"]
 

@@ -53,6 +53,8 @@ SETTINGS = {
     "sbc": Setting(options={"compress_ratio": 0.02}),
     "strom": Setting(options={"threshold": 0.02}),
     "qsgd": Setting(options={"quantum_num": 15}),
+    "eden": Setting(options={"bits": 2}),
+    "rotated": Setting(),
     "natural": Setting(),
     "lpc": Setting(),
     "uniform": Setting(),

@@ -47,6 +47,8 @@ FAMILIES = (
             "efsignsgd",
             "onebit",
             "uniform",
+            "eden",
+            "rotated",
         ),
     ),
     Family(

@@ -305,6 +305,7 @@ static void sample(const Permutation* permutation, uint32_t n, int64_t begin, in
 #include "loops_codings.inl"
 #include "loops_products.inl"
 #include "loops_sketch.inl"
+#include "loops_rotation.inl"
 
 }  // namespace GRACE_ISA
 
@@ -329,6 +330,8 @@ template <class T> static constexpr Loops<T> make_loops() {
             levels_into<T, uint8_t>,
             levels_into<T, uint16_t>,
             dequantize_sum<T>,
+            rotated_codes<T>,
+            rotated_sum<T>,
             select<T>,
             moments<T>,
             select_sides<T>,

@@ -125,6 +125,7 @@ void run(unsigned blocks, unsigned threads, const std::function<void()>& body) {
 #include "device.cu"
 #include "levels.cu"
 #include "matrices.cu"
+#include "rotation.cu"
 #include "sketch.cu"
 #include "sparse.cu"
 #include "widths.cu"

@@ -167,6 +167,7 @@ def test_a_named_memory_replaces_the_default():
         ({"compressor": "topk", "communicator": "allgater"}, r"unknown communicator.*Did you mean 'allgather'\?"),
         ({"compressor": "topk", "compress_ration": 0.1}, r"'compress_ration'.*topk.*Did you mean 'compress_ratio'\?"),
         ({"compressor": "topk", "quantum_num": 7}, r"'quantum_num' is no option of compressor 'topk'"),
+        ({"compressor": {"name": "topk", True: 0.1}}, r"compressor 'topk' has no option 'True'"),
         ({"compressor": {"name": "topk", "ratio": 0.1}}, r"compressor 'topk' has no option 'ratio'"),
         ({"compressor": {"compress_ratio": 0.1}}, r"compressor: expected a table with the key 'name'"),
         ({"compressor": "none", "memory": {"name": "none", "beta": 1.0}}, r"memory 'none' has no option 'beta'.*none"),

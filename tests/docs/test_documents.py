@@ -18,7 +18,7 @@ from grace.listing import FAMILIES
 ROOT = Path(__file__).parents[2]
 # Written when the site is built, and not in the repository.
 GENERATED = [f"docs/methods/{page}.md" for page in ("index", *(family.page for family in FAMILIES))]
-GENERATED += [f"docs/figures/generated/{figure}.svg" for figure in ("break_even", "timeline")]
+GENERATED += [f"docs/figures/generated/{figure}.svg" for figure in ("break_even", "errors", "timeline")]
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in GENERATED)]
 # The Python blocks of each of these pages form one script.
@@ -144,6 +144,11 @@ def test_accuracy_is_said_of_every_built_in_method():
     assert sorted(row["method"] for row in rows) == sorted(built_in())
     for row in rows:
         assert {"torch_0", "torch_1", "torch_0_bucket", "keras_0"} <= set(row), row["method"]
+
+
+def test_errors_are_said_of_every_built_in_method():
+    rows = json.loads(read("docs/results/errors.json"))["rows"]
+    assert {row["method"] for row in rows} == {*built_in()} - {"gradiveq"}
 
 
 def test_adam_page_puts_every_method_in_the_group_of_its_loss():

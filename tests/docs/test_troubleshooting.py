@@ -18,6 +18,7 @@ OPTIONS = (
     "grace/core/memories/",
     "grace/core/methods/memory.py",
     "grace/core/methods/lowrank.py",
+    "grace/core/methods/rotation.py",
 )
 # Errors whose text is made elsewhere.
 MADE = ("...: '...' .......", "...: the argument '...' ....", "..., received ....")

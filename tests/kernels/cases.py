@@ -16,7 +16,7 @@ import numpy as np
 
 from grace.core.compressors import adaptive, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
 from grace.core.exchange import indices
-from grace.core.methods import estimated, levels, signs
+from grace.core.methods import estimated, levels, rotation, signs
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -489,6 +489,36 @@ def dequantize_sum(ops, g):
                 codes = [g.packed(g.rng.integers(0, 2 * level + 1, g.n), bits) for _ in range(g.ranks)]
                 scales = [g.x(-(-g.n // width)) for _ in range(g.ranks)]
                 yield levels.dequantize_sum(ops, codes, scales, width, level, bits, g.n, g.x() if onto else None)
+
+
+def level_lists(g: Given) -> Sequence[np.ndarray[Any, Any]]:
+    halves = [0.1 + np.sort(g.rng.random(2 ** (bits - 1))) for bits in g.some([1, 2, 3, 4])]
+    return [np.concatenate([-half[::-1], half]).astype(g.dtype) for half in halves]
+
+
+@case
+def rotated_encode(ops, g):
+    for block in g.some([128, 256, 4096]):
+        for chosen in level_lists(g):
+            for fit, stochastic in ((True, False), (False, True)):
+                key = g.key()
+                codes, scales = rotation.rotated_encode(ops, g.x(), g.lay(chosen), block, fit, stochastic, key)
+                yield codes
+                yield free(ops, g, scales) if fit else scales
+
+
+@case
+def rotated_sum(ops, g):
+    for block in g.some([128, 256, 4096]):
+        widths = rotation.rotated_widths(g.n, block)
+        for chosen in level_lists(g):
+            bits = (len(chosen) - 1).bit_length()
+            for onto in (False, True):
+                codes = [g.bytes(packed_size(sum(widths), bits)) for _ in range(g.ranks)]
+                scales = [g.lay(g.rng.standard_normal(len(widths)).astype(g.dtype)) for _ in range(g.ranks)]
+                salts = [g.lay(g.rng.integers(-(2**31), 2**31, 1).astype(np.int32), 1) for _ in range(g.ranks)]
+                begin = g.x() if onto else None
+                yield rotation.rotated_sum(ops, codes, scales, salts, g.lay(chosen), block, g.n, g.key(), begin)
 
 
 # --- powers of two, tables, digits, widths -------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
 from grace.core.exchange.indices import decode_gaps, encode_gaps, gap_facts
 from grace.core.methods.levels import dequantize_sum, quantize_packed
+from grace.core.methods.rotation import rotated_encode, rotated_sum
 from grace.core.methods.signs import binarize_means, binary_sum, majority
 from grace.core.ops import get_ops, native
 from grace.core.values.errors import PayloadError
@@ -209,6 +210,31 @@ REFUSED = {
         lambda o, m: quantize_packed(o, m.f(10), m.f(1), 5, 7, 8, KEY),
         PayloadError,
         "expected 2 elements, received 1",
+    ),
+    "rotation: blocks of no power of two": (
+        lambda o, m: rotated_encode(o, m.f(10), m.f(2), 384, True, False, KEY),
+        ValueError,
+        "a block of 128 to 4096 elements, a power of two, received 384",
+    ),
+    "rotation: three levels": (
+        lambda o, m: rotated_encode(o, m.f(10), m.f(3), 128, True, False, KEY),
+        ValueError,
+        "expected 2, 4, 8 or 16 levels, received 3",
+    ),
+    "rotation: truncated": (
+        lambda o, m: rotated_sum(o, [m.b(1)], [m.f(1)], [m.i(0)], m.f(2), 128, 10, KEY),
+        PayloadError,
+        "expected 2 elements, received 1",
+    ),
+    "rotation: scales too many": (
+        lambda o, m: rotated_sum(o, [m.b(2)], [m.f(2)], [m.i(0)], m.f(2), 128, 10, KEY),
+        PayloadError,
+        "expected 1 elements, received 2",
+    ),
+    "rotation: two salts": (
+        lambda o, m: rotated_sum(o, [m.b(2)], [m.f(1)], [m.i(0, 1)], m.f(2), 128, 10, KEY),
+        PayloadError,
+        "expected 1 elements, received 2",
     ),
     "powers: truncated": (
         lambda o, m: natural_sum(o, [m.b(11)], [m.i(0)], 10, "float32", False),

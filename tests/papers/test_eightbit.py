@@ -1,15 +1,16 @@
-"""Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016: code words and nearest values."""
+"""Dettmers, "8-bit approximations", ICLR 2016, and Micikevicius et al., "FP8 formats", 2022: words, nearest values."""
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from grace.testing.harness import exchange
 from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, spec
 
-FORMATS = ("1-3-4", "dynamic")
-both = pytest.mark.parametrize("format", FORMATS)
+FORMATS = ("1-3-4", "dynamic", "e4m3", "e5m2")
+every = pytest.mark.parametrize("format", FORMATS)
 
 
 def dynamic(code: int) -> float:
@@ -33,10 +34,26 @@ def minifloat(code: int) -> float:
     return value / (1 + 15 / 16)
 
 
-TABLES = {"dynamic": [dynamic(c) for c in range(128)], "1-3-4": [minifloat(c) for c in range(128)]}
+def fp8(dtype: type) -> list[float]:
+    """Decode all words, divided by the largest number; exponents go on where the format has infinity and NaN."""
+    found = np.arange(128).astype(np.uint8).view(dtype).astype(np.float64)
+    found = found[np.isfinite(found)]
+    largest, step = found[-1], found[-1] - found[-2]
+    while len(found) < 128:
+        found = np.append(found, found[-1] + step)
+        step *= 2 if np.log2(found[-1]).is_integer() else 1
+    return list(found / largest)
 
 
-@both
+TABLES = {
+    "dynamic": [dynamic(c) for c in range(128)],
+    "1-3-4": [minifloat(c) for c in range(128)],
+    "e4m3": fp8(ml_dtypes.float8_e4m3fn),
+    "e5m2": fp8(ml_dtypes.float8_e5m2),
+}
+
+
+@every
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_code_word(format, dtype):
     """All 256 words are decoded, with scale 2.5."""
@@ -55,13 +72,14 @@ def test_examples_of_the_dynamic_tree():
     assert payload(make("eightbit"), x)["codes"].tolist() == [0b1111111, 1, 0b0100000, 0b11111111, 0, 0]
 
 
-def test_the_largest_is_exact_in_1_3_4_only():
+def test_the_largest_is_exact_except_in_the_dynamic_tree():
     x = np.float32([3.0, -3.0])
-    assert send(make("eightbit", format="1-3-4"), x).tolist() == [3.0, -3.0]
+    for format in ("1-3-4", "e4m3", "e5m2"):
+        assert send(make("eightbit", format=format), x).tolist() == [3.0, -3.0]
     assert np.allclose(send(make("eightbit"), x), 3 * 1271 / 1280 * np.array([1, -1]), rtol=1e-6)
 
 
-@both
+@every
 @pytest.mark.parametrize("x", [normal(5000), normal(5000) ** 9, np.linspace(-1, 1, 4001).astype(np.float32)])
 def test_the_nearest_value_is_taken(format, x):
     table = np.array(TABLES[format])
@@ -80,7 +98,7 @@ def test_relative_error_of_the_dynamic_tree():
         assert error.max() >= 4.5 / 2 ** (6 - e) / 3, "the bound says something"
 
 
-@both
+@every
 def test_contraction_is_nearly_attained_by_the_worst_gradient(format):
     """The worst case: one element is the largest, the others are in the middle of the widest relative gap."""
     table = TABLES[format]
@@ -95,7 +113,22 @@ def test_contraction_is_nearly_attained_by_the_worst_gradient(format):
     assert error <= bound * np.sum(x**2)
 
 
-@pytest.mark.parametrize(("format", "expected"), [("dynamic", 1 - (2.7 / 3.8) ** 2), ("1-3-4", 1 - 1 / 9)])
+@pytest.mark.parametrize(("format", "largest"), [("e4m3", 448), ("e5m2", 57344)])
+def test_fp8_sends_the_words_of_the_format(format, largest):
+    dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[format]
+    x = normal(5000)
+    scaled = (x / np.abs(x).max() * np.float32(largest)).astype(dtype)
+    # Halfway values are rounded up, and the product above is rounded: a few words may differ by one.
+    words = payload(make("eightbit", format=format), x)["codes"].astype(int)
+    assert np.mean(words == scaled.view(np.uint8)) > 0.999
+    # No word means NaN or infinity.
+    assert np.isfinite(words.astype(np.uint8).view(dtype).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("format", "expected"),
+    [("dynamic", 1 - (2.7 / 3.8) ** 2), ("1-3-4", 1 - 1 / 9), ("e4m3", 1 - 1 / 9), ("e5m2", 1 - 1 / 9)],
+)
 def test_contraction_follows_from_the_table(format, expected):
     table = np.array(TABLES[format])
     widest = np.max((table[2:] - table[1:-1]) / (table[2:] + table[1:-1]))

@@ -233,6 +233,81 @@ def bucket_norms(n, dtype):
         yield Call("bucket_norms", (x, width, "max"), {}, (np.array([abs(p).max() for p in parts], dtype),))
 
 
+def transformed(x: np.ndarray) -> np.ndarray:
+    """Return the Hadamard transform by its definition: the sign of (i, j) is that of the common bits of i and j."""
+    if len(x) == 1:
+        return x
+    low, high = transformed(x[0::2] + x[1::2]), transformed(x[0::2] - x[1::2])
+    return np.stack([low, high], axis=1).ravel()
+
+
+def signs(n: int, stream: int, rank: int) -> np.ndarray:
+    words = NumpyOps().words(-(-n // 32), Key(KEY.seed, KEY.step, rank), stream)
+    return 1 - 2 * ((words[:, None] >> np.arange(32)) & 1).ravel()[:n]
+
+
+def rotated_parts(x: np.ndarray, block: int) -> list[np.ndarray]:
+    """Return blocks, the last one with zeros up to a power of two from 8 on."""
+    parts = buckets(x, block)
+    if parts and len(parts[-1]) < block:
+        width = 8
+        while width < len(parts[-1]):
+            width *= 2
+        parts[-1] = np.concatenate([parts[-1], np.zeros(width - len(parts[-1]), x.dtype)])
+    return parts
+
+
+ROTATED_LEVELS = (-1.5, -0.5, 0.5, 1.5)
+
+
+@case
+def rotated_encode(n, dtype):
+    t = np.dtype(dtype).type
+    x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)
+    for block, fit, stochastic in ((128, True, False), (512, False, True), (4096, True, True)):
+        codes, scales, first = [np.zeros(0, np.int64)], [], 0
+        for part in rotated_parts(x, block):
+            width = len(part)
+            here = slice(first, first + width)
+            y = transformed(part * signs(first + width, 1, KEY.rank)[here].astype(dtype))
+            y = transformed(y * signs(first + width, 2, KEY.rank)[here].astype(dtype) / t(width))
+            norm = t(np.sqrt((part.astype(np.float64) ** 2).sum()))
+            reach = norm * t(1 / np.sqrt(width)) if fit else abs(y).max()
+            share = 1 - uniform(first + width)[here].astype(dtype) if stochastic else np.full(width, 0.5, dtype)
+            low, high = levels[:-1, None] * reach, levels[1:, None] * reach
+            code = (y >= low + share * (high - low)).sum(axis=0)
+            product = t((y * levels[code]).astype(np.float64).sum())
+            scales.append(((norm * (norm / product) if product > 0 else t(0)) if fit else reach) / t(width))
+            codes.append(code)
+            first += width
+        expected = (packed(np.concatenate(codes), 2), np.array(scales, dtype))
+        yield Call("rotated_encode", (x, levels, block, fit, stochastic, KEY), {}, expected)
+
+
+@case
+def rotated_sum(n, dtype):
+    rng, levels = np.random.default_rng(n), np.array(ROTATED_LEVELS, dtype)
+    for block in (128, 4096):
+        widths = [len(part) for part in rotated_parts(np.zeros(n), block)]
+        codes = [rng.integers(0, 4, sum(widths)) for _ in range(RANKS)]
+        scales = [np.round(rng.standard_normal(len(widths)) * 8).astype(dtype) / 8 for _ in range(RANKS)]
+        values = []
+        for r in range(RANKS):
+            parts, first = [np.zeros(0, dtype)], 0
+            for width, scale in zip(widths, scales[r], strict=True):
+                here = slice(first, first + width)
+                y = transformed(levels[codes[r][here]]) * signs(first + width, 2, r)[here].astype(dtype)
+                parts.append(transformed(y) * signs(first + width, 1, r)[here].astype(dtype) * scale)
+                first += width
+            values.append(np.concatenate(parts)[:n])
+        data, salts = [packed(code, 2) for code in codes], [np.array([r], np.int32) for r in range(RANKS)]
+
+        def args(ranks, data=data, scales=scales, salts=salts, block=block):
+            return data[:ranks], scales[:ranks], salts[:ranks], levels, block, n, KEY
+
+        yield from sums("rotated_sum", values, args, numbers(n, dtype))
+
+
 def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int) -> np.ndarray:
     """Return signed levels by stochastic rounding, bucket by bucket."""
     u, codes = uniform(len(x)).astype(x.dtype), np.zeros(len(x), np.int64)

@@ -1,4 +1,4 @@
-"""8-bit floating-point formats of Dettmers."""
+"""8-bit floating-point formats: those of Dettmers, and FP8."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
+# The number of mantissas of each binary format, and its largest finite number in steps of the smallest one.
+_SMALL_FLOATS = {"1-3-4": (16, 1984), "e4m3": (8, 448 << 9), "e5m2": (4, 57344 << 16)}
+
 
 @compressors.register("eightbit")
 @dataclass(frozen=True)
@@ -30,10 +33,14 @@ class EightBit(Compressor):
     `format="1-3-4"` is a small binary float with 3 bits of exponent and 4 bits of mantissa, with denormals, scaled so
     that its largest entry is 1. The relative error is at most about 3 % down to 1/124; below that, entries are 1/1984
     apart.
+    `format="e4m3"` and `format="e5m2"` are FP8, with 4 or 5 bits of exponent. The largest magnitude becomes the largest
+    finite number, 448 or 57,344; the codes of NaN and infinity are not used.
     Biased. Contraction with 1 - delta = r^2 + d (t_1 / 2)^2, where r is the largest relative error from t_1 on: delta =
-    0.495 ("dynamic"), delta = 0.888 - 6e-8 d ("1-3-4"), and never below 0.
+    0.495 ("dynamic"), delta = 0.888 - 6e-8 d ("1-3-4"), delta = 0.888 - 5e-12 d ("e4m3"), delta = 0.888 - 2e-20 d
+    ("e5m2"), and never below 0.
 
-    Error: 0.00021 |x|^2 for normal x; 0.00018 |x|^2 with `format="1-3-4"`.
+    Error: 0.00021 |x|^2 for normal x; 0.00018 |x|^2 with `format="1-3-4"`; 0.0007 |x|^2 with `format="e4m3"`; 0.0027
+    |x|^2 with `format="e5m2"`.
 
     Cost: one pass for the maximum, one division and one binary search among 127 edges per element, and one table
     look-up per element to decode; no random numbers, no sorting.
@@ -41,18 +48,20 @@ class EightBit(Compressor):
     When: a quarter of the bytes with little to tune; "dynamic" also for values of very different size. Use error
     feedback (GRACE, Table I). For fewer bytes take another method.
 
-    Reference: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016.
+    Reference: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016. FP8: Micikevicius et al.,
+    "FP8 formats for deep learning", arXiv:2209.05433, 2022; here halfway values are rounded up, not to even.
     """
 
-    format: Literal["1-3-4", "dynamic"] = "dynamic"
+    format: Literal["1-3-4", "dynamic", "e4m3", "e5m2"] = "dynamic"
 
     default_memory = "residual"
     linear_in = ("scale",)
 
     def contraction(self, spec: TensorSpec) -> float | None:
-        # The widest relative gaps above the first entry: from 5.5e-7 to 3.25e-6 ("dynamic"), and from 1 to 2 steps of
-        # 1/1984.
-        smallest, error = (5.5e-7, 2.7 / 3.8) if self.format == "dynamic" else (1 / 1984, 1 / 3)
+        # The widest relative gaps above the first entry: from 5.5e-7 to 3.25e-6 ("dynamic"), and from 1 to 2 steps.
+        smallest, error = 5.5e-7, 2.7 / 3.8
+        if self.format != "dynamic":
+            smallest, error = 1 / _SMALL_FLOATS[self.format][1], 1 / 3
         return max(0.0, 1 - error**2 - spec.numel * (smallest / 2) ** 2)
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
@@ -63,9 +72,11 @@ class EightBit(Compressor):
 
     def _make_table(self, ops: ArrayOps, dtype: str) -> Array:
         # Integers divided once, so that every framework computes the same bits.
-        if self.format == "1-3-4":
-            units = [ops.arange(32, dtype), *((ops.arange(16, dtype) + 16.0) * float(2**e) for e in range(1, 7))]
-            return ops.concat(units) / ops.cast(1984, dtype)
+        if self.format != "dynamic":
+            mantissa, largest = _SMALL_FLOATS[self.format]
+            normal = ops.arange(mantissa, dtype) + float(mantissa)
+            units = [ops.arange(mantissa, dtype), *(normal * float(2**e) for e in range(128 // mantissa - 1))]
+            return ops.concat(units) / ops.cast(largest, dtype)
         pieces = [ops.zeros(1, dtype)]
         for k in range(7):
             middle = (ops.arange(2**k, dtype) * 2.0 + 1.0) * 9.0 + float(2 ** (k + 1))

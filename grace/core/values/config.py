@@ -398,7 +398,7 @@ def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -
     for key in options:
         if key not in used:
             place = "belongs to the top level" if key in _TOP_LEVEL else f"is no option of {_chosen(made)}"
-            raise ConfigError(f"{where}: '{key}' {place}.{nearest(str(key), [*_COMPONENTS, *other_keys, *known])}")
+            raise ConfigError(f"{where}: '{key}' {place}.{nearest(key, [*_COMPONENTS, *other_keys, *known])}")
     return Method(**made)
 
 

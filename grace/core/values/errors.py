@@ -42,9 +42,9 @@ class WaitError(GraceError, TimeoutError):
     """Rank that has waited for the others longer than the configuration's ``timeout``."""
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def nearest(name: object, valid: Iterable[str]) -> str:
     """Return the end of an error message: the closest valid name, if there is one, and all valid names."""
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(str(name), names, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     return f"{hint} Valid names: {', '.join(names)}."

@@ -10,8 +10,10 @@
 
 #ifdef __CUDACC__
 #define GRACE_HD static __host__ __device__ __forceinline__
+#define GRACE_MEMBER __host__ __device__ __forceinline__
 #else
 #define GRACE_HD static inline __attribute__((always_inline))
+#define GRACE_MEMBER inline __attribute__((always_inline))
 #endif
 
 namespace grace {
@@ -312,6 +314,24 @@ template <class T> GRACE_HD T signed_by(uint32_t signs, int lane, T x) {
     using Word = typename Format<T>::Word;
     return bits_as<T>(bits_as<Word>(x) ^ (Word(signs >> lane & 1u) << (8 * sizeof(T) - 1)));
 }
+
+// --- rotations -------------------------------------------------------------------------------------------------------
+
+// Limits of the length of a block. The lower one is what a block of random words has signs for.
+constexpr int64_t kShortestRotation = 128, kRotation = 4096;
+constexpr int kRotationBits = 4;
+
+// The two streams of a rank's signs. The noise of its rounding comes from the stream before them.
+struct RotationKey {
+    RandomKey first, second;
+};
+GRACE_HD RotationKey signs_of(const RandomKey& key, uint32_t rank) {
+    return {{key.seed_low, key.seed_high, key.step, key.stream + 1, rank},
+            {key.seed_low, key.seed_high, key.step, key.stream + 2, rank}};
+}
+
+// |x|^2 / <y, q>, from the norm of x and the product of its rotation y with the rounded q; 0 if x is 0.
+template <class T> GRACE_HD T fitted_scale(T norm, T product) { return product > 0 ? norm * (norm / product) : T(0); }
 
 // Replaces the estimate of a sum that overflowed or is NaN.
 template <class T> GRACE_HD T largest_estimate() { return sizeof(T) == sizeof(float) ? T(1e38) : T(1e307); }

@@ -145,6 +145,13 @@ template <class T>
 void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T* onto, T* out, int64_t n);
 
 template <class T>
+void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fit, const RandomKey* noise,
+                    uint8_t* codes, T* scales);
+template <class T>
+void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std::vector<const int32_t*>& salts,
+                 const RandomKey& key, const Rotation<T>& by, const T* onto, T* out);
+
+template <class T>
 void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey& key, uint8_t* codes, int32_t* base,
                     int64_t n);
 template <class T>

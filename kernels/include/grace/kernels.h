@@ -49,6 +49,8 @@ namespace grace {
     X(bucket_norms, "x T; width, largest -> T[buckets]")                                                                              \
     X(quantize_packed, "x T, scales T, [limit T]; width, levels, bits, key -> uint8[packed]")                                         \
     X(dequantize_sum, "[onto_ T], codes uint8..., scales T...; ranks, width, levels, bits, n, has_onto -> T[n]")                      \
+    X(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")                                       \
+    X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \
     X(natural_sum, "[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto -> T[n]")                    \
     X(table_encode, "x T, scale T, table T -> uint8[x]")                                                                              \

@@ -33,6 +33,19 @@ template <class T> struct Coded {
     const T* scales;
 };
 
+// A rotation of n elements in blocks, and the levels that the rotated elements are rounded to. The last block may be
+// shorter; zeros fill it up to `tail` elements, a power of two.
+template <class T> struct Rotation {
+    int64_t n, block, tail;
+    const T* levels;
+    int bits;
+    RotationKey key;
+
+    GRACE_MEMBER int64_t blocks() const { return n / block + (tail > 0 ? 1 : 0); }
+    GRACE_MEMBER int64_t coded() const { return n / block * block + tail; }
+    GRACE_MEMBER int64_t width(int64_t i) const { return i < n / block ? block : tail; }
+};
+
 // A list of elements of an array, as a sparsifier sends it.
 template <class T> struct Entries {
     const T* values;
@@ -102,6 +115,13 @@ template <class T> struct Loops {
     // out = onto + sum over ranks of (code - levels) * (scale / levels), elements begin .. end - 1 of all arrays.
     void (*dequantize_sum)(const Coded<T>* ranks, int count, int64_t width, int levels, int bits, int64_t n,
                            const T* onto, T* out, int64_t begin, int64_t end, bool around);
+
+    // Rotates blocks begin .. end - 1, and writes their codes and scales.
+    void (*rotated_codes)(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* codes, T* scales,
+                          int64_t begin, int64_t end);
+    // out = onto + sum over ranks of the decoded blocks begin .. end - 1, rotated back by the key of each rank.
+    void (*rotated_sum)(const Coded<T>* ranks, const RotationKey* keys, int count, const Rotation<T>* by, const T* onto,
+                        T* out, int64_t begin, int64_t end, bool around);
 
     // Appends the selected elements. The lists have room for n more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);

@@ -1,0 +1,48 @@
+"""EDEN: quantization of the randomly rotated gradient to the levels that are best for normal numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.methods.rotation import RotatedQuantizer
+from grace.core.values.registry import compressors
+
+# Positive halves of Lloyd's and Max's levels for the standard normal distribution, by bits.
+_HALVES = {
+    1: (0.7978845608,),
+    2: (0.4527800346, 1.5104176085),
+    3: (0.2450941789, 0.7560052812, 1.3439092785, 2.1519457045),
+    4: (0.1283950299, 0.3880482995, 0.6567591185, 0.9423404565, 1.2562311973, 1.6180463860, 2.0690172265, 2.7325895710),
+}
+
+
+@compressors.register("eden")
+@dataclass(frozen=True)
+class EDEN(RotatedQuantizer):
+    r"""EDEN: a random rotation, rounding to the best levels for normal numbers, and an unbiased scale per block.
+
+    Formula: C(x) = \frac{\|x\|^2}{\langle y, q \rangle} R^T q, \; y = R x, q_i = \mathrm{round}(y_i \sqrt{d} / \|x\|)
+
+    R is a random rotation of d = `block_size` consecutive elements: random signs and a Hadamard transform, twice; the
+    signs differ between ranks and steps. Rotated elements are nearly normal whatever x looks like, so the 2^b levels l
+    of Lloyd and Max for the normal distribution fit all gradients. The scale makes the result unbiased over the random
+    rotations, and the errors of the ranks are independent. b is `bits`, from 1 to 4. A block sends one float of the
+    working dtype. The last block is filled with zeros to a power of two.
+
+    Error: 0.0096 |x|^2 for normal x; 0.036 |x|^2 with `bits=3`; 0.13 |x|^2 with `bits=2`; 0.57 |x|^2 with `bits=1`. It
+    is D / (1 - D), with the error D of the levels, and the same for all x.
+
+    Cost: two transforms of log2(d) stages in the cache per rank, and bit packing; no random number per element.
+
+    When: 1 to 4 bits per element without a memory. At 4 bits its error is a quarter of that of `qsgd`.
+
+    Reference: Vargaftik et al., "EDEN: communication-efficient and robust distributed mean estimation for federated
+    learning", ICML 2022. There a rotation has the length of the whole vector; here blocks stay in the cache.
+    """
+
+    fit = True
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        half = _HALVES[self.bits]
+        return (*(-level for level in reversed(half)), *half)

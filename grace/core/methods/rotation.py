@@ -1,0 +1,243 @@
+"""Rotated quantization: a random rotation of blocks, and rounding of the rotated elements to a few levels."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from grace.core.methods.compressor import Compressor
+from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.random import MASK
+from grace.core.ops.table import composite
+from grace.core.values.errors import ConfigError
+from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
+
+MOST_BITS = 4
+SHORTEST, LONGEST = 128, 4096
+# The signs of both halves of a rotation. The rounding draws from stream 0.
+_FIRST, _SECOND = 1, 2
+
+
+@dataclass(frozen=True)
+class RotatedQuantizer(Compressor):
+    """Base of quantizers behind a random rotation; they define `levels`, and whether they fit the scale or add noise.
+
+    Raises ConfigError for bits outside 1 to 4, and for blocks that are not a power of two from 128 to 4096.
+    """
+
+    bits: int = 4
+    block_size: int = 4096
+
+    unbiased = True
+    linear_in = ("scales",)
+    # The scale makes each decoded block unbiased; otherwise it maps the outermost levels to the largest magnitude.
+    fit = False
+    # Round up or down at random, in place of to the nearest level.
+    stochastic = False
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__.lower()
+        if not 1 <= self.bits <= MOST_BITS:
+            raise ConfigError(f"{name}: bits must be a number from 1 to {MOST_BITS}, received {self.bits!r}.")
+        if not SHORTEST <= self.block_size <= LONGEST or self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                f"{name}: block_size must be a power of two from {SHORTEST} to {LONGEST}, received {self.block_size!r}."
+            )
+
+    @property
+    @abstractmethod
+    def levels(self) -> tuple[float, ...]:
+        """Return the 2^bits levels, ascending."""
+
+    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
+        widths = rotated_widths(spec.numel, self.block_size)
+        return (
+            Field("scales", spec.work_dtype, len(widths)),
+            Field("salt", "int32", 1),
+            Field("codes", "uint8", packed_size(sum(widths), self.bits)),
+        )
+
+    def compress(self, x: Array, at: Site) -> Payload:
+        ops, key = at.ops, at.private_key
+        codes, scales = rotated_encode(ops, x, self._levels(at), self.block_size, self.fit, self.stochastic, key)
+        return {"scales": scales, "salt": ops.full(1, key.rank, "int32"), "codes": codes}
+
+    def decompress(self, payload: Payload, at: Site) -> Array:
+        return self.merge([payload], at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        return self._sum(payloads, [payload["scales"] for payload in payloads], at)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self._sum([payload], [-payload["scales"]], at, onto=x)
+
+    def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
+        codes, salts = ([payload[name] for payload in payloads] for name in ("codes", "salt"))
+        return rotated_sum(
+            at.ops, codes, scales, salts, self._levels(at), self.block_size, at.spec.numel, at.key, onto=onto
+        )
+
+    def _levels(self, at: Site) -> Array:
+        ops, dtype = at.ops, at.spec.work_dtype
+        name = (type(self).__name__, self.bits, dtype)
+        return ops.constant(name, lambda: ops.concat([ops.full(1, level, dtype) for level in self.levels]))
+
+
+def rotated_widths(n: int, block: int) -> list[int]:
+    """Return the lengths of the rotated blocks of n elements: `block` and, for the rest, a power of two from 8 on."""
+    rest = n % block
+    return [block] * (n // block) + ([max(8, 1 << (rest - 1).bit_length())] if rest else [])
+
+
+@composite(one_graph=True)
+def rotated_encode(
+    ops: ArrayOps, x: Array, levels: Array, block: int, fit: bool, stochastic: bool, key: Key
+) -> tuple[Array, Array]:
+    """Return packed codes of the rotated blocks and a scale for each.
+
+    A block x, with zeros up to a power of two d, becomes y = H D' H D x / d, which is a rotation: D and D' are random
+    signs, H is the Hadamard transform without a factor. With one transform, a large element would leave its pattern in
+    y. y is rounded to the levels q times its reach r, to the nearest or, if `stochastic`, to one of the two neighbours
+    with mean y. r is |x| / sqrt(d) if `fit`, and the largest |y| otherwise. The scales, for `rotated_sum`, are 1 / d
+    times |x|^2 / <y, q> if `fit`, and r otherwise.
+    """
+    count = ops.length(levels)
+    codes, scales = [], []
+    for first, rows, width in _parts(ops.length(x), block):
+        part = x[first : first + rows * width]
+        missing = rows * width - ops.length(part)
+        part = ops.concat([part, ops.zeros(missing, ops.dtype(x))]) if missing else part
+        y = hadamard(ops, _signed(ops, part, first, key, _FIRST), width)
+        y = hadamard(ops, _signed(ops, y, first, key, _SECOND) * (1 / width), width)
+        y = ops.reshape(y, (rows, width))
+        norm = ops.norm(ops.reshape(part, (rows, width)), axis=1)
+        root = ops.cast(1 / math.sqrt(width), ops.dtype(x))
+        reach = norm * root if fit else ops.max(ops.abs(y), axis=1)
+        share: Array = 0.5
+        if stochastic:
+            noise = ops.uniform(first + rows * width, key)[first:]
+            share = 1.0 - ops.reshape(ops.cast(noise, ops.dtype(x)), (rows, width))
+        tall = ops.reshape(reach, (rows, 1))
+        code = ops.zeros(rows * width, "int64")
+        low = levels[0] * tall
+        for j in range(1, count):
+            high = levels[j] * tall
+            reached = y >= low + share * (high - low)
+            code = code + ops.reshape(ops.cast(reached, "int64"), (-1,))
+            low = high
+        codes.append(code)
+        if fit:
+            product = ops.sum(y * ops.reshape(ops.gather(levels, ops.cast(code, "int32")), (rows, width)), axis=1)
+            safe = ops.where(product > 0, product, 1.0)
+            scales.append(ops.where(product > 0, norm * (norm / safe), 0.0) / width)
+        else:
+            scales.append(reach / width)
+    if not codes:
+        return ops.zeros(0, "uint8"), ops.zeros(0, ops.dtype(x))
+    return ops.pack(ops.concat(codes), (count - 1).bit_length()), ops.concat(scales)
+
+
+@rotated_encode.kernel(rotated_encode="x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")
+def _(
+    ops: Native, x: Array, levels: Array, block: int, fit: bool, stochastic: bool, key: Key
+) -> tuple[Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    widths = rotated_widths(ops.length(x), block)
+    bits = (ops.length(levels) - 1).bit_length()
+    codes, scales = ops.run(
+        "rotated_encode",
+        [x, levels],
+        [block, int(fit), int(stochastic), *ops.key_integers(key)],
+        outputs=["uint8", dtype],
+        lengths=[packed_size(sum(widths), bits), len(widths)],
+    )
+    return codes, scales
+
+
+@composite(one_graph=True)
+def rotated_sum(
+    ops: ArrayOps,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    salts: Sequence[Array],
+    levels: Array,
+    block: int,
+    n: int,
+    key: Key,
+    onto: Array | None = None,
+) -> Array:
+    """Return the sum of scale D H D' H q over the results of `rotated_encode`, added in the order of the ranks.
+
+    A salt is the rank of the key that the signs were drawn from. `onto` is an array that the sum starts from and
+    consumes; without it the first payload starts the sum.
+    """
+    bits = (ops.length(levels) - 1).bit_length()
+    coded = sum(rotated_widths(n, block))
+    for data, scale, salt in zip(codes, scales, salts, strict=True):
+        own = Key(key.seed, key.step, ops.bit_and(ops.cast(salt, "int64"), MASK)[0])
+        q = ops.gather(levels, ops.cast(ops.unpack(data, bits, coded), "int32"))
+        values, at = [ops.zeros(0, ops.dtype(scale))], 0
+        for first, rows, width in _parts(n, block):
+            back = _signed(ops, hadamard(ops, q[first : first + rows * width], width), first, own, _SECOND)
+            back = ops.reshape(_signed(ops, hadamard(ops, back, width), first, own, _FIRST), (rows, width))
+            values.append(ops.reshape(back * ops.reshape(scale[at : at + rows], (rows, 1)), (-1,)))
+            at += rows
+        onto = plus(ops, onto, ops.concat(values)[:n])
+    return onto
+
+
+@rotated_sum.kernel(
+    rotated_sum="[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto "
+    "-> T[n]"
+)
+def _(
+    ops: Native,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    salts: Sequence[Array],
+    levels: Array,
+    block: int,
+    n: int,
+    key: Key,
+    onto: Array | None = None,
+) -> Array | None:
+    inputs, integers = [*codes, *scales, *salts, levels], [len(codes), block, n, *ops.key_integers(key)]
+    return ops.total("rotated_sum", inputs, integers, n, ops.dtype(scales[0]), onto)
+
+
+def hadamard(ops: ArrayOps, x: Array, width: int) -> Array:
+    """Return the Hadamard transform, without a factor, of every `width` elements; the width is a power of two.
+
+    Its stages go from neighbours to the farthest elements, so that all implementations round alike.
+    """
+    n, distance = ops.length(x), 1
+    while distance < width:
+        pairs = ops.reshape(x, (n // (2 * distance), 2, distance))
+        a, b = pairs[:, 0], pairs[:, 1]
+        x = ops.reshape(ops.stack([a + b, a - b], axis=1), (n,))
+        distance *= 2
+    return x
+
+
+def _signed(ops: ArrayOps, x: Array, first: int, key: Key, stream: int) -> Array:
+    """Return x with random signs, for elements from `first` on: bit i % 32 of word i // 32 negates element i."""
+    n = ops.length(x)
+    words = ops.words(-(-(first + n) // 32), key, stream)[first // 32 :]
+    bits = ops.bit_and(ops.shift_right(ops.reshape(words, (-1, 1)), ops.arange(32, "int64")), 1)
+    return ops.where(ops.reshape(bits, (-1,))[:n] == 1, -x, x)
+
+
+def _parts(n: int, block: int) -> list[tuple[int, int, int]]:
+    """Return first element, number of rows and their width of the whole blocks and of the rest, where there are any."""
+    widths, whole = rotated_widths(n, block), n // block
+    parts = [(0, whole, block)] if whole else []
+    return [*parts, (whole * block, 1, widths[-1])] if n % block else parts

@@ -1,0 +1,82 @@
+// Rotations in blocks, with the rotated elements rounded to a few levels.
+#include "grace/kernels.h"
+
+namespace grace {
+namespace {
+
+// Integer i as the number of elements in a block.
+int64_t block_at(const Call& call, int i) {
+    const int64_t block = call.integer(i);
+    if (block < kShortestRotation || block > kRotation || (block & (block - 1)) != 0) {
+        call.fail(Error::Kind::value, "expected a block of " + std::to_string(kShortestRotation) + " to " +
+                                          std::to_string(kRotation) + " elements, a power of two, received " +
+                                          std::to_string(block));
+    }
+    return block;
+}
+
+// The rotation of n elements, with the levels of input i.
+template <class T> Rotation<T> rotation_of(const Call& call, int i, int64_t block, int64_t n, const RandomKey& key) {
+    const int64_t count = call.input(i).size;
+    int bits = 1;
+    while (bits < kRotationBits && int64_t(1) << bits < count) ++bits;
+    if (count != int64_t(1) << bits) {
+        call.fail(Error::Kind::value, "expected 2, 4, 8 or 16 levels, received " + std::to_string(count));
+    }
+    int64_t tail = n % block == 0 ? 0 : 8;
+    while (tail < n % block) tail *= 2;
+    return {n, block, tail, call.input<T>(i), bits, signs_of(key, key.rank)};
+}
+
+// The blocks of a task.
+int64_t each(int64_t block) { return kPiece / block; }
+
+}  // namespace
+
+void rotated_encode_kernel(Call& call) {
+    call.expect(2, 7, 0);
+    const int64_t block = block_at(call, 0);
+    const bool fit = call.integer(1) != 0, stochastic = call.integer(2) != 0;
+    const RandomKey key = key_at(call, 3);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        const Rotation<T> by = rotation_of<T>(call, 1, block, n, key);
+        uint8_t* codes = call.output<uint8_t>(packed_size(by.coded(), by.bits));
+        T* scales = call.output<T>(by.blocks());
+        GRACE_GPU(call, rotated_encode, x, by, fit, stochastic ? &key : nullptr, codes, scales);
+        call.parallel(divide_up(by.blocks(), each(block)), [&](int64_t task) {
+            loops<T>().rotated_codes(x, &by, fit, stochastic ? &key : nullptr, codes, scales, task * each(block),
+                                     std::min(by.blocks(), (task + 1) * each(block)));
+        });
+    });
+}
+
+void rotated_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(7) != 0 ? 1 : 0;
+    call.expect(first + 3 * ranks + 1, 8, 0);
+    const int64_t block = block_at(call, 1), n = call.length(2);
+    const RandomKey key = key_at(call, 3);
+    dispatch(call, call.input(first + 3 * ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const Rotation<T> by = rotation_of<T>(call, first + 3 * ranks, block, n, key);
+        std::vector<Coded<T>> payloads;
+        std::vector<const int32_t*> salts;
+        for (int r = 0; r < ranks; ++r) {
+            payloads.push_back({call.input<uint8_t>(first + r, packed_size(by.coded(), by.bits)),
+                                call.input<T>(first + ranks + r, by.blocks())});
+            salts.push_back(call.input<int32_t>(first + 2 * ranks + r, 1));
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, rotated_sum, payloads, salts, key, by, to.onto, to.out);
+        std::vector<RotationKey> keys;
+        for (const int32_t* salt : salts) keys.push_back(signs_of(key, static_cast<uint32_t>(*salt)));
+        call.parallel(divide_up(by.blocks(), each(block)), [&](int64_t task) {
+            loops<T>().rotated_sum(payloads.data(), keys.data(), ranks, &by, to.onto, to.out, task * each(block),
+                                   std::min(by.blocks(), (task + 1) * each(block)), to.around);
+        });
+    });
+}
+
+}  // namespace grace

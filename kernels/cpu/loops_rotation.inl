@@ -1,0 +1,241 @@
+// Rotations in blocks: random signs and a Hadamard transform, twice. Included by loops.inl.
+
+#if defined(__AVX512F__)
+constexpr int kRegister = 64;
+#elif defined(__AVX2__)
+constexpr int kRegister = 32;
+#else
+constexpr int kRegister = 16;
+#endif
+
+// A register of numbers.
+template <class T> struct Register {
+    static constexpr int count = kRegister / int(sizeof(T));
+    typedef T Values __attribute__((vector_size(kRegister)));
+    typedef typename Format<T>::Signed Words __attribute__((vector_size(kRegister)));
+};
+
+template <class T> GRACE_LOCAL typename Register<T>::Values load_lanes(const T* from) {
+    typename Register<T>::Values values;
+    memcpy(&values, from, kRegister);
+    return values;
+}
+template <class T> GRACE_LOCAL void store_lanes(T* to, typename Register<T>::Values values) {
+    memcpy(to, &values, kRegister);
+}
+
+// One stage of the transform between the lanes of a register: a + b and a - b for lanes at this distance.
+template <int distance, class T>
+GRACE_LOCAL typename Register<T>::Values stage_within(typename Register<T>::Values values) {
+    using Signed = typename Format<T>::Signed;
+    typename Register<T>::Words partner, flip;
+    for (int i = 0; i < Register<T>::count; ++i) {
+        partner[i] = i ^ distance;
+        flip[i] = (i & distance) != 0 ? Signed(typename Format<T>::Word(1) << (8 * sizeof(T) - 1)) : Signed(0);
+    }
+    const auto own = reinterpret_cast<typename Register<T>::Values>(reinterpret_cast<typename Register<T>::Words>(values) ^ flip);
+    return __builtin_shuffle(values, partner) + own;
+}
+
+// The Hadamard transform in place, without a factor. Its stages go from neighbours to the farthest elements. n is a
+// power of two, at least 8.
+template <class T> static void hadamard(T* x, int64_t n) {
+    constexpr int lanes = Register<T>::count;
+    int64_t distance = 1;
+    if (n >= lanes) {
+        for (int64_t i = 0; i < n; i += lanes) {
+            auto values = load_lanes(x + i);
+            values = stage_within<1, T>(values);
+            if constexpr (lanes > 2) values = stage_within<2, T>(values);
+            if constexpr (lanes > 4) values = stage_within<4, T>(values);
+            if constexpr (lanes > 8) values = stage_within<8, T>(values);
+            store_lanes(x + i, values);
+        }
+        distance = lanes;
+        // Two stages at a time, which halves the traffic with the cache.
+        for (; 4 * distance <= n; distance *= 4) {
+            for (int64_t from = 0; from < n; from += 4 * distance) {
+                for (int64_t i = from; i < from + distance; i += lanes) {
+                    const auto a = load_lanes(x + i), b = load_lanes(x + i + distance);
+                    const auto c = load_lanes(x + i + 2 * distance), d = load_lanes(x + i + 3 * distance);
+                    const auto ab = a + b, a_b = a - b, cd = c + d, c_d = c - d;
+                    store_lanes(x + i, ab + cd);
+                    store_lanes(x + i + distance, a_b + c_d);
+                    store_lanes(x + i + 2 * distance, ab - cd);
+                    store_lanes(x + i + 3 * distance, a_b - c_d);
+                }
+            }
+        }
+    }
+    for (; distance < n; distance *= 2) {
+        for (int64_t from = 0; from < n; from += 2 * distance) {
+            for (int64_t i = from; i < from + distance; ++i) {
+                const T a = x[i], b = x[i + distance];
+                x[i] = a + b;
+                x[i + distance] = a - b;
+            }
+        }
+    }
+}
+
+// out = factor x, with random signs. `first` is the number of the first element, a multiple of 128. Bit i % 32 of word
+// i / 32 of the stream negates element i.
+template <class T>
+GRACE_LOCAL void flip_signs(const RandomKey& key, int64_t first, const T* x, T factor, T* out, int64_t n) {
+    alignas(64) uint32_t signs[kRotation / 32];
+    words(key, uint32_t(first / 128), (n + 127) / 128, signs);
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        const uint32_t word = signs[i / 32];
+        for (int j = 0; j < 32; ++j) out[i + j] = signed_by(word, j, x[i + j]) * factor;
+    }
+    for (; i < n; ++i) out[i] = signed_by(signs[i / 32], int(i % 32), x[i]) * factor;
+}
+
+// out[i] = levels[codes[i]], for 2^bits levels.
+template <int bits, class T> GRACE_LOCAL void look_up(const T* levels, const uint8_t* codes, T* out, int64_t n) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        alignas(64) float all[16] = {};
+        memcpy(all, levels, sizeof(float) << bits);
+        const __m512 table = _mm512_load_ps(all);
+        for (; i + 16 <= n; i += 16) {
+            const __m512i at = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+            _mm512_storeu_ps(out + i, _mm512_permutexvar_ps(at, table));
+        }
+    }
+#elif defined(__AVX2__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        alignas(32) float all[16] = {};
+        memcpy(all, levels, sizeof(float) << bits);
+        const __m256 low = _mm256_load_ps(all), high = _mm256_load_ps(all + 8);
+        for (; i + 8 <= n; i += 8) {
+            const __m256i at = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+            __m256 value = _mm256_permutevar8x32_ps(low, at);
+            if constexpr (bits > 3) {
+                const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(at, 28));
+                value = _mm256_blendv_ps(value, _mm256_permutevar8x32_ps(high, at), upper);
+            }
+            _mm256_storeu_ps(out + i, value);
+        }
+    }
+#endif
+    for (; i < n; ++i) out[i] = levels[codes[i]];
+}
+
+template <class T> GRACE_LOCAL double sum_products(const T* x, const T* y, int64_t n) {
+    double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    for (int64_t i = 0; i < n; i += 8) {
+        for (int j = 0; j < 8; ++j) sums[j] += double(x[i + j] * y[i + j]);
+    }
+    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+}
+
+// The codes of rotated elements: the number of thresholds that each reaches. The threshold between two levels is in the
+// middle or, with noise, at a random place.
+template <int bits, class T>
+GRACE_LOCAL void round_to_levels(const T* x, const T* levels, T reach, const uint32_t* noise, uint8_t* codes,
+                                 int64_t n) {
+    constexpr int count = 1 << bits;
+    T low[count], gap[count];
+    for (int j = 0; j < count; ++j) low[j] = levels[j] * reach;
+    for (int j = 0; j + 1 < count; ++j) gap[j] = low[j + 1] - low[j];
+    if (noise == nullptr) {
+        for (int j = 0; j + 1 < count; ++j) gap[j] = low[j] + T(0.5) * gap[j];
+        for (int64_t i = 0; i < n; ++i) {
+            int32_t code = 0;
+            for (int j = 0; j + 1 < count; ++j) code += x[i] >= gap[j] ? 1 : 0;
+            codes[i] = uint8_t(code);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        const T share = T(1) - T(uniform(noise[i]));
+        int32_t code = 0;
+        for (int j = 0; j + 1 < count; ++j) code += x[i] >= low[j] + share * gap[j] ? 1 : 0;
+        codes[i] = uint8_t(code);
+    }
+}
+
+template <int bits, class T>
+static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* out,
+                             T* scales, int64_t begin, int64_t end) {
+    alignas(64) T rotated[kRotation], values[kBlock];
+    alignas(64) uint32_t random[kRotation];
+    alignas(64) uint8_t codes[kRotation];
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
+        flip_signs(by->key.first, first, x + first, T(1), rotated, length);
+        for (int64_t i = length; i < width; ++i) rotated[i] = T(0);
+        hadamard(rotated, width);
+        flip_signs(by->key.second, first, rotated, T(1) / T(width), rotated, width);
+        hadamard(rotated, width);
+        const T norm = fit ? T(__builtin_sqrt(sum_squares(x + first, length))) : T(0);
+        const T reach = fit ? norm * T(1 / __builtin_sqrt(double(width))) : max_abs(rotated, width);
+        if (noise != nullptr) words(*noise, uint32_t(first / 4), (width + 3) / 4, random);
+        round_to_levels<bits>(rotated, by->levels, reach, noise == nullptr ? nullptr : random, codes, width);
+        pack(codes, bits, width, out + first / 8 * bits);
+        if (!fit) {
+            scales[block] = reach / T(width);
+            continue;
+        }
+        double product = 0;
+        for (int64_t i = 0; i < width; i += kBlock) {
+            const int64_t some = lesser(kBlock, width - i);
+            look_up<bits>(by->levels, codes + i, values, some);
+            product += sum_products(rotated + i, values, some);
+        }
+        scales[block] = fitted_scale(norm, T(product)) / T(width);
+    }
+}
+
+template <class T>
+static void rotated_codes(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* codes,
+                          T* scales, int64_t begin, int64_t end) {
+    switch (by->bits) {
+        case 1: return rotated_codes_by<1>(x, by, fit, noise, codes, scales, begin, end);
+        case 2: return rotated_codes_by<2>(x, by, fit, noise, codes, scales, begin, end);
+        case 3: return rotated_codes_by<3>(x, by, fit, noise, codes, scales, begin, end);
+        default: return rotated_codes_by<4>(x, by, fit, noise, codes, scales, begin, end);
+    }
+}
+
+template <int bits, class T>
+static void rotated_sum_by(const Coded<T>* ranks, const RotationKey* keys, int count, const Rotation<T>* by,
+                           const T* onto, T* out, int64_t begin, int64_t end, bool around) {
+    alignas(64) T total[kRotation], values[kRotation];
+    alignas(64) uint8_t codes[kRotation];
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
+        for (int r = 0; r < count; ++r) {
+            unpack(ranks[r].codes + first / 8 * bits, bits, width, codes);
+            look_up<bits>(by->levels, codes, values, width);
+            hadamard(values, width);
+            flip_signs(keys[r].second, first, values, T(1), values, width);
+            hadamard(values, width);
+            const T* base = r > 0 ? total : onto == nullptr ? nullptr : onto + first;
+            flip_signs(keys[r].first, first, values, ranks[r].scales[block], base == nullptr ? total : values, length);
+            if (base != nullptr) {
+                for (int64_t i = 0; i < length; ++i) total[i] = base[i] + values[i];
+            }
+        }
+        if (around) {
+            write_around(out + first, total, length * int64_t(sizeof(T)));
+        } else {
+            memcpy(out + first, total, size_t(length) * sizeof(T));
+        }
+    }
+    if (around) settle();
+}
+
+template <class T>
+static void rotated_sum(const Coded<T>* ranks, const RotationKey* keys, int count, const Rotation<T>* by, const T* onto,
+                        T* out, int64_t begin, int64_t end, bool around) {
+    switch (by->bits) {
+        case 1: return rotated_sum_by<1>(ranks, keys, count, by, onto, out, begin, end, around);
+        case 2: return rotated_sum_by<2>(ranks, keys, count, by, onto, out, begin, end, around);
+        case 3: return rotated_sum_by<3>(ranks, keys, count, by, onto, out, begin, end, around);
+        default: return rotated_sum_by<4>(ranks, keys, count, by, onto, out, begin, end, around);
+    }
+}

@@ -1,0 +1,155 @@
+// Rotations in blocks. A block of threads rotates a block of elements, which it holds in shared memory.
+#include "ranks.h"
+
+namespace grace {
+namespace gpu {
+namespace {
+
+template <class T> struct Salted {
+    Coded<T> coded;
+    const int32_t* salt;
+};
+
+// The Hadamard transform in place, with the stages of the CPU. All threads must take part.
+template <class T> __device__ void hadamard(T* x, int64_t n) {
+    for (int64_t distance = 1; distance < n; distance *= 2) {
+        __syncthreads();
+        for (int64_t pair = threadIdx.x; pair < n / 2; pair += kThreads) {
+            const int64_t i = (pair & ~(distance - 1)) * 2 + (pair & (distance - 1));
+            const T a = x[i], b = x[i + distance];
+            x[i] = a + b;
+            x[i + distance] = a - b;
+        }
+    }
+    __syncthreads();
+}
+
+// x with the sign of element i.
+template <class T> __device__ T with_sign(const RandomKey& signs, int64_t i, T x) {
+    uint32_t random[4];
+    philox(signs, uint32_t(i / 128), random);
+    return signed_by(random[i / 32 % 4], int(i % 32), x);
+}
+
+// The value of thread 0, for all threads.
+template <class V> __device__ V of_first(V mine) {
+    __shared__ V held;
+    __syncthreads();
+    if (threadIdx.x == 0) held = mine;
+    __syncthreads();
+    return held;
+}
+
+template <class T>
+__global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool stochastic, RandomKey noise,
+                                     uint8_t* codes, T* scales) {
+    __shared__ T rotated[kRotation];
+    for (int64_t block = blockIdx.x; block < by.blocks(); block += gridDim.x) {
+        const int64_t first = block * by.block, width = by.width(block);
+        double squares = 0;
+        __syncthreads();
+        for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+            const T mine = first + i < by.n ? x[first + i] : T(0);
+            squares += double(mine) * double(mine);
+            rotated[i] = first + i < by.n ? with_sign(by.key.first, first + i, mine) : T(0);
+        }
+        hadamard(rotated, width);
+        for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+            rotated[i] = with_sign(by.key.second, first + i, rotated[i]) * (T(1) / T(width));
+        }
+        hadamard(rotated, width);
+        T reach, norm = 0;
+        if (fit) {
+            norm = T(sqrt(of_first(joined(squares, Added<double>()))));
+            reach = norm * T(1 / sqrt(double(width)));
+        } else {
+            typename Format<T>::Word most = 0;
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+                const auto mine = magnitude_bits(rotated[i]);
+                most = mine > most ? mine : most;
+            }
+            reach = bits_as<T>(of_first(joined(most, Larger<typename Format<T>::Word>())));
+        }
+        const int count = 1 << by.bits;
+        double product = 0;
+        for (int64_t group = threadIdx.x; group < width / 8; group += kThreads) {
+            uint32_t random[8], found[8];
+            if (stochastic) {
+                philox(noise, uint32_t((first + 8 * group) / 4), random);
+                philox(noise, uint32_t((first + 8 * group) / 4 + 1), random + 4);
+            }
+            for (int j = 0; j < 8; ++j) {
+                const T value = rotated[8 * group + j], share = stochastic ? T(1) - T(grace::uniform(random[j])) : T(0.5);
+                found[j] = 0;
+                T low = by.levels[0] * reach;
+                for (int level = 1; level < count; ++level) {
+                    const T high = by.levels[level] * reach;
+                    found[j] += value >= low + share * (high - low) ? 1u : 0u;
+                    low = high;
+                }
+                product += double(value * by.levels[found[j]]);
+            }
+            store_codes(found, by.bits, first / 8 + group, 8, by.coded(), codes);
+        }
+        product = fit ? joined(product, Added<double>()) : 0;
+        if (threadIdx.x == 0) scales[block] = (fit ? fitted_scale(norm, T(product)) : reach) / T(width);
+    }
+}
+
+template <class T>
+__global__ void rotated_sum_kernel(Ranks<Salted<T>> ranks, Rotation<T> by, RandomKey key, const T* onto, T* out) {
+    __shared__ T values[kRotation];
+    for (int64_t block = blockIdx.x; block < by.blocks(); block += gridDim.x) {
+        const int64_t first = block * by.block, width = by.width(block);
+        for (int r = 0; r < ranks.count; ++r) {
+            const Salted<T>& rank = ranks.parts[r];
+            __syncthreads();
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+                values[i] = by.levels[code_at(rank.coded.codes, by.bits, first + i)];
+            }
+            hadamard(values, width);
+            const RotationKey signs = signs_of(key, uint32_t(*rank.salt));
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+                values[i] = with_sign(signs.second, first + i, values[i]);
+            }
+            hadamard(values, width);
+            const T scale = rank.coded.scales[block];
+            for (int64_t i = threadIdx.x; i < width && first + i < by.n; i += kThreads) {
+                const T value = with_sign(signs.first, first + i, values[i]) * scale;
+                // Only this thread reads and writes the element.
+                const T* base = r > 0 ? out : onto;
+                out[first + i] = base == nullptr ? value : base[first + i] + value;
+            }
+        }
+    }
+}
+
+}  // namespace
+
+template <class T>
+void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fit, const RandomKey* noise,
+                    uint8_t* codes, T* scales) {
+    launch(on, blocks_for(by.blocks(), 1), rotated_codes_kernel<T>, x, by, fit, noise != nullptr,
+           noise == nullptr ? RandomKey() : *noise, codes, scales);
+}
+
+template <class T>
+void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std::vector<const int32_t*>& salts,
+                 const RandomKey& key, const Rotation<T>& by, const T* onto, T* out) {
+    std::vector<Salted<T>> all;
+    for (size_t r = 0; r < ranks.size(); ++r) all.push_back({ranks[r], salts[r]});
+    in_turns(all, [&](const Ranks<Salted<T>>& some, bool begins, bool) {
+        launch(on, blocks_for(by.blocks(), 1), rotated_sum_kernel<T>, some, by, key, begins ? onto : out, out);
+    });
+}
+
+#define GRACE_MAKE(T)                                                                                                \
+    template void rotated_encode<T>(const Stream&, const T*, const Rotation<T>&, bool, const RandomKey*, uint8_t*, T*); \
+    template void rotated_sum<T>(const Stream&, const std::vector<Coded<T>>&, const std::vector<const int32_t*>&,    \
+                                 const RandomKey&, const Rotation<T>&, const T*, T*);
+GRACE_MAKE(float)
+GRACE_MAKE(double)
+#undef GRACE_MAKE
+
+}  // namespace gpu
+}  // namespace grace

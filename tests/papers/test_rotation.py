@@ -1,0 +1,113 @@
+"""Vargaftik et al., "EDEN", ICML 2022, and Suresh et al., "Distributed mean estimation", ICML 2017."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from grace.core.methods.rotation import hadamard
+from grace.core.values.errors import ConfigError
+from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, simulate, step
+
+N = 1 << 16
+# D / (1 - D) for the error D of the best levels for normal numbers.
+LIMIT = {1: 0.5708, 2: 0.1331, 3: 0.0358, 4: 0.00959}
+
+
+def gradients() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "normal": rng.standard_normal(N),
+        "laplace": rng.laplace(size=N),
+        "log-normal": np.exp(rng.standard_normal(N)) * rng.choice([-1, 1], N),
+        "scaled blocks": rng.standard_normal(N) * 2.0 ** (np.arange(N) // 4096 % 7),
+        "sparse": rng.standard_normal(N) * (rng.random(N) < 0.01),
+        "one large": np.where(np.arange(N) % 4096 == 17, 100.0, rng.standard_normal(N)),
+    }
+
+
+def error(compressor, x: np.ndarray, steps: int = 2) -> float:
+    return float(np.mean([np.sum((send(compressor, x, step=i) - x) ** 2) / np.sum(x**2) for i in range(steps)]))
+
+
+@pytest.mark.parametrize("bits", LIMIT)
+@pytest.mark.parametrize("kind", gradients())
+def test_the_error_of_eden_is_that_of_normal_numbers_for_all_gradients(kind, bits):
+    """EDEN, theorem 2.3: the error is D / (1 - D) for a uniformly random rotation."""
+    found = error(make("eden", bits=bits), gradients()[kind].astype(np.float32))
+    assert found == pytest.approx(LIMIT[bits], rel=0.03)
+
+
+@pytest.mark.parametrize("bits", LIMIT)
+def test_the_levels_are_the_best_ones_for_normal_numbers(bits):
+    """Lloyd (1982) and Max (1960): a level is the mean of the numbers that are nearest to it."""
+    levels = np.array(make("eden", bits=bits).levels)
+    edges = [-math.inf, *(levels[:-1] + levels[1:]) / 2, math.inf]
+    density = [math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi) for edge in edges]
+    below = [math.erfc(-edge / math.sqrt(2)) / 2 for edge in edges]
+    means = -np.diff(density) / np.diff(below)
+    assert np.abs(levels - means).max() < 1e-8
+    # What the levels keep of the variance is 1 - D.
+    kept = np.sum(levels**2 * np.diff(below))
+    assert (1 - kept) / kept == pytest.approx(LIMIT[bits], rel=1e-3)
+
+
+def test_many_ranks_average_their_errors_away():
+    """With equal gradients on all ranks, the error of the mean falls as 1 / N only if rotations are independent."""
+    x = normal(8192)
+    for name in ("eden", "rotated"):
+        means = step(simulate(16, (8192,), make(name, bits=2)), [x] * 16)
+        alone = error(make(name, bits=2), x)
+        assert np.sum((means - x) ** 2) / np.sum(x**2) == pytest.approx(alone / 16, rel=0.15)
+
+
+def test_a_step_has_rotations_of_its_own():
+    x = normal(4096)
+    assert not np.array_equal(send(make("eden"), x, step=1), send(make("eden"), x, step=2))
+
+
+@pytest.mark.parametrize("width", [8, 128, 4096])
+def test_the_transform_is_its_own_inverse(width):
+    x = np.random.default_rng(width).integers(-1000, 1000, 2 * width).astype(np.float64)
+    assert np.array_equal(hadamard(OPS, hadamard(OPS, x, width), width), x * width)
+
+
+def test_levels_lie_evenly_up_to_the_largest_rotated_element():
+    """Suresh et al., section 3: k levels, rounded up or down at random, with the rotated element as mean."""
+    compressor = make("rotated", bits=2, block_size=128)
+    assert np.allclose(compressor.levels, [-1, -1 / 3, 1 / 3, 1])
+    x = normal(128)
+    means = np.mean([send(compressor, x, step=i) for i in range(500)], axis=0)
+    deviation = np.sqrt(error(compressor, x, 50) * np.sum(x**2) / 128 / 500)
+    assert np.abs(means - x).max() < 6 * deviation
+
+
+def test_a_rotation_lowers_the_error_of_uneven_gradients():
+    """Suresh et al., theorem 3: the error falls from O(d / k^2) to O(log d / k^2)."""
+    x = gradients()["log-normal"].astype(np.float32)
+    plain = make("qsgd", quantum_num=7, bucket_size=4096)
+    assert error(make("rotated", bits=4), x) < error(plain, x) / 5
+
+
+def test_zeros_and_powers_of_two_fill_the_last_block():
+    for n, coded in ((1, 8), (9, 16), (4096, 4096), (4096 + 100, 4096 + 128)):
+        assert payload(make("eden"), normal(n))["codes"].size == coded / 2
+    assert bits_per_element(make("eden", bits=3), 1 << 20) == pytest.approx(3, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["eden", "rotated"])
+def test_zeros_decode_to_zeros(name):
+    assert not send(make(name, bits=1), np.zeros(5000, np.float32)).any()
+
+
+@pytest.mark.parametrize("name", ["eden", "rotated"])
+def test_options_are_checked(name):
+    with pytest.raises(ConfigError, match=f"{name}: bits must be a number from 1 to 4, received 5"):
+        make(name, bits=5)
+    for block in (64, 8192, 200):
+        with pytest.raises(
+            ConfigError, match=f"{name}: block_size must be a power of two from 128 .* received {block}"
+        ):
+            make(name, block_size=block)
