@@ -91,7 +91,6 @@ def test_overflow_on_one_rank_skips_the_step_on_all(launch):
         assert moved(result["history"]) == [everything, [], everything, everything], label
         assert [step["scale"] for step in result["history"]] == [2.0**15, 2.0**14, 2.0**14, 2.0**14], label
         assert result["finite"], label
-    assert ranks[0]["topk, graph"] == ranks[0]["topk, eager"]
 
 
 @each_launcher
@@ -108,6 +107,8 @@ def test_one_bad_tensor_rolls_back_all_of_them(launch):
         scales = [step["scale"] for step in result["history"]]
         assert scales == [2.0**10] + [2.0**9] * (len(scales) - 1), label
         assert result["finite"], label
+    # Not compared with mixed precision: TensorFlow may fuse float16 operations in graphs, and rounds less often then.
+    assert ranks[0]["topk, graph"] == ranks[0]["topk, eager"]
 
 
 @on(TWO)
