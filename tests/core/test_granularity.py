@@ -244,7 +244,7 @@ def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework
         assert_units(sim, sim.step(given, lr=0.1), expected)
 
 
-# Not in eager TensorFlow, which is ten times slower. test_engine.py compares what all ranks get there.
+# Not in eager TensorFlow, which is ten times slower. test_frameworks_agree compares what all ranks get there.
 @each_combination(cut=["layer", "small buckets", "model"], framework=[f for f in FRAMEWORKS if f != "tensorflow"])
 def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, framework, traffic):
     sim = simulate(chosen, framework, specs=MIXED, **LAYOUTS[cut])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.compressors.fp16 import BF16
 from grace.core.values.config import Method
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import MAX_MAGNITUDE, TensorSpec
@@ -116,14 +117,15 @@ def test_a_gradient_that_overflows_in_float16_enters_no_residual(communicator):
 
 
 @pytest.mark.parametrize("communicator", ["allreduce", "allgather"])
-def test_a_gradient_that_only_bfloat16_makes_infinite_enters_no_state(communicator):
-    """The largest float32 is beyond the largest bfloat16."""
+def test_a_gradient_that_only_bfloat16_makes_infinite_enters_no_state(communicator, monkeypatch):
+    """Almost 2^128 is finite in float32. The gradient itself is too small to be refused before it is compressed."""
+    compress, scale = BF16.compress, 2.0**28 * (1 - 2.0**-11)
+    monkeypatch.setattr(BF16, "compress", lambda self, x, at: compress(self, x * scale, at))
     parts = Method(compressors.make("bf16"), memories.make("residual"), communicators.make(communicator))
     sim = simulate(parts, specs=[TensorSpec("matrix", (24, 40))])
     step(sim, 0)
     before = states(sim)
-    largest = np.finfo(np.float32).max
-    merged = step(sim, 1, change=lambda name, rank, x: np.full_like(x, largest) if rank == 1 else x)
+    merged = step(sim, 1, change=lambda name, rank, x: np.full_like(x, 2.0**100) if rank == 1 else x)
     assert all(np.isnan(mine["matrix"]).all() for mine in merged)
     assert_same(before, states(sim))
 

@@ -502,7 +502,7 @@ PATCHES = [
         "payloads = [{**payload, **home} for payload in payloads]",
         "payloads = [{**home, **payload} for payload in payloads[:1]] + payloads[1:]",
         "fields that do not travel are missing in the payloads of all ranks but the first, where payloads are gathered",
-        (f"{STEPS} -k 'same_bits and sketchedsgd and (allgather or broadcast)'",),
+        (f"{GRANULARITY} -k 'same_bits and sketchedsgd and (allgather or broadcast)'",),
     ),
     # --- gradients to units and back ------------------------------------------------------------------------------
     Patch(
@@ -1947,7 +1947,7 @@ PATCHES = [
         "return ops.sample(n, k, at.key)",
         "return ops.sample(n, k, at.private_key)",
         "every rank sends elements of its own choice, and they are added as if they were the same",
-        ("tests/papers/test_randomk.py -k indices", f"{STEPS} -k 'randomk and same_bits and numpy'"),
+        ("tests/papers/test_randomk.py -k indices", f"{GRANULARITY} -k 'randomk and same_bits and numpy'"),
     ),
     Patch(
         "randomk-scaled-residual-erased",
