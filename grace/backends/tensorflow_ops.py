@@ -260,7 +260,6 @@ class TensorflowOps(ArrayOps):
     sample = _as_graph(ArrayOps.sample)
     pack = _as_graph(ArrayOps.pack)
     unpack = _as_graph(ArrayOps.unpack)
-    inverse = _as_graph(ArrayOps.inverse)
 
 
 def _opaque(x: Array) -> Array:

@@ -239,12 +239,6 @@ class OpsContract:
             assert (u.shape, s.shape, v.shape) == ((shape[0], k), (k,), (shape[1], k))
             assert np.isnan(s).all()
 
-    def test_inverse(self, ops: ArrayOps) -> None:
-        a = np.random.default_rng(3).standard_normal((9, 4))
-        a = a.T @ a + 0.1 * np.eye(4)
-        inverse = host(ops, ops.inverse(ops.reshape(array(ops, a.ravel(), "float64"), (4, 4))))
-        assert np.abs(inverse @ a - np.eye(4)).max() < 1e-12
-
     def test_orthogonalize(self, ops: ArrayOps) -> None:
         a = np.random.default_rng(0).standard_normal((40, 5))
         a[:, 3] = a[:, 0] + 1e-3 * a[:, 3]  # nearly dependent: one pass of Gram-Schmidt would not do

@@ -367,12 +367,6 @@ def orthogonalize(ops, g):
 
 
 @case
-def inverse(ops, g):
-    a = g.rng.standard_normal((3, 7))
-    yield ops.inverse(ops.reshape(g.lay((a @ a.T).astype(g.dtype)), (3, 3)))
-
-
-@case
 def pack(ops, g):
     for bits in range(1, 17) if g.is_small else g.some(range(1, 17)):
         yield ops.pack(g.codes(bits), bits)

@@ -178,20 +178,3 @@ class ArrayOps(Primitives):
             word = self.bit_or(word, self.shift_left(columns[:, j], 8 * j))
         codes = [self.bit_and(self.shift_right(word, bits * j), (1 << bits) - 1) for j in range(8)]
         return self.reshape(self.stack(codes, axis=1), (groups * 8,))[:n]
-
-    # --- small matrices -------------------------------------------------------------------------------------------
-
-    def inverse(self, a: Array) -> Array:
-        """Return the inverse of a small symmetric positive definite matrix, by Gauss-Jordan without pivots."""
-        n = int(a.shape[0])
-        rows = [a[i] for i in range(n)]
-        unit = self.arange(n, "int32")
-        inverse = [self.cast(unit == i, self.dtype(a)) for i in range(n)]
-        for j in range(n):
-            pivot = rows[j][j]
-            rows[j], inverse[j] = rows[j] / pivot, inverse[j] / pivot
-            for i in range(n):
-                if i != j:
-                    factor = rows[i][j]
-                    rows[i], inverse[i] = rows[i] - factor * rows[j], inverse[i] - factor * inverse[j]
-        return self.stack(inverse, axis=0)
