@@ -26,8 +26,9 @@ import pytest
 from tests.support.covering import ALL
 from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command, environment
 
-# Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them.
-START_S, SCENARIO_S, END_S = 240, 600, 60
+# Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them. Under `--all` a scenario
+# may have hundreds of exchanges, whose graphs TensorFlow traces one by one.
+START_S, SCENARIO_S, END_S = 240, 5400 if ALL else 600, 60
 # The seconds that a rank gets after another one has raised an error, because it may wait for that rank forever.
 AFTER_ERROR_S = 30
 # How long a launcher may take to notice that a rank has died.
