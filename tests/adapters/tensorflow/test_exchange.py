@@ -121,7 +121,8 @@ def test_nan_and_inf_reach_all_ranks_and_no_residual(launch):
         for label, result in rank.items():
             assert [step["finite"] for step in result["steps"]] == [True, True, False, False, True], label
             by_tensor = "/layer/" in label
-            if any(name in label for name in OF_SHARDS):
+            # On four ranks "auto" is two_shot wherever that can carry the method.
+            if any(name in label for name in OF_SHARDS) or ("/auto/" in label and launch.ranks == 4):
                 # Only the shard with the bad element is rolled back, which the simulation checks.
                 continue
             for step in result["steps"][2:4]:
