@@ -140,3 +140,16 @@ def test_methods_that_need_more_than_parts_are_refused():
                 ranks=Ranks(2),
                 modules=Modules(dict.fromkeys("abcd", ""), communicator_for(SPECS, 2)),
             )
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_the_norm_of_all_modules_is_not_known(brought):
+    """Modules are exchanged one after another, with shards and with replicas of them."""
+    memory = {"name": "dgc", "gradient_clipping": 1.0, "clipping_norm": "all"}
+    with pytest.raises(IncompatibleError, match="the modules of a sharded model"):
+        make_plan(
+            SPECS,
+            make_config({"compressor": "topk", "memory": memory, "default_rules": False}),
+            ranks=Ranks(2),
+            modules=Modules(dict.fromkeys("abcd", ""), communicator_for(SPECS, 2) if brought else None),
+        )

@@ -310,6 +310,13 @@ def test_the_second_compressor_and_its_memory_can_be_named():
             {"compressor": "topk", "shard_memory": {"name": "residual", "lr_correction": True}},
             "shard_memory .* needs whole tensors or the learning rate",
         ),
+        (
+            {
+                "compressor": "topk",
+                "shard_memory": {"name": "dgc", "gradient_clipping": 1.0, "clipping_norm": "all"},
+            },
+            "shard_memory .* needs whole tensors or the learning rate",
+        ),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(options, told):

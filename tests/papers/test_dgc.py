@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import grace
+from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.testing.harness import exchange
 from tests.papers.common import OPS, make, normal, payload, simulate, spec, state, step
 
@@ -85,6 +87,76 @@ def test_local_clipping_scales_with_the_root_of_the_ranks(ranks):
     clipped = [x * min(1.0, bound / np.linalg.norm(x)) for x in xs]
     assert any(np.linalg.norm(x) < bound for x in xs) or ranks == 1
     assert np.allclose(step(sim, [x.astype(np.float32) for x in xs]), np.mean(clipped, axis=0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "two_shot"])
+@pytest.mark.parametrize("cuts", [{"granularity": "layer"}, {"split_bytes": 400}, {"granularity": "model"}])
+def test_local_clipping_may_limit_the_norm_of_all_tensors(cuts, communicator):
+    """Section 3.3 clips by the norm of all gradients of a rank, however they are cut or joined."""
+    ranks, bound = 3, 2.0 / np.sqrt(3)
+    memory = {"name": "dgc", "momentum": 0.0, "gradient_clipping": 2.0, "clipping_norm": "all"}
+    shapes = {"a": (30, 40), "b": (7,), "c": (20, 3), "dense": (50,)}
+    sim = grace.Simulation(
+        ranks,
+        shapes,
+        {
+            "compressor": "topk",
+            "compress_ratio": 1.0,
+            "memory": memory,
+            "default_rules": False,
+            **cuts,
+            "communicator": communicator,
+            "rules": [{"match": "dense", "compressor": "none"}],
+        },
+    )
+    for number in range(2):
+        # Rank 2 stays below the bound with all its tensors, rank 1 only with each of them alone.
+        sizes = [10.0, bound / 10, bound / 100]
+        xs = [
+            {name: size * normal(int(np.prod(s)), 10 * number + rank).reshape(s) for name, s in shapes.items()}
+            for rank, size in enumerate(sizes)
+        ]
+        norms = [np.sqrt(sum((x**2).sum() for name, x in mine.items() if name != "dense")) for mine in xs]
+        factors = [min(1.0, bound / norm) for norm in norms]
+        assert factors[1] < 1 == factors[2]
+        merged = sim.step([{name: x.astype(np.float32) for name, x in mine.items()} for mine in xs])
+        for name in shapes:
+            of = [1.0] * ranks if name == "dense" else factors
+            expected = sum(factor * mine[name] for factor, mine in zip(of, xs, strict=True)) / ranks
+            assert np.allclose(merged[0][name], expected, rtol=1e-4, atol=1e-6), name
+
+
+def test_clipping_by_the_norm_of_all_tensors_waits_for_the_last_one():
+    memory = {"name": "dgc", "gradient_clipping": 1.0, "clipping_norm": "all"}
+    shapes, rules = {"a": (8,), "b": (8,), "dense": (8,)}, [{"match": "dense", "compressor": "none"}]
+    sim = grace.Simulation(
+        1,
+        shapes,
+        {"compressor": "topk", "memory": memory, "default_rules": False, "granularity": "layer", "rules": rules},
+    )
+    (engine,), x = sim.engines, np.ones(8, np.float32)
+    engine.ready("b", x)
+    assert not any(run.steps for run in engine._runs.values())
+    # A step that is given up leaves nothing for the next one.
+    engine.drop()
+    engine.ready("b", x)
+    engine.ready("a", x)
+    assert {name for run in engine._runs.values() for name in run.steps} == {"a", "b"}
+    engine.ready("dense", x)
+    assert np.allclose(engine.finish()["a"].max(), 1 / 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"gradient_clipping": None}, ConfigError, "set gradient_clipping to its bound"),
+        ({"communicator": "hierarchical", "local_size": 2}, IncompatibleError, "compresses the mean of a node"),
+    ],
+)
+def test_what_cannot_know_the_norm_of_all_tensors_is_refused(options, error, told):
+    chosen = {"compressor": "topk", "memory": "dgc", "gradient_clipping": 1.0, "clipping_norm": "all", **options}
+    with pytest.raises(error, match=told):
+        grace.Simulation(4, {"a": (40, 50)}, {**chosen, "default_rules": False})
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])

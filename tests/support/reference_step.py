@@ -44,8 +44,9 @@ class Reference:
         """Return the merged gradient per rank and tensor, from one gradient per rank and tensor."""
         merged: list[dict[str, Any]] = [{} for _ in range(self.size)]
         tallies: dict[Any, list[Any]] = {}
+        norms = [self._norm(mine) for mine in gradients]
         for item in self.items:
-            sites, payloads = self._exchange(item, [mine[item.spec.name] for mine in gradients], lr)
+            sites, payloads = self._exchange(item, [mine[item.spec.name] for mine in gradients], lr, norms)
             for rank in range(self.size):
                 gradient, tally = self._conclude(item, sites[rank], payloads[rank])
                 merged[rank][item.spec.name] = self.ops.reshape(
@@ -57,7 +58,17 @@ class Reference:
         self.number += 1
         return merged
 
-    def _exchange(self, item, gradients, lr):
+    def _norm(self, gradients):
+        """Return the norm of the gradients of all tensors whose memories need it."""
+        ops = self.ops
+        flat = [
+            ops.cast(ops.reshape(gradients[item.spec.name], (-1,)), "float64")
+            for item in self.items
+            if item.memory.needs_norm
+        ]
+        return ops.norm(ops.stack([ops.norm(x) for x in flat], axis=0)) if flat else None
+
+    def _exchange(self, item, gradients, lr, norms):
         """Return for each rank the site and the received payloads: one of each rank, or their sum."""
         ops, spec, compressor = self.ops, item.spec, item.compressor
         xs, sites = [], []
@@ -71,6 +82,7 @@ class Reference:
                 size=self.size,
                 state=states["compressor"],
                 lr=ops.full(1, lr, "float64")[0],
+                norm=norms[rank] if item.memory.needs_norm else None,
             )
             flat = ops.copy(ops.cast(ops.reshape(gradient, (-1,)), spec.work_dtype))
             x, memory_state, _ = item.memory.compensate(flat, states["memory"], site)

@@ -112,6 +112,7 @@ EXTRA_COMPRESSORS = [
 ]
 EXTRA_MEMORIES = [
     {"name": "dgc", "momentum": 0.5, "gradient_clipping": 1.0},
+    {"name": "dgc", "momentum": 0.5, "gradient_clipping": 1.0, "clipping_norm": "all"},
     {"name": "dgc", "momentum_masking": False},
     {"name": "diana", "alpha": 1.0},
     {"name": "dore", "alpha": 0.5},

@@ -73,6 +73,11 @@ class Hierarchical(Communicator):
             self.between.check(compressor)
 
     def check_memory(self, memory: Memory) -> None:
+        if memory.needs_norm:
+            raise IncompatibleError(
+                f"{memory} limits the norm of all gradients of a rank, and communicator 'hierarchical' compresses the "
+                'mean of a node, shard by shard. Set clipping_norm = "tensor", or use another communicator.'
+            )
         self._between.check_memory(memory)
 
     def resolve(self, method: Method, ranks: Ranks) -> Communicator:

@@ -67,9 +67,10 @@ class TwoShot(Communicator):
                 f"communicator 'two_shot' cannot carry {compressor} with second={self.second or compressor}: {reason}. "
                 f"Valid communicators: {'allreduce, allgather' if compressor.summable else 'allgather'}."
             )
-        if self.shard_memory is not None and (self.shard_memory.whole or self.shard_memory.needs_lr):
+        there = self.shard_memory
+        if there is not None and (there.whole or there.needs_norm or there.needs_lr):
             raise IncompatibleError(
-                f"communicator 'two_shot': shard_memory {self.shard_memory} needs whole tensors or the learning rate, "
+                f"communicator 'two_shot': shard_memory {there} needs whole tensors or the learning rate, "
                 "and the owner of a shard has neither. Valid: residual, none."
             )
 

@@ -37,6 +37,7 @@ from grace.core.exchange.unit_step import Concluded, UnitStep, retuned
 from grace.core.exchange.wire import Received, sent_bytes
 from grace.core.guards.waiting import explained
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import wide_norm
 from grace.core.observe.statistics import statistics
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
@@ -123,6 +124,7 @@ class Engine:
         self.plan = plan
         self._assignment_of = {item.spec.name: item for item in plan.exchanged}
         self._units = plan.stateful
+        self._names_of_norm = {item.spec.name for item in plan.exchanged if item.memory.needs_norm}
         self._bucket_of = {unit.spec.name: bucket for bucket in plan.buckets for unit in bucket.units}
         self.drop()
 
@@ -302,16 +304,35 @@ class Engine:
             )
         self.times.mark("ready", name, gradient)
         for unit, flat in self._incoming.add(name, gradient):
-            bucket = self._bucket_of[unit.spec.name]
-            run = self._runs.setdefault(bucket.name, BucketRun())
-            self.times.mark("begun", unit.spec.name, (flat,))
-            run.steps[unit.spec.name] = step = self._step_of(unit)
-            step.begin(flat, lr)
-            if len(run.steps) == len(bucket.units):
-                run.program = self._program(bucket, run)
-                self._begin(bucket)
-                if self._polls(unit.spec.device):
-                    self.poll()
+            if unit.memory.needs_norm:
+                self._until_norm.append((unit, flat, lr))
+            else:
+                self._begin_unit(unit, flat, lr)
+        if self._until_norm and self._names_of_norm <= self._incoming.names:
+            waiting = list(self._until_norm)
+            self._until_norm.clear()
+            norm = self._norm([(unit, flat) for unit, flat, _ in waiting])
+            for unit, flat, rate in waiting:
+                self._begin_unit(unit, flat, rate, norm)
+
+    def _begin_unit(self, unit: Unit, flat: Array, lr: Any, norm: Array | None = None) -> None:
+        bucket = self._bucket_of[unit.spec.name]
+        run = self._runs.setdefault(bucket.name, BucketRun())
+        self.times.mark("begun", unit.spec.name, (flat,))
+        run.steps[unit.spec.name] = step = self._step_of(unit)
+        step.begin(flat, lr, norm)
+        if len(run.steps) == len(bucket.units):
+            run.program = self._program(bucket, run)
+            self._begin(bucket)
+            if self._polls(unit.spec.device):
+                self.poll()
+
+    def _norm(self, gradients: Sequence[tuple[Unit, Array]]) -> Array:
+        """Return the norm of the gradients of all units together, as a 0-d float64 array."""
+        # The tensors of a model may lie on several devices.
+        ops = self._ops(gradients[0][0].spec.device)
+        norms = [wide_norm(self._ops(unit.spec.device), flat) for unit, flat in gradients]
+        return ops.norm(ops.stack([ops.cast(norm, "float64") for norm in norms], axis=0))
 
     def _begin(self, bucket: Bucket) -> None:
         """Start the first round of a bucket; over an ordered transport only after those of all buckets before it."""
@@ -412,6 +433,8 @@ class Engine:
         from all ranks.
         """
         self._runs: dict[str, BucketRun] = {}
+        # Units with their gradients and learning rates whose memories wait for the norm of all gradients.
+        self._until_norm: list[tuple[Unit, Array, Any]] = []
         # The buckets whose first round has started.
         self._begun: set[str] = set()
         # Of the buckets that are completed.

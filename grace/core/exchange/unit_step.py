@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grace.core.methods.capabilities import Checking, Learning, Negotiating, Tuning
+from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.registry import memories
@@ -73,12 +74,18 @@ class UnitStep:
         self.memory: State = states["memory"]
         self._average = average
 
-    def begin(self, gradient: Array, lr: Any = None) -> None:
-        """Compensate a flat gradient, which is only read; compress it unless the ranks must negotiate first."""
+    def begin(self, gradient: Array, lr: Any = None, norm: Array | None = None) -> None:
+        """Compensate a flat gradient, which is only read; compress it unless the ranks must negotiate first.
+
+        `norm` is that of all gradients, if the memory needs it; without it, this is the only one.
+        """
         unit, ops, spec = self.unit, self.site.ops, self.unit.spec
         self.lr = lr
         if unit.memory.needs_lr:
             self.site = self.site._replace(lr=ops.full(1, lr, "float64")[0])
+        if unit.memory.needs_norm:
+            norm = wide_norm(ops, gradient) if norm is None else ops.cast(norm, "float64")
+            self.site = self.site._replace(norm=norm)
         x, self.memory, finite = unit.memory.compensate(
             ops.cast(gradient, spec.work_dtype), self.states["memory"], self.site
         )

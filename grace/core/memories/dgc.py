@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
@@ -22,7 +23,8 @@ class DGCMemory(Memory):
 
     m is `momentum`. `momentum_masking=False` resets only v and keeps u. Set the optimizer's own momentum to 0. With
     `gradient_clipping` each rank first limits the norm of its gradient of this tensor to gradient_clipping /
-    sqrt(number of ranks); the paper bounds the norm of all tensors together. It serves every method that selects
+    sqrt(number of ranks). With `clipping_norm = "all"` it limits that of all its tensors with this setting together, as
+    the paper does; then nothing is sent before the last gradient is ready. It serves every method that selects
     coordinates. The momentum does not amplify weight decay that the optimizer adds after the exchange: divide it by (1
     - m). Masking moves the optimum that weight decay leads to.
 
@@ -32,6 +34,7 @@ class DGCMemory(Memory):
     momentum: float = 0.9
     gradient_clipping: float | None = None
     momentum_masking: bool = True
+    clipping_norm: Literal["tensor", "all"] = "tensor"
 
     additive = ("momentum", "residual")
 
@@ -39,6 +42,10 @@ class DGCMemory(Memory):
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"memory dgc: momentum must lie in [0, 1), received {self.momentum!r}.")
         check_clipping("dgc", self.gradient_clipping)
+        if self.needs_norm and self.gradient_clipping is None:
+            raise ConfigError(
+                'memory dgc: clipping_norm = "all" says whose norm is limited; set gradient_clipping to its bound.'
+            )
 
     def check(self, compressor: Compressor) -> None:
         if not selects(compressor):
@@ -53,13 +60,17 @@ class DGCMemory(Memory):
 
     @property
     def whole(self) -> bool:
-        return self.gradient_clipping is not None
+        return self.gradient_clipping is not None and not self.needs_norm
+
+    @property
+    def needs_norm(self) -> bool:
+        return self.clipping_norm == "all"
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        ops, grad = at.ops, clipped(grad, self.gradient_clipping, at)
+        ops, grad = at.ops, clipped(grad, self.gradient_clipping, at, at.norm)
         momentum = ops.weighted_sum(state["momentum"], self.momentum, grad, 1)
         x, finite = ops.finite_sum(state["residual"], 1, momentum, 1)
         return Compensated(x, {"momentum": momentum}, finite)

@@ -95,6 +95,14 @@ class Memory(ABC):
         return False
 
     @property
+    def needs_norm(self) -> bool:
+        """True if the memory reads `Site.norm`: no tensor of such a memory is compressed before the last one is ready.
+
+        It is the norm of this rank's gradients of all these tensors together.
+        """
+        return False
+
+    @property
     def accelerates(self) -> bool:
         """True if the memory holds momentum, so that the optimizer should have none."""
         return False
@@ -134,12 +142,19 @@ def check_clipping(name: str, bound: float | None) -> None:
         raise ConfigError(f"memory {name}: gradient_clipping must be a positive norm or null, received {bound!r}.")
 
 
-def clipped(grad: Array, bound: float | None, at: Site) -> Array:
-    """Return the gradient with its norm limited to bound / sqrt(number of ranks), before it joins the state."""
+def clipped(grad: Array, bound: float | None, at: Site, norm: Array | None = None) -> Array:
+    """Return the gradient with its norm limited to bound / sqrt(number of ranks), before it joins the state.
+
+    `norm` is that of all gradients with this bound; without it, each is limited by its own.
+    """
     if bound is None:
         return grad
     ops, limit = at.ops, bound / math.sqrt(at.size)
-    # In float64, because the norm of large float32 numbers overflows.
-    norm = ops.norm(ops.cast(grad, "float64"))
+    norm = wide_norm(ops, grad) if norm is None else norm
     factor = ops.where(norm > limit, limit / ops.where(norm > limit, norm, 1.0), 1.0)
     return grad * ops.cast(factor, at.spec.work_dtype)
+
+
+def wide_norm(ops: ArrayOps, grad: Array) -> Array:
+    """Return the norm as a 0-d float64 array, because that of large float32 numbers overflows."""
+    return ops.norm(ops.cast(grad, "float64"))

@@ -13,7 +13,7 @@ from grace.core.exchange.wire import Layout
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.values.config import Config, Method, dense_method
-from grace.core.values.errors import ConfigError, GraceWarning
+from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleError
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import ITEMSIZE, ONE_RANK, Ranks, TensorSpec
 from grace.core.values.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
@@ -401,5 +401,10 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
     if holding and method.memory.stateless:
         method = dataclasses.replace(method, memory=memories.make("leftover"))
     method.communicator.check_memory(method.memory)
+    if modules and method.memory.needs_norm:
+        raise IncompatibleError(
+            f"the modules of a sharded model are exchanged one by one, and {method.memory} needs the norm of all "
+            'their gradients. Leave clipping_norm = "all" out.'
+        )
     reasons = unfit or (rule.reason if rule else ""), why
     return Assignment(spec, method, "; ".join(filter(None, reasons)), config.index_coding, holding)

@@ -151,7 +151,8 @@ class Site(NamedTuple):
     """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and negotiated values.
 
     For a compressor, `memory` is the state of the memory in the middle of the step: empty if it keeps nothing. `lr` is
-    the learning rate of this step as a 0-d float64 array, for memories with `needs_lr`.
+    the learning rate of this step as a 0-d float64 array, for memories with `needs_lr`; `norm` is in the same form that
+    of this rank's gradients of all tensors, for memories with `needs_norm`.
     """
 
     ops: ArrayOps
@@ -163,6 +164,7 @@ class Site(NamedTuple):
     negotiated: Array | None = None
     memory: State = NO_STATE
     lr: Array | None = None
+    norm: Array | None = None
 
     @property
     def private_key(self) -> Key:
