@@ -71,6 +71,7 @@ SETTINGS = {
     "qsparse": Setting(options={"compress_ratio": 0.01}),
     "3lc": Setting(),
     "adaptive": Setting(options={"compress_ratio": 0.01}),
+    "adacomp": Setting(),
     "wangni": Setting(options={"compress_ratio": 0.1}),
     "variance": Setting(options={"alpha": 1.5}),
     # The memory of dgc contains the momentum, so the optimizer must have none.

@@ -75,7 +75,7 @@ FAMILIES = (
     Family(
         "Hybrid",
         "you want fewer bytes than a sparsifier sends",
-        ("adaptive", "sbc", "strom", "variance", "3lc", "qsparse", "sketchml", "chain"),
+        ("adaptive", "adacomp", "sbc", "strom", "variance", "3lc", "qsparse", "sketchml", "chain"),
     ),
     Family(
         "Low rank",

@@ -42,6 +42,7 @@ ELEMENTS = 64 * 288 + 128 * 1024 + 10 * 128
 MOST = {
     "3lc": 1.6 / 32,
     "acpsgd": 2 * 1152 / ELEMENTS * 1.2,  # about half of powersgd's factors, the larger ones
+    "adacomp": 0.02,  # a bin of 500 sends some 4 of its elements
     "adaptive": 0.01 * 1.05,  # one index in place of a value
     "atomo": 3 * (352 + 1152 + 138) / ELEMENTS * 1.1,  # three singular triples on average
     "dct": 2 * 0.01 * 3,  # the threshold of up to 10 steps ago
@@ -71,6 +72,7 @@ TO_THE_END = list(MATRICES) if ALL else ["torch"]
 SHORT = [*MOST, "signsgd", "fp16", "qsgd"]
 # These send more in the first epoch, of 22 steps, than later.
 MOST_AT_FIRST = {
+    "adacomp": 0.03,  # there is no residual yet that gives bins their outliers
     "dct": 2 * 0.01 * 4,  # the first thresholds are found before there is a residual
     "hardthreshold": 2 * 0.01 * 2,
     "variance": 0.2,

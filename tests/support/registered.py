@@ -37,6 +37,7 @@ MEMORIES_OF_SHARDS = {"dore", "dore_mean"}
 EXTRA_COMPRESSORS = [
     {"name": "3lc", "sparsity_multiplier": 1.9},
     {"name": "acpsgd", "compress_rank": 1},
+    {"name": "adacomp", "bin_size": 7},
     {"name": "adaptive", "compress_ratio": 0.3},
     {"name": "atomo", "compress_rank": 9.5},
     {"name": "atomo", "mode": "entry"},
