@@ -84,6 +84,7 @@ SETTINGS = {
     "gradiveq": Setting(options={"memory": "residual", "training_steps": 2, "compressed_steps": 8}),
     "gradzip": Setting(options={"compress_rank": 2}),
     "powersgd": Setting(options={"compress_rank": 2}),
+    "truncatedsvd": Setting(options={"compress_rank": 2}),
     "acpsgd": Setting(options={"compress_rank": 2}),
 }
 

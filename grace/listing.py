@@ -80,7 +80,7 @@ FAMILIES = (
     Family(
         "Low rank",
         "matrices are large and ranks are many",
-        ("powersgd", "acpsgd", "gradzip", "gradiveq", "atomo"),
+        ("powersgd", "acpsgd", "gradzip", "gradiveq", "atomo", "truncatedsvd"),
     ),
     Family(
         "Other",

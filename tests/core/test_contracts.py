@@ -27,13 +27,14 @@ from tests.support import covering, registered
 # Methods whose payloads may differ between frameworks, with the reason: for all gradients, and for float64 only.
 REORDERED = {
     "atomo": "the signs of singular vectors are those of each framework; test_atomo.py compares mode entry",
+    "truncatedsvd": "the signs of singular vectors are those of each framework",
     **dict.fromkeys(
         ("acpsgd", "gradiveq", "gradzip", "powersgd"),
         "a matrix product is summed in the order of each framework's BLAS",
     ),
 }
 # Gradients for which a payload is not unique: with equal singular values, the singular vectors are any basis.
-TIED = {"atomo": ("huge and tiny",)}
+TIED = {"atomo": ("huge and tiny",), "truncatedsvd": ("huge and tiny",)}
 REORDERED_FLOAT64 = dict.fromkeys(
     (
         *("adacomp", "adaptive", "chain", "efsignsgd", "gaussiank", "mstopk", "onebit", "qsgd", "qsparse", "redsync"),

@@ -147,7 +147,7 @@ def test_tensors_of_unlike_scale_keep_the_error_they_have_alone(name, cut):
     assert all(together[name] <= 1.2 * alone[name] + 1e-6 for name in SCALES), (alone, together)
 
 
-@pytest.mark.parametrize("name", ["powersgd", "gradiveq", "gradzip", "atomo"])
+@pytest.mark.parametrize("name", ["powersgd", "gradiveq", "gradzip", "atomo", "truncatedsvd"])
 def test_methods_that_look_at_the_shape_stay_with_their_tensors(name):
     specs = [TensorSpec(n, (100, 150)) for n in "abc"]
     for options in CUTS.values():

@@ -2118,6 +2118,22 @@ PATCHES = [
         ("tests/papers/test_adacomp.py -k worked",),
     ),
     Patch(
+        "truncatedsvd-smallest-triples",
+        "grace/core/compressors/truncatedsvd.py",
+        'ops.svd(ops.cast(scaled, "float64"))',
+        '(a[..., ::-1] for a in ops.svd(ops.cast(scaled, "float64")))',
+        "the smallest singular triples are sent",
+        ("tests/papers/test_truncatedsvd.py -k best",),
+    ),
+    Patch(
+        "truncatedsvd-without-its-size",
+        "grace/core/compressors/truncatedsvd.py",
+        's[:r] * ops.cast(largest, "float64")',
+        "s[:r]",
+        "the gradient arrives as if its largest element were 1",
+        ("tests/papers/test_truncatedsvd.py -k best",),
+    ),
+    Patch(
         "strom-forgets-the-sign",
         "grace/core/compressors/strom.py",
         "return ops.where(words < 0, -level, level), ",

@@ -104,6 +104,7 @@ EXTRA_COMPRESSORS = [
     {"name": "threshold", "threshold": 1e9},
     {"name": "topk", "compress_ratio": 0.1},
     {"name": "topk", "compress_ratio": 1.0},
+    {"name": "truncatedsvd", "compress_rank": 1},
     {"name": "uniform", "bits": 2},
     {"name": "uniform", "bits": 12, "stochastic": True},
     {"name": "uniform", "bits": 24},
