@@ -2718,6 +2718,14 @@ PATCHES = [
         "the backward pass of a rank fails because another one drops the step",
         (f"{WAY_BACK} -k 'every_argument and torchrun'",),
     ),
+    Patch(
+        "torchrun-groups-outlive-python",
+        "grace/torch/distributed/transport.py",
+        "    groups.clear()\n",
+        "",
+        "a thread of Gloo drops a tensor while Python ends, and the process aborts",
+        ("tests/adapters/torch/test_exit.py",),
+    ),
     # --- TensorFlow -------------------------------------------------------------------------------------------------
     Patch(
         "tensorflow-checkpoint-of-other-size",

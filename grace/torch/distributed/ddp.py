@@ -119,15 +119,15 @@ class GradientHook:
             self._way_back.keep()
         names = [self._names[p] for p in bucket.parameters()]  # type: ignore[index]
         buffer, by_engine = bucket.buffer(), {name for name in names if self._engine.exchanges(name)}
-        if not by_engine:
-            return self._reduce(buffer).get_future().then(lambda done: done.value()[0])
-        if buffer.is_sparse:
+        if by_engine and buffer.is_sparse:
             raise StepError(
                 f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "
                 f"from compression by a rule, for example rules=[{{'match': '{names[0]}', 'compressor': 'none'}}]."
             )
-        views = dict(zip(names, _gradients(bucket), strict=True))
+        views = dict(zip(names, _gradients(bucket), strict=True)) if by_engine else {}
         reductions = [self._reduce(view) for name, view in views.items() if name not in by_engine]
+        if not by_engine:
+            reductions = [self._reduce(buffer)]
         devices = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._buckets.append(_Bucket(buffer, future, by_engine, reductions))
@@ -188,6 +188,7 @@ class GradientHook:
         into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
         for bucket in self._engine.plan.buckets:
             self._take(self._engine.complete(bucket.name, into))
+        self._complete_buckets()
         # It counts the step, also if DDP reduced all tensors.
         self._engine.finish()
         self._way_back.let_go()
@@ -204,6 +205,10 @@ class GradientHook:
                 self._exchange.loss_scale.scale_(gradient)
         for bucket in self._buckets:
             bucket.missing -= merged.keys()
+        self._complete_buckets()
+
+    def _complete_buckets(self) -> None:
+        for bucket in self._buckets:
             if not bucket.missing and not bucket.future.done():
                 for reduction in bucket.reductions:
                     reduction.wait()

@@ -90,7 +90,7 @@ class ProcessGroupTransport(OrderedTransport):
             raise self._failed(error, lambda: what) from None
         # What Gloo has not finished, with the end of the transport or of the process.
         self._works: list[Any] = []
-        self._end = weakref.finalize(self, _abandon, [*self._groups.values()], self._works)
+        self._end = weakref.finalize(self, _free, self._groups, self._works)
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
         """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
@@ -260,8 +260,13 @@ def _local_size() -> int:
     return known_local_size(*found) if len(found) == len(names) else 0
 
 
-def _abandon(groups: Sequence[Any], works: Sequence[Any]) -> None:
-    """Never free groups with work that may not complete: freeing one waits for it, and Gloo cannot abort it."""
+def _free(groups: dict[str, Any], works: list[Any]) -> None:
+    """Free groups, and so end their threads: one that drops a tensor while Python exits would abort the process.
+
+    Groups with work that may not complete are never freed: freeing one waits for it, and Gloo cannot abort it.
+    """
     if not all(work.is_completed() for work in works):
-        for kept in (*groups, *works):
+        for kept in (*groups.values(), *works):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    works.clear()
+    groups.clear()
