@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 Row = dict[str, Any]
 
 # True under `--all`: the tests then run the full products. An environment variable, because parametrization at import
@@ -32,14 +34,18 @@ def pairwise(
     candidates = product(factors, valid)
     order = list(range(len(candidates)))
     random.Random(seed).shuffle(order)
-    # By index into `candidates`, the pairs that no chosen row contains.
-    missing = {i: set(pairs(candidates[i])) for i in order}
+    # The places in `order` of the rows with a pair that no chosen row contains, and each row's number of such pairs.
+    missing: dict[Any, list[int]] = {}
+    for place, i in enumerate(order):
+        for pair in pairs(candidates[i]):
+            missing.setdefault(pair, []).append(place)
+    counts = np.bincount(list(itertools.chain.from_iterable(missing.values())), minlength=len(order))
     chosen: list[int] = []
     while missing:
-        best = max(missing, key=lambda i: len(missing[i]))
-        covered = missing.pop(best)
+        best = order[int(counts.argmax())]
         chosen.append(best)
-        missing = {i: rest for i, mine in missing.items() if (rest := mine - covered)}
+        for pair in pairs(candidates[best]):
+            counts[missing.pop(pair, [])] -= 1
     return [candidates[i] for i in sorted(chosen)]
 
 
