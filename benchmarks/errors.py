@@ -34,6 +34,15 @@ SETTINGS = {
         *({"quantum_num": levels} for levels in (1, 3, 7, 15, 127)),
         *({"quantum_num": levels, "norm": "l2"} for levels in (7, 127)),
     ],
+    "nuqsgd": [*({"quantum_num": levels} for levels in (1, 3, 7)), {"norm": "l2"}],
+    "alq": [
+        *({"quantum_num": levels} for levels in (1, 3, 7)),
+        *({"quantum_num": levels, "spacing": "exponential"} for levels in (3, 7)),
+    ],
+    "blockwise": [
+        *({"format": name} for name in ("int8", "int4", "nf4", "fp4")),
+        {"format": "mxfp4", "bucket_size": 32},
+    ],
     "uniform": [{"bits": bits} for bits in (4, 8)],
     "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
     "natural": [{}, {"clipped": True}],

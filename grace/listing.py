@@ -37,6 +37,9 @@ FAMILIES = (
         "every coordinate must arrive, with fewer bits",
         (
             "qsgd",
+            "nuqsgd",
+            "alq",
+            "blockwise",
             "terngrad",
             "natural",
             "lpc",

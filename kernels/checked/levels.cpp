@@ -291,7 +291,7 @@ void bucket_norms_kernel(Call& call) {
 }
 
 void quantize_packed_kernel(Call& call) {
-    call.expect(call.inputs() == 3 ? 3 : 2, 7, 0);
+    call.expect(call.inputs() == 3 ? 3 : 2, 8, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size, width = width_at(call, 0), levels = call.integer(1);
@@ -302,15 +302,16 @@ void quantize_packed_kernel(Call& call) {
         }
         const T *x = call.input<T>(0), *scales = call.input<T>(1, buckets_of(n, width));
         const T* limit = call.inputs() == 3 ? call.input<T>(2, 1) : nullptr;
-        const RandomKey key = key_at(call, 3);
+        const RandomKey key = key_at(call, 4);
+        const RandomKey* noise = call.integer(3) != 0 ? &key : nullptr;
         uint8_t* out = call.output<uint8_t>(packed_size(n, bits));
-        GRACE_GPU(call, quantize_packed, x, scales, width, static_cast<int>(levels), bits, limit, key, out, n);
+        GRACE_GPU(call, quantize_packed, x, scales, width, static_cast<int>(levels), bits, limit, noise, out, n);
         packed(call, out, n, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t* high) {
             if (bits <= 8) {
-                loops<T>().levels8(x, scales, width, static_cast<T>(levels), limit, &key, begin, end, low);
+                loops<T>().levels8(x, scales, width, static_cast<T>(levels), limit, noise, begin, end, low);
             } else {
                 uint16_t codes[1024];
-                loops<T>().levels16(x, scales, width, static_cast<T>(levels), limit, &key, begin, end, codes);
+                loops<T>().levels16(x, scales, width, static_cast<T>(levels), limit, noise, begin, end, codes);
                 split(codes, end - begin, low, high);
             }
         });
@@ -337,6 +338,44 @@ void dequantize_sum_kernel(Call& call) {
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().dequantize_sum(payloads.data(), ranks, width, static_cast<int>(levels), bits, n, to.onto, to.out,
                                       begin, end, to.around);
+        });
+    });
+}
+
+void round_packed_kernel(Call& call) {
+    call.expect(3, 6, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, width = width_at(call, 0);
+        const int bits = level_bits(call, 2);
+        const T *x = call.input<T>(0), *scales = call.input<T>(1, buckets_of(n, width)), *levels = call.input<T>(2);
+        const RandomKey key = key_at(call, 2);
+        const RandomKey* noise = call.integer(1) != 0 ? &key : nullptr;
+        uint8_t* out = call.output<uint8_t>(packed_size(n, bits));
+        GRACE_GPU(call, round_packed, x, scales, width, levels, bits, noise, out, n);
+        packed(call, out, n, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t*) {
+            loops<T>().level_codes(x, scales, width, levels, bits, noise, begin, end, low);
+        });
+    });
+}
+
+void levels_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(3) != 0 ? 1 : 0;
+    call.expect(first + 3 * ranks, 4, 0);
+    const int64_t width = width_at(call, 1), n = call.length(2);
+    dispatch(call, call.input(first + ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int lists = first + 2 * ranks, bits = level_bits(call, lists);
+        std::vector<Listed<T>> payloads;
+        for (int r = 0; r < ranks; ++r) {
+            payloads.push_back({call.input<uint8_t>(first + r, packed_size(n, bits)),
+                                call.input<T>(first + ranks + r, buckets_of(n, width)),
+                                call.input<T>(lists + r, int64_t(1) << bits)});
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, levels_sum, payloads, width, bits, to.onto, to.out, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().levels_sum(payloads.data(), ranks, width, bits, to.onto, to.out, begin, end, to.around);
         });
     });
 }

@@ -17,12 +17,7 @@ int64_t block_at(const Call& call, int i) {
 
 // The rotation of n elements, with the levels of input i.
 template <class T> Rotation<T> rotation_of(const Call& call, int i, int64_t block, int64_t n, const RandomKey& key) {
-    const int64_t count = call.input(i).size;
-    int bits = 1;
-    while (bits < kRotationBits && int64_t(1) << bits < count) ++bits;
-    if (count != int64_t(1) << bits) {
-        call.fail(Error::Kind::value, "expected 2, 4, 8 or 16 levels, received " + std::to_string(count));
-    }
+    const int bits = level_bits(call, i);
     int64_t tail = n % block == 0 ? 0 : 8;
     while (tail < n % block) tail *= 2;
     return {n, block, tail, call.input<T>(i), bits, signs_of(key, key.rank)};

@@ -107,32 +107,42 @@ static void bucket_norms(const T* x, int64_t n, int64_t width, bool largest, T* 
     }
 }
 
-template <class T, class Code>
-static void levels_into(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* key,
-                        int64_t begin, int64_t end, Code* codes) {
+template <bool noisy, class T, class Code>
+static void levels_by(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* noise,
+                      int64_t begin, int64_t end, Code* codes) {
     alignas(64) uint32_t random[kBlock];
     const int32_t shift = int32_t(levels);
+    const auto share = [&](int64_t j) { return noisy ? T(uniform(random[j])) : T(0.5); };
     // `begin` is a multiple of 4, so every block of random words starts at an element.
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t length = lesser(kBlock, end - at);
-        words(*key, uint32_t(at / 4), (length + 3) / 4, random);
+        if (noisy) words(*noise, uint32_t(at / 4), (length + 3) / 4, random);
         for (int64_t i = 0; i < length;) {
             const int64_t bucket = (at + i) / width, stop = lesser(length, (bucket + 1) * width - at);
             const T scale = scales[bucket];
             const T* mine = x + at;
             Code* out = codes + (at - begin);
             if (limit == nullptr) {
-                for (int64_t j = i; j < stop; ++j) {
-                    out[j] = Code(level_of(mine[j], scale, levels, T(uniform(random[j]))) + shift);
-                }
+                for (int64_t j = i; j < stop; ++j) out[j] = Code(level_of(mine[j], scale, levels, share(j)) + shift);
             } else {
                 const T most = *limit;
                 for (int64_t j = i; j < stop; ++j) {
-                    out[j] = Code(level_of(limited(mine[j], most), scale, levels, T(uniform(random[j]))) + shift);
+                    out[j] = Code(level_of(limited(mine[j], most), scale, levels, share(j)) + shift);
                 }
             }
             i = stop;
         }
+    }
+}
+
+// Rounds to the nearest level if `noise` is null.
+template <class T, class Code>
+static void levels_into(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* noise,
+                        int64_t begin, int64_t end, Code* codes) {
+    if (noise == nullptr) {
+        levels_by<false>(x, scales, width, levels, limit, noise, begin, end, codes);
+    } else {
+        levels_by<true>(x, scales, width, levels, limit, noise, begin, end, codes);
     }
 }
 
@@ -330,6 +340,8 @@ template <class T> static constexpr Loops<T> make_loops() {
             levels_into<T, uint8_t>,
             levels_into<T, uint16_t>,
             dequantize_sum<T>,
+            level_codes<T>,
+            levels_sum<T>,
             rotated_codes<T>,
             rotated_sum<T>,
             select<T>,

@@ -132,29 +132,130 @@ template <class T> GRACE_LOCAL double sum_products(const T* x, const T* y, int64
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
-// The codes of rotated elements: the number of thresholds that each reaches. The threshold between two levels is in the
-// middle or, with noise, at a random place.
+// The number of thresholds that each element reaches: see threshold_of. Without noise, they are in the middle.
+template <int bits, bool noisy, class T>
+GRACE_LOCAL void count_thresholds(const T* x, const T* levels, T reach, const uint32_t* noise, uint8_t* codes,
+                                  int64_t n) {
+    constexpr int count = 1 << bits;
+    // Threshold j, from 1 on, lies between the levels j - 1 and j.
+    alignas(64) T low[16] = {}, high[16] = {}, middle[16] = {};
+    for (int j = 1; j < count; ++j) {
+        low[j] = levels[j - 1] * reach;
+        high[j] = levels[j] * reach;
+        middle[j] = threshold_of(low[j], high[j], T(0.5));
+    }
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        const __m512 lows = _mm512_load_ps(low), highs = _mm512_load_ps(high), middles = _mm512_load_ps(middle);
+        const __m512 gaps = _mm512_sub_ps(highs, lows);
+        for (; i + 16 <= n; i += 16) {
+            const __m512 value = _mm512_loadu_ps(x + i);
+            __m512 share = _mm512_setzero_ps();
+            if (noisy) {
+                const __m512 word = _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_loadu_si512(noise + i), 8));
+                share = _mm512_sub_ps(_mm512_set1_ps(1), _mm512_mul_ps(word, _mm512_set1_ps(5.9604644775390625e-8f)));
+            }
+            // Thresholds ascend, so a search in halves finds how many are reached.
+            __m512i code = _mm512_setzero_si512();
+            for (int half = count / 2; half > 0; half /= 2) {
+                const __m512i at = _mm512_or_si512(code, _mm512_set1_epi32(half));
+                __m512 threshold;
+                if (noisy) {
+                    const __m512 part = _mm512_mul_ps(share, _mm512_permutexvar_ps(at, gaps));
+                    threshold = _mm512_min_ps(_mm512_add_ps(_mm512_permutexvar_ps(at, lows), part),
+                                              _mm512_permutexvar_ps(at, highs));
+                } else {
+                    threshold = _mm512_permutexvar_ps(at, middles);
+                }
+                code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(value, threshold, _CMP_GE_OQ), at);
+            }
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(code));
+        }
+    }
+#endif
+    for (; i < n; ++i) {
+        const T share = noisy ? T(1) - T(uniform(noise[i])) : T(0.5);
+        int32_t code = 0;
+        for (int j = 1; j < count; ++j) {
+            code += x[i] >= (noisy ? threshold_of(low[j], high[j], share) : middle[j]) ? 1 : 0;
+        }
+        codes[i] = uint8_t(code);
+    }
+}
+
 template <int bits, class T>
 GRACE_LOCAL void round_to_levels(const T* x, const T* levels, T reach, const uint32_t* noise, uint8_t* codes,
                                  int64_t n) {
-    constexpr int count = 1 << bits;
-    T low[count], gap[count];
-    for (int j = 0; j < count; ++j) low[j] = levels[j] * reach;
-    for (int j = 0; j + 1 < count; ++j) gap[j] = low[j + 1] - low[j];
     if (noise == nullptr) {
-        for (int j = 0; j + 1 < count; ++j) gap[j] = low[j] + T(0.5) * gap[j];
-        for (int64_t i = 0; i < n; ++i) {
-            int32_t code = 0;
-            for (int j = 0; j + 1 < count; ++j) code += x[i] >= gap[j] ? 1 : 0;
-            codes[i] = uint8_t(code);
-        }
-        return;
+        count_thresholds<bits, false>(x, levels, reach, noise, codes, n);
+    } else {
+        count_thresholds<bits, true>(x, levels, reach, noise, codes, n);
     }
-    for (int64_t i = 0; i < n; ++i) {
-        const T share = T(1) - T(uniform(noise[i]));
-        int32_t code = 0;
-        for (int j = 0; j + 1 < count; ++j) code += x[i] >= low[j] + share * gap[j] ? 1 : 0;
-        codes[i] = uint8_t(code);
+}
+
+template <int bits, class T>
+static void level_codes_by(const T* x, const T* scales, int64_t width, const T* levels, const RandomKey* noise,
+                           int64_t begin, int64_t end, uint8_t* codes) {
+    alignas(64) uint32_t random[kBlock];
+    // `begin` is a multiple of 4, so every block of random words starts at an element.
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t length = lesser(kBlock, end - at);
+        if (noise != nullptr) words(*noise, uint32_t(at / 4), (length + 3) / 4, random);
+        for (int64_t i = 0; i < length;) {
+            const int64_t bucket = (at + i) / width, stop = lesser(length, (bucket + 1) * width - at);
+            round_to_levels<bits>(x + at + i, levels, scales[bucket], noise == nullptr ? nullptr : random + i,
+                                  codes + (at - begin) + i, stop - i);
+            i = stop;
+        }
+    }
+}
+
+template <class T>
+static void level_codes(const T* x, const T* scales, int64_t width, const T* levels, int bits, const RandomKey* noise,
+                        int64_t begin, int64_t end, uint8_t* codes) {
+    switch (bits) {
+        case 1: return level_codes_by<1>(x, scales, width, levels, noise, begin, end, codes);
+        case 2: return level_codes_by<2>(x, scales, width, levels, noise, begin, end, codes);
+        case 3: return level_codes_by<3>(x, scales, width, levels, noise, begin, end, codes);
+        default: return level_codes_by<4>(x, scales, width, levels, noise, begin, end, codes);
+    }
+}
+
+template <int bits, class T>
+static void levels_sum_by(const Listed<T>* ranks, int count, int64_t width, const T* onto, T* out, int64_t begin,
+                          int64_t end, bool around) {
+    in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
+        alignas(64) uint8_t codes[kBlock];
+        alignas(64) T values[kBlock];
+        const int64_t at = begin + from;
+        for (int r = 0; r < count; ++r) {
+            const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + at;
+            // `at` is a multiple of 8, so the codes begin at a byte.
+            unpack(ranks[r].codes + at / 8 * bits, bits, length, codes);
+            look_up<bits>(ranks[r].levels, codes, values, length);
+            for (int64_t i = 0; i < length;) {
+                const int64_t bucket = (at + i) / width, stop = lesser(length, (bucket + 1) * width - at);
+                const T scale = ranks[r].scales[bucket];
+                if (base == nullptr) {
+                    for (int64_t j = i; j < stop; ++j) target[j] = values[j] * scale;
+                } else {
+                    for (int64_t j = i; j < stop; ++j) target[j] = base[j] + values[j] * scale;
+                }
+                i = stop;
+            }
+        }
+    });
+}
+
+template <class T>
+static void levels_sum(const Listed<T>* ranks, int count, int64_t width, int bits, const T* onto, T* out, int64_t begin,
+                       int64_t end, bool around) {
+    switch (bits) {
+        case 1: return levels_sum_by<1>(ranks, count, width, onto, out, begin, end, around);
+        case 2: return levels_sum_by<2>(ranks, count, width, onto, out, begin, end, around);
+        case 3: return levels_sum_by<3>(ranks, count, width, onto, out, begin, end, around);
+        default: return levels_sum_by<4>(ranks, count, width, onto, out, begin, end, around);
     }
 }
 

@@ -33,6 +33,14 @@ template <class T> struct LevelValue {
     }
 };
 
+template <class T> struct ListedValue {
+    Divisor width;
+    int bits;
+    __device__ T operator()(const Listed<T>& rank, int64_t i) const {
+        return rank.levels[code_at(rank.codes, bits, i)] * rank.scales[quotient(i, width)];
+    }
+};
+
 // Adds the votes of some ranks to those of earlier ranks. The votes are whole numbers below 2^24 in `out`.
 template <class T> struct Votes {
     Ranks<const uint8_t*> some;
@@ -119,22 +127,38 @@ void norms_by(const Stream& on, const T* x, int64_t n, int64_t width, T* norms) 
     });
 }
 
+// The source of random shares; without a key they are 0.5.
+struct Noise {
+    bool given;
+    RandomKey key;
+};
+Noise noise_of(const RandomKey* key) { return key == nullptr ? Noise{false, RandomKey()} : Noise{true, *key}; }
+
+// The uniform numbers of the 8 elements of a group.
+template <class T> __device__ void draw_shares(const Noise& noise, int64_t group, T share[8]) {
+    uint32_t random[8];
+    if (noise.given) {
+        philox(noise.key, uint32_t(2 * group), random);
+        philox(noise.key, uint32_t(2 * group + 1), random + 4);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) share[j] = noise.given ? T(grace::uniform(random[j])) : T(0.5);
+}
+
 // The levels of the 8 elements of a group, plus `levels`.
 template <class T>
 __device__ void levels_of(const T* x, const T* scales, const Divisor& width, int levels, const T* limit,
-                          const RandomKey& key, int64_t group, int count, uint32_t codes[8]) {
-    T found[8];
+                          const Noise& noise, int64_t group, int count, uint32_t codes[8]) {
+    T found[8], share[8];
     load_group(x, group, count, found);
-    uint32_t random[8];
-    philox(key, uint32_t(2 * group), random);
-    philox(key, uint32_t(2 * group + 1), random + 4);
+    draw_shares(noise, group, share);
     const T most = limit == nullptr ? T(0) : *limit;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const T value = limit == nullptr ? found[j] : limited(found[j], most);
         // Elements beyond the end have no bucket.
         const T scale = j < count ? scales[quotient(8 * group + j, width)] : T(0);
-        const int32_t level = level_of(value, scale, T(levels), T(grace::uniform(random[j])));
+        const int32_t level = level_of(value, scale, T(levels), share[j]);
         codes[j] = j < count ? uint32_t(level + levels) : 0u;
     }
 }
@@ -257,13 +281,13 @@ void bucket_norms(const Stream& on, const T* x, int64_t n, int64_t width, bool l
 
 template <class T>
 void quantize_packed(const Stream& on, const T* x, const T* scales, int64_t width, int levels, int bits,
-                     const T* limit, const RandomKey& key, uint8_t* out, int64_t n) {
+                     const T* limit, const RandomKey* key, uint8_t* out, int64_t n) {
     const Divisor by = divisor(width);
-    const RandomKey mine = key;
+    const Noise noise = noise_of(key);
     each(on, divide_up(n, 8), [=] __device__(int64_t group) {
         const int count = group_size(group, n);
         uint32_t codes[8];
-        levels_of(x, scales, by, levels, limit, mine, group, count, codes);
+        levels_of(x, scales, by, levels, limit, noise, group, count, codes);
         store_codes(codes, bits, group, count, n, out);
     });
 }
@@ -274,6 +298,33 @@ void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_
     sum_parts(on, ranks, onto, out, n, LevelValue<T>{divisor(width), levels, bits, n});
 }
 
+template <class T>
+void round_packed(const Stream& on, const T* x, const T* scales, int64_t width, const T* levels, int bits,
+                  const RandomKey* key, uint8_t* out, int64_t n) {
+    const Divisor by = divisor(width);
+    const Noise noise = noise_of(key);
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8], share[8];
+        load_group(x, group, count, found);
+        draw_shares(noise, group, share);
+        uint32_t codes[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            // Elements beyond the end have no bucket.
+            const T scale = j < count ? scales[quotient(8 * group + j, by)] : T(0);
+            codes[j] = j < count ? index_of_level(found[j], levels, 1 << bits, scale, T(1) - share[j]) : 0u;
+        }
+        store_codes(codes, bits, group, count, n, out);
+    });
+}
+
+template <class T>
+void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t width, int bits, const T* onto, T* out,
+                int64_t n) {
+    sum_parts(on, ranks, onto, out, n, ListedValue<T>{divisor(width), bits});
+}
+
 #define GRACE_MAKE(T)                                                                                                 \
     template void binarize<T>(const Stream&, const T*, T, uint8_t*, int64_t);                                         \
     template void binarize_means<T>(const Stream&, const T*, T, bool, uint8_t*, T*, int64_t);                         \
@@ -282,9 +333,12 @@ void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_
     template void column_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, bool, const T*, T*, int64_t);    \
     template void majority<T>(const Stream&, const std::vector<const uint8_t*>&, T*, int64_t);                        \
     template void bucket_norms<T>(const Stream&, const T*, int64_t, int64_t, bool, T*);                               \
-    template void quantize_packed<T>(const Stream&, const T*, const T*, int64_t, int, int, const T*, const RandomKey&, \
+    template void quantize_packed<T>(const Stream&, const T*, const T*, int64_t, int, int, const T*, const RandomKey*, \
                                      uint8_t*, int64_t);                                                              \
-    template void dequantize_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, int, int, const T*, T*, int64_t);
+    template void dequantize_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, int, int, const T*, T*, int64_t); \
+    template void round_packed<T>(const Stream&, const T*, const T*, int64_t, const T*, int, const RandomKey*,        \
+                                  uint8_t*, int64_t);                                                                 \
+    template void levels_sum<T>(const Stream&, const std::vector<Listed<T>>&, int64_t, int, const T*, T*, int64_t);
 GRACE_MAKE(float)
 GRACE_MAKE(double)
 #undef GRACE_MAKE

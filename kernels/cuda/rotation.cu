@@ -80,13 +80,7 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
             }
             for (int j = 0; j < 8; ++j) {
                 const T value = rotated[8 * group + j], share = stochastic ? T(1) - T(grace::uniform(random[j])) : T(0.5);
-                found[j] = 0;
-                T low = by.levels[0] * reach;
-                for (int level = 1; level < count; ++level) {
-                    const T high = by.levels[level] * reach;
-                    found[j] += value >= low + share * (high - low) ? 1u : 0u;
-                    low = high;
-                }
+                found[j] = index_of_level(value, by.levels, count, reach, share);
                 product += double(value * by.levels[found[j]]);
             }
             store_codes(found, by.bits, first / 8 + group, 8, by.coded(), codes);

@@ -37,8 +37,8 @@ REORDERED = {
 TIED = {"atomo": ("huge and tiny",), "truncatedsvd": ("huge and tiny",)}
 REORDERED_FLOAT64 = dict.fromkeys(
     (
-        *("adacomp", "adaptive", "chain", "efsignsgd", "gaussiank", "mstopk", "onebit", "qsgd", "qsparse", "redsync"),
-        *("sbc", "sdagc", "sidco", "terngrad", "wangni"),
+        *("adacomp", "adaptive", "alq", "chain", "efsignsgd", "gaussiank", "mstopk", "nuqsgd", "onebit", "qsgd"),
+        *("qsparse", "redsync", "sbc", "sdagc", "sidco", "terngrad", "wangni"),
     ),
     "the sum in the scale is rounded once for float32, but nothing is wider than float64",
 )

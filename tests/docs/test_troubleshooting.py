@@ -16,6 +16,7 @@ RANGES = ("must be", "must lie in")
 OPTIONS = (
     "grace/core/compressors/",
     "grace/core/memories/",
+    "grace/core/methods/buckets.py",
     "grace/core/methods/memory.py",
     "grace/core/methods/lowrank.py",
     "grace/core/methods/rotation.py",

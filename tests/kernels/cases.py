@@ -16,7 +16,7 @@ import numpy as np
 
 from grace.core.compressors import adaptive, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
 from grace.core.exchange import indices
-from grace.core.methods import estimated, levels, rotation, signs
+from grace.core.methods import estimated, levels, listed, rotation, signs
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -471,6 +471,7 @@ def quantize_packed(ops, g):
                 scales = levels.bucket_norms(g.reference, x, width, "max") if g.n else x
                 edge = None if limit is None else g.scalar(limit)
                 yield levels.quantize_packed(ops, g.lay(x), g.lay(scales), width, level, bits, g.key(), edge)
+                yield levels.quantize_packed(ops, g.lay(x), g.lay(scales), width, level, bits, None, edge)
 
 
 @case
@@ -488,6 +489,30 @@ def dequantize_sum(ops, g):
 def level_lists(g: Given) -> Sequence[np.ndarray[Any, Any]]:
     halves = [0.1 + np.sort(g.rng.random(2 ** (bits - 1))) for bits in g.some([1, 2, 3, 4])]
     return [np.concatenate([-half[::-1], half]).astype(g.dtype) for half in halves]
+
+
+@case
+def round_packed(ops, g):
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        for chosen in level_lists(g):
+            x = g.numbers()
+            scales = levels.bucket_norms(g.reference, x, width, "max") if g.n else x
+            for key in (g.key(), None):
+                yield listed.round_packed(ops, g.lay(x), g.lay(scales), g.lay(chosen), width, key)
+
+
+@case
+def levels_sum(ops, g):
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        for chosen in level_lists(g):
+            for onto in (False, True):
+                codes = [g.bytes(packed_size(g.n, (len(chosen) - 1).bit_length())) for _ in range(g.ranks)]
+                scales = [g.x(-(-g.n // width)) for _ in range(g.ranks)]
+                begin = g.x() if onto else None
+                tables = [g.lay(chosen * (rank + 1)) for rank in range(g.ranks)]
+                yield listed.levels_sum(ops, codes, scales, tables, width, g.n, begin)
 
 
 @case

@@ -12,6 +12,7 @@ from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
 from grace.core.exchange.indices import decode_gaps, encode_gaps, gap_facts
 from grace.core.methods.levels import dequantize_sum, quantize_packed
+from grace.core.methods.listed import levels_sum, round_packed
 from grace.core.methods.rotation import rotated_encode, rotated_sum
 from grace.core.methods.signs import binarize_means, binary_sum, majority
 from grace.core.ops import get_ops, native
@@ -211,6 +212,36 @@ REFUSED = {
         PayloadError,
         "expected 2 elements, received 1",
     ),
+    "listed levels: five": (
+        lambda o, m: round_packed(o, m.f(10), m.f(2), m.f(5), 5, KEY),
+        ValueError,
+        "expected 2, 4, 8 or 16 levels, received 5",
+    ),
+    "listed levels: buckets of nothing": (
+        lambda o, m: round_packed(o, m.f(10), m.f(2), m.f(4), 0, None),
+        ValueError,
+        "at least 1 element, received 0",
+    ),
+    "listed levels: scales too few": (
+        lambda o, m: round_packed(o, m.f(10), m.f(1), m.f(4), 5, None),
+        PayloadError,
+        "expected 2 elements, received 1",
+    ),
+    "listed levels: truncated": (
+        lambda o, m: levels_sum(o, [m.b(2)], [m.f(2)], [m.f(4)], 5, 10),
+        PayloadError,
+        "expected 3 elements, received 2",
+    ),
+    "listed levels: scales missing": (
+        lambda o, m: levels_sum(o, [m.b(3)], [m.f(1)], [m.f(4)], 5, 10),
+        PayloadError,
+        "expected 2 elements, received 1",
+    ),
+    "listed levels: of other bits": (
+        lambda o, m: levels_sum(o, [m.b(3)] * 2, [m.f(2)] * 2, [m.f(4), m.f(8)], 5, 10),
+        PayloadError,
+        "expected 4 elements, received 8",
+    ),
     "rotation: blocks of no power of two": (
         lambda o, m: rotated_encode(o, m.f(10), m.f(2), 384, True, False, KEY),
         ValueError,
@@ -349,7 +380,7 @@ def test_numbers_whose_product_no_integer_holds_are_refused():
     with pytest.raises(ValueError, match="at most 1099511627776 elements, received 16777216 x 1099511627776"):
         run("orthogonalize", TEN[:0], integers=[2**24, 2**40])
     with pytest.raises(ValueError, match="fit 8 bits, received 4611686018427387904"):
-        run("quantize_packed", TEN, TEN[:1], integers=[10, 2**62, 8, 0, 0, 0, 0])
+        run("quantize_packed", TEN, TEN[:1], integers=[10, 2**62, 8, 1, 0, 0, 0, 0])
 
 
 @every_backend

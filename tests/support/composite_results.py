@@ -308,9 +308,10 @@ def rotated_sum(n, dtype):
         yield from sums("rotated_sum", values, args, numbers(n, dtype))
 
 
-def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int) -> np.ndarray:
-    """Return signed levels by stochastic rounding, bucket by bucket."""
-    u, codes = uniform(len(x)).astype(x.dtype), np.zeros(len(x), np.int64)
+def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int, key: Key | None) -> np.ndarray:
+    """Return signed levels, bucket by bucket: by stochastic rounding or, without a key, the nearest."""
+    u = np.full(len(x), 0.5, x.dtype) if key is None else uniform(len(x)).astype(x.dtype)
+    codes = np.zeros(len(x), np.int64)
     for i, scale in enumerate(scales):
         part = slice(i * width, min(len(x), (i + 1) * width))
         if scale > 0:
@@ -320,15 +321,44 @@ def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int) -> np.
 
 
 @case
+def round_packed(n, dtype):
+    x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)
+    for width, key in ((4, KEY), (100, None), (max(1, n), KEY)):
+        share = np.full(n, 0.5, dtype) if key is None else 1 - uniform(n).astype(dtype)
+        scales = np.array([abs(p).max() for p in buckets(x, width)], dtype)
+        mine = np.repeat(scales, width)[:n]
+        low, high = levels[:-1, None] * mine, levels[1:, None] * mine
+        codes = (x >= low + share * (high - low)).sum(axis=0)
+        yield Call("round_packed", (x, scales, levels, width, key), {}, (packed(codes, 2),))
+
+
+@case
+def levels_sum(n, dtype):
+    rng, levels = np.random.default_rng(n), np.array(ROTATED_LEVELS, dtype)
+    for width in (4, 100, max(1, n)):
+        codes = [rng.integers(0, 4, n) for _ in range(RANKS)]
+        scales = [abs(numbers(-(-n // width), dtype, rank)) for rank in range(RANKS)]
+        tables = [levels * (rank + 1) for rank in range(RANKS)]
+        values = [tables[r][codes[r]] * np.repeat(scales[r], width)[:n] for r in range(RANKS)]
+        data = [packed(code, 2) for code in codes]
+
+        def args(ranks, data=data, scales=scales, tables=tables, width=width):
+            return data[:ranks], scales[:ranks], tables[:ranks], width, n
+
+        yield from sums("levels_sum", values, args, numbers(n, dtype, 9))
+
+
+@case
 def quantize_packed(n, dtype):
     x = numbers(n, dtype)
     for width, levels, bits in ((4, 127, 8), (100, 1, 2), (max(1, n), 300, 10)):
         scales = np.array([abs(p).max() for p in buckets(x, width)], dtype)
         for limit in (None, np.array(0.75, dtype), np.array([0.75], dtype)):
             clipped = x if limit is None else np.clip(x, -0.75, 0.75).astype(dtype)
-            expected = packed(levels + levels_of(clipped, scales, width, levels), bits)
             options = {} if limit is None else {"limit": limit}
-            yield Call("quantize_packed", (x, scales, width, levels, bits, KEY), options, (expected,))
+            for key in (KEY, None):
+                expected = packed(levels + levels_of(clipped, scales, width, levels, key), bits)
+                yield Call("quantize_packed", (x, scales, width, levels, bits, key), options, (expected,))
 
 
 @case

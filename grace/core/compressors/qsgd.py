@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.buckets import BucketQuantizer
 from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
-from grace.core.ops.base import packed_size
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Payload, Site
 
 
 @compressors.register("qsgd")
 @dataclass(frozen=True)
-class QSGD(Compressor):
+class QSGD(BucketQuantizer):
     r"""QSGD: stochastic quantization to evenly spaced levels, one norm per bucket of elements.
 
     Formula: C(x)_i = \frac{\|x\|}{s} \, \mathrm{sign}(x_i) \lfloor s |x_i| / \|x\| + u_i \rfloor, \; u_i \sim U[0, 1)
@@ -44,47 +43,25 @@ class QSGD(Compressor):
     norm: Literal["l2", "max"] = "max"
 
     unbiased = True
-    linear_in = ("norms",)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 32767:
             raise ConfigError(
                 f"qsgd: quantum_num must be a number of levels from 1 to 32767, received {self.quantum_num!r}."
             )
-        if self.bucket_size < 0:
-            raise ConfigError(f"qsgd: bucket_size must be at least 0, received {self.bucket_size!r}.")
+        super().__post_init__()
 
     @property
     def bits(self) -> int:
         """Bits per code: ceil(log2(2 s + 1))."""
         return (2 * self.quantum_num).bit_length()
 
-    def _width(self, n: int) -> int:
-        """Return the number of elements in a bucket."""
-        return self.bucket_size or max(1, n)
-
-    def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        buckets = -(-spec.numel // self._width(spec.numel))
-        return Field("norms", spec.work_dtype, buckets), Field("codes", "uint8", packed_size(spec.numel, self.bits))
-
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, width = at.ops, self._width(at.spec.numel)
+        ops, width = at.ops, self.width(at.spec.numel)
         norms = bucket_norms(ops, x, width, self.norm)
-        return {
-            "norms": norms,
-            "codes": quantize_packed(ops, x, norms, width, self.quantum_num, self.bits, at.private_key),
-        }
+        codes = quantize_packed(ops, x, norms, width, self.quantum_num, self.bits, at.private_key)
+        return {"norms": norms, "codes": codes}
 
-    def decompress(self, payload: Payload, at: Site) -> Array:
-        return self.merge([payload], at)
-
-    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        codes, norms = ([payload[name] for payload in payloads] for name in ("codes", "norms"))
-        return self._sum(codes, norms, at)
-
-    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        return self._sum([payload["codes"]], [-payload["norms"]], at, onto=x)
-
-    def _sum(self, codes: list[Array], norms: list[Array], at: Site, onto: Array | None = None) -> Array:
-        n = at.spec.numel
-        return dequantize_sum(at.ops, codes, norms, self._width(n), self.quantum_num, self.bits, n, onto=onto)
+    def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
+        n, codes = at.spec.numel, [payload["codes"] for payload in payloads]
+        return dequantize_sum(at.ops, codes, scales, self.width(n), self.quantum_num, self.bits, n, onto=onto)

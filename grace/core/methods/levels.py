@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @composite(one_graph=True)
 def bucket_norms(ops: ArrayOps, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
     """Return the Euclidean norm or largest magnitude of every bucket; zeros fill the last one."""
-    rows = _rows(ops, x, width)
+    rows = rows_of(ops, x, width)
     return ops.norm(rows, axis=1) if kind == "l2" else ops.max(ops.abs(rows), axis=1)
 
 
@@ -38,22 +38,25 @@ def quantize_packed(
     width: int,
     levels: int,
     bits: int,
-    key: Key,
+    key: Key | None,
     limit: Array | None = None,
 ) -> Array:
     """Return levels + l, packed, with l from `quantize` of x and the scale of its bucket.
 
-    With `limit`, of one element, x is first clipped to [-limit, limit].
+    Without a key, x is rounded to the nearest level. With `limit`, of one element, x is first clipped to [-limit,
+    limit].
     """
     n = ops.length(x)
     if limit is not None:
         limit = ops.reshape(limit, ())
         x = ops.clip(x, -limit, limit)
-    codes = ops.quantize(_rows(ops, x, width), ops.reshape(scales, (-1, 1)), levels, key)
+    codes = ops.quantize(rows_of(ops, x, width), ops.reshape(scales, (-1, 1)), levels, key)
     return ops.pack(ops.reshape(codes, (-1,))[:n] + levels, bits)
 
 
-@quantize_packed.kernel(quantize_packed="x T, scales T, [limit T]; width, levels, bits, key -> uint8[packed]")
+@quantize_packed.kernel(
+    quantize_packed="x T, scales T, [limit T]; width, levels, bits, stochastic, key -> uint8[packed]"
+)
 def _(
     ops: Native,
     x: Array,
@@ -61,13 +64,13 @@ def _(
     width: int,
     levels: int,
     bits: int,
-    key: Key,
+    key: Key | None,
     limit: Array | None = None,
 ) -> Array | None:
     if ops.floating(x) is None:
         return None
     inputs = [x, scales] if limit is None else [x, scales, limit]
-    integers, size = [width, levels, bits, *ops.key_integers(key)], packed_size(ops.length(x), bits)
+    integers, size = [width, levels, bits, *ops.noise_integers(key)], packed_size(ops.length(x), bits)
     return ops.run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size])[0]
 
 
@@ -87,7 +90,7 @@ def dequantize_sum(
     `onto` is an array that the sum starts from and consumes; without it the first payload starts the sum.
     """
     for data, scale in zip(codes, scales, strict=True):
-        rows = _rows(ops, ops.unpack(data, bits, n) - levels, width)
+        rows = rows_of(ops, ops.unpack(data, bits, n) - levels, width)
         values = ops.dequantize(rows, ops.reshape(scale, (-1, 1)), levels, ops.dtype(scale))
         onto = plus(ops, onto, ops.reshape(values, (-1,))[:n])
     return onto
@@ -110,7 +113,7 @@ def _(
     return ops.total("dequantize_sum", [*codes, *scales], integers, n, ops.dtype(scales[0]), onto)
 
 
-def _rows(ops: ArrayOps, x: Array, width: int) -> Array:
+def rows_of(ops: ArrayOps, x: Array, width: int) -> Array:
     """Return x as a matrix of buckets, padded with zeros."""
     n = ops.length(x)
     rows = -(-n // width)

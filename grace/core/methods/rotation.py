@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.listed import bits_for, constant_levels, indices_of_levels
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.random import MASK
@@ -85,9 +86,7 @@ class RotatedQuantizer(Compressor):
         )
 
     def _levels(self, at: Site) -> Array:
-        ops, dtype = at.ops, at.spec.work_dtype
-        name = (type(self).__name__, self.bits, dtype)
-        return ops.constant(name, lambda: ops.concat([ops.full(1, level, dtype) for level in self.levels]))
+        return constant_levels(at.ops, self.levels, at.spec.work_dtype)
 
 
 def rotated_widths(n: int, block: int) -> list[int]:
@@ -124,14 +123,7 @@ def rotated_encode(
         if stochastic:
             noise = ops.uniform(first + rows * width, key)[first:]
             share = 1.0 - ops.reshape(ops.cast(noise, ops.dtype(x)), (rows, width))
-        tall = ops.reshape(reach, (rows, 1))
-        code = ops.zeros(rows * width, "int64")
-        low = levels[0] * tall
-        for j in range(1, count):
-            high = levels[j] * tall
-            reached = y >= low + share * (high - low)
-            code = code + ops.reshape(ops.cast(reached, "int64"), (-1,))
-            low = high
+        code = ops.reshape(indices_of_levels(ops, y, levels, ops.reshape(reach, (rows, 1)), share), (-1,))
         codes.append(code)
         if fit:
             product = ops.sum(y * ops.reshape(ops.gather(levels, ops.cast(code, "int32")), (rows, width)), axis=1)
@@ -152,7 +144,7 @@ def _(
     if dtype is None:
         return None
     widths = rotated_widths(ops.length(x), block)
-    bits = (ops.length(levels) - 1).bit_length()
+    bits = bits_for(ops.length(levels))
     codes, scales = ops.run(
         "rotated_encode",
         [x, levels],
@@ -180,7 +172,7 @@ def rotated_sum(
     A salt is the rank of the key that the signs were drawn from. `onto` is an array that the sum starts from and
     consumes; without it the first payload starts the sum.
     """
-    bits = (ops.length(levels) - 1).bit_length()
+    bits = bits_for(ops.length(levels))
     coded = sum(rotated_widths(n, block))
     for data, scale, salt in zip(codes, scales, salts, strict=True):
         own = Key(key.seed, key.step, ops.bit_and(ops.cast(salt, "int64"), MASK)[0])

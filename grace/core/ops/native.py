@@ -273,6 +273,10 @@ class Native(ArrayOps):
             seed -= 2**64
         return [seed, key.step, stream, key.rank]
 
+    def noise_integers(self, key: Key | None) -> list[Any]:
+        """Return the integers of a kernel that rounds stochastically if there is a key."""
+        return [0] * 5 if key is None else [1, *self.key_integers(key)]
+
     # --- selections -----------------------------------------------------------------------------------------------
 
     def select(self, x: Array, bound: Array, strict: bool, nonzero: bool = False) -> tuple[Array, Array]:

@@ -120,6 +120,29 @@ template <class T> GRACE_HD T limited(T x, T limit) {
     return x > limit ? limit : x;
 }
 
+// --- lists of levels -------------------------------------------------------------------------------------------------
+
+// The most bits of a code, for 16 levels.
+constexpr int kLevelBits = 4;
+
+// The threshold between two levels, at `share` of their gap. It is at most the upper one, so that thresholds ascend.
+template <class T> GRACE_HD T threshold_of(T low, T high, T share) {
+    const T threshold = low + share * (high - low);
+    return threshold < high ? threshold : high;
+}
+
+// The number of thresholds between the levels, times the scale, that x reaches.
+template <class T> GRACE_HD uint32_t index_of_level(T x, const T* levels, int count, T scale, T share) {
+    uint32_t index = 0;
+    T low = levels[0] * scale;
+    for (int j = 1; j < count; ++j) {
+        const T high = levels[j] * scale;
+        index += x >= threshold_of(low, high, share) ? 1u : 0u;
+        low = high;
+    }
+    return index;
+}
+
 // --- half precision --------------------------------------------------------------------------------------------------
 
 // Rounds to bfloat16: nearest, ties to even. NaN stays NaN.
@@ -319,7 +342,6 @@ template <class T> GRACE_HD T signed_by(uint32_t signs, int lane, T x) {
 
 // Limits of the length of a block. The lower one is what a block of random words has signs for.
 constexpr int64_t kShortestRotation = 128, kRotation = 4096;
-constexpr int kRotationBits = 4;
 
 // The two streams of a rank's signs. The noise of its rounding comes from the stream before them.
 struct RotationKey {

@@ -113,12 +113,20 @@ void column_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t co
 template <class T> void majority(const Stream& on, const std::vector<const uint8_t*>& bits, T* out, int64_t n);
 template <class T>
 void bucket_norms(const Stream& on, const T* x, int64_t n, int64_t width, bool largest, T* norms);
+// Rounds to the nearest level if `noise` is null.
 template <class T>
 void quantize_packed(const Stream& on, const T* x, const T* scales, int64_t width, int levels, int bits,
-                     const T* limit, const RandomKey& key, uint8_t* out, int64_t n);
+                     const T* limit, const RandomKey* noise, uint8_t* out, int64_t n);
 template <class T>
 void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t width, int levels, int bits,
                     const T* onto, T* out, int64_t n);
+// Rounds to the nearest level if `noise` is null.
+template <class T>
+void round_packed(const Stream& on, const T* x, const T* scales, int64_t width, const T* levels, int bits,
+                  const RandomKey* noise, uint8_t* out, int64_t n);
+template <class T>
+void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t width, int bits, const T* onto, T* out,
+                int64_t n);
 
 // Waits for the stream.
 template <class T>

@@ -47,8 +47,10 @@ namespace grace {
     X(column_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, columns, negate, has_onto -> T[n]")                               \
     X(majority, "bits uint8...; n, wide -> T[n]")                                                                                     \
     X(bucket_norms, "x T; width, largest -> T[buckets]")                                                                              \
-    X(quantize_packed, "x T, scales T, [limit T]; width, levels, bits, key -> uint8[packed]")                                         \
+    X(quantize_packed, "x T, scales T, [limit T]; width, levels, bits, stochastic, key -> uint8[packed]")                             \
     X(dequantize_sum, "[onto_ T], codes uint8..., scales T...; ranks, width, levels, bits, n, has_onto -> T[n]")                      \
+    X(round_packed, "x T, scales T, levels T; width, stochastic, key -> uint8[packed]")                                              \
+    X(levels_sum, "[onto_ T], codes uint8..., scales T..., levels T...; ranks, width, n, has_onto -> T[n]")                          \
     X(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")                                       \
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \
@@ -104,6 +106,17 @@ template <class T> gpu::Room<T> room_of(Call& call) {
         T* values = call.output<T>(count);
         return gpu::Found<T>{values, call.output<int32_t>(count)};
     };
+}
+
+// The bits of a code for the levels of input i; throws Error(value) unless there are 2, 4, 8 or 16 levels.
+inline int level_bits(const Call& call, int i) {
+    const int64_t count = call.input(i).size;
+    int bits = 1;
+    while (bits < kLevelBits && int64_t(1) << bits < count) ++bits;
+    if (count != int64_t(1) << bits) {
+        call.fail(Error::Kind::value, "expected 2, 4, 8 or 16 levels, received " + std::to_string(count));
+    }
+    return bits;
 }
 
 // Integer i as a number of ranks; throws Error(value) unless it is at least 1.

@@ -33,6 +33,13 @@ template <class T> struct Coded {
     const T* scales;
 };
 
+// The same, and the levels that the rank's codes count.
+template <class T> struct Listed {
+    const uint8_t* codes;
+    const T* scales;
+    const T* levels;
+};
+
 // A rotation of n elements in blocks, and the levels that the rotated elements are rounded to. The last block may be
 // shorter; zeros fill it up to `tail` elements, a power of two.
 template <class T> struct Rotation {
@@ -107,14 +114,23 @@ template <class T> struct Loops {
 
     // Elements begin .. end - 1 of the whole x.
     void (*bucket_norms)(const T* x, int64_t n, int64_t width, bool largest, T* norms, int64_t begin, int64_t end);
-    // Writes the codes (level + levels) of elements begin .. end - 1 as integers of 8 or 16 bits.
-    void (*levels8)(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* key,
+    // Writes the codes (level + levels) of elements begin .. end - 1 as integers of 8 or 16 bits. Without noise, an
+    // element is rounded to the nearest level.
+    void (*levels8)(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* noise,
                     int64_t begin, int64_t end, uint8_t* codes);
-    void (*levels16)(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* key,
+    void (*levels16)(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* noise,
                      int64_t begin, int64_t end, uint16_t* codes);
     // out = onto + sum over ranks of (code - levels) * (scale / levels), elements begin .. end - 1 of all arrays.
     void (*dequantize_sum)(const Coded<T>* ranks, int count, int64_t width, int levels, int bits, int64_t n,
                            const T* onto, T* out, int64_t begin, int64_t end, bool around);
+
+    // The codes of elements begin .. end - 1, rounded to 2^bits levels times the scales of their buckets; without noise,
+    // to the nearest one.
+    void (*level_codes)(const T* x, const T* scales, int64_t width, const T* levels, int bits, const RandomKey* noise,
+                        int64_t begin, int64_t end, uint8_t* codes);
+    // out = onto + sum over ranks of levels[code] * scale, elements begin .. end - 1 of all arrays.
+    void (*levels_sum)(const Listed<T>* ranks, int count, int64_t width, int bits, const T* onto, T* out, int64_t begin,
+                       int64_t end, bool around);
 
     // Rotates blocks begin .. end - 1, and writes their codes and scales.
     void (*rotated_codes)(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* codes, T* scales,

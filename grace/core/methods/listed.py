@@ -1,0 +1,103 @@
+"""Quantization of buckets of consecutive elements to the levels of a list, and the sum over all ranks' levels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grace.core.methods.levels import rows_of
+from grace.core.ops.base import packed_size
+from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.table import composite
+from grace.core.values.spec import Array, Key
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
+
+
+@composite(one_graph=True)
+def round_packed(ops: ArrayOps, x: Array, scales: Array, levels: Array, width: int, key: Key | None) -> Array:
+    """Return the packed indices of the levels that x is rounded to. Levels count times the scale of their bucket.
+
+    With a key, x is rounded to one of its two neighbours with mean x; without one, to the nearest level, the upper of
+    two. Beyond the outermost levels, x is rounded to them. There are 2, 4, 8 or 16 levels, ascending. Of equal levels,
+    the last is taken.
+    """
+    n = ops.length(x)
+    share: Array = 0.5
+    if key is not None:
+        share = 1.0 - rows_of(ops, ops.cast(ops.uniform(n, key), ops.dtype(x)), width)
+    codes = indices_of_levels(ops, rows_of(ops, x, width), levels, ops.reshape(scales, (-1, 1)), share)
+    return ops.pack(ops.reshape(codes, (-1,))[:n], bits_for(ops.length(levels)))
+
+
+@round_packed.kernel(round_packed="x T, scales T, levels T; width, stochastic, key -> uint8[packed]")
+def _(ops: Native, x: Array, scales: Array, levels: Array, width: int, key: Key | None) -> Array | None:
+    if ops.floating(x) is None:
+        return None
+    size = packed_size(ops.length(x), bits_for(ops.length(levels)))
+    integers = [width, *ops.noise_integers(key)]
+    return ops.run("round_packed", [x, scales, levels], integers, outputs=["uint8"], lengths=[size])[0]
+
+
+@composite(one_graph=True)
+def levels_sum(
+    ops: ArrayOps,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    levels: Sequence[Array],
+    width: int,
+    n: int,
+    onto: Array | None = None,
+) -> Array:
+    """Return the sum of level times scale over the results of `round_packed`, added in the order of the ranks.
+
+    All ranks have equally many levels. `onto` is an array that the sum starts from and consumes; without it the first
+    payload starts the sum.
+    """
+    bits = bits_for(ops.length(levels[0]))
+    for data, scale, own in zip(codes, scales, levels, strict=True):
+        values = ops.gather(own, ops.cast(ops.unpack(data, bits, n), "int32"))
+        rows = rows_of(ops, values, width) * ops.reshape(scale, (-1, 1))
+        onto = plus(ops, onto, ops.reshape(rows, (-1,))[:n])
+    return onto
+
+
+@levels_sum.kernel(levels_sum="[onto_ T], codes uint8..., scales T..., levels T...; ranks, width, n, has_onto -> T[n]")
+def _(
+    ops: Native,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    levels: Sequence[Array],
+    width: int,
+    n: int,
+    onto: Array | None = None,
+) -> Array | None:
+    integers = [len(codes), width, n]
+    return ops.total("levels_sum", [*codes, *scales, *levels], integers, n, ops.dtype(levels[0]), onto)
+
+
+def indices_of_levels(ops: ArrayOps, x: Array, levels: Array, scale: Array, share: Array) -> Array:
+    """Return the number (int64) of thresholds that x reaches; one is at that share of a gap between scaled levels.
+
+    A threshold is at most the upper level, so that thresholds ascend in spite of rounding.
+    """
+    codes: Array = 0
+    low = levels[0] * scale
+    for j in range(1, ops.length(levels)):
+        high = levels[j] * scale
+        threshold = low + share * (high - low)
+        codes = codes + ops.cast(x >= ops.where(threshold < high, threshold, high), "int64")
+        low = high
+    return codes
+
+
+def bits_for(levels: int) -> int:
+    """Return the bits of an index of one of so many levels."""
+    return (levels - 1).bit_length()
+
+
+def constant_levels(ops: ArrayOps, levels: tuple[float, ...], dtype: str) -> Array:
+    """Return the levels as a constant, with the last one repeated up to a power of two."""
+    padded = [*levels, *levels[-1:] * ((1 << bits_for(len(levels))) - len(levels))]
+    return ops.constant((levels, dtype), lambda: ops.concat([ops.full(1, level, dtype) for level in padded]))
