@@ -45,6 +45,22 @@ def test_error_is_that_of_the_sparsifier_plus_that_of_the_quantizer_on_the_kept_
     assert margin < 0.05 * expected
 
 
+def test_coded_indices_and_values_of_2_bits_send_more_than_200_times_fewer_bytes():
+    """docs/configuration.md: 7.5 bits for an index and 2 for a value, of 1 in 64 elements."""
+    n = 1 << 20
+    config = {
+        "compressor": "chain",
+        "sparsifier": {"name": "topk", "compress_ratio": 1 / 64},
+        "quantizer": {"name": "eden", "bits": 2},
+        "index_coding": "golomb",
+        "communicator": "allgather",
+    }
+    simulation = grace.Simulation(2, {"w": (n,)}, {**config, "default_rules": False})
+    simulation.step([{"w": normal(n, rank)} for rank in range(2)])
+    stats = simulation.stats()
+    assert stats["dense_bytes"] / stats["wire_bytes"] == pytest.approx(214, abs=1)
+
+
 def test_contractions_multiply_and_equal_magnitudes_reach_them():
     chain = make("chain", sparsifier=TOPK, quantizer="efsignsgd")
     assert chain.contraction(spec(1000)) == pytest.approx(0.1 / 100)

@@ -100,14 +100,21 @@ def _free(ops: ArrayOps, sizes: Array, s: int) -> Array:
     middle = ops.floor((quantiles + _constant(ops, [float(_UNIT >> (s - j)) for j in inner], "float64")) * 0.5)
     ends = ops.zeros(1, "float64"), ops.full(1, float(_UNIT), "float64")
     first = ops.concat([ends[0], middle, ends[1]])
-    even, odd = (ops.gather(first, _constant(ops, [*range(start, s + 1, 2)], "int32")) for start in (0, 1))
-    for _ in range(_SWEEPS):
-        moved = ops.length(even) - 1
+    apart = [*range(0, s + 1, 2), *range(1, s + 1, 2)]
+    evens = s // 2 + 1
+
+    def sweep(state: Array) -> Array:
+        even, odd, count = state[:evens], state[evens : s + 1], state[s + 1 :]
+        moved = evens - 1
         odd = ops.concat([_between(ops, sizes, sums, odd[:moved], even), odd[moved:]])
         moved = ops.length(odd) - 1
         even = ops.concat([even[:1], _between(ops, sizes, sums, even[1 : 1 + moved], odd), even[1 + moved :]])
-    order = [j // 2 + (j % 2) * ops.length(even) for j in range(s + 1)]
-    return ops.gather(ops.concat([even, odd]), _constant(ops, order, "int32"))
+        return ops.concat([even, odd, count + 1.0])
+
+    # The last element counts the sweeps.
+    state = ops.concat([ops.gather(first, _constant(ops, apart, "int32")), ops.zeros(1, "float64")])
+    state = ops.while_loop(lambda state: state[s + 1] < _SWEEPS, sweep, state)
+    return ops.gather(state, _constant(ops, [j // 2 + (j % 2) * evens for j in range(s + 1)], "int32"))
 
 
 def _between(ops: ArrayOps, sizes: Array, sums: Array, levels: Array, around: Array) -> Array:
