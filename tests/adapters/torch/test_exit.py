@@ -40,6 +40,8 @@ import grace.torch as grace
 
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+# A new thread names itself a moment after it has started.
+time.sleep(1)
 threads["before"] = of_gloo()
 exchange = grace.register(model, {"compressor": "topk"})
 model(torch.ones(2, 64)).sum().backward()
