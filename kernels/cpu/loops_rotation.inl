@@ -147,28 +147,29 @@ GRACE_LOCAL void count_thresholds(const T* x, const T* levels, T reach, const ui
     int64_t i = 0;
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == sizeof(float)) {
-        const __m512 lows = _mm512_load_ps(low), highs = _mm512_load_ps(high), middles = _mm512_load_ps(middle);
-        const __m512 gaps = _mm512_sub_ps(highs, lows);
+        const __m512 lows = _mm512_load_ps(low), highs = _mm512_load_ps(high), gaps = _mm512_sub_ps(highs, lows);
+        const __m512 ascending = noisy ? highs : _mm512_load_ps(middle);
         for (; i + 16 <= n; i += 16) {
             const __m512 value = _mm512_loadu_ps(x + i);
-            __m512 share = _mm512_setzero_ps();
-            if (noisy) {
-                const __m512 word = _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_loadu_si512(noise + i), 8));
-                share = _mm512_sub_ps(_mm512_set1_ps(1), _mm512_mul_ps(word, _mm512_set1_ps(5.9604644775390625e-8f)));
-            }
-            // Thresholds ascend, so a search in halves finds how many are reached.
+            // Thresholds ascend, so a search in halves finds how many are reached. With noise, it first finds the
+            // levels that are reached: so are the thresholds below them, and perhaps one more.
             __m512i code = _mm512_setzero_si512();
             for (int half = count / 2; half > 0; half /= 2) {
                 const __m512i at = _mm512_or_si512(code, _mm512_set1_epi32(half));
-                __m512 threshold;
-                if (noisy) {
-                    const __m512 part = _mm512_mul_ps(share, _mm512_permutexvar_ps(at, gaps));
-                    threshold = _mm512_min_ps(_mm512_add_ps(_mm512_permutexvar_ps(at, lows), part),
-                                              _mm512_permutexvar_ps(at, highs));
-                } else {
-                    threshold = _mm512_permutexvar_ps(at, middles);
-                }
-                code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(value, threshold, _CMP_GE_OQ), at);
+                const __mmask16 reached = _mm512_cmp_ps_mask(value, _mm512_permutexvar_ps(at, ascending), _CMP_GE_OQ);
+                code = _mm512_mask_mov_epi32(code, reached, at);
+            }
+            if (noisy) {
+                const __m512 word = _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_loadu_si512(noise + i), 8));
+                const __m512 drawn = _mm512_mul_ps(word, _mm512_set1_ps(5.9604644775390625e-8f));
+                const __m512 share = _mm512_sub_ps(_mm512_set1_ps(1), drawn);
+                const __m512i at = _mm512_add_epi32(code, _mm512_set1_epi32(1));
+                const __m512 part = _mm512_mul_ps(share, _mm512_permutexvar_ps(at, gaps));
+                const __m512 threshold = _mm512_min_ps(_mm512_add_ps(_mm512_permutexvar_ps(at, lows), part),
+                                                       _mm512_permutexvar_ps(at, highs));
+                const __mmask16 more = _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32(count)) &
+                                       _mm512_cmp_ps_mask(value, threshold, _CMP_GE_OQ);
+                code = _mm512_mask_mov_epi32(code, more, at);
             }
             _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(code));
         }
