@@ -42,8 +42,8 @@ class ALQ(NUQSGD):
 
     Error: 0.024 |x|^2 for normal x; 0.14 |x|^2 with `quantum_num=3`; 0.028 |x|^2 with `spacing="exponential"`.
 
-    Cost: one pass for the norms, one random number and at most 14 comparisons per element, bit packing, and for each
-    tensor some 150 small array operations (50 if "exponential") on the sample, among them sorting it.
+    Cost: one pass for the norms, one random number and a search among at most 16 levels per element, bit packing, and
+    for each tensor some 150 small array operations (50 if "exponential") on the sample, among them sorting it.
 
     When: large tensors at 2 to 4 bits without a memory. Its variance is never far above that of `qsgd` and `nuqsgd` at
     the same bits; `eden` has less without a fit.

@@ -17,7 +17,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 # The largest integer of each format of integers.
 _INTEGERS = {"int8": 127, "int4": 7}
 _E2M1 = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# NormalFloat: the quantiles of the normal distribution, 8 from 1/2 to q and 9 from 1 - q to 1/2, where q is the mean of
+# NormalFloat: quantiles of the normal distribution, 9 from 1/2 to q and 8 from 1 - q to 1/2, where q is the mean of
 # 29/30 and 31/32, divided by the largest.
 _NF4 = (
     *(-1.0, -0.6961928056, -0.5250729594, -0.3949174259, -0.2844413089, -0.1847734028, -0.0910499760),
@@ -54,8 +54,8 @@ class Blockwise(BucketQuantizer):
     Error: 0.0084 |x|^2 for normal x; 3.6e-05 |x|^2 with `format="int8"`; 0.012 |x|^2 with `format="int4"`; 0.011 |x|^2
     with `format="fp4"`.
 
-    Cost: one pass for the largest magnitudes and one to round, with 15 comparisons per element for the formats without
-    integers; no random numbers, no sorting, no state but the residual.
+    Cost: one pass for the largest magnitudes and one to round, which searches a list of 16 levels for the formats other
+    than integers; no random numbers, no sorting, no state but the residual.
 
     When: 4 bits per element with error feedback. "nf4" has the least error for gradients like normal ones, "mxfp4"
     sends the fewest bytes in small blocks. For no state take `eden`, which is unbiased.

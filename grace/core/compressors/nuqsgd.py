@@ -30,8 +30,8 @@ class NUQSGD(BucketQuantizer):
 
     Error: 0.081 |x|^2 for normal x; 0.14 |x|^2 with `quantum_num=3`; 0.087 |x|^2 with `norm="l2"`.
 
-    Cost: one pass for the norms, one random number and at most 14 comparisons per element, and bit packing; no sorting,
-    no state.
+    Cost: one pass for the norms, one random number and a search among at most 16 levels per element, and bit packing;
+    no sorting, no state.
 
     When: 4 bits per element without a memory, for gradients with elements of very different size; for normal gradients
     `qsgd` has less variance at the same bits, and `eden` less for all gradients.
