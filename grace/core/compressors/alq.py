@@ -45,8 +45,8 @@ class ALQ(NUQSGD):
     Cost: one pass for the norms, one random number and a search among at most 16 levels per element, bit packing, and
     for each tensor some 150 small array operations (50 if "exponential") on the sample, among them sorting it.
 
-    When: large tensors at 2 to 4 bits without a memory. Its variance is never far above that of `qsgd` and `nuqsgd` at
-    the same bits; `eden` has less without a fit.
+    When: large tensors at 3 or 4 bits without a memory. Its variance is below that of `qsgd` and `nuqsgd` at the same
+    bits; `eden` has less without a fit.
 
     Reference: Faghri et al., "Adaptive gradient quantization for data-parallel SGD", NeurIPS 2020. There the ranks fit
     common levels, to a normal distribution or to samples, a few times in a run.
