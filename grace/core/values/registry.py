@@ -123,10 +123,16 @@ class Registry(Generic[T]):
         return {"name": self.name_of(component), **values, **inner}
 
 
-def fields_of(cls: type) -> dict[str, Any]:
+def fields_of(cls: type) -> Mapping[str, Any]:
     """Return the names and types of a dataclass's fields."""
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+    if cls not in _fields:
+        # This compiles the text of every annotation.
+        hints = typing.get_type_hints(cls)
+        _fields[cls] = types.MappingProxyType({f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init})
+    return _fields[cls]
+
+
+_fields: dict[type, Mapping[str, Any]] = {}
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
