@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,8 +76,14 @@ def same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
 
 def draw(spec: TensorSpec, seed: int) -> np.ndarray[Any, Any]:
     """Return a flat, normally distributed gradient, rounded to the tensor's dtype and stored in its working dtype."""
-    values = np.random.default_rng(seed).standard_normal(spec.numel)
-    return _HOST.cast(_HOST.cast(values, spec.dtype), spec.work_dtype)
+    return _drawn(spec.numel, spec.dtype, spec.work_dtype, seed).copy()
+
+
+# Tests of many methods draw the same gradients.
+@lru_cache(maxsize=1024)
+def _drawn(n: int, dtype: str, work_dtype: str, seed: int) -> np.ndarray[Any, Any]:
+    values = np.random.default_rng(seed).standard_normal(n)
+    return _HOST.cast(_HOST.cast(values, dtype), work_dtype)
 
 
 def inputs(spec: TensorSpec) -> dict[str, np.ndarray[Any, Any]]:

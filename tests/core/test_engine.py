@@ -43,7 +43,7 @@ from tests.support.steps import (
 # --- agreement between ranks, and with the formula --------------------------------------------------------------
 
 
-@each(extras_on("torch"), chosen=DEFAULTS, framework=FRAMEWORKS[1:])
+@each(ways_in_tensorflow, chosen=DEFAULTS, framework=FRAMEWORKS[1:])
 def test_frameworks_agree(chosen, framework):
     """Bit for bit wherever the payloads are the same bytes, which the contract of the compressor settles."""
     specs = specs_in(framework, chosen)

@@ -20,6 +20,7 @@ from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import TensorSpec
 from grace.core.values.unit import GRAIN
 from grace.testing.harness import FRAMEWORKS, host, same
+from tests.support.covering import ALL
 from tests.support.reference_step import Reference, reference
 from tests.support.steps import (
     CUTS,
@@ -43,6 +44,7 @@ from tests.support.steps import (
     specs_in,
     states,
     step,
+    ways_in_tensorflow,
 )
 
 FLAT = {name: chosen for name, chosen in DEFAULTS.items() if chosen.compressor.flat}
@@ -139,11 +141,13 @@ def lost_of_tensors(name, cut):
     return lost
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", [name for name, chosen in DEFAULTS.items() if not sparsifies(chosen.compressor)])
-def test_tensors_of_unlike_scale_keep_the_error_they_have_alone(name, cut):
+DENSE = [name for name, chosen in DEFAULTS.items() if not sparsifies(chosen.compressor)]
+
+
+@each(in_turn("cut", CUTS), chosen=DENSE, cut=list(CUTS))
+def test_tensors_of_unlike_scale_keep_the_error_they_have_alone(chosen, cut):
     """One scale for all of them would ruin those with small gradients. Sparsifiers choose among all elements."""
-    alone, together = lost_of_tensors(name, None), lost_of_tensors(name, cut)
+    alone, together = lost_of_tensors(chosen, None), lost_of_tensors(chosen, cut)
     assert all(together[name] <= 1.2 * alone[name] + 1e-6 for name in SCALES), (alone, together)
 
 
@@ -197,7 +201,7 @@ def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
             assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
 
 
-@each(in_turn("framework", OTHERS, METHODS), chosen=METHODS, framework=OTHERS)
+@each(ways_in_tensorflow, chosen=METHODS, framework=OTHERS)
 def test_layers_are_the_same_in_every_framework(chosen, framework):
     specs = specs_in(framework, chosen)
     ops = get_ops(framework)
@@ -233,7 +237,7 @@ def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
             assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
 
 
-@each(in_turn("framework", OTHERS, METHODS), chosen=METHODS, framework=OTHERS)
+@each(ways_in_tensorflow, chosen=METHODS, framework=OTHERS)
 def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework):
     specs = [spec for spec in MIXED if spec.name in ("matrix", "vector", "long", "empty", "double")]
     sim = simulate(chosen, framework, size=2, specs=specs, **CUTS["small buckets"])
@@ -244,7 +248,7 @@ def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework
         assert_units(sim, sim.step(given, lr=0.1), expected)
 
 
-# Not in eager TensorFlow, which is ten times slower. test_frameworks_agree compares what all ranks get there.
+# Not in eager TensorFlow, which is ten times slower. Its graphs have every method in test_graphs.py.
 @each_combination(cut=["layer", "small buckets", "model"], framework=[f for f in FRAMEWORKS if f != "tensorflow"])
 def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, framework, traffic):
     sim = simulate(chosen, framework, specs=MIXED, **LAYOUTS[cut])
@@ -372,7 +376,7 @@ def test_tensors_of_nothing_and_of_one_element_are_fused(cut):
         TensorSpec("many", (30, 40)),
         TensorSpec("end", (7, 0)),
     ]
-    for chosen in FLAT.values():
+    for chosen in FLAT.values() if ALL else (FLAT[name] for name in METHODS if name in FLAT):
         for some in (specs, specs[:2], specs[:3], specs[3:4]):
             sim = simulate(chosen, specs=some, size=2, **CUTS[cut])
             by_hand = units_by_hand(sim, get_ops("numpy"), 2)

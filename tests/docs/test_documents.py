@@ -14,6 +14,8 @@ import pytest
 
 from grace import Config, compressors, make_config
 from grace.listing import FAMILIES
+from tests.support.launch import TORCH, command
+from tests.support.ranks import forked
 
 ROOT = Path(__file__).parents[2]
 # Written when the site is built, and not in the repository.
@@ -33,10 +35,12 @@ RUNNABLE = [
     *(f"docs/extend/{page}.md" for page in EXTEND),
     "docs/design/mpi4py.md",
 ]
-# These run on two ranks. One suffices for others that initialize torch.distributed, and takes a third of the time.
+# One rank suffices for most pages that initialize torch.distributed, and takes a third of the time.
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-BY_TORCHRUN = tuple(f"docs/get_started/{page}.md" for page in ("ddp", "fsdp", "torchrun"))
+# The pages with PyTorch, and how many ranks they run on.
+WITH_TORCH = {f"docs/get_started/{page}.md": 2 for page in ("ddp", "fsdp", "torchrun")}
+WITH_TORCH |= {f"docs/{page}.md": 1 for page in ("get_started/pytorch", "get_started/recipes", "adam", "move")}
+WITH_TORCH |= {"docs/checkpoints.md": 1}
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
 
 
@@ -84,28 +88,29 @@ def test_configuration_files_of_the_configuration_page_are_valid(tmp_path):
         assert make_config(config.to_dict()) == config
 
 
+def run(code, folder, ranks):
+    """Run a script: on ranks that have imported PyTorch, or, with 0 of them, in a Python of its own."""
+    (folder / "script.py").write_text(code, encoding="utf-8")
+    python = forked(TORCH, ranks, "run") if ranks else [sys.executable]
+    launcher = [*forked("tests.support.torchrun", 1), *command("torchrun", ranks)[1:]] if ranks > 1 else []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(ONE_RANK if ranks < 2 else {})}
+    subprocess.run([*launcher, *python, "script.py"], check=True, cwd=folder, env=environment)
+
+
 @pytest.mark.first
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_the_python_of_a_page_runs(name, tmp_path):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", read(name), re.DOTALL | re.MULTILINE))
     assert code
-    script = tmp_path / "script.py"
-    script.write_text(code, encoding="utf-8")
-    torchrun = TORCHRUN if name in BY_TORCHRUN else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(ONE_RANK if not torchrun else {})}
-    subprocess.run([sys.executable, *torchrun, str(script)], check=True, cwd=tmp_path, env=environment)
+    run(code, tmp_path, WITH_TORCH.get(name, 0))
 
 
 @pytest.mark.first
 def test_the_example_of_a_distributed_checkpoint_runs(tmp_path):
     page = read("docs/checkpoints.md").partition("## torch.distributed.checkpoint\n")[2]
-    (tmp_path / "script.py").write_text(page.partition("```{code-block} python\n")[2].partition("```")[0])
+    code = page.partition("```{code-block} python\n")[2].partition("```")[0]
     check = "assert sum(float(x.abs().sum()) for entry in app.optimizer.grace.state_dict()['tensors'].values()"
-    with (tmp_path / "script.py").open("a") as script:
-        script.write(f"{check} for x in entry['memory'].values()) > 0\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *torchrun, "script.py"], check=True, cwd=tmp_path, env=environment)
+    run(f"{code}{check} for x in entry['memory'].values()) > 0\n", tmp_path, 2)
 
 
 def lacking(name: str, docstring: str) -> list[str]:

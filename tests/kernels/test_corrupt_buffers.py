@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import hypothesis
@@ -16,10 +17,13 @@ from grace.testing.harness import host
 from tests import golden
 from tests.kernels import BACKENDS, needs_kernels
 from tests.support import registered
-from tests.support.steps import DEFAULTS, each, extras_on
+from tests.support.covering import ALL
+from tests.support.steps import DEFAULTS, each, extras_on, ways_in_tensorflow
 
 pytestmark = needs_kernels
-settings = hypothesis.settings(derandomize=True, database=None, deadline=None, max_examples=40, print_blob=False)
+# With sanitizers, which take many times as long, the fuzzer sends more buffers (test_sanitizers.py).
+EXAMPLES = 10 if "GRACE_NATIVE" in os.environ and not ALL else 40
+settings = hypothesis.settings(derandomize=True, database=None, deadline=None, max_examples=EXAMPLES, print_blob=False)
 
 
 def decoded(compressor: Compressor, framework: str, data: bytes):
@@ -33,7 +37,8 @@ def decoded(compressor: Compressor, framework: str, data: bytes):
     return host(ops, compressor.decompress({**ex.payloads[0], **payloads[0][0]}, ex.sites[0]))
 
 
-@each(extras_on("numpy"), chosen=DEFAULTS, framework=BACKENDS)
+# The kernels are the same in all frameworks.
+@each(lambda row: extras_on("numpy")(row) and ways_in_tensorflow(row), chosen=DEFAULTS, framework=BACKENDS)
 @settings
 @hypothesis.given(data=st.data())
 def test_damaged_buffers(framework, chosen, data):

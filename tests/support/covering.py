@@ -24,9 +24,14 @@ def product(factors: Mapping[str, Sequence[Any]], valid: Callable[[Row], bool] =
 
 
 def pairwise(
-    factors: Mapping[str, Sequence[Any]], valid: Callable[[Row], bool] = lambda row: True, seed: int = 0
+    factors: Mapping[str, Sequence[Any]],
+    valid: Callable[[Row], bool] = lambda row: True,
+    seed: int = 0,
+    apart: Sequence[tuple[str, str]] = (),
 ) -> list[Row]:
     """Return valid rows that cover every pair of values of any two factors that some valid row contains.
+
+    Two factors in `apart` need not meet in every pair: other tests combine them.
 
     Greedy: the next row is the one with the most pairs not covered yet; among equals a random generator with a fixed
     seed decides. The same arguments give the same rows. Rows keep the order of the full product.
@@ -37,29 +42,33 @@ def pairwise(
     # The places in `order` of the rows with a pair that no chosen row contains, and each row's number of such pairs.
     missing: dict[Any, list[int]] = {}
     for place, i in enumerate(order):
-        for pair in pairs(candidates[i]):
+        for pair in pairs(candidates[i], apart):
             missing.setdefault(pair, []).append(place)
     counts = np.bincount(list(itertools.chain.from_iterable(missing.values())), minlength=len(order))
     chosen: list[int] = []
     while missing:
         best = order[int(counts.argmax())]
         chosen.append(best)
-        for pair in pairs(candidates[best]):
+        for pair in pairs(candidates[best], apart):
             counts[missing.pop(pair, [])] -= 1
     return [candidates[i] for i in sorted(chosen)]
 
 
 def rows(
-    factors: Mapping[str, Sequence[Any]], valid: Callable[[Row], bool] = lambda row: True, seed: int = 0
+    factors: Mapping[str, Sequence[Any]],
+    valid: Callable[[Row], bool] = lambda row: True,
+    seed: int = 0,
+    apart: Sequence[tuple[str, str]] = (),
 ) -> list[Row]:
     """Return the rows to test: those of `pairwise`, or the full product under `--all`."""
-    return product(factors, valid) if ALL else pairwise(factors, valid, seed)
+    return product(factors, valid) if ALL else pairwise(factors, valid, seed, apart)
 
 
-def pairs(row: Row) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield the pairs of a row: two factors with their values. One factor alone is a pair with itself."""
+def pairs(row: Row, apart: Sequence[tuple[str, str]] = ()) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield the pairs of a row: two factors that are not `apart`, with their values. One factor alone pairs itself."""
     if len(row) == 1:
         ((name, value),) = row.items()
         yield name, value, name, value
     for (a, x), (b, y) in itertools.combinations(row.items(), 2):
-        yield a, x, b, y
+        if (a, b) not in apart:
+            yield a, x, b, y

@@ -1,21 +1,25 @@
 """Ranks and launchers as forks of processes that have imported their framework: the import is paid once.
 
 `python -m tests.support.fork serve WORKER SOCKET` imports a worker and forks it for every connection. What a launcher
-starts is `python -m tests.support.fork start FOLDER SOCKET RANKS`. It hands its environment and its output to the
-server of its rank, whose socket is FOLDER/RANK, and ends with the exit status of the fork. Every rank has a server of
-its own, so that ranks still differ in the seeds of Python's hashes and generators.
+starts is `python -m tests.support.fork start FOLDER ARGUMENTS`, or `run FOLDER SCRIPT ARGUMENTS`, which runs a script
+in place of the worker. It hands its environment, its working directory and its output to the server of its rank, whose
+socket is FOLDER/RANK, and ends as the fork does. Every rank has a server of its own, so that ranks still differ in the
+seeds of Python's hashes and generators.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +30,33 @@ _NO_ORDER = b""
 
 def start(folder: str, *arguments: str) -> int:
     """Let the server of this rank fork a worker with these arguments, and return the worker's exit status."""
+    return _order(folder, arguments, script=False)
+
+
+def run(folder: str, *arguments: str) -> int:
+    """Let the server of this rank fork a process for a script with arguments, and return its exit status."""
+    return _order(folder, arguments, script=True)
+
+
+def _order(folder: str, arguments: Sequence[str], script: bool) -> int:
     rank = next((os.environ[name] for name in RANK if name in os.environ), "0")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{folder}/{rank}")
-        order = json.dumps({"environment": dict(os.environ), "arguments": arguments}).encode() + b"\n"
-        socket.send_fds(connection, [order], [sys.stdout.fileno(), sys.stderr.fileno()])
-        status = connection.makefile().readline()
-    return int(status) if status else 1
+        order = {"environment": dict(os.environ), "folder": os.getcwd(), "arguments": arguments, "script": script}
+        socket.send_fds(connection, [json.dumps(order).encode() + b"\n"], [sys.stdout.fileno(), sys.stderr.fileno()])
+        told = connection.makefile().readline()
+    status = int(told) if told else 1
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def serve(name: str, path: str) -> None:
     """Fork a worker for every connection. Return only in a worker, when it has done its work."""
     worker = importlib.import_module(name)
+    # Otherwise the garbage collector of a fork writes to every page of what was imported, and so copies it.
+    gc.collect()
+    gc.freeze()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -60,7 +79,7 @@ def serve(name: str, path: str) -> None:
                     break
                 # The process that waits for this worker may have ended.
                 with workers.pop(pid) as connection, contextlib.suppress(BrokenPipeError):
-                    connection.sendall(f"{os.waitstatus_to_exitcode(status) & 0xFF}\n".encode())
+                    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
         for pid, connection in workers.items():
             # The launcher has ended the process that waits for this worker.
             if connection in ready and connection.recv(1, socket.MSG_DONTWAIT) == _NO_ORDER:
@@ -85,8 +104,13 @@ def serve(name: str, path: str) -> None:
                 os.close(output)
             os.environ.clear()
             os.environ.update(order["environment"])
-            sys.argv[1:] = order["arguments"]
-            worker.main()
+            os.chdir(order["folder"])
+            if order["script"]:
+                sys.argv[:] = order["arguments"]
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            else:
+                sys.argv[1:] = order["arguments"]
+                worker.main()
             return
 
 
@@ -98,4 +122,4 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 if __name__ == "__main__":
-    sys.exit({"start": start, "serve": serve}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit({"start": start, "run": run, "serve": serve}[sys.argv[1]](*sys.argv[2:]))

@@ -87,10 +87,10 @@ class Pool:
         path = f"{self._folder.name}/socket"
         launcher = command(launch.launcher, launch.ranks)
         if launcher[:1] in (["horovodrun"], ["torchrun"]):
-            launcher = [*_forked(f"tests.support.{launcher[0]}", 1), *launcher[1:]]
+            launcher = [*forked(f"tests.support.{launcher[0]}", 1), *launcher[1:]]
         started = [sys.executable, "-m", launch.worker]
         if launch.worker in FORKED:
-            started = _forked(launch.worker, launch.ranks)
+            started = forked(launch.worker, launch.ranks)
         self._words = [*launcher, *started]
         with socket.socket(socket.AF_UNIX) as server, self._output.open("wb") as output:
             server.bind(path)
@@ -240,11 +240,14 @@ _servers: dict[str, Servers] = {}
 _pool: Pool | None = None
 
 
-def _forked(module: str, processes: int) -> list[str]:
-    """Return the command that forks a process of a module's servers, which start if they do not run yet."""
+def forked(module: str, processes: int, verb: str = "start") -> list[str]:
+    """Return the command that forks a process of a module's servers, which start if they do not run yet.
+
+    The process starts the module, or runs the script that follows the command if the verb is "run".
+    """
     if module not in _servers:
         _servers[module] = Servers(module)
-    return [sys.executable, "-m", "tests.support.fork", "start", _servers[module].start(processes)]
+    return [sys.executable, "-m", "tests.support.fork", verb, _servers[module].start(processes)]
 
 
 def _running(launch: Launch) -> Pool:

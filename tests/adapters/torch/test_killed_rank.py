@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,12 +18,13 @@ import pytest
 from grace.bench.step.ranks import RENDEZVOUS
 from grace.machine import python
 from tests.support.covering import ALL
-from tests.support.launch import ROOT, command
+from tests.support.launch import ROOT, TORCH, command
+from tests.support.ranks import forked
 
 pytestmark = pytest.mark.distributed
 
 # Horovod's timeout for a missing rank, and the time for start and end on a busy machine.
-TIMEOUT_S, SLACK_S = 10, 90
+TIMEOUT_S, SLACK_S = 5, 90
 CONFIGS = {
     "layer": {"compressor": "topk", "compress_ratio": 0.1, "granularity": "layer", "bucket_bytes": 0},
     "bucket": {"compressor": "terngrad", "shared_scale": True, "bucket_bytes": 20_000, "split_bytes": 16_384},
@@ -32,9 +32,9 @@ CONFIGS = {
 }
 
 
-def words(granularity: str) -> list[str]:
+def words(granularity: str, size: int) -> list[str]:
     config = {**CONFIGS[granularity], "default_rules": False}
-    return [sys.executable, "-m", "tests.adapters.torch.killed_rank", json.dumps(config)]
+    return [*forked(TORCH, size, "run"), f"{ROOT}/tests/adapters/torch/killed_rank.py", json.dumps(config)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -91,6 +91,7 @@ LIBRARIES = {"horovod": (rendezvous, of_horovod), "torch": (free_port, of_torch)
 def lose_one(library, granularity, size):
     """Start ranks without a launcher and kill the last one. Return exit statuses, outputs and seconds to the end."""
     meeting, place = LIBRARIES[library]
+    command_of_rank = words(granularity, size)
     with ExitStack() as stack:
         port = stack.enter_context(meeting(size))
         ranks, said = [], []
@@ -98,7 +99,7 @@ def lose_one(library, granularity, size):
             said.append(stack.enter_context(tempfile.TemporaryFile("w+")))
             ranks.append(
                 subprocess.Popen(
-                    words(granularity),
+                    command_of_rank,
                     cwd=ROOT,
                     env=environment(**place(rank, size, port)),
                     stdout=said[-1],
@@ -121,7 +122,7 @@ def lose_one(library, granularity, size):
 def launch_and_lose_one():
     """Let horovodrun start the ranks."""
     return subprocess.run(
-        [*command("horovodrun-gloo", 2), *words("bucket")],
+        [*command("horovodrun-gloo", 2), *words("bucket", 2)],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -139,6 +140,8 @@ if ALL:
 @pytest.fixture(scope="module")
 def losses():
     """Start all runs at once, because they mostly wait, and yield their futures by case."""
+    # The threads below share the servers.
+    forked(TORCH, max(size for _, _, size in CASES), "run")
     with ThreadPoolExecutor() as pool:
         runs = {case: pool.submit(lose_one, *case) for case in CASES}
         yield {**runs, "horovodrun": pool.submit(launch_and_lose_one)}

@@ -52,6 +52,10 @@ JOINED = {name for name in compressors if compressors.make(name).joins}
 
 each_launch = on(*cases.launches(TORCH, EXCHANGES))
 several_ranks = on(*cases.launches(TORCH, EXCHANGES)[1:])
+# For what an adapter does with gradients before and after their exchange, which is tested with every launch.
+USUAL = [ALONE, *(Launch(TORCH, *launch) for launch in (("horovodrun-gloo", 2), ("torchrun", 2), ("mpirun", 4)))]
+usual_launches = each_launch if ALL else on(*USUAL)
+usual_ranks = several_ranks if ALL else on(*USUAL[1:])
 # For what does not depend on the launcher.
 some_launches = on(ALONE, Launch(TORCH, "horovodrun-gloo", 2), Launch(TORCH, "mpirun", 4))
 four_ranks = on(*(launch for launch in cases.launches(TORCH, EXCHANGES) if launch.ranks == 4))
@@ -174,7 +178,7 @@ def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))
 
 
-@each_launch
+@usual_launches
 def test_nothing_depends_on_the_order_of_the_hooks(launch):
     ranks = scenario("hook_order", launch)
     for label, (same_order, opposite_order) in ranks[0].items():
@@ -183,14 +187,14 @@ def test_nothing_depends_on_the_order_of_the_hooks(launch):
             assert same_order == opposite_order, label
 
 
-@each_launch
+@usual_launches
 def test_unused_parameters_do_not_hang_and_still_synchronise(launch):
     ranks = scenario("unused_parameters", launch)
     assert same(ranks)
     assert all(result["right moved"] for result in ranks[0].values())
 
 
-@several_ranks
+@usual_ranks
 def test_checkpoint_of_another_rank_loads_with_a_warning(launch):
     ranks = scenario("foreign_checkpoint", launch)
     assert ranks[0]["messages"] == []
@@ -217,7 +221,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_of_it_loaded(launch):
         assert rank["loaded"] == 1
 
 
-@several_ranks
+@usual_ranks
 def test_checkpoint_that_only_some_ranks_load_is_noticed_by_all(launch):
     for rank in scenario("partly_loaded", launch):
         for label, error in rank.items():
@@ -225,7 +229,7 @@ def test_checkpoint_that_only_some_ranks_load_is_noticed_by_all(launch):
             assert "Let every rank load" in error
 
 
-@each_launch
+@usual_launches
 def test_the_buffers_of_gradients_are_left_alone(launch):
     for result in scenario("gradient_buffers", launch):
         assert result["norms"] == pytest.approx([result["norms"][0]] * 3, rel=1e-6)
@@ -233,7 +237,7 @@ def test_the_buffers_of_gradients_are_left_alone(launch):
         assert result["lost"] < 1e-5
 
 
-@each_launch
+@usual_launches
 def test_closures_are_exchanged_and_lbfgs_is_refused(launch):
     ranks = scenario("closures", launch)
     assert same([rank["weights"] for rank in ranks])
@@ -241,7 +245,7 @@ def test_closures_are_exchanged_and_lbfgs_is_refused(launch):
     assert "LBFGS" in ranks[0]["refused"]
 
 
-@each_launch
+@usual_launches
 def test_a_second_synchronize_exchanges_nothing(launch):
     ranks = scenario("synchronized_twice", launch)
     assert same(ranks)
@@ -250,7 +254,7 @@ def test_a_second_synchronize_exchanges_nothing(launch):
     assert "load_state_dict() was called after backward()" in ranks[0]["refused"]
 
 
-@each_launch
+@usual_launches
 def test_contract_of_horovod_is_kept(launch):
     ranks = scenario("contract_of_horovod", launch)
     assert same(ranks)
@@ -262,7 +266,7 @@ def test_contract_of_horovod_is_kept(launch):
     assert "zero_grad() was called after backward()" in result["early"]
 
 
-@each_launch
+@usual_launches
 def test_gradients_changed_before_the_step_are_refused(launch):
     """Each rank would clip its own gradients, and the replicas would part."""
     for rank in scenario("changed_gradients", launch):
@@ -274,7 +278,7 @@ def test_gradients_changed_before_the_step_are_refused(launch):
                 assert "call optimizer.synchronize() first" in error
 
 
-@several_ranks
+@usual_ranks
 def test_replicas_that_start_with_other_weights_are_refused(launch):
     for rank in scenario("forgotten_broadcast", launch):
         assert rank.pop("broadcast") == ""
@@ -287,7 +291,7 @@ def test_replicas_that_start_with_other_weights_are_refused(launch):
             assert advice in error
 
 
-@each_launch
+@usual_launches
 def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_by_name(launch):
     for error in scenario("unfrozen", launch):
         assert error.startswith("StepError: parameter 'left.weight' was frozen when the optimizer was wrapped")
@@ -340,14 +344,14 @@ def test_loss_scalers_that_cannot_work_are_refused(launch):
         assert "expected a torch.amp.GradScaler as grad_scaler, received float" in rank["no scaler"]
 
 
-@each_launch
+@usual_launches
 def test_backward_passes_per_step_accumulate(launch):
     ranks = scenario("accumulation", launch)
     assert same([rank["weights"] for rank in ranks])
     assert all(rank["distance"] < 1e-9 for rank in ranks)
 
 
-@each_launch
+@usual_launches
 def test_sum_and_predivision(launch):
     for result in scenario("reductions", launch):
         assert result["size"] > 0
@@ -366,7 +370,7 @@ def test_dtypes(launch):
         assert result["dtype"], label
 
 
-@each_launch
+@usual_launches
 def test_layouts_and_frozen_parameters(launch):
     ranks = scenario("layouts", launch)
     assert same(ranks)
@@ -374,7 +378,7 @@ def test_layouts_and_frozen_parameters(launch):
     assert not ranks[0]["planned"]
 
 
-@each_launch
+@usual_launches
 def test_sparse_gradients_work_or_are_refused_by_name(launch):
     ranks = scenario("sparse_gradients", launch)
     assert same(ranks)
@@ -382,14 +386,14 @@ def test_sparse_gradients_work_or_are_refused_by_name(launch):
     assert "sparse_as_dense=True" in ranks[0]["refused"]
 
 
-@each_launch
+@usual_launches
 def test_sending_starts_during_the_backward_pass(launch):
     for result in scenario("overlap", launch):
         (sent_by_then,) = result["before the last gradient"]
         assert sent_by_then >= result["total"] // 2
 
 
-@each_launch
+@usual_launches
 def test_two_optimizers_do_not_mix(launch):
     ranks = scenario("two_optimizers", launch)
     assert same(ranks)
@@ -452,7 +456,7 @@ def test_momentum_twice_is_told(launch):
     assert "the optimizer has momentum 0.9" in result["adam"][0]
 
 
-@several_ranks
+@usual_ranks
 def test_refusals_do_not_hang_other_ranks(launch):
     assert all(all(rank.values()) for rank in scenario("refusals", launch))
 
@@ -467,7 +471,7 @@ def test_process_sets_train_apart(launch):
         assert ranks[0][label] != ranks[1][label], label
 
 
-@each_launch
+@usual_launches
 def test_statistics_with_norms(launch):
     for result in scenario("statistics", launch):
         assert result["cheap"] == [None, None]
@@ -477,7 +481,7 @@ def test_statistics_with_norms(launch):
             assert word in result["report"]
 
 
-@several_ranks
+@usual_ranks
 def test_ranks_that_differ_are_told_at_construction(launch):
     ranks = scenario("different_configurations", launch)
     for rank, result in enumerate(ranks):
