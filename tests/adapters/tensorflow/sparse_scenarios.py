@@ -78,7 +78,7 @@ def rows_of_a_table() -> dict[str, Any]:
     for label, config, arguments in [
         ("average", NONE, {}),
         ("sum", NONE, {"op": hvd.Sum}),
-        ("compressed", {**NONE, "communicator": "allgather", "rules": [{"match": "table", **RULE}]}, {}),
+        ("compressed", {**NONE, "rules": [{"match": "table", **RULE, "communicator": "allgather"}]}, {}),
     ]:
         table = tf.Variable(tf.ones([ROWS, WIDTH]), name="table")
 
