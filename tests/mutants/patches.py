@@ -1356,7 +1356,7 @@ PATCHES = [
         "if mine.get(name) != value]",
         "if mine.get(name) is None]",
         "a forgotten broadcast goes unnoticed, and every rank trains a model of its own",
-        ("tests/adapters/torch/test_optimizer.py -k 'other_weights and mpirun-2'",),
+        ("tests/adapters/torch/test_optimizer.py -k 'other_weights and mpirun-4'",),
     ),
     Patch(
         "replicas-summaries-not-compared",
