@@ -114,7 +114,9 @@ def test_real_exchange_equals_the_simulated_one(launch):
         # where its operand lies in memory, seen with four processes.
         name = row["method"]
         summed = SUMMED - {"fp16", "bf16"} if row["granularity"] == "layer" else SUMMED
-        inexact = name in ("gradiveq", "gradzip", "powersgd") or (name in {*summed, "atomo"} and launch.ranks > 2)
+        inexact = name in ("gradiveq", "gradzip", "powersgd") or (
+            name in {*summed, "atomo", "truncatedsvd"} and launch.ranks > 2
+        )
         most = 2e-2 if name == "fp16" else 1e-4
         assert result["worst"] <= most * inexact, label
 

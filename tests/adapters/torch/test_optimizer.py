@@ -104,7 +104,7 @@ def test_real_exchange_equals_the_simulated_one(launch):
         name, by_tensor = row["method"], row["granularity"] == "layer"
         # Gathered payloads and 16-bit floats are added in the order of the ranks; sums of more than two others depend
         # on the algorithm. A decomposition may depend on where its operand lies in memory, seen with four processes.
-        inexact = name == "atomo" or name in (SUMMED - {"fp16", "bf16"} if by_tensor else SUMMED)
+        inexact = name in ("atomo", "truncatedsvd") or name in (SUMMED - {"fp16", "bf16"} if by_tensor else SUMMED)
         most = (2e-2 if name == "fp16" else 1e-4) * (inexact and launch.ranks > 2)
         # One of the ranks has simulated it.
         (simulated,) = [rank[label] for rank in ranks if "worst" in rank[label]]
