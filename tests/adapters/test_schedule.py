@@ -37,7 +37,7 @@ def test_states_are_carried_over_where_the_first_step_of_a_stage_is_dropped_or_l
         assert result == {"dropped": pytest.approx(0.25), "left out": pytest.approx(0.25), "rows": ""}
 
 
-# The schedule is the adapter's. Four ranks and another launcher matter to what it schedules, which other tests cover.
+# Four ranks matter to what is scheduled, which other tests cover, and not to the schedule.
 each_schedule = on(TWO, *([Launch(TORCH, "mpirun", 4)] if ALL else []), Launch(TORCH, "torchrun", 2), TWO_TENSORFLOW)
 
 

@@ -54,6 +54,6 @@ def command(launcher: str, ranks: int) -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of ranks: that of this process, with one thread and without any configuration of grace."""
     kept = {name: value for name, value in os.environ.items() if name != "GRACE_CONFIG"}
-    # Every millisecond, by default, Horovod's ranks exchange messages, which takes a fifth of the time of two cores.
+    # By default, Horovod's ranks exchange messages every millisecond: six scenarios of Keras take 42 s in place of 34.
     cycle = {"HOROVOD_CYCLE_TIME": "4"}
     return {**kept, **cycle, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", **more}
