@@ -97,7 +97,9 @@ def test_frameworks_agree(framework, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"within": "fp16"}, {"within": "qsgd", "between": "two_shot"}] if ALL else [{"within": "qsgd"}]
+    "options",
+    [{"within": "qsgd"}, *([{}, {"between": "two_shot", "within": "fp16"}] if ALL else [])],
+    ids=["qsgd", *(["usual", "shots"] if ALL else [])],
 )
 def test_a_graph_gives_the_same(options):
     chosen = method("efsignsgd", **options)

@@ -70,5 +70,5 @@ def pairs(row: Row, apart: Sequence[tuple[str, str]] = ()) -> Iterator[tuple[str
         ((name, value),) = row.items()
         yield name, value, name, value
     for (a, x), (b, y) in itertools.combinations(row.items(), 2):
-        if (a, b) not in apart:
+        if (a, b) not in apart and (b, a) not in apart:
             yield a, x, b, y

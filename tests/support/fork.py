@@ -19,7 +19,6 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,13 @@ RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 _NO_ORDER = b""
 
 
-def start(folder: str, *arguments: str) -> int:
-    """Let the server of this rank fork a worker with these arguments, and return the worker's exit status."""
-    return _order(folder, arguments, script=False)
-
-
-def run(folder: str, *arguments: str) -> int:
-    """Let the server of this rank fork a process for a script with arguments, and return its exit status."""
-    return _order(folder, arguments, script=True)
-
-
-def _order(folder: str, arguments: Sequence[str], script: bool) -> int:
+def order(verb: str, folder: str, *arguments: str) -> int:
+    """Let the server of this rank fork a worker ("start") or a script ("run"). End as it does, by exit or by signal."""
     rank = next((os.environ[name] for name in RANK if name in os.environ), "0")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{folder}/{rank}")
-        order = {"environment": dict(os.environ), "folder": os.getcwd(), "arguments": arguments, "script": script}
-        socket.send_fds(connection, [json.dumps(order).encode() + b"\n"], [sys.stdout.fileno(), sys.stderr.fileno()])
+        words = {"verb": verb, "environment": dict(os.environ), "folder": os.getcwd(), "arguments": arguments}
+        socket.send_fds(connection, [json.dumps(words).encode() + b"\n"], [sys.stdout.fileno(), sys.stderr.fileno()])
         told = connection.makefile().readline()
     status = int(told) if told else 1
     if status < 0:
@@ -86,7 +76,7 @@ def serve(name: str, path: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         if server in ready:
             connection, _ = server.accept()
-            order, outputs = _receive(connection)
+            words, outputs = _receive(connection)
             pid = os.fork()
             if pid:
                 workers[pid] = connection
@@ -103,13 +93,13 @@ def serve(name: str, path: str) -> None:
                 os.dup2(output, number)
                 os.close(output)
             os.environ.clear()
-            os.environ.update(order["environment"])
-            os.chdir(order["folder"])
-            if order["script"]:
-                sys.argv[:] = order["arguments"]
+            os.environ.update(words["environment"])
+            os.chdir(words["folder"])
+            if words["verb"] == "run":
+                sys.argv[:] = words["arguments"]
                 runpy.run_path(sys.argv[0], run_name="__main__")
             else:
-                sys.argv[1:] = order["arguments"]
+                sys.argv[1:] = words["arguments"]
                 worker.main()
             return
 
@@ -122,4 +112,5 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 if __name__ == "__main__":
-    sys.exit({"start": start, "run": run, "serve": serve}[sys.argv[1]](*sys.argv[2:]))
+    _, verb, *words = sys.argv
+    sys.exit(serve(*words) if verb == "serve" else order(verb, *words))

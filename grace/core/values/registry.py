@@ -123,6 +123,9 @@ class Registry(Generic[T]):
         return {"name": self.name_of(component), **values, **inner}
 
 
+_fields: dict[type, Mapping[str, Any]] = {}
+
+
 def fields_of(cls: type) -> Mapping[str, Any]:
     """Return the names and types of a dataclass's fields."""
     if cls not in _fields:
@@ -130,9 +133,6 @@ def fields_of(cls: type) -> Mapping[str, Any]:
         hints = typing.get_type_hints(cls)
         _fields[cls] = types.MappingProxyType({f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init})
     return _fields[cls]
-
-
-_fields: dict[type, Mapping[str, Any]] = {}
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -52,7 +52,7 @@ JOINED = {name for name in compressors if compressors.make(name).joins}
 
 each_launch = on(*cases.launches(TORCH, EXCHANGES))
 several_ranks = on(*cases.launches(TORCH, EXCHANGES)[1:])
-# For what an adapter does with gradients before and after their exchange, which is tested with every launch.
+# For what an adapter does before and after an exchange. The exchange itself is tested with every launch.
 USUAL = [ALONE, *(Launch(TORCH, *launch) for launch in (("horovodrun-gloo", 2), ("torchrun", 2), ("mpirun", 4)))]
 usual_launches = each_launch if ALL else on(*USUAL)
 usual_ranks = several_ranks if ALL else on(*USUAL[1:])
