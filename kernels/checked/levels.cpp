@@ -72,6 +72,57 @@ std::vector<const uint8_t*> moved(const std::vector<const uint8_t*>& bits, int64
     return at;
 }
 
+// Calls body with a null pointer of the array's type of integers.
+template <class Body> void dispatch_integers(const Call& call, const Array& array, Body body) {
+    if (array.dtype == DType::int8) {
+        body(static_cast<int8_t*>(nullptr));
+    } else if (array.dtype == DType::int16) {
+        body(static_cast<int16_t*>(nullptr));
+    } else if (array.dtype == DType::int32) {
+        body(static_cast<int32_t*>(nullptr));
+    } else {
+        call.fail(Error::Kind::type, std::string("expected int8, int16 or int32, received ") + name_of(array.dtype));
+    }
+}
+
+// Calls body with a null pointer of the type of integers of 8, 16 or 32 bits.
+template <class Body> void of_bits(const Call& call, int64_t bits, Body body) {
+    if (bits == 8) {
+        body(static_cast<int8_t*>(nullptr));
+    } else if (bits == 16) {
+        body(static_cast<int16_t*>(nullptr));
+    } else if (bits == 32) {
+        body(static_cast<int32_t*>(nullptr));
+    } else {
+        call.fail(Error::Kind::value, "expected integers of 8, 16 or 32 bits, received " + std::to_string(bits));
+    }
+}
+
+// The loop for a type of integers, of those for 8, 16 and 32 bits.
+template <class Code, class F8, class F16, class F32> auto loop_of(F8 f8, F16 f16, F32 f32) {
+    if constexpr (sizeof(Code) == 1) return f8;
+    if constexpr (sizeof(Code) == 2) return f16;
+    if constexpr (sizeof(Code) == 4) return f32;
+}
+
+// Integer i as the largest level that integers of 8 to 32 bits hold.
+int32_t most_at(const Call& call, int i, int64_t bits) {
+    const int64_t most = call.integer(i);
+    if (most < 1 || most >= int64_t(1) << (bits - 1)) {
+        call.fail(Error::Kind::value, "expected a level from 1 that fits " + std::to_string(bits) + " bits, received " +
+                                          std::to_string(most));
+    }
+    return static_cast<int32_t>(most);
+}
+
+int lanes_at(const Call& call, int i) {
+    const int64_t lanes = call.integer(i);
+    if (lanes < 1 || lanes > 16) {
+        call.fail(Error::Kind::value, "expected 1 to 16 lanes, received " + std::to_string(lanes));
+    }
+    return static_cast<int>(lanes);
+}
+
 }  // namespace
 
 void pack_kernel(Call& call) {
@@ -377,6 +428,80 @@ void levels_sum_kernel(Call& call) {
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().levels_sum(payloads.data(), ranks, width, bits, to.onto, to.out, begin, end, to.around);
         });
+    });
+}
+
+void to_integers_kernel(Call& call) {
+    call.expect(2, 7, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        of_bits(call, call.integer(1), [&](auto* code) {
+            using Code = of_pointer<decltype(code)>;
+            const int64_t n = call.input(0).size;
+            const T most = static_cast<T>(most_at(call, 0, 8 * sizeof(Code)));
+            const T *x = call.input<T>(0), *scale = call.input<T>(1, 1);
+            const RandomKey key = key_at(call, 3);
+            const RandomKey* noise = call.integer(2) != 0 ? &key : nullptr;
+            Code* out = call.output<Code>(n);
+            GRACE_GPU(call, to_integers, x, scale, most, noise, out, n);
+            const auto& of = loops<T>();
+            const auto loop = loop_of<Code>(of.to_integers8, of.to_integers16, of.to_integers32);
+            over_pieces(call, n, [&](int64_t begin, int64_t end) {
+                loop(x, *scale, most, noise, begin, end, out + begin);
+            });
+        });
+    });
+}
+
+void from_integers_kernel(Call& call) {
+    call.expect(2, 1, 0);
+    dispatch(call, call.input(1), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        dispatch_integers(call, call.input(0), [&](auto* code) {
+            using Code = of_pointer<decltype(code)>;
+            const int64_t n = call.input(0).size;
+            const T most = static_cast<T>(most_at(call, 0, 32));
+            const Code* codes = call.input<Code>(0);
+            const T* scale = call.input<T>(1, 1);
+            T* out = call.output<T>(n);
+            GRACE_GPU(call, from_integers, codes, scale, most, out, n);
+            const auto& of = loops<T>();
+            const auto loop = loop_of<Code>(of.from_integers8, of.from_integers16, of.from_integers32);
+            const T unit = *scale / most;
+            over_pieces(call, n, [&](int64_t begin, int64_t end) {
+                loop(codes + begin, unit, out + begin, end - begin, is_large<T>(n));
+            });
+        });
+    });
+}
+
+void pack_lanes_kernel(Call& call) {
+    call.expect(1, 1, 0);
+    const int lanes = lanes_at(call, 0);
+    dispatch_integers(call, call.input(0), [&](auto* code) {
+        using Code = of_pointer<decltype(code)>;
+        const int64_t n = call.input(0).size, count = divide_up(n, lanes);
+        const Code* x = call.input<Code>(0);
+        int32_t* words = call.output<int32_t>(count);
+        GRACE_GPU(call, pack_lanes, x, n, lanes, words, count);
+        const auto& of = integer_loops();
+        const auto loop = loop_of<Code>(of.pack_lanes8, of.pack_lanes16, of.pack_lanes32);
+        over_pieces(call, count, [&](int64_t begin, int64_t end) { loop(x, n, lanes, begin, end, words); });
+    });
+}
+
+void unpack_lanes_kernel(Call& call) {
+    call.expect(1, 2, 0);
+    const int lanes = lanes_at(call, 0);
+    const int64_t n = call.length(1), count = divide_up(n, lanes);
+    const int32_t* words = call.input<int32_t>(0, count);
+    of_bits(call, lanes >= 4 ? 8 : lanes > 1 ? 16 : 32, [&](auto* code) {
+        using Code = of_pointer<decltype(code)>;
+        Code* out = call.output<Code>(n);
+        GRACE_GPU(call, unpack_lanes, words, count, lanes, out, n);
+        const auto& of = integer_loops();
+        const auto loop = loop_of<Code>(of.unpack_lanes8, of.unpack_lanes16, of.unpack_lanes32);
+        over_pieces(call, count, [&](int64_t begin, int64_t end) { loop(words, n, lanes, begin, end, out); });
     });
 }
 

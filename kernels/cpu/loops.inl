@@ -146,6 +146,33 @@ static void levels_into(const T* x, const T* scales, int64_t width, T levels, co
     }
 }
 
+template <bool noisy, class T, class Code>
+GRACE_LOCAL void integers_by(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, Code* out) {
+    alignas(64) uint32_t random[kBlock];
+    const auto share = [&](int64_t j) { return noisy ? T(uniform(random[j])) : T(0.5); };
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t length = lesser(kBlock, end - at);
+        if (noisy) words(*noise, uint32_t(at / 4), (length + 3) / 4, random);
+        for (int64_t j = 0; j < length; ++j) out[at - begin + j] = Code(level_of(x[at + j], scale, most, share(j)));
+    }
+}
+
+template <class T, class Code>
+static void to_integers(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, Code* out) {
+    if (noise == nullptr) {
+        integers_by<false>(x, scale, most, noise, begin, end, out);
+    } else {
+        integers_by<true>(x, scale, most, noise, begin, end, out);
+    }
+}
+
+template <class T, class Code>
+static void from_integers(const Code* codes, T unit, T* out, int64_t n, bool around) {
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        for (int64_t i = 0; i < length; ++i) target[i] = T(codes[at + i]) * unit;
+    });
+}
+
 constexpr int kTableRanks = 4;  // the tables of this many ranks fit the cache
 
 // The same for 2-bit codes in one bucket: four values per byte, from one table per rank.
@@ -340,6 +367,12 @@ template <class T> static constexpr Loops<T> make_loops() {
             levels_into<T, uint8_t>,
             levels_into<T, uint16_t>,
             dequantize_sum<T>,
+            to_integers<T, int8_t>,
+            to_integers<T, int16_t>,
+            to_integers<T, int32_t>,
+            from_integers<T, int8_t>,
+            from_integers<T, int16_t>,
+            from_integers<T, int32_t>,
             level_codes<T>,
             levels_sum<T>,
             rotated_codes<T>,
@@ -374,6 +407,8 @@ const Loops<float> GRACE_NAME(float_loops_, GRACE_ISA) = make_loops<float>();
 const Loops<double> GRACE_NAME(double_loops_, GRACE_ISA) = make_loops<double>();
 const IntegerLoops GRACE_NAME(integer_loops_, GRACE_ISA) = {
     GRACE_ISA::stream_words, GRACE_ISA::uniforms, GRACE_ISA::sample, GRACE_ISA::pack, GRACE_ISA::unpack,
+    GRACE_ISA::pack_lanes<int8_t>, GRACE_ISA::pack_lanes<int16_t>, GRACE_ISA::pack_lanes<int32_t>,
+    GRACE_ISA::unpack_lanes<int8_t>, GRACE_ISA::unpack_lanes<int16_t>, GRACE_ISA::unpack_lanes<int32_t>,
     GRACE_ISA::count_tags};
 
 }  // namespace grace

@@ -402,3 +402,38 @@ static void unpack(const uint8_t* data, int bits, int64_t n, uint8_t* codes) {
         default: memcpy(codes, data, size_t(n));
     }
 }
+
+// --- integers in lanes of a word -------------------------------------------------------------------------------------
+
+template <class Code>
+static void pack_lanes(const Code* x, int64_t n, int lanes, int64_t begin, int64_t end, int32_t* words) {
+    const int64_t count = (n + lanes - 1) / lanes;
+    const int bits = 32 / lanes;
+    alignas(64) uint32_t word[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t length = lesser(kBlock, end - at);
+        for (int64_t i = 0; i < length; ++i) word[i] = uint32_t(int32_t(x[at + i]));
+        for (int lane = 1; lane < lanes; ++lane) {
+            // The last lanes may have no integers for the last words.
+            const int64_t first = lane * count + at, there = lesser(length, n - first);
+            const int shift = lane * bits;
+            for (int64_t i = 0; i < there; ++i) word[i] += uint32_t(int32_t(x[first + i])) << shift;
+        }
+        memcpy(words + at, word, size_t(length) * sizeof(int32_t));
+    }
+}
+
+template <class Code>
+static void unpack_lanes(const int32_t* words, int64_t n, int lanes, int64_t begin, int64_t end, Code* out) {
+    const int64_t count = (n + lanes - 1) / lanes;
+    const uint32_t halves = halves_of(lanes);
+    alignas(64) uint32_t word[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t length = lesser(kBlock, end - at);
+        for (int64_t i = 0; i < length; ++i) word[i] = uint32_t(words[at + i]) + halves;
+        for (int lane = 0; lane < lanes; ++lane) {
+            const int64_t first = lane * count + at, there = lesser(length, n - first);
+            for (int64_t i = 0; i < there; ++i) out[first + i] = Code(lane_of(word[i], lane, lanes));
+        }
+    }
+}

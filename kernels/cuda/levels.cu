@@ -325,6 +325,49 @@ void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t w
     sum_parts(on, ranks, onto, out, n, ListedValue<T>{divisor(width), bits});
 }
 
+template <class T, class Code>
+void to_integers(const Stream& on, const T* x, const T* scale, T most, const RandomKey* key, Code* out, int64_t n) {
+    const Noise noise = noise_of(key);
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8], share[8];
+        load_group(x, group, count, found);
+        draw_shares(noise, group, share);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j < count) out[8 * group + j] = Code(level_of(found[j], *scale, most, share[j]));
+        }
+    });
+}
+
+template <class T, class Code>
+void from_integers(const Stream& on, const Code* codes, const T* scale, T most, T* out, int64_t n) {
+    map(on, out, n, [=] __device__(int64_t i) { return T(codes[i]) * (*scale / most); });
+}
+
+template <class Code>
+void pack_lanes(const Stream& on, const Code* x, int64_t n, int lanes, int32_t* words, int64_t count) {
+    const int bits = 32 / lanes;
+    map(on, words, count, [=] __device__(int64_t i) {
+        uint32_t word = uint32_t(int32_t(x[i]));
+        for (int lane = 1; lane < lanes; ++lane) {
+            const int64_t from = lane * count + i;
+            if (from < n) word += uint32_t(int32_t(x[from])) << (lane * bits);
+        }
+        return int32_t(word);
+    });
+}
+
+template <class Code>
+void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lanes, Code* out, int64_t n) {
+    const uint32_t halves = halves_of(lanes);
+    const Divisor by = divisor(count < 1 ? 1 : count);
+    map(on, out, n, [=] __device__(int64_t i) {
+        const int64_t lane = quotient(i, by);
+        return Code(lane_of(uint32_t(words[i - lane * count]) + halves, int(lane), lanes));
+    });
+}
+
 #define GRACE_MAKE(T)                                                                                                 \
     template void binarize<T>(const Stream&, const T*, T, uint8_t*, int64_t);                                         \
     template void binarize_means<T>(const Stream&, const T*, T, bool, uint8_t*, T*, int64_t);                         \
@@ -341,6 +384,19 @@ void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t w
     template void levels_sum<T>(const Stream&, const std::vector<Listed<T>>&, int64_t, int, const T*, T*, int64_t);
 GRACE_MAKE(float)
 GRACE_MAKE(double)
+#undef GRACE_MAKE
+#define GRACE_MAKE(Code)                                                                                           \
+    template void to_integers<float, Code>(const Stream&, const float*, const float*, float, const RandomKey*,     \
+                                           Code*, int64_t);                                                        \
+    template void to_integers<double, Code>(const Stream&, const double*, const double*, double, const RandomKey*, \
+                                            Code*, int64_t);                                                       \
+    template void from_integers<float, Code>(const Stream&, const Code*, const float*, float, float*, int64_t);    \
+    template void from_integers<double, Code>(const Stream&, const Code*, const double*, double, double*, int64_t); \
+    template void pack_lanes<Code>(const Stream&, const Code*, int64_t, int, int32_t*, int64_t);                   \
+    template void unpack_lanes<Code>(const Stream&, const int32_t*, int64_t, int, Code*, int64_t);
+GRACE_MAKE(int8_t)
+GRACE_MAKE(int16_t)
+GRACE_MAKE(int32_t)
 #undef GRACE_MAKE
 template void pack<uint8_t>(const Stream&, const uint8_t*, int, uint8_t*, int64_t);
 template void pack<int64_t>(const Stream&, const int64_t*, int, uint8_t*, int64_t);

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grace.core.compressors import adaptive, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
-from grace.core.exchange import indices
+from grace.core.compressors import uniform as integers
+from grace.core.exchange import indices, lanes
 from grace.core.methods import estimated, levels, listed, rotation, signs
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
@@ -484,6 +485,49 @@ def dequantize_sum(ops, g):
                 codes = [g.packed(g.rng.integers(0, 2 * level + 1, g.n), bits) for _ in range(g.ranks)]
                 scales = [g.x(-(-g.n // width)) for _ in range(g.ranks)]
                 yield levels.dequantize_sum(ops, codes, scales, width, level, bits, g.n, g.x() if onto else None)
+
+
+# The dtypes of integers, and the largest magnitudes that they are used for.
+INTEGERS = [("int8", 1), ("int8", 127), ("int16", 300), ("int16", 32767), ("int32", 40000), ("int32", 2**23 - 1)]
+
+
+@case
+def to_integers(ops, g):
+    x = g.numbers()
+    scale = np.abs(x).max(initial=0).astype(g.dtype)
+    for dtype, most in g.some(INTEGERS):
+        for key in (g.key(), None):
+            yield integers.to_integers(ops, g.lay(x), g.lay(scale, 1), most, key, dtype)
+
+
+@case
+def from_integers(ops, g):
+    for dtype, most in g.some(INTEGERS):
+        yield integers.from_integers(ops, signed(g, most, dtype), g.scalar(0.3), most)
+
+
+@case
+def pack_lanes(ops, g):
+    for count in g.some(LANES):
+        bits = 32 // count
+        for dtype in ("int8", "int16", "int32"):
+            most = 2 ** (min(bits, int(dtype[3:])) - 1) - 1
+            yield lanes.pack_lanes(ops, signed(g, most, dtype), g.n, count)
+
+
+@case
+def unpack_lanes(ops, g):
+    for count in g.some(LANES):
+        # Any words, too: a sum of damaged ones is decoded alike everywhere.
+        yield lanes.unpack_lanes(ops, signed(g, 2**31 - 1, "int32", lanes.words(g.n, count)), g.n, count)
+
+
+LANES = [1, 2, 3, 4, 5, 6, 8, 10, 16]
+
+
+def signed(g: Given, most: int, dtype: str, n: int | None = None) -> Array:
+    """Return integers from -most to most."""
+    return g.lay(g.rng.integers(-most, most + 1, g.n if n is None else n).astype(dtype), 1)
 
 
 def level_lists(g: Given) -> Sequence[np.ndarray[Any, Any]]:

@@ -10,7 +10,9 @@ from grace.core.compressors.inceptionn import precision_sum
 from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
+from grace.core.compressors.uniform import from_integers, to_integers
 from grace.core.exchange.indices import decode_gaps, encode_gaps, gap_facts
+from grace.core.exchange.lanes import pack_lanes, unpack_lanes
 from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.methods.listed import levels_sum, round_packed
 from grace.core.methods.rotation import rotated_encode, rotated_sum
@@ -211,6 +213,52 @@ REFUSED = {
         lambda o, m: quantize_packed(o, m.f(10), m.f(1), 5, 7, 8, KEY),
         PayloadError,
         "expected 2 elements, received 1",
+    ),
+    "integers: two scales": (
+        lambda o, m: to_integers(o, m.f(10), m.f(2), 7, None, "int8"),
+        PayloadError,
+        "expected 1 elements, received 2",
+    ),
+    "integers: too large for their bits": (
+        lambda o, m: to_integers(o, m.f(10), m.f(1), 128, None, "int8"),
+        ValueError,
+        "from 1 that fits 8 bits, received 128",
+    ),
+    "integers: of 64 bits": (
+        lambda o, m: to_integers(o, m.f(10), m.f(1), 7, None, "int64"),
+        ValueError,
+        "of 8, 16 or 32 bits, received 64",
+    ),
+    "integers: unsigned": (
+        lambda o, m: from_integers(o, m.b(10), m.f(1), 7),
+        TypeError,
+        "expected int8, int16 or int32, received uint8",
+    ),
+    "integers: of no level": (
+        lambda o, m: from_integers(o, m.i(1, 2), m.f(1), 0),
+        ValueError,
+        "from 1 that fits 32 bits, received 0",
+    ),
+    "integers: no scale": (
+        lambda o, m: from_integers(o, m.i(1, 2), m.f(0), 7),
+        PayloadError,
+        "expected 1 elements, received 0",
+    ),
+    "lanes: too many": (
+        lambda o, m: pack_lanes(o, m.i(1, 2), 2, 17),
+        ValueError,
+        "expected 1 to 16 lanes, received 17",
+    ),
+    "lanes: of 64 bits": (
+        lambda o, m: pack_lanes(o, m.i(1, 2, dtype="int64"), 2, 2),
+        TypeError,
+        "expected int8, int16 or int32, received int64",
+    ),
+    "lanes: none": (lambda o, m: unpack_lanes(o, m.i(1, 2), 2, 0), ValueError, "expected 1 to 16 lanes, received 0"),
+    "lanes: words missing": (
+        lambda o, m: unpack_lanes(o, m.i(1, 2), 10, 3),
+        PayloadError,
+        "expected 4 elements, received 2",
     ),
     "listed levels: five": (
         lambda o, m: round_packed(o, m.f(10), m.f(2), m.f(5), 5, KEY),

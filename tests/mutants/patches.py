@@ -1079,10 +1079,30 @@ PATCHES = [
     Patch(
         "lanes-borrow-from-the-next",
         LANES,
-        "ops.shift_right(word - low, bits)",
-        "ops.shift_right(word, bits)",
+        "word = word + sum(half << lane * bits for lane in range(lanes - 1))",
+        "word = word + half",
         "the integer after a negative one is too small by one",
-        ("tests/papers/test_uniform.py",),
+        ("tests/kernels/test_equal_bytes.py -k unpack_lanes",),
+    ),
+    Patch(
+        "lanes-kernel-loses-the-last",
+        "kernels/cpu/loops_bits.inl",
+        "there = lesser(length, n - first);\n            const int shift",
+        "there = lesser(length, n - 1 - first);\n            const int shift",
+        "the kernel leaves the last integer out of the words",
+        ("tests/kernels/test_equal_bytes.py -k lanes",),
+    ),
+    Patch(
+        "integers-kernel-rounds-to-zero",
+        "kernels/cpu/loops.inl",
+        "noisy ? T(uniform(random[j])) : T(0.5); };\n    for (int64_t at = begin; at < end; at += kBlock) {\n"
+        "        const int64_t length = lesser(kBlock, end - at);\n"
+        "        if (noisy) words(*noise, uint32_t(at / 4), (length + 3) / 4, random);\n        for (int64_t j = 0",
+        "noisy ? T(uniform(random[j])) : T(0); };\n    for (int64_t at = begin; at < end; at += kBlock) {\n"
+        "        const int64_t length = lesser(kBlock, end - at);\n"
+        "        if (noisy) words(*noise, uint32_t(at / 4), (length + 3) / 4, random);\n        for (int64_t j = 0",
+        "the kernel of uniform rounds to zero in place of the nearest integer",
+        ("tests/kernels/test_equal_bytes.py -k integers",),
     ),
     Patch(
         "lanes-of-one-rank",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.exchange.lanes import lanes, pack, unpack
+from grace.core.exchange.lanes import lanes, pack_lanes, unpack_lanes
 from grace.core.ops import get_ops
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.testing.harness import array, host
@@ -148,11 +148,10 @@ def test_words_of_sums_are_sums_of_words(framework, most):
         total[:2], total[-2:] = most, -most
         part = np.round(total * rng.random(n)).astype(np.int64)
         count = lanes(most)
-        added = sum(
-            host(ops, pack(ops, array(ops, p, "int64"), n, count)).astype(np.int64) for p in (part, total - part)
-        )
+        words = [pack_lanes(ops, array(ops, p, "int32"), n, count) for p in (part, total - part)]
+        added = sum(host(ops, word).astype(np.int64) for word in words)
         assert np.abs(added).max(initial=0) < 2**31
-        assert np.array_equal(host(ops, unpack(ops, array(ops, added, "int32"), n, count)), total)
+        assert np.array_equal(host(ops, unpack_lanes(ops, array(ops, added, "int32"), n, count)), total)
 
 
 @pytest.mark.parametrize("communicator", ["allgather", "broadcast"])

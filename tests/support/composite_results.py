@@ -321,6 +321,48 @@ def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int, key: K
 
 
 @case
+def to_integers(n, dtype):
+    x = numbers(n, dtype)
+    scale = np.array([abs(x).max(initial=0)], dtype)
+    for most, integer in ((127, "int8"), (300, "int16"), (2**23 - 1, "int32")):
+        for key in (KEY, None):
+            expected = levels_of(x, scale, max(1, n), most, key).astype(integer)
+            yield Call("to_integers", (x, scale, most, key, integer), {}, (expected,))
+
+
+@case
+def from_integers(n, dtype):
+    t, rng = np.dtype(dtype).type, np.random.default_rng(n)
+    for most, integer in ((127, "int8"), (300, "int16"), (2**23 - 1, "int32")):
+        codes = rng.integers(-most, most + 1, n).astype(integer)
+        expected = codes.astype(dtype) * (t(0.75) / t(most))
+        yield Call("from_integers", (codes, np.array([0.75], dtype), most), {}, (expected,))
+
+
+@case
+def pack_lanes(n, dtype):
+    for count, bits, integer in ((1, 32, "int32"), (2, 16, "int16"), (3, 10, "int16"), (6, 5, "int8")):
+        codes, word = drawn_words(n, count, bits)
+        yield Call("pack_lanes", (codes.astype(integer), n, count), {}, (word,))
+
+
+@case
+def unpack_lanes(n, dtype):
+    for count, bits, integer in ((1, 32, "int32"), (2, 16, "int16"), (3, 10, "int16"), (6, 5, "int8")):
+        codes, word = drawn_words(n, count, bits)
+        yield Call("unpack_lanes", (word, n, count), {}, (codes.astype(integer),))
+
+
+def drawn_words(n: int, lanes: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return integers of a lane of some bits, and their words."""
+    most = 2 ** (bits - 1) - 1
+    codes = np.random.default_rng(n).integers(-most, most + 1, n)
+    count = -(-n // lanes)
+    rows = np.concatenate([codes, np.zeros(lanes * count - n, np.int64)]).reshape(lanes, count)
+    return codes, (rows * 2 ** (bits * np.arange(lanes)[:, None])).sum(axis=0).astype(np.int32)
+
+
+@case
 def round_packed(n, dtype):
     x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)
     for width, key in ((4, KEY), (100, None), (max(1, n), KEY)):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.exchange.lanes import MOST
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Key, Payload, Proposal, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @compressors.register("uniform")
@@ -30,8 +36,8 @@ class Uniform(Compressor, Negotiating):
 
     Error: 0.0001 |x|^2 for normal x; 0.033 |x|^2 with `bits=4`; 0.0002 |x|^2 with `stochastic=true`.
 
-    Cost: one pass for the maximum, one to round, a few integer passes to pack and unpack; one random number per element
-    if stochastic; no sorting, no state.
+    Cost: one pass each for the maximum, to round, to pack and to unpack integers, and to decode; one random number per
+    element if stochastic; no sorting, no state.
 
     When: many ranks, because the bytes hardly grow with their number, and gradients that are alike in size on all
     ranks. A rank whose gradient is small compared with that of another sends few levels; there take qsgd. With few
@@ -76,9 +82,12 @@ class Uniform(Compressor, Negotiating):
                 f"received {size}; lower bits."
             )
 
+    @property
+    def _dtype(self) -> str:
+        return "int8" if self.bits <= 8 else "int16" if self.bits <= 16 else "int32"
+
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        dtype = "int8" if self.bits <= 8 else "int16" if self.bits <= 16 else "int32"
-        codes = Field("codes", dtype, spec.numel, most=self.most)
+        codes = Field("codes", self._dtype, spec.numel, most=self.most)
         return codes, Field("scale", spec.work_dtype, 1, wire=False)
 
     def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
@@ -89,16 +98,45 @@ class Uniform(Compressor, Negotiating):
 
     def compress(self, x: Array, at: Site) -> Payload:
         key = at.private_key if self.stochastic else None
-        codes = at.ops.quantize(x, at.negotiated, self.most, key)
-        return {"codes": at.ops.cast(codes, self.wire(at.spec)[0].dtype), "scale": at.negotiated}
+        codes = to_integers(at.ops, x, at.negotiated, self.most, key, self._dtype)
+        return {"codes": codes, "scale": at.negotiated}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return at.ops.dequantize(payload["codes"], payload["scale"], self.most, at.spec.work_dtype)
+        return from_integers(at.ops, payload["codes"], payload["scale"], self.most)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         if len(payloads) == 1:
             return self.decompress(payloads[0], at)
-        codes = at.ops.cast(payloads[0]["codes"], "int64")
+        # check_ranks() has made sure that the sum fits.
+        codes = at.ops.cast(payloads[0]["codes"], "int32")
         for payload in payloads[1:]:
-            codes = codes + at.ops.cast(payload["codes"], "int64")
+            codes = codes + at.ops.cast(payload["codes"], "int32")
         return self.decompress({**payloads[0], "codes": codes}, at)
+
+
+@composite(one_graph=True)
+def to_integers(ops: ArrayOps, x: Array, scale: Array, most: int, key: Key | None, dtype: str) -> Array:
+    """Return `quantize` of a flat array by one scale, as integers of 8, 16 or 32 bits."""
+    return ops.cast(ops.quantize(x, scale, most, key), dtype)
+
+
+@to_integers.kernel(to_integers="x T, scale T; most, bits, stochastic, key -> int8/int16/int32[x]")
+def _(ops: Native, x: Array, scale: Array, most: int, key: Key | None, dtype: str) -> Array | None:
+    if ops.floating(x) is None:
+        return None
+    integers = [most, int(dtype[3:]), *ops.noise_integers(key)]
+    return ops.run("to_integers", [x, scale], integers, outputs=[dtype], lengths=[ops.length(x)])[0]
+
+
+@composite(one_graph=True)
+def from_integers(ops: ArrayOps, codes: Array, scale: Array, most: int) -> Array:
+    """Return codes * scale / most in the dtype of the scale; kernels take integers of 8, 16 and 32 bits."""
+    return ops.dequantize(codes, scale, most, ops.dtype(scale))
+
+
+@from_integers.kernel(from_integers="codes int8/int16/int32, scale T; most -> T[codes]")
+def _(ops: Native, codes: Array, scale: Array, most: int) -> Array | None:
+    if ops.floating(scale) is None or ops.dtype(codes) == "int64":
+        return None
+    out, n = ops.withdraw(), ops.length(codes)
+    return ops.run("from_integers", [codes, scale], [most], outputs=[ops.dtype(scale)], lengths=[n], out=out)[0]

@@ -8,9 +8,14 @@ sums. It is exact, and no sum on the way overflows, if every lane holds the magn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.spec import Array, Field
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 _WORD = 32
 # The largest magnitude of a sum.
@@ -32,8 +37,14 @@ def words(n: int, lanes: int) -> int:
     return -(-n // lanes)
 
 
-def pack(ops: ArrayOps, x: Array, n: int, lanes: int) -> Array:
-    """Return n integers as words (int32)."""
+def _dtype(lanes: int) -> str:
+    """Return the narrowest dtype that holds the integers of a word."""
+    return "int8" if lanes >= 4 else "int16" if lanes > 1 else "int32"
+
+
+@composite(one_graph=True)
+def pack_lanes(ops: ArrayOps, x: Array, n: int, lanes: int) -> Array:
+    """Return n integers as words (int32): lane l of word i holds element l * words + i, or zero beyond the end."""
     bits, count = _WORD // lanes, words(n, lanes)
     x = ops.cast(x, "int32")
     if n < lanes * count:
@@ -44,13 +55,23 @@ def pack(ops: ArrayOps, x: Array, n: int, lanes: int) -> Array:
     return word
 
 
-def unpack(ops: ArrayOps, word: Array, n: int, lanes: int) -> Array:
-    """Return the n integers in a sum of words (int32)."""
-    bits, found = _WORD // lanes, []
+@pack_lanes.kernel(pack_lanes="x int8/int16/int32; lanes -> int32[words]")
+def _(ops: Native, x: Array, n: int, lanes: int) -> Array | None:
+    return ops.run("pack_lanes", [x], [lanes], outputs=["int32"], lengths=[words(n, lanes)])[0]
+
+
+@composite(one_graph=True)
+def unpack_lanes(ops: ArrayOps, word: Array, n: int, lanes: int) -> Array:
+    """Return the n integers in a sum of words (int8 from four lanes on, int16 from two on, else int32)."""
+    bits = _WORD // lanes
     half = 2 ** (bits - 1)
-    for _ in range(lanes - 1):
-        # With half a lane added, the lowest integer is not negative and borrows nothing from the next.
-        low = ops.bit_and(word + half, 2**bits - 1) - half
-        found.append(low)
-        word = ops.shift_right(word - low, bits)
-    return ops.concat([*found, word])[:n] if found else word
+    # With half a lane added to each but the last, none of them is negative, so none borrows from the next.
+    word = word + sum(half << lane * bits for lane in range(lanes - 1))
+    found = [ops.bit_and(ops.shift_right(word, lane * bits), 2**bits - 1) - half for lane in range(lanes - 1)]
+    last = ops.shift_right(word, (lanes - 1) * bits)
+    return ops.cast(ops.concat([*found, last])[:n], _dtype(lanes))
+
+
+@unpack_lanes.kernel(unpack_lanes="word int32; lanes, n -> int8/int16/int32[n]")
+def _(ops: Native, word: Array, n: int, lanes: int) -> Array | None:
+    return ops.run("unpack_lanes", [word], [lanes, n], outputs=[_dtype(lanes)], lengths=[n])[0]

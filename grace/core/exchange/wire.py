@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from grace.core.exchange import indices
 from grace.core.exchange.checksum import CHECKSUM_BYTES, checksum
-from grace.core.exchange.lanes import pack, unpack, words
+from grace.core.exchange.lanes import pack_lanes, unpack_lanes, words
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
@@ -386,7 +386,7 @@ class SumLayout:
                 length = lengths[i, f.length] if isinstance(f.length, str) else f.length
                 there = words(length, f.lanes) if f.lanes else length
                 piece = buffers[dtype][offset : offset + there]
-                payloads[i][0][f.name] = unpack(ops, piece, length, f.lanes) if f.lanes else piece
+                payloads[i][0][f.name] = unpack_lanes(ops, piece, length, f.lanes) if f.lanes else piece
                 offset = offset + there
             if dtype == "float32":
                 for i, guard in enumerate(self.guarded):
@@ -402,7 +402,7 @@ class SumLayout:
 
 
 def _packed(ops: ArrayOps, field: Field, x: Array) -> Array:
-    return pack(ops, x, int(field.length), field.lanes) if field.lanes else x
+    return pack_lanes(ops, x, int(field.length), field.lanes) if field.lanes else x
 
 
 class Layout(Protocol):

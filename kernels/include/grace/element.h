@@ -120,6 +120,24 @@ template <class T> GRACE_HD T limited(T x, T limit) {
     return x > limit ? limit : x;
 }
 
+// --- integers in lanes of a word -------------------------------------------------------------------------------------
+
+// The word of integers in lanes, see grace/core/exchange/lanes.py. In a sum of words, half a lane is added to each lane
+// but the last, so that none is negative.
+GRACE_HD uint32_t halves_of(int lanes) {
+    const int bits = 32 / lanes;
+    uint32_t word = 0;
+    for (int lane = 0; lane < lanes - 1; ++lane) word |= 1u << (lane * bits + bits - 1);
+    return word;
+}
+
+// An integer of a word to which these halves were added.
+GRACE_HD int32_t lane_of(uint32_t word, int lane, int lanes) {
+    const int bits = 32 / lanes;
+    if (lane == lanes - 1) return int32_t(word) >> (lane * bits);
+    return int32_t((word >> (lane * bits)) & ((1u << bits) - 1u)) - (int32_t(1) << (bits - 1));
+}
+
 // --- lists of levels -------------------------------------------------------------------------------------------------
 
 // The most bits of a code, for 16 levels.

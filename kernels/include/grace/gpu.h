@@ -128,6 +128,16 @@ template <class T>
 void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t width, int bits, const T* onto, T* out,
                 int64_t n);
 
+// Code: int8_t, int16_t or int32_t. Rounds to the nearest level if `noise` is null.
+template <class T, class Code>
+void to_integers(const Stream& on, const T* x, const T* scale, T most, const RandomKey* noise, Code* out, int64_t n);
+template <class T, class Code>
+void from_integers(const Stream& on, const Code* codes, const T* scale, T most, T* out, int64_t n);
+template <class Code>
+void pack_lanes(const Stream& on, const Code* x, int64_t n, int lanes, int32_t* words, int64_t count);
+template <class Code>
+void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lanes, Code* out, int64_t n);
+
 // Waits for the stream.
 template <class T>
 void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room);

@@ -51,6 +51,10 @@ namespace grace {
     X(dequantize_sum, "[onto_ T], codes uint8..., scales T...; ranks, width, levels, bits, n, has_onto -> T[n]")                      \
     X(round_packed, "x T, scales T, levels T; width, stochastic, key -> uint8[packed]")                                              \
     X(levels_sum, "[onto_ T], codes uint8..., scales T..., levels T...; ranks, width, n, has_onto -> T[n]")                          \
+    X(to_integers, "x T, scale T; most, bits, stochastic, key -> int8/int16/int32[x]")                                                \
+    X(from_integers, "codes int8/int16/int32, scale T; most -> T[codes]")                                                             \
+    X(pack_lanes, "x int8/int16/int32; lanes -> int32[words]")                                                                        \
+    X(unpack_lanes, "word int32; lanes, n -> int8/int16/int32[n]")                                                                    \
     X(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")                                       \
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \

@@ -124,6 +124,16 @@ template <class T> struct Loops {
     void (*dequantize_sum)(const Coded<T>* ranks, int count, int64_t width, int levels, int bits, int64_t n,
                            const T* onto, T* out, int64_t begin, int64_t end, bool around);
 
+    // The levels from -most to most of elements begin .. end - 1 by one scale, as integers of 8, 16 or 32 bits. Without
+    // noise, an element is rounded to the nearest level.
+    void (*to_integers8)(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, int8_t* out);
+    void (*to_integers16)(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, int16_t* out);
+    void (*to_integers32)(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, int32_t* out);
+    // out = code * unit.
+    void (*from_integers8)(const int8_t* codes, T unit, T* out, int64_t n, bool around);
+    void (*from_integers16)(const int16_t* codes, T unit, T* out, int64_t n, bool around);
+    void (*from_integers32)(const int32_t* codes, T unit, T* out, int64_t n, bool around);
+
     // The codes of elements begin .. end - 1, rounded to 2^bits levels times the scales of their buckets; without noise,
     // to the nearest one.
     void (*level_codes)(const T* x, const T* scales, int64_t width, const T* levels, int bits, const RandomKey* noise,
@@ -204,6 +214,14 @@ struct IntegerLoops {
     // `bits` (1 to 8) of each code; n is a multiple of 8 except for the last piece.
     void (*pack)(const uint8_t* codes, int bits, int64_t n, uint8_t* out);
     void (*unpack)(const uint8_t* data, int bits, int64_t n, uint8_t* codes);
+    // Words begin .. end - 1 of n integers in lanes.
+    void (*pack_lanes8)(const int8_t* x, int64_t n, int lanes, int64_t begin, int64_t end, int32_t* words);
+    void (*pack_lanes16)(const int16_t* x, int64_t n, int lanes, int64_t begin, int64_t end, int32_t* words);
+    void (*pack_lanes32)(const int32_t* x, int64_t n, int lanes, int64_t begin, int64_t end, int32_t* words);
+    // The integers in words begin .. end - 1. `out` holds all n.
+    void (*unpack_lanes8)(const int32_t* words, int64_t n, int lanes, int64_t begin, int64_t end, int8_t* out);
+    void (*unpack_lanes16)(const int32_t* words, int64_t n, int lanes, int64_t begin, int64_t end, int16_t* out);
+    void (*unpack_lanes32)(const int32_t* words, int64_t n, int lanes, int64_t begin, int64_t end, int32_t* out);
     // counts[t] += number of tags equal to t > 0, of n packed tags of two bits.
     void (*count_tags)(const uint8_t* tags, int64_t n, int64_t* counts);
 };

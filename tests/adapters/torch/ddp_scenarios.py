@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -441,9 +442,14 @@ def refused_by_ddp() -> dict[str, Any]:
         model = make_net()
         exchange = grace.torch.register(parallel(model), TOPK)
         refused = outcome(lambda: wrap(model, TOPK))
+        gone = weakref.ref(exchange)
         del exchange
-        gc.collect()
-        # The registered model is gone.
+        # The thread of the transport may hold it for a moment.
+        for _ in range(1000):
+            gc.collect()
+            if gone() is None:
+                break
+            time.sleep(0.001)
         wrap(model, TOPK)
         return refused
 
