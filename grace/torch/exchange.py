@@ -13,8 +13,9 @@ from grace.core.exchange.engine import Engine
 from grace.core.exchange.merge import in_rank_order
 from grace.core.exchange.start import announce, described
 from grace.core.exchange.state import check_mapping
+from grace.core.exchange.transport import Handle
 from grace.core.guards.agreement import agree
-from grace.core.guards.replicas import WEIGHTS, check_digests, digest, is_due
+from grace.core.guards.replicas import ADVICE, STATES, SUMMARY_BYTES, WEIGHTS, check_digests, digest, is_due, summary
 from grace.core.ops import get_ops
 from grace.core.values.config import Config
 from grace.core.values.errors import StateError, StepError
@@ -54,11 +55,14 @@ class Exchange(core.Exchange[Engine]):
             world=[library.world],
         )
         self._library, self._parameters = library, parameters
-        self._met = False
+        # The step before which the ranks must compare their weights; None if they have done so.
+        self._first: str | None = "the first step"
         # In elastic mode, True if a state of `grace.torch.horovod.TorchState` keeps it.
         self.synchronized = False
         # The last step before which the replicas were compared.
         self._compared = -1
+        # Comparisons under way, for what they are, and what to do if the ranks differ.
+        self._comparing: list[tuple[Handle, str, Callable[[], None]]] = []
         self._merged: dict[str, torch.Tensor] = {}
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
@@ -75,7 +79,7 @@ class Exchange(core.Exchange[Engine]):
         others. Raises MismatchError on every rank if some ranks have applied a step that others have not. Then a
         checkpoint can be loaded.
         """
-        self._merged, self._gradients = {}, {}
+        self._forget()
         self.way_back.discard()
 
     @property
@@ -89,15 +93,21 @@ class Exchange(core.Exchange[Engine]):
 
     def abandon(self) -> None:
         """Drop the step under way on this rank, whatever the others do, because Horovod will start anew."""
-        self._merged, self._gradients = {}, {}
+        self._forget()
         self.way_back.give_up()
+
+    def _forget(self) -> None:
+        """Forget the gradients and comparisons of the step under way."""
+        self._merged, self._gradients, self._comparing = {}, {}, []
+        # Some ranks may have compared and others not.
+        self._first, self._compared = "the first step after discard()", -1
 
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that the library has now; return the numbers of ranks before and now."""
         before = self.size
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
         self.engine.move(self._plans_for(self.ranks), before)
-        self._met, self._compared = False, -1
+        self._first, self._compared = "the first step", -1
         announce(self.plan, self.transport)
         return before, self.size
 
@@ -137,37 +147,60 @@ class Exchange(core.Exchange[Engine]):
         return {**next(each for each in every if each["grace"] is first), "grace": parts}
 
     def meet(self) -> None:
-        """Compare the ranks before the first gradient of a step, if it is the first step or the replicas are due.
+        """Compare the ranks at once; see `start_comparing`. Raises MismatchError on every rank."""
+        self.start_comparing()
+        self.finish_comparing()
 
-        Raises MismatchError on every rank.
+    def start_comparing(self) -> None:
+        """Start to compare the ranks before the first gradient of a step: in the first step, or if it is due.
+
+        This does not wait for other ranks, which may call `discard` meanwhile. Raises StepError in elastic mode without
+        a state.
         """
         if self._library.elastic and not self.synchronized:
             raise StepError(
                 "elastic Horovod keeps no residuals in its own TorchState; pass the optimizer to "
                 "grace.torch.horovod.TorchState in its place."
             )
-        if not self._met:
-            self._met = True
-            self._meet_first()
-        if is_due(self.engine.step, self.config.check_replicas) and self._compared != self.engine.step:
-            self._compared = self.engine.step
-            self.check_replicas()
+        step = int(self.engine.step)
+        if self._first is not None:
+            # Otherwise replicas would part silently, or ranks would start different collectives and wait forever.
+            what, mine = self._first, {name: self._digest(p) for name, p in self._weights().items()}
+            in_detail = functools.partial(self._compare_first, step, mine, what)
+            self._start_gathering({"step": step, **mine}, "first step", what, in_detail)
+            self._first = None
+        if is_due(step, self.config.check_replicas) and self._compared != step:
+            states, what = self._digests(self.engine, self._weights()), "the comparison of replicas"
+            in_detail = functools.partial(self._compare_all, step, states, what)
+            self._start_gathering(states, "replicas", what, in_detail)
+            self._compared = step
 
-    def _meet_first(self) -> None:
-        """Check that all ranks begin with the same weights, in the same stage of a schedule.
+    def finish_comparing(self) -> None:
+        """Wait for what `start_comparing` has started. Raises MismatchError on every rank if the ranks differ."""
+        comparing, self._comparing = self._comparing, []
+        for handle, what, in_detail in comparing:
+            with self.transport.meeting_for(what):
+                rows = handle.wait().view(-1, SUMMARY_BYTES)
+            if not bool((rows == rows[0]).all()):
+                in_detail()
 
-        Otherwise replicas would part silently, or ranks would start different collectives and wait forever.
-        """
-        mine = {name: self._digest(p) for name, p in self._weights().items()}
-        description = {"step of the loaded checkpoint": int(self.engine.step), "of this rank": mine}
-        where = "the first step"
-        everyone = agree(description, None, lambda mine: self._gather([mine], "first step", where), where)
-        check_digests(
-            [other["of this rank"] for other in everyone],
-            WEIGHTS,
-            "before the first step",
-            self._library.advice,
-        )
+    def _start_gathering(
+        self, digests: Mapping[str, int], purpose: str, what: str, in_detail: Callable[[], None]
+    ) -> None:
+        if self.transport.rank >= 0:
+            sent = torch.frombuffer(bytearray(summary(digests)), dtype=torch.uint8)
+            handle = self.transport.allgather(sent, name=f"{self.prefix}/{purpose}", equal=True)
+            self._comparing.append((handle, what, in_detail))
+
+    def _compare_first(self, step: int, digests: Mapping[str, int], what: str) -> None:
+        """Say in what the ranks differ: in the stage of a schedule, or in the weights that they begin with."""
+        description = {"step of the loaded checkpoint": step, "of this rank": digests}
+        everyone = agree(description, None, lambda mine: self._gather([mine], "first step in detail", what), what)
+        check_digests([other["of this rank"] for other in everyone], WEIGHTS, f"before {what}", self._library.advice)
+
+    def _compare_all(self, step: int, digests: Mapping[str, int], what: str) -> None:
+        everyone = self._gather([digests], "replicas in detail", what)
+        check_digests(everyone, STATES, f"before step {step}", ADVICE)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return self._library.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)

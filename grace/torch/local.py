@@ -81,6 +81,7 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
         meeting = True
         with exchange.way_back.attempt(), torch.no_grad():
             exchange.way_back.keep()
+            exchange.finish_comparing()
             for p, name in names.items():
                 # A parameter that was frozen in mid-run keeps its residual and its weight.
                 (engine.release if p.requires_grad else engine.hold)(name)
@@ -107,7 +108,7 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
         nonlocal steps
         exchange.way_back.check()
         if steps % every == 0:
-            exchange.meet()
+            exchange.start_comparing()
             # The weights may have been loaded or broadcast since the last exchange.
             for p in names:
                 met[p].copy_(p.detach())

@@ -25,6 +25,8 @@ class LossScale:
         self._scale: float | None = None
         self._before: Snapshot | None = None
         self._applied = False
+        # The scaler's names for our optimizers of which it has unscaled gradients in this step.
+        self._unscaled: set[int] = set()
 
     def begin(self) -> None:
         """Keep the scale and the states before the step, at its first gradient."""
@@ -50,8 +52,11 @@ class LossScale:
         self._scale = None
 
     def forget(self) -> None:
-        """Forget the step under way."""
+        """Forget the step under way, and make the scaler forget it: else it would not unscale the next gradients."""
         self._scale = self._before = None
+        for optimizer in self._unscaled:
+            self._scaler._per_optimizer_states.pop(optimizer, None)
+        self._unscaled.clear()
 
     def applied(self, optimizer: Any) -> None:
         """Take note of a call of the optimizer's own step. A fused one skips the step itself, inside its kernel."""
@@ -77,12 +82,14 @@ class LossScale:
 
         def unscale_(which: torch.optim.Optimizer) -> None:
             if is_ours(which):
+                self._unscaled.add(id(which))
                 synchronize()
             unscale(which)
 
         def step(which: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not is_ours(which):
                 return scaler_step(which, *args, **kwargs)
+            self._unscaled.add(id(which))
             synchronize()
             self._applied = False
             with exchanged(which):
@@ -90,6 +97,7 @@ class LossScale:
             if not self._applied and self._before is not None:
                 self._engine.undo(self._before)
             self._before = None
+            self._unscaled.clear()
             done()
             return result
 

@@ -301,7 +301,7 @@ def _attach(
             return handle
 
     def hand_over(p: torch.nn.Parameter) -> Any:
-        exchange.meet()
+        exchange.start_comparing()
         name = names[p]
         if not p.requires_grad:
             # Frozen in mid-run. It takes part with zeros, but neither its residual nor its weight may move.
@@ -347,6 +347,7 @@ def _attach(
             refuse_unfrozen()
             refuse_changed_gradients()
             alone = not engine.plan.buckets
+            exchange.finish_comparing()
             plain_synchronize()
             for p, gradient in gradients_of_frozen.items():
                 p.grad = gradient

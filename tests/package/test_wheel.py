@@ -78,6 +78,10 @@ def built(tmp_path_factory) -> Built:
     # -O1, because vector instructions need constants that the compiler has folded.
     environment = {**os.environ, "GRACE_CUDA": "OFF", "CMAKE_BUILD_TYPE": "None", "CXXFLAGS": "-O1"}
     environment.pop("GRACE_BUILD_KERNELS", None)
+    # The compiler cache knows a file by its path relative to the checkout: so the build must be inside.
+    within = ROOT / "build" / "wheels"
+    within.mkdir(parents=True, exist_ok=True)
+    environment["TMPDIR"] = str(within)
     # Without --sdist or --wheel the wheel is built from the unpacked source distribution.
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     done = subprocess.run(

@@ -173,15 +173,15 @@ class Exchange(ABC, Generic[D]):
         self._compare(self._weights())
 
     def _compare(self, weights: Mapping[str, Array]) -> None:
-        mine = [
-            {name: self._digest(x) for name, x in {**weights, **engine.shared_states}.items()}
-            for engine in self.engines
-        ]
         compare(
-            mine,
+            [self._digests(engine, weights) for engine in self.engines],
             lambda values, purpose: self._gather(values, purpose, "the comparison of replicas"),
             f"before step {int(self.engine.step)}",
         )
+
+    def _digests(self, engine: D, weights: Mapping[str, Array]) -> dict[str, int]:
+        """Return digests of weights and of an engine's shared states."""
+        return {name: self._digest(x) for name, x in {**weights, **engine.shared_states}.items()}
 
     @property
     def track_norms(self) -> bool:

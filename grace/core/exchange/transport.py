@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 from grace.core.exchange.collectives import Collective, Reduction
@@ -99,9 +100,15 @@ class MeetingTransport(Transport):
         """
         if self.rank < 0:
             return [value]
+        with self.meeting_for(what):
+            return gather_objects(value, self.size, lambda data: self.gather_bytes(data, name))
+
+    @contextmanager
+    def meeting_for(self, what: str) -> Iterator[None]:
+        """Say in messages about a long wait for what the ranks meet."""
         explain, self.explain = self.explain, lambda name: f"{what} (collective '{name}')"
         try:
-            return gather_objects(value, self.size, lambda data: self.gather_bytes(data, name))
+            yield
         finally:
             self.explain = explain
 

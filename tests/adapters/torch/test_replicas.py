@@ -36,4 +36,4 @@ def test_equal_replicas_train_on_and_send_a_digest(launch):
     assert same(ranks)
     assert len(set(ranks[0]["weights"])) == 1
     # Before the steps 0, 2 and 4. The call by hand comes later.
-    assert ranks[0]["sent"] == [[], [["replicas", 26]] * 3]
+    assert ranks[0]["sent"] == [[], [["replicas", 8]] * 3]

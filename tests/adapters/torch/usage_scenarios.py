@@ -273,7 +273,7 @@ def changed_gradients() -> dict[str, str]:
 
 
 def forgotten_broadcast() -> dict[str, str]:
-    """Train replicas that start with other weights on each rank, and return the error of the first step."""
+    """Train replicas that start with other weights on each rank, and return the error of the first exchange."""
     errors = {}
     for label, config, options in (
         ("topk", {"compressor": "topk", **EVERYTHING}, {}),
@@ -288,7 +288,7 @@ def forgotten_broadcast() -> dict[str, str]:
         if label == "broadcast":
             broadcast(model.state_dict())
         try:
-            train(model, optimizer, 1)
+            train(model, optimizer, options.get("local_steps", 1))
             errors[label] = ""
         except Exception as error:
             errors[label] = f"{type(error).__name__}: {error}"

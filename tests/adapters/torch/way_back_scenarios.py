@@ -65,8 +65,8 @@ def synchronized(model: torch.nn.Module, optimizer: Any) -> None:
     optimizer.synchronize()
 
 
-TOPK = {"compressor": "topk", "compress_ratio": 0.2}
-POWERSGD = {"compressor": "powersgd", "compress_rank": 2}
+TOPK = {"compressor": "topk", "compress_ratio": 0.2, "check_replicas": 2}
+POWERSGD = {"compressor": "powersgd", "compress_rank": 2, "check_replicas": 1}
 ATTEMPTS: dict[str, tuple[dict[str, Any], Attempt]] = {
     # Dense tensors, which Horovod exchanges, are on their way as well.
     "compress, others wait": ({**TOPK, **LAYERS, "timeout": SHORT}, failing(TopK, "compress", (1,), 2)),
@@ -145,6 +145,60 @@ def discarded_with_options() -> dict[str, Any]:
             weights.append(digest(model.parameters()))
         results[label] = {"weights": weights[1], "equal": weights[0] == weights[1]}
     return results
+
+
+def discarded_with_a_scaler() -> dict[str, Any]:
+    """Drop a step of scaled gradients at every point, and compare with a training that never saw it.
+
+    The scale grows after every second step.
+    """
+    results: dict[str, Any] = {}
+    for label in ("backward", "unscaled", "overflow", "error in unscale_", "error in step"):
+        ends, errors = [], ""
+        for interrupted in (False, True):
+            model, scaler = make_net(), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+            config = {**TOPK, **LAYERS}
+            optimizer = wrap(model, config, optimizer=sgd(model, momentum=0.0), grad_scaler=scaler)
+            for number in range(5):
+                if interrupted and number == 3:
+                    optimizer.zero_grad()
+                    errors = outcome(lambda m=model, o=optimizer, s=scaler, at=label: _scaled_attempt(m, o, s, at))
+                    optimizer.grace.discard()
+                optimizer.zero_grad()
+                _scaled_backward(model, scaler, number)
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            ends.append([digest(model.parameters()), scaler.get_scale(), optimizer.grace.engine.step])
+        results[label] = {"weights": ends[1], "equal": ends[0] == ends[1], "error": errors}
+    return results
+
+
+def _scaled_backward(model: torch.nn.Module, scaler: Any, number: int, factor: float = 1.0) -> None:
+    x, y = next(batches(1, my_rank(), seed=number))
+    scaler.scale(factor * F.cross_entropy(model(x), y)).backward()
+
+
+def _scaled_attempt(model: torch.nn.Module, optimizer: Any, scaler: Any, label: str) -> None:
+    """Begin a step, and stop where the label says."""
+    overflows = label == "overflow" and my_rank() == 1
+    _scaled_backward(model, scaler, 9, float("inf") if overflows else 1.0)
+    if label == "backward":
+        return
+    calls = 0
+
+    def fail(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ZeroDivisionError("for this test")
+        return merge(*arguments)
+
+    merge = TopK.merge
+    with mock.patch.object(TopK, "merge", fail if "error" in label else merge):
+        if label == "error in step":
+            scaler.step(optimizer)
+        scaler.unscale_(optimizer)
 
 
 def _embedding() -> torch.nn.Module:
