@@ -505,4 +505,21 @@ void unpack_lanes_kernel(Call& call) {
     });
 }
 
+void best_levels_kernel(Call& call) {
+    call.expect(2, 1, 0);
+    const int64_t n = call.input(0).size, inner = call.input(1).size;
+    const bool exponential = call.integer(0) != 0;
+    if (n < 1) call.fail(Error::Kind::value, "expected at least one size, received none");
+    if (inner < 1 || inner >= kMostInner) {
+        call.fail(Error::Kind::value, "expected 1 to " + std::to_string(kMostInner - 1) + " levels, received " +
+                                          std::to_string(inner));
+    }
+    const double* sizes = call.input<double>(0);
+    const int32_t* starts = call.input<int32_t>(1);
+    double* levels = call.output<double>(inner + 2);
+    GRACE_GPU(call, best_levels, sizes, n, starts, static_cast<int>(inner), exponential, levels);
+    Scratch<double> prefixes(2 * (n + 1));
+    fit_levels(sizes, n, starts, static_cast<int>(inner), exponential, prefixes.data(), levels);
+}
+
 }  // namespace grace

@@ -325,6 +325,13 @@ void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t w
     sum_parts(on, ranks, onto, out, n, ListedValue<T>{divisor(width), bits});
 }
 
+void best_levels(const Stream& on, const double* sizes, int64_t n, const int32_t* starts, int inner, bool exponential,
+                 double* levels) {
+    // A few thousand sizes, and each level depends on others: one thread.
+    double* sums = scratch<double>(on, 2 * (n + 1));
+    each(on, 1, [=] __device__(int64_t) { fit_levels(sizes, n, starts, inner, exponential, sums, levels); });
+}
+
 template <class T, class Code>
 void to_integers(const Stream& on, const T* x, const T* scale, T most, const RandomKey* key, Code* out, int64_t n) {
     const Noise noise = noise_of(key);

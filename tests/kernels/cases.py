@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.compressors import adaptive, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
+from grace.core.compressors import adaptive, alq, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
 from grace.core.compressors import uniform as integers
 from grace.core.exchange import indices, lanes
 from grace.core.methods import estimated, levels, listed, rotation, signs
@@ -485,6 +485,19 @@ def dequantize_sum(ops, g):
                 codes = [g.packed(g.rng.integers(0, 2 * level + 1, g.n), bits) for _ in range(g.ranks)]
                 scales = [g.x(-(-g.n // width)) for _ in range(g.ranks)]
                 yield levels.dequantize_sum(ops, codes, scales, width, level, bits, g.n, g.x() if onto else None)
+
+
+@case
+def best_levels(ops, g):
+    if g.n:
+        share = np.abs(g.numbers()) / np.float64(LARGEST[g.dtype])
+        with np.errstate(invalid="ignore", over="ignore"):
+            spread = np.abs(g.numbers()).astype(np.float64)
+            spread = spread / (spread.max() or 1.0)
+        for drawn in (spread, share, g.rng.random(g.n) ** 8):
+            sizes = np.sort(np.floor(np.nan_to_num(drawn[:4096]).clip(0, 1) * alq._UNIT))
+            for s, exponential in g.some([(2, False), (3, True), (4, False), (7, False), (7, True)]):
+                yield alq.best_levels(ops, g.lay(sizes), s, exponential)
 
 
 # The dtypes of integers, and the largest magnitudes that they are used for.

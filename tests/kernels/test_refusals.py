@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.compressors.alq import best_levels
 from grace.core.compressors.eightbit import table_sum
 from grace.core.compressors.inceptionn import precision_sum
 from grace.core.compressors.natural import natural_sum
@@ -213,6 +214,21 @@ REFUSED = {
         lambda o, m: quantize_packed(o, m.f(10), m.f(1), 5, 7, 8, KEY),
         PayloadError,
         "expected 2 elements, received 1",
+    ),
+    "fitted levels: no sizes": (
+        lambda o, m: best_levels(o, m.f(0, "float64"), 3, False),
+        ValueError,
+        "at least one size, received none",
+    ),
+    "fitted levels: too many": (
+        lambda o, m: best_levels(o, m.f(10, "float64"), 65, False),
+        ValueError,
+        "expected 1 to 63 levels, received 64",
+    ),
+    "fitted levels: sizes of another dtype": (
+        lambda o, m: best_levels(o, m.f(10), 3, False),
+        TypeError,
+        "expected float64, received float32",
     ),
     "integers: two scales": (
         lambda o, m: to_integers(o, m.f(10), m.f(2), 7, None, "int8"),

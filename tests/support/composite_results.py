@@ -363,6 +363,31 @@ def drawn_words(n: int, lanes: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @case
+def best_levels(n, dtype):
+    unit, x = 1 << 19, abs(numbers(n, "float64"))
+    sizes = np.sort(np.floor(x / max(x.max(initial=0), 1) * unit))
+    for s in (2, 3, 7) if n else ():
+        levels = [0.0]
+        for j in range(1, s):
+            levels.append((int(sizes[int((1 - (1 - j / s) ** 5) * n)]) + (unit >> s - j)) // 2)
+        levels.append(unit)
+        for _ in range(6):
+            for j in (*range(1, s, 2), *range(2, s, 2)):
+                low, high = levels[j - 1], levels[j + 1]
+                inside = sizes[(sizes > low) & (sizes <= high)]
+                if len(inside):
+                    above = int((inside - low).sum() // (high - low))
+                    levels[j] = inside[max(len(inside) - above - 1, 0)]
+        yield Call("best_levels", (sizes, s, False), {}, (np.array(levels, float),))
+        trials = []
+        for multiplier in np.arange(8, 61) / 64:
+            table = np.floor([0.0, *(unit * multiplier ** (s - j) for j in range(1, s + 1))])
+            gap = np.searchsorted(table[1:-1], sizes)
+            trials.append((((table[gap + 1] - sizes) * (sizes - table[gap])).sum(), table))
+        yield Call("best_levels", (sizes, s, True), {}, (min(trials, key=lambda trial: trial[0])[1],))
+
+
+@case
 def round_packed(n, dtype):
     x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)
     for width, key in ((4, KEY), (100, None), (max(1, n), KEY)):

@@ -161,6 +161,102 @@ template <class T> GRACE_HD uint32_t index_of_level(T x, const T* levels, int co
     return index;
 }
 
+// --- levels fitted to a distribution, see grace/core/compressors/alq.py -----------------------------------------------
+// Sizes are integers from 0 to kUnit, ascending, with the sums of the first 0, 1, 2, ... of them; all sums are exact.
+
+constexpr double kUnit = 1 << 19;
+constexpr int kSweeps = 6;
+// The multipliers of exponential levels, in 64ths.
+constexpr int kLeastMultiplier = 8, kMultipliers = 53;
+
+// The number of ascending sizes that are at most x.
+GRACE_HD int64_t count_upto(const double* sizes, int64_t n, double x) {
+    int64_t low = 0, high = n;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (sizes[middle] <= x) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+// The best level between two others; the level itself if there are no sizes.
+GRACE_HD double best_between(const double* sizes, const double* sums, int64_t n, double level, double low,
+                             double high) {
+    const int64_t below = count_upto(sizes, n, low), upto = count_upto(sizes, n, high);
+    if (upto <= below) return level;
+    const double total = sums[upto] - sums[below] - low * double(upto - below);
+    const int64_t rank = upto - int64_t(total / (high - low)) - 1;
+    return sizes[rank < below ? below : rank < upto ? rank : upto - 1];
+}
+
+// Writes 0, s - 1 levels and kUnit. The search starts from the sizes with the indices `starts`.
+GRACE_HD void free_levels(const double* sizes, const double* sums, int64_t n, const int32_t* starts, int s,
+                          double* levels) {
+    levels[0] = 0;
+    levels[s] = kUnit;
+    for (int j = 1; j < s; ++j) {
+        const int64_t at = starts[j - 1] < 0 ? 0 : starts[j - 1] < n ? starts[j - 1] : n - 1;
+        levels[j] = double(int64_t((sizes[at] + double(int64_t(kUnit) >> (s - j))) * 0.5));
+    }
+    for (int sweep = 0; sweep < kSweeps; ++sweep) {
+        for (int first = 1; first <= 2; ++first) {
+            for (int j = first; j < s; j += 2) {
+                levels[j] = best_between(sizes, sums, n, levels[j], levels[j - 1], levels[j + 1]);
+            }
+        }
+    }
+}
+
+// The same with levels whose ratios are equal; `squares` are the sums of the first 0, 1, 2, ... squares.
+GRACE_HD void exponential_levels(const double* sizes, const double* sums, const double* squares, int64_t n, int s,
+                                 double* levels) {
+    double least = 0, best = 0;
+    for (int trial = 0; trial <= kMultipliers; ++trial) {
+        // After all trials, write the best.
+        const bool last = trial == kMultipliers;
+        const double multiplier = last ? best : double(trial + kLeastMultiplier) / 64;
+        double power = kUnit, high = kUnit, variance = 0;
+        int64_t upto = count_upto(sizes, n, high);
+        for (int j = s; j > 0; --j) {
+            power *= multiplier;
+            const double low = j > 1 ? double(int64_t(power)) : 0;
+            const int64_t below = count_upto(sizes, n, low);
+            variance += (low + high) * (sums[upto] - sums[below]) - (squares[upto] - squares[below]) -
+                        low * high * double(upto - below);
+            if (last) levels[j] = high;
+            high = low;
+            upto = below;
+        }
+        if (trial == 0 || variance < least) {
+            least = variance;
+            best = multiplier;
+        }
+    }
+    levels[0] = 0;
+}
+
+constexpr int kMostInner = 64;
+
+// Either, with room for 2 (n + 1) sums.
+GRACE_HD void fit_levels(const double* sizes, int64_t n, const int32_t* starts, int inner, bool exponential,
+                         double* sums, double* levels) {
+    double* squares = sums + n + 1;
+    sums[0] = squares[0] = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        sums[i + 1] = sums[i] + sizes[i];
+        squares[i + 1] = squares[i] + sizes[i] * sizes[i];
+    }
+    if (exponential) {
+        exponential_levels(sizes, sums, squares, n, inner + 1, levels);
+    } else {
+        free_levels(sizes, sums, n, starts, inner + 1, levels);
+    }
+}
+
 // --- half precision --------------------------------------------------------------------------------------------------
 
 // Rounds to bfloat16: nearest, ties to even. NaN stays NaN.

@@ -128,6 +128,9 @@ template <class T>
 void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t width, int bits, const T* onto, T* out,
                 int64_t n);
 
+// 0, `inner` levels and the unit, for n ascending sizes; see free_levels and exponential_levels.
+void best_levels(const Stream& on, const double* sizes, int64_t n, const int32_t* starts, int inner, bool exponential,
+                 double* levels);
 // Code: int8_t, int16_t or int32_t. Rounds to the nearest level if `noise` is null.
 template <class T, class Code>
 void to_integers(const Stream& on, const T* x, const T* scale, T most, const RandomKey* noise, Code* out, int64_t n);
