@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from grace.bench.codec import Arrived, Done, LocalStep
 from grace.bench.frameworks import Framework
+from grace.core.exchange.lanes import dtype_of
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.spec import Array, Field, State
 from grace.core.values.unit import Unit
@@ -38,6 +39,7 @@ class TracedStep(LocalStep):
 
     def __init__(self, unit: Unit, ops: ArrayOps, ranks: int) -> None:
         super().__init__(unit, ops, ranks)
+        unit = self.unit
         self._variables = {
             kind: {key: tf.Variable(value, trainable=False) for key, value in state.items()}
             for kind, state in super().states(0).items()
@@ -80,4 +82,4 @@ class TracedStep(LocalStep):
 
 def _form(field: Field) -> tf.TensorSpec:
     length = None if isinstance(field.length, str) else field.length
-    return tf.TensorSpec([length], tf.dtypes.as_dtype("int32" if field.lanes else field.dtype))
+    return tf.TensorSpec([length], tf.dtypes.as_dtype(dtype_of(field.lanes) if field.lanes else field.dtype))

@@ -90,7 +90,9 @@ def test_the_timed_step_is_that_of_the_engine(name):
         assert step.wire_bytes(done) == sent
 
 
-@pytest.mark.parametrize("name", ["gradiveq", "hardthreshold", "none", "powersgd", "randomk", "signum", "topk"])
+@pytest.mark.parametrize(
+    "name", ["gradiveq", "hardthreshold", "none", "powersgd", "randomk", "signum", "topk", "uniform"]
+)
 def test_the_graph_of_tensorflow_does_the_same(name):
     tf = pytest.importorskip("tensorflow")
     from grace.bench.traced import TracedStep

@@ -37,8 +37,8 @@ def words(n: int, lanes: int) -> int:
     return -(-n // lanes)
 
 
-def _dtype(lanes: int) -> str:
-    """Return the narrowest dtype that holds the integers of a word."""
+def dtype_of(lanes: int) -> str:
+    """Return the dtype of the integers taken out of words: the narrowest that holds them."""
     return "int8" if lanes >= 4 else "int16" if lanes > 1 else "int32"
 
 
@@ -69,9 +69,9 @@ def unpack_lanes(ops: ArrayOps, word: Array, n: int, lanes: int) -> Array:
     word = word + sum(half << lane * bits for lane in range(lanes - 1))
     found = [ops.bit_and(ops.shift_right(word, lane * bits), 2**bits - 1) - half for lane in range(lanes - 1)]
     last = ops.shift_right(word, (lanes - 1) * bits)
-    return ops.cast(ops.concat([*found, last])[:n], _dtype(lanes))
+    return ops.cast(ops.concat([*found, last])[:n], dtype_of(lanes))
 
 
 @unpack_lanes.kernel(unpack_lanes="word int32; lanes, n -> int8/int16/int32[n]")
 def _(ops: Native, word: Array, n: int, lanes: int) -> Array | None:
-    return ops.run("unpack_lanes", [word], [lanes, n], outputs=[_dtype(lanes)], lengths=[n])[0]
+    return ops.run("unpack_lanes", [word], [lanes, n], outputs=[dtype_of(lanes)], lengths=[n])[0]
