@@ -2884,7 +2884,7 @@ PATCHES = [
         "for (int first = 1; first <= 2; ++first) {\n            for (int j = first; j < s",
         "for (int first = 2; first <= 2; ++first) {\n            for (int j = first; j < s",
         "the kernel of alq leaves half of the levels where they started",
-        ("tests/papers/test_alq.py -k improved",),
+        ("tests/kernels/test_equal_bytes.py -k best_levels",),
     ),
     Patch(
         "alq-sample-of-the-first-elements",
