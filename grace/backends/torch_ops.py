@@ -51,17 +51,20 @@ class TorchOps(ArrayOps):
             raise TypeError(unknown("a PyTorch tensor", DTYPES, x)) from None
 
     def to_bytes(self, x: Array) -> Array:
+        if x.dim() == 1 and x.is_contiguous() and x.stride(0) == 1:
+            return x.view(torch.uint8)
         # An expanded scalar or an empty array counts as contiguous with a stride of 0, which `view` refuses.
         return x.reshape(-1).contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
     def from_bytes(self, data: Array, dtype: str) -> Array:
-        return data.view(DTYPES[dtype])
+        return data if dtype == "uint8" else data.view(DTYPES[dtype])
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
-        return x.reshape(shape)
+        # A view takes longer than the question whether it is needed.
+        return x if x.shape == shape else x.reshape(shape)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
-        return torch.cat([a.reshape(-1) for a in arrays])
+        return torch.cat([a if a.dim() == 1 else a.reshape(-1) for a in arrays])
 
     def lay_out(self, arrays: Sequence[Array]) -> Array:
         first = arrays[0]

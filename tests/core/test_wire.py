@@ -169,7 +169,7 @@ def test_sums_travel_in_one_buffer_per_dtype(framework):
         for f in tensor_fields:
             if f.wire:
                 assert np.array_equal(host(ops, received[i][0][f.name]), 2 * host(ops, sent[i][f.name]))
-    assert [[float(flag) for flag in mine] for mine in flags] == [[2.0], [0.0], []]
+    assert [[bool(flag) for flag in mine] for mine in flags] == [[True], [False], []]
 
 
 def test_payload_bytes_count_what_travels():

@@ -194,7 +194,7 @@ class Hierarchical(Communicator):
             assert step.onward is not None
             step.onward.begin(step.merged(theirs), step.lr)
             for flag in bad:
-                step.onward.bad = ops.bit_or(step.onward.bad, flag > 0)
+                step.onward.bad = ops.bit_or(step.onward.bad, flag)
             inner.append(step.onward)
         nodes = BucketStep(inner, ops, rank=node, size=len(peers), stamp=at.stamp, mean=True)
         received = yield from among(
@@ -211,7 +211,7 @@ class Hierarchical(Communicator):
             back.append(step.bringing)
             back[-1].begin(done.x if done.factor == 1 else ops.scale_(done.x, done.factor))
             for flag in bad:
-                back[-1].bad = ops.bit_or(back[-1].bad, flag > 0)
+                back[-1].bad = ops.bit_or(back[-1].bad, flag)
         buffer = layout.first[local].encode(ops, [b.payload for b in back], [b.bad for b in back], at.stamp)
         data = yield from among(here, _alone(collectives.allgather(buffer)), ops, at.rank, at.size)
         rows = decode_rows(ops, data, layout.first, at.stamp)

@@ -294,7 +294,7 @@ def _among(ops: ArrayOps, indices: Array, others: Array) -> Array:
 
 def _any(ops: ArrayOps, flags: Sequence[Array], bad: Array = False) -> Array:
     for flag in flags:
-        bad = ops.bit_or(bad, flag > 0)
+        bad = ops.bit_or(bad, flag)
     return bad
 
 

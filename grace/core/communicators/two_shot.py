@@ -138,7 +138,7 @@ class TwoShot(Communicator):
             assert step is not None
             step.begin(at.steps[i].merged(theirs))
             for flag in bad:
-                step.bad = ops.bit_or(step.bad, flag > 0)
+                step.bad = ops.bit_or(step.bad, flag)
             onward.append(step)
         buffer = layout.second[at.rank].encode(
             ops, [step.payload for step in onward], [step.bad for step in onward], at.stamp

@@ -149,7 +149,7 @@ class UnitStep:
 
         Return None if that must wait for the end of the step.
         """
-        if self.unit.memory.finishes or any(flag > 0 for flag in flags):
+        if self.unit.memory.finishes or any(flags):
             return None
         self.states = {**self.states, "memory": self.memory}
         return dict(self.states)
@@ -163,8 +163,8 @@ class UnitStep:
     def conclude(self, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None = None) -> Concluded:
         """Merge the payloads of all ranks, or their sum, and return the gradient for the optimizer and the new states.
 
-        `flags` are those of all ranks, or their sum. The result's array is `out` if it could be written to, else in its
-        own memory.
+        `flags` are the conditions of all ranks, or one for all of them. The result's array is `out` if it could be
+        written to, else in its own memory.
         """
         if self.bringing is not None:
             return self._conclude_mean(self.bringing, payloads, flags, out)
@@ -255,9 +255,9 @@ class UnitStep:
         return _states(places, chosen)
 
     def _any(self, flags: Sequence[Array]) -> Array:
-        bad = flags[0] > 0
+        bad = flags[0]
         for flag in flags[1:]:
-            bad = self.site.ops.bit_or(bad, flag > 0)
+            bad = self.site.ops.bit_or(bad, flag)
         return bad
 
     def _unless(self, bad: Array, gradient: Array, states: States) -> tuple[Array, dict[str, State]]:

@@ -90,8 +90,8 @@ class _Slot(NamedTuple):
 class Received(NamedTuple):
     """Received contents of a bucket.
 
-    Each unit has its payloads to merge (one per rank, or one sum) and the flags of guarded ones. The conditions
-    `in_step` all hold if every rank is at the same step.
+    Each unit has its payloads to merge (one per rank, or one sum) and the flags of guarded ones, which are 0-d
+    conditions. The conditions `in_step` all hold if every rank is at the same step.
     """
 
     payloads: list[list[Payload]]
@@ -186,7 +186,9 @@ class GatherLayout:
 
         def pad(offset: int) -> None:
             nonlocal position
-            pieces.append(ops.zeros(offset - position, "uint8"))
+            gap = offset - position
+            if not (isinstance(gap, int) and gap == 0):
+                pieces.append(ops.zeros(gap, "uint8"))
             position = offset
 
         def put(piece: Array, length: Any = None) -> None:
@@ -288,11 +290,12 @@ class GatherLayout:
             value = take(base + (slot.offset or 0), slot.field.dtype, length)
             # Gives the field a static length even if the length of the whole buffer is known only at run time.
             mine[slot.tensor][slot.field.name] = ops.reshape(value, (length,))
-        flag = base + self._flags_offset
-        for i, guard in enumerate(self.guarded):
-            if guard:
-                received.flags[i].append(data[flag])
-                flag += 1
+        flagged = [i for i, guard in enumerate(self.guarded) if guard]
+        if flagged:
+            first = base + self._flags_offset
+            bad = data[first : first + len(flagged)] > 0
+            for j, i in enumerate(flagged):
+                received.flags[i].append(bad[j])
         for slot, offset, length in slots:
             mine[slot.tensor][slot.field.name] = take(offset, slot.field.dtype, length)
         for i, f, offset, length, word, k in coded:
@@ -389,11 +392,12 @@ class SumLayout:
                 payloads[i][0][f.name] = unpack_lanes(ops, piece, length, f.lanes) if f.lanes else piece
                 offset = offset + there
             if dtype == "float32":
-                for i, guard in enumerate(self.guarded):
-                    if guard:
-                        flags[i].append(buffers[dtype][offset])
-                        offset = offset + 1
-                if any(self.guarded):
+                flagged = [i for i, guard in enumerate(self.guarded) if guard]
+                if flagged:
+                    bad = buffers[dtype][offset : offset + len(flagged)] > 0
+                    for j, i in enumerate(flagged):
+                        flags[i].append(bad[j])
+                    offset = offset + len(flagged)
                     # Equal if and only if all ranks sent the same digests (Cauchy-Schwarz).
                     sums = ops.cast(buffers[dtype][offset : offset + 2 * _DIGESTS], "float64")
                     total, squares = sums[:_DIGESTS], sums[_DIGESTS:]

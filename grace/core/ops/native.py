@@ -173,6 +173,10 @@ class Native(ArrayOps):
         changed in place and is the only result. The first result may be written to `out` if dtype and length fit.
         """
 
+    def verdict(self, result: Array) -> Array:
+        """Return the 0-d condition that a kernel has written as one uint8 of 0 or 1."""
+        return result[0] > 0
+
     def floating(self, x: Array) -> str | None:
         """Return the dtype of an array that kernels take (flat, and float32 or float64); None for any other."""
         dtype = self.kind(x)
@@ -211,7 +215,7 @@ class Native(ArrayOps):
         if dtype is None or self.floating(y) != dtype:
             return super().finite_sum(x, a, y, b)
         total, good = self.run("finite_sum", [x, y], (), [a, b], outputs=[dtype, "uint8"], lengths=[self.length(x), 1])
-        return total, good[0] > 0
+        return total, self.verdict(good)
 
     def max_abs(self, x: Array) -> Array:
         dtype = self.floating(x)
@@ -234,7 +238,7 @@ class Native(ArrayOps):
     def finite(self, x: Array) -> Array:
         if self.floating(x) is None:
             return super().finite(x)
-        return self.run("finite", [x], outputs=["uint8"], lengths=[1])[0][0] > 0
+        return self.verdict(self.run("finite", [x], outputs=["uint8"], lengths=[1])[0])
 
     def cast(self, x: Array, dtype: str) -> Array:
         source = self.kind(x)
