@@ -83,7 +83,7 @@ class MPIExchange(Exchange[Engine]):
                     f"{gradient.dtype}; convert it on every rank, or create the exchange with TensorSpec(name, shape, "
                     "dtype)."
                 )
-        if is_due(self.engine.step, self.config.check_replicas):
+        if is_due(self.engine.completed, self.config.check_replicas):
             self.check_replicas()
         before = self.engine.snapshot()
         try:

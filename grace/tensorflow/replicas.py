@@ -45,7 +45,8 @@ class Replicas:
         taken = self._taken.read_value()
         due = tf.equal(taken, 1)
         if self._every:
-            due = tf.logical_or(due, tf.logical_and(taken > 0, tf.equal(step % self._every, 0)))
+            # The step in a checkpoint may differ between ranks, and then only some of them would compare.
+            due = tf.logical_or(due, tf.logical_and(taken > 0, tf.equal(taken % self._every, 0)))
 
         def compare() -> tf.Tensor:
             return _compared({**weights, **states}, len(weights), tf.stack([taken, step]), transport)

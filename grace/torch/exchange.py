@@ -59,7 +59,7 @@ class Exchange(core.Exchange[Engine]):
         self._first: str | None = "the first step"
         # In elastic mode, True if a state of `grace.torch.horovod.TorchState` keeps it.
         self.synchronized = False
-        # The last step before which the replicas were compared.
+        # How many steps were completed when the replicas were last compared.
         self._compared = -1
         # Comparisons under way, for what they are, and what to do if the ranks differ.
         self._comparing: list[tuple[Handle, str, Callable[[], None]]] = []
@@ -169,11 +169,12 @@ class Exchange(core.Exchange[Engine]):
             in_detail = functools.partial(self._compare_first, step, mine, what)
             self._start_gathering({"step": step, **mine}, "first step", what, in_detail)
             self._first = None
-        if is_due(step, self.config.check_replicas) and self._compared != step:
+        completed = self.engine.completed
+        if is_due(completed, self.config.check_replicas) and self._compared != completed:
             states, what = self._digests(self.engine, self._weights()), "the comparison of replicas"
             in_detail = functools.partial(self._compare_all, step, states, what)
             self._start_gathering(states, "replicas", what, in_detail)
-            self._compared = step
+            self._compared = completed
 
     def finish_comparing(self) -> None:
         """Wait for what `start_comparing` has started. Raises MismatchError on every rank if the ranks differ."""

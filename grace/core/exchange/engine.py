@@ -54,6 +54,7 @@ class Snapshot(NamedTuple):
     plan: Plan
     done: Plan
     step: Any
+    completed: int
     units: dict[str, dict[str, State]]
     held: dict[str, dict[str, Held]]
 
@@ -107,6 +108,8 @@ class Engine:
                 item.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
         self._done = plan
+        # The steps of these ranks in these processes: equal on all of them even if only some load a checkpoint.
+        self.completed = 0
         self._outgoing: Outgoing | None = None
         # By tensor and unit, what `hold` has set aside.
         self._held: dict[str, dict[str, Held]] = {}
@@ -203,6 +206,7 @@ class Engine:
         back as an owner goes to its own ones. Drops a step under way.
         """
         self.drop()
+        self.completed = 0
         self._stages = list(plans)
         plan = self._stage_at(int(self.step))
         for item in plan.assignments:
@@ -231,7 +235,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """Return plan, step and states as they are now. The arrays are the live ones, which are never changed."""
         units = {name: self._slots.read(name) for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units, dict(self._held))
+        return Snapshot(self.plan, self._done, self.step, self.completed, units, dict(self._held))
 
     def restore(self, before: Snapshot) -> None:
         """Go back to a snapshot, and drop a step under way."""
@@ -241,16 +245,16 @@ class Engine:
             self._slots.write(name, states)
         self._held = dict(before.held)
         self._slots.go_to(before.step)
-        self._done = before.done
+        self._done, self.completed = before.done, before.completed
 
     def undo(self, before: Snapshot) -> None:
         """Go back to the states before the last step, which no optimizer has applied. The step stays counted."""
-        plan, done, step = self.plan, self._done, self.step
+        plan, done, step, completed = self.plan, self._done, self.step, self.completed
         self.restore(before)
         if plan is not before.plan:
             self._carry_on(plan)
         self._slots.go_to(step)
-        self._done = done
+        self._done, self.completed = done, completed
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -420,6 +424,7 @@ class Engine:
         self._done = self.plan
         self.drop()
         self._slots.go_to(self.step + 1)
+        self.completed += 1
         if len(self._stages) > 1:
             plan = self._stage_at(self.step)
             if plan is not self.plan:

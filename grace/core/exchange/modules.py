@@ -77,6 +77,11 @@ class ModuleEngines:
         return max(int(engine.step) for engine in self._engines.values())
 
     @property
+    def completed(self) -> int:
+        """The largest number of steps that a module's engine has completed; see `Engine`."""
+        return max(engine.completed for engine in self._engines.values())
+
+    @property
     def shared_states(self) -> dict[str, Array]:
         """The states that are equal on all ranks, by a name that says what they are."""
         return {name: x for engine in self._engines.values() for name, x in engine.shared_states.items()}

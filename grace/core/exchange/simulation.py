@@ -214,7 +214,7 @@ class Simulation(Exchange[Engine]):
 
         `lr` is the learning rate with which they will be applied, for memories that correct for it.
         """
-        if is_due(self.engine.step, self.config.check_replicas):
+        if is_due(self.engine.completed, self.config.check_replicas):
             self.check_replicas()
         for engine, mine in zip(self.engines, gradients, strict=True):
             for name, gradient in mine.items():

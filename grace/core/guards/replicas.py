@@ -33,9 +33,13 @@ def summary(digests: Mapping[str, int]) -> bytes:
     return hashlib.blake2b(repr([*digests.items()]).encode(), digest_size=SUMMARY_BYTES).digest()
 
 
-def is_due(step: int, every: int) -> bool:
-    """Return whether the replicas are compared before a step, with the option `check_replicas = every`."""
-    return every > 0 and step % every == 0
+def is_due(completed: int, every: int) -> bool:
+    """Return whether the replicas are compared before a step, with the option `check_replicas = every`.
+
+    `completed` counts the steps of this run. The step in a checkpoint would not do: if only some ranks have loaded it,
+    they would compare at other steps than the rest, and wait for it.
+    """
+    return every > 0 and completed % every == 0
 
 
 def check_digests(digests: Sequence[Mapping[str, int]], what: str, when: str, advice: str) -> None:

@@ -57,14 +57,15 @@ STEPS = 3
 
 
 def _config(row: dict[str, Any]) -> grace.Config:
+    """Return the configuration of a row. The ranks compare their states before the last step."""
     name = row["compressor"]
     if name not in COMPRESSORS:
         parts = grace.make_config(cases.config_of({"method": name, **row})).method
-        return steps.config(parts, **steps.CUTS[row["cut"]])
+        return steps.config(parts, check_replicas=2, **steps.CUTS[row["cut"]])
     parts = registered.default_method(COMPRESSORS[name])
     if row["communicator"] != "default":
         parts = grace.Method(parts.compressor, parts.memory, communicators.make(cases.communicator_of(row)))
-    return steps.config(parts, **steps.CUTS.get(row["cut"], {}))
+    return steps.config(parts, check_replicas=2, **steps.CUTS.get(row["cut"], {}))
 
 
 def _gradients(step: int, rank: int) -> dict[str, np.ndarray]:

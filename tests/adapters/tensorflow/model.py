@@ -76,7 +76,8 @@ def sgd(**options: Any) -> keras.optimizers.Optimizer:
 
 
 def wrap(config: dict[str, Any], optimizer: Any = None, **arguments: Any) -> Any:
-    return grace.tensorflow.DistributedOptimizer(optimizer or sgd(), config, **arguments)
+    """Return a wrapped optimizer, which compares the replicas every second step unless the configuration says else."""
+    return grace.tensorflow.DistributedOptimizer(optimizer or sgd(), {"check_replicas": 2, **config}, **arguments)
 
 
 def compiled(config: dict[str, Any], model: keras.Model | None = None, **arguments: Any) -> keras.Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from grace.tensorflow import BroadcastGlobalVariablesCallback, DistributedGradientTape
-from tests.adapters.tensorflow.model import sgd, wrap
+from tests.adapters.tensorflow.model import digest, sgd, wrap
 from tests.adapters.tensorflow.usage_model import NONE, POWERSGD, TOPK, by_hand, error_of, fit, net, samples
 
 
@@ -56,7 +57,7 @@ def drifting_replicas(labels: list[str]) -> dict[str, str]:
 
     def train(config: dict[str, Any], change: Callable[[Any], Any], **options: Any) -> str:
         model = net()
-        model.compile(wrap({"check_replicas": 2, **config}, **options), "mse")
+        model.compile(wrap(config, **options), "mse")
         fit(model, 4)
         if hvd.rank() == hvd.size() - 1:
             change(model)
@@ -82,6 +83,26 @@ def drifting_replicas(labels: list[str]) -> dict[str, str]:
         "off": lambda: train({**TOPK, "check_replicas": 0, "checksum": True}, move),
     }
     return {label: cases[label]() for label in labels}
+
+
+def loaded_after_an_error() -> dict[str, Any]:
+    """Fail in a step on all ranks, load a checkpoint into the same objects, and go on; compare with a whole run."""
+    model = net()
+    model.compile(wrap({**TOPK, "check_replicas": 3}), "mse")
+    fit(model, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        path = checkpoint.save(f"{folder}/saved")
+        fit(model, 3, start=5)
+        weights = [digest(model.weights)]
+        checkpoint.restore(path).assert_consumed()
+        if hvd.rank() == hvd.size() - 1:
+            model.trainable_variables[1].assign_add([1e-3] * 16)
+        # One step goes well, and the next one finds that the replicas have parted.
+        error = error_of(lambda: fit(model, 3, start=5))
+        checkpoint.restore(path).assert_consumed()
+    fit(model, 3, start=5)
+    return {"error": error, "weights": [*weights, digest(model.weights)], "step": model.optimizer.grace.stats()["step"]}
 
 
 def compared_by_hand() -> list[str]:

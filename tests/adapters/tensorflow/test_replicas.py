@@ -47,6 +47,15 @@ def test_a_replica_that_parts_is_named(launch):
 
 
 @two_ranks
+def test_a_checkpoint_can_be_loaded_after_a_step_has_failed(launch):
+    for rank in scenario("loaded_after_an_error", launch):
+        assert "differ before step 6, in 'net/hidden/" in _plain(rank["error"])
+        whole, again = rank["weights"]
+        assert again == whole
+        assert rank["step"] == 8
+
+
+@two_ranks
 def test_replicas_are_compared_by_hand(launch):
     ranks = scenario("compared_by_hand", launch)
     assert same(ranks)
