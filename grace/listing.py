@@ -40,6 +40,7 @@ FAMILIES = (
             "nuqsgd",
             "alq",
             "blockwise",
+            "vqsgd",
             "terngrad",
             "natural",
             "lpc",

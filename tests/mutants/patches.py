@@ -2879,6 +2879,22 @@ PATCHES = [
         ("tests/papers/test_nuqsgd.py -k powers_of_two",),
     ),
     Patch(
+        "vqsgd-vertices-of-other-buckets",
+        "grace/core/compressors/vqsgd.py",
+        "return (count // self.samples) * self.bucket_size",
+        "return (count // (self.samples + 1)) * self.bucket_size",
+        "vertices belong to other buckets than those that they were drawn for",
+        ("tests/papers/test_vqsgd.py -k mean_is",),
+    ),
+    Patch(
+        "vqsgd-rest-to-the-last-element",
+        "grace/core/compressors/vqsgd.py",
+        "points < ops.reshape(mass, (-1, 1))",
+        "points < ops.reshape(reach, (-1, 1))",
+        "what |x|_1 leaves of R goes to the last element of the bucket",
+        ("tests/papers/test_vqsgd.py -k cancel",),
+    ),
+    Patch(
         "blockwise-mx-scale-of-the-next-power",
         "grace/core/compressors/blockwise.py",
         "_SHIFT = 2",
