@@ -43,6 +43,7 @@ SETTINGS = {
         *({"format": name} for name in ("int8", "int4", "nf4", "fp4")),
         {"format": "mxfp4", "bucket_size": 32},
     ],
+    "mucsc": [*({"bits": bits} for bits in (2, 3, 4)), {"super_cluster": 0.9}],
     "vqsgd": [{}, {"norm": "l2"}, {"bucket_size": 512}],
     "uniform": [{"bits": bits} for bits in (4, 8)],
     "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],

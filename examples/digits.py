@@ -56,6 +56,7 @@ SETTINGS = {
     "nuqsgd": Setting(),
     "alq": Setting(options={"quantum_num": 3}),
     "blockwise": Setting(),
+    "mucsc": Setting(options={"bits": 3}),
     "vqsgd": Setting(),
     "eden": Setting(options={"bits": 2}),
     "rotated": Setting(),

@@ -40,6 +40,7 @@ FAMILIES = (
             "nuqsgd",
             "alq",
             "blockwise",
+            "mucsc",
             "vqsgd",
             "terngrad",
             "natural",

@@ -2895,6 +2895,22 @@ PATCHES = [
         ("tests/papers/test_vqsgd.py -k cancel",),
     ),
     Patch(
+        "centroids-without-sweeps",
+        "grace/core/methods/centroids.py",
+        "_SWEEPS = 20",
+        "_SWEEPS = 0",
+        "centroids stay where they started",
+        ("tests/papers/test_mucsc.py -k mean_of_its_cluster",),
+    ),
+    Patch(
+        "mucsc-rounds-to-the-nearest",
+        "grace/core/compressors/mucsc.py",
+        "levels, max(1, ops.length(x)), key)",
+        "levels, max(1, ops.length(x)), None)",
+        "elements become the nearest centroid, and the result is biased",
+        ("tests/papers/test_mucsc.py -k variance",),
+    ),
+    Patch(
         "blockwise-mx-scale-of-the-next-power",
         "grace/core/compressors/blockwise.py",
         "_SHIFT = 2",

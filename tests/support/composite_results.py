@@ -388,6 +388,34 @@ def best_levels(n, dtype):
 
 
 @case
+def centroids(n, dtype):
+    unit, x = 1 << 19, abs(numbers(n, "float64"))
+    sizes = np.sort(np.floor(x / max(x.max(initial=0), 1) * unit))
+    calls = ((1, 0, False), (5, 2, False), (16, 0, True)) if n > 9 else ((4, 0, True),)
+    # Sizes are float64 for all gradients.
+    for count, power, ends in calls if n in (1, 7, 1000) and dtype == "float64" else ():
+        weights = np.floor((sizes / unit) ** power * 2**20)
+        if ends:
+            shares = np.arange(count) / (count - 1)
+            steps = np.floor(unit * shares)
+        else:
+            shares = (np.arange(count) + 0.5) / count
+            steps = sizes[0] + (sizes[-1] - sizes[0]) * shares
+        found = (sizes[np.minimum(n - 1, np.floor(n * shares)).astype(int)] + steps) // 2
+        for _ in range(20):
+            if ends:
+                found[[0, -1]] = 0, unit
+            part = np.searchsorted((found[:-1] + found[1:]) // 2, sizes)
+            inside = [(weights[part == j].sum(), (weights * sizes)[part == j].sum()) for j in range(count)]
+            found = np.array(
+                [total // weight if weight else c for (weight, total), c in zip(inside, found, strict=True)]
+            )
+        if ends:
+            found[[0, -1]] = 0, unit
+        yield Call("centroids", (sizes, count, power, ends), {}, (found,))
+
+
+@case
 def round_packed(n, dtype):
     x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)
     for width, key in ((4, KEY), (100, None), (max(1, n), KEY)):

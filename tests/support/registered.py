@@ -71,6 +71,8 @@ EXTRA_COMPRESSORS = [
     {"name": "lpc", "width": 12, "delta": 0.001},
     {"name": "mstopk", "compress_ratio": 0.6},
     {"name": "mstopk", "compress_ratio": 0.1, "trials": 5},
+    {"name": "mucsc", "bits": 1},
+    {"name": "mucsc", "bits": 3, "super_cluster": 0.7},
     {"name": "natural", "clipped": True},
     {"name": "nuqsgd", "quantum_num": 1, "bucket_size": 0},
     {"name": "nuqsgd", "quantum_num": 3, "bucket_size": 100, "norm": "l2"},
