@@ -45,6 +45,10 @@ SETTINGS = {
     ],
     "mucsc": [*({"bits": bits} for bits in (2, 3, 4)), {"super_cluster": 0.9}],
     "vqsgd": [{}, {"norm": "l2"}, {"bucket_size": 512}],
+    "uveqfed": [
+        *({"bits": bits} for bits in (2, 3, 4)),
+        *({"bits": bits, "dimension": 2} for bits in (4, 6, 8)),
+    ],
     "uniform": [{"bits": bits} for bits in (4, 8)],
     "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
     "natural": [{}, {"clipped": True}],

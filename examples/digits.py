@@ -58,6 +58,7 @@ SETTINGS = {
     "blockwise": Setting(),
     "mucsc": Setting(options={"bits": 3}),
     "vqsgd": Setting(),
+    "uveqfed": Setting(options={"bits": 3}),
     "eden": Setting(options={"bits": 2}),
     "rotated": Setting(),
     "natural": Setting(),

@@ -42,6 +42,7 @@ FAMILIES = (
             "blockwise",
             "mucsc",
             "vqsgd",
+            "uveqfed",
             "terngrad",
             "natural",
             "lpc",

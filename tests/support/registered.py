@@ -120,6 +120,8 @@ EXTRA_COMPRESSORS = [
     {"name": "uniform", "bits": 12, "stochastic": True},
     {"name": "uniform", "bits": 24},
     {"name": "uniform", "stochastic": True},
+    {"name": "uveqfed", "bits": 2, "bucket_size": 0},
+    {"name": "uveqfed", "bits": 5, "dimension": 2, "bucket_size": 0},
     {"name": "vqsgd", "bucket_size": 8, "samples": 3, "norm": "l2"},
     {"name": "wangni", "compress_ratio": 0.3},
     {"name": "wangni", "variance_budget": 1.0},
