@@ -40,8 +40,8 @@ SETTINGS = {
         *({"quantum_num": levels, "spacing": "exponential"} for levels in (3, 7)),
     ],
     "blockwise": [
-        *({"format": name} for name in ("int8", "int4", "nf4", "fp4")),
-        {"format": "mxfp4", "bucket_size": 32},
+        *({"format": name} for name in ("int8", "int4", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2")),
+        *({"format": name, "bucket_size": 32} for name in ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2")),
     ],
     "mucsc": [*({"bits": bits} for bits in (2, 3, 4)), {"super_cluster": 0.9}],
     "vqsgd": [{}, {"norm": "l2"}, {"bucket_size": 512}],

@@ -121,34 +121,49 @@ void natural_sum_kernel(Call& call) {
 }
 
 void table_encode_kernel(Call& call) {
-    call.expect(3, 0, 0);
+    call.expect(3, 1, 0);
+    const int64_t width = width_at(call, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
-        const T *scale = call.input<T>(1, 1), *table = call.input<T>(2, kMagnitudes);
+        const T *scales = call.input<T>(1, buckets_of(n, width)), *table = call.input<T>(2, kMagnitudes);
         uint8_t* codes = call.output<uint8_t>(n);
-        GRACE_GPU(call, table_encode, x, scale, table, codes, n);
-        const Cells<T> cells(table, *scale, n);
+        if (n == 0) return;
+        GRACE_GPU(call, table_encode, x, scales, width, table, codes, n);
+        // One scale moves the edges. Several divide the elements, because a bucket is too short for edges of its own.
+        const bool single = width >= n;
+        const Cells<T> cells(table, single ? *scales : T(1), n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            loops<T>().table_codes(x + begin, cells.edges(), end - begin, codes + begin);
+            if (single) {
+                loops<T>().table_codes(x + begin, cells.edges(), end - begin, codes + begin);
+            } else {
+                loops<T>().table_codes_of_buckets(x, scales, width, cells.edges(), begin, end, codes);
+            }
         });
     });
 }
 
 void table_sum_kernel(Call& call) {
-    const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
-    call.expect(first + 2 * ranks + 1, 3, 0);
-    const int64_t n = call.length(1);
+    const int ranks = ranks_at(call, 0), first = call.integer(3) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks + 1, 4, 0);
+    const int64_t width = width_at(call, 1), n = call.length(2);
     dispatch(call, call.input(first + 2 * ranks), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const T* table = call.input<T>(first + 2 * ranks, kMagnitudes);
         std::vector<Coded<T>> lists;
         for (int r = 0; r < ranks; ++r) {
-            lists.push_back({call.input<uint8_t>(first + r, n), call.input<T>(first + ranks + r, 1)});
+            lists.push_back({call.input<uint8_t>(first + r, n), call.input<T>(first + ranks + r, buckets_of(n, width))});
         }
         const Target<T> to = target_of<T>(call, first == 1, n);
-        GRACE_GPU(call, table_sum, lists, table, to.onto, to.out, n);
+        if (n == 0) return;
+        GRACE_GPU(call, table_sum, lists, width, table, to.onto, to.out, n);
+        if (width < n) {
+            over_pieces(call, n, [&](int64_t begin, int64_t end) {
+                loops<T>().table_sum_of_buckets(lists.data(), ranks, width, table, to.onto, to.out, begin, end, to.around);
+            });
+            return;
+        }
         Scratch<T> values(2 * kMagnitudes * ranks);
         std::vector<const uint8_t*> codes;
         for (const Coded<T>& one : lists) {

@@ -15,14 +15,6 @@ int bits_at(const Call& call, int i, int most) {
     return static_cast<int>(bits);
 }
 
-int64_t width_at(const Call& call, int i) {
-    const int64_t width = call.integer(i);
-    if (width < 1) {
-        call.fail(Error::Kind::value, "expected a bucket of at least 1 element, received " + std::to_string(width));
-    }
-    return std::min(width, kMost);
-}
-
 // Integer i as the number of columns of a matrix of n elements; throws Error(value) if they make no whole rows.
 int64_t columns_at(const Call& call, int i, int64_t n) {
     const int64_t columns = call.integer(i);
@@ -32,9 +24,6 @@ int64_t columns_at(const Call& call, int i, int64_t n) {
     }
     return columns;
 }
-
-// The required number of scales, -1 for any: an empty array may have a scale for the whole array, or none.
-int64_t buckets_of(int64_t n, int64_t width) { return n == 0 ? -1 : divide_up(n, width); }
 
 // codes(begin, end, low, high) writes the low bytes of a piece's codes and, above 8 bits, the high bytes.
 template <class Codes> void packed(Call& call, uint8_t* out, int64_t n, int bits, Codes codes) {

@@ -154,6 +154,23 @@ template <class T> static void table_codes(const T* x, const Edges<T>* table, in
 }
 
 template <class T>
+static void table_codes_of_buckets(const T* x, const T* scales, int64_t width, const Edges<T>* edges, int64_t begin,
+                                   int64_t end, uint8_t* codes) {
+    alignas(64) T shares[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t length = lesser(kBlock, end - at);
+        for (int64_t i = 0; i < length;) {
+            const int64_t bucket = (at + i) / width, stop = lesser(length, (bucket + 1) * width - at);
+            const T safe = scales[bucket] > 0 ? scales[bucket] : T(1);
+            for (; i < stop; ++i) shares[i] = magnitude(x[at + i]) / safe;
+        }
+        table_codes(shares, edges, length, codes + at);
+        // A share may vanish, so the sign is that of the element.
+        for (int64_t i = 0; i < length; ++i) codes[at + i] = uint8_t(codes[at + i] | uint32_t(x[at + i] < 0) << 7);
+    }
+}
+
+template <class T>
 static void table_sum(const uint8_t* const* codes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
                       int64_t end, bool around) {
     sum_ranks(ranks, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* decoded) {
@@ -170,6 +187,46 @@ static void table_sum(const uint8_t* const* codes, const T* values, int ranks, c
             uint64_t code = from[i];
             GRACE_ONE_BY_ONE(code);
             decoded[i] = mine[code];
+        }
+    });
+}
+
+template <class T>
+static void table_sum_of_buckets(const Coded<T>* ranks, int count, int64_t width, const T* table, const T* onto, T* out,
+                                 int64_t begin, int64_t end, bool around) {
+    T both[256];
+    for (int i = 0; i < 128; ++i) {
+        both[i] = table[i];
+        both[128 + i] = -table[i];
+    }
+#if defined(__AVX512F__)
+    // The table stays in registers.
+    struct None {};
+    const auto lookup = [&] {
+        if constexpr (sizeof(T) == sizeof(float)) {
+            return Lookup(both);
+        } else {
+            return None{};
+        }
+    }();
+#endif
+    sum_ranks(count, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* decoded) {
+        const uint8_t* from = ranks[r].codes + at;
+        int64_t i = 0;
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == sizeof(float)) {
+            for (; i + 16 <= length; i += 16) _mm512_storeu_ps(decoded + i, lookup.of(from + i));
+        }
+#endif
+        for (; i < length; ++i) {
+            uint64_t code = from[i];
+            GRACE_ONE_BY_ONE(code);
+            decoded[i] = both[code];
+        }
+        for (i = 0; i < length;) {
+            const int64_t bucket = (at + i) / width, stop = lesser(length, (bucket + 1) * width - at);
+            const T scale = ranks[r].scales[bucket];
+            for (; i < stop; ++i) decoded[i] = decoded[i] * scale;
         }
     });
 }

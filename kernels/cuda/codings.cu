@@ -35,9 +35,10 @@ template <class T> struct NaturalValue {
 
 template <class T> struct TableValue {
     const T* table;
+    Divisor width;
     __device__ T operator()(const Coded<T>& rank, int64_t i) const {
         const uint32_t code = rank.codes[i];
-        const T size = table[code & 127u] * *rank.scales;
+        const T size = table[code & 127u] * rank.scales[quotient(i, width)];
         return code > 127u ? -size : size;
     }
 };
@@ -106,10 +107,14 @@ void natural_sum(const Stream& on, const std::vector<NaturalCodes>& ranks, bool 
 }
 
 template <class T>
-void table_encode(const Stream& on, const T* x, const T* scale, const T* table, uint8_t* codes, int64_t n) {
+void table_encode(const Stream& on, const T* x, const T* scales, int64_t width, const T* table, uint8_t* codes,
+                  int64_t n) {
+    // One scale moves the edges; several divide the elements.
+    const bool single = width >= n;
+    const Divisor by = divisor(width);
     T* edges = scratch<T>(on, kEdges);
     each(on, kEdges, [=] __device__(int64_t i) {
-        const T safe = *scale > 0 ? *scale : T(1);
+        const T safe = single && *scales > 0 ? *scales : T(1);
         edges[i] = reaching((table[i] + table[i + 1]) * T(0.5), safe);
     });
     each(on, divide_up(n, 8), [=] __device__(int64_t group) {
@@ -119,22 +124,26 @@ void table_encode(const Stream& on, const T* x, const T* scale, const T* table, 
         uint32_t made[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            made[j] = uint32_t(nearest(magnitude(found[j]), edges)) | (found[j] < 0 ? 128u : 0u);
+            // Elements beyond the end have no bucket.
+            const T scale = single || j >= count ? T(1) : scales[quotient(8 * group + j, by)];
+            const T share = single ? magnitude(found[j]) : magnitude(found[j]) / (scale > 0 ? scale : T(1));
+            made[j] = uint32_t(nearest(share, edges)) | (found[j] < 0 ? 128u : 0u);
         }
         store_codes(made, 8, group, count, n, codes);
     });
 }
 
 template <class T>
-void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* table, const T* onto, T* out, int64_t n) {
-    sum_parts(on, ranks, onto, out, n, TableValue<T>{table});
+void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t width, const T* table, const T* onto,
+               T* out, int64_t n) {
+    sum_parts(on, ranks, onto, out, n, TableValue<T>{table, divisor(width)});
 }
 
 #define GRACE_MAKE(T)                                                                                              \
     template void natural_encode<T>(const Stream&, const T*, bool, const RandomKey&, uint8_t*, int32_t*, int64_t); \
     template void natural_sum<T>(const Stream&, const std::vector<NaturalCodes>&, bool, bool, const T*, T*, int64_t); \
-    template void table_encode<T>(const Stream&, const T*, const T*, const T*, uint8_t*, int64_t);                 \
-    template void table_sum<T>(const Stream&, const std::vector<Coded<T>>&, const T*, const T*, T*, int64_t);
+    template void table_encode<T>(const Stream&, const T*, const T*, int64_t, const T*, uint8_t*, int64_t);        \
+    template void table_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, const T*, const T*, T*, int64_t);
 GRACE_MAKE(float)
 GRACE_MAKE(double)
 #undef GRACE_MAKE

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.compressors import adaptive, alq, eightbit, inceptionn, natural, powersgd, sketchedsgd, threelc
+from grace.core.compressors import adaptive, alq, inceptionn, natural, powersgd, sketchedsgd, threelc
 from grace.core.compressors import uniform as integers
 from grace.core.exchange import indices, lanes
-from grace.core.methods import estimated, levels, listed, rotation, signs
+from grace.core.methods import estimated, levels, listed, rotation, signs, tables
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -625,14 +625,21 @@ def table_encode(ops, g):
     x = g.numbers()
     # No number may be larger than its scale, because the quotient must not overflow.
     for scale in [np.abs(x).max(initial=0), 0.0] if np.abs(x).max(initial=0) < 1e3 else [np.abs(x).max()]:
-        yield eightbit.table_encode(ops, g.lay(x), g.scalar(scale), table(g))
+        yield tables.table_encode(ops, g.lay(x), g.scalar(scale), table(g), max(1, g.n))
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        scales = levels.bucket_norms(g.reference, x, width, "max") if g.n else x
+        yield tables.table_encode(ops, g.lay(x), g.lay(scales), table(g), width)
 
 
 @case
 def table_sum(ops, g):
-    for onto in (False, True):
-        scales = [g.x(1) for _ in range(g.ranks)]
-        yield eightbit.table_sum(ops, [g.bytes(g.n) for _ in range(g.ranks)], scales, table(g), g.x() if onto else None)
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        for onto in (False, True):
+            codes = [g.bytes(g.n) for _ in range(g.ranks)]
+            scales = [g.x(-(-g.n // width)) for _ in range(g.ranks)]
+            yield tables.table_sum(ops, codes, scales, table(g), width, g.x() if onto else None)
 
 
 @case

@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.extra import numpy as arrays
 
-from grace.core.compressors.eightbit import table_encode, table_sum
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.natural import natural_encode, natural_sum
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
 from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
 from grace.core.methods.signs import binarize, binarize_means, binary_sum, majority, sign_mean
+from grace.core.methods.tables import table_encode, table_sum
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.values.spec import MAX_MAGNITUDE, Key
@@ -200,9 +200,9 @@ def test_tables(x, data):
     table = np.sort(data.draw(numbers(str(x.dtype), 128, largest=1.0)))
     scale = np.abs(x).max(initial=0).reshape(1)
     hypothesis.assume(not 0 < scale[0] < np.finfo(x.dtype).tiny)
-    codes = agree(lambda ops: table_encode(ops, x, scale, table))[0]
+    codes = agree(lambda ops: table_encode(ops, x, scale, table, max(1, x.size)))[0]
     with np.errstate(all="ignore"):
-        agree(lambda ops: table_sum(ops, [codes, codes], [scale, -scale], table, x.copy()))
+        agree(lambda ops: table_sum(ops, [codes, codes], [scale, -scale], table, max(1, x.size), x.copy()))
 
 
 @settings

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from grace.core.compressors.alq import best_levels
-from grace.core.compressors.eightbit import table_sum
 from grace.core.compressors.inceptionn import precision_sum
 from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
@@ -18,6 +17,7 @@ from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.methods.listed import levels_sum, round_packed
 from grace.core.methods.rotation import rotated_encode, rotated_sum
 from grace.core.methods.signs import binarize_means, binary_sum, majority
+from grace.core.methods.tables import table_sum
 from grace.core.ops import get_ops, native
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Key
@@ -342,12 +342,17 @@ REFUSED = {
         "expected 2 arrays",
     ),
     "table: of 100": (
-        lambda o, m: table_sum(o, [m.b(10)], [m.f(1)], m.f(100)),
+        lambda o, m: table_sum(o, [m.b(10)], [m.f(1)], m.f(100), 10),
         PayloadError,
         "expected 128 elements, received 100",
     ),
+    "table: scales missing": (
+        lambda o, m: table_sum(o, [m.b(10)], [m.f(1)], m.f(128), 5),
+        PayloadError,
+        "expected 2 elements, received 1",
+    ),
     "table: codes of two lengths": (
-        lambda o, m: table_sum(o, [m.b(10), m.b(9)], [m.f(1), m.f(1)], m.f(128)),
+        lambda o, m: table_sum(o, [m.b(10), m.b(9)], [m.f(1), m.f(1)], m.f(128), 10),
         PayloadError,
         "expected 10 elements, received 9",
     ),

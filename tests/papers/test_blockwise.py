@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from statistics import NormalDist
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -111,3 +112,63 @@ def test_zeros_decode_to_zeros(name):
 def test_options_are_checked():
     with pytest.raises(ConfigError, match="blockwise: bucket_size must be at least 0, received -1"):
         make("blockwise", bucket_size=-1)
+
+
+# The dtype of each FP8 format, and the largest relative error from its smallest normal number on.
+FP8 = {"e4m3": (ml_dtypes.float8_e4m3fn, 1 / 17), "e5m2": (ml_dtypes.float8_e5m2, 1 / 9)}
+every_fp8 = pytest.mark.parametrize("name", FP8)
+
+
+def decoded(codes: np.ndarray, name: str) -> np.ndarray:
+    return codes.view(FP8[name][0]).astype(np.float64)
+
+
+@every_fp8
+@pytest.mark.parametrize("prefix", ["fp8", "mxfp8"])
+def test_fp8_codes_are_those_of_the_format_with_a_scale_per_block(prefix, name):
+    """Microscaling, section 5: an element is its FP8 number times the scale of its block."""
+    x = (normal(N) * 2.0 ** (np.arange(N) // 32 % 9)).astype(np.float32)
+    compressor = make("blockwise", format=f"{prefix}_{name}", bucket_size=32)
+    sent = payload(compressor, x)
+    largest = np.abs(x.reshape(-1, 32)).max(axis=1).astype(np.float64)
+    most = float(ml_dtypes.finfo(FP8[name][0]).max)
+    scales = largest / most
+    if prefix == "mxfp8":
+        scales = 2.0 ** (np.floor(np.log2(largest)) - np.floor(np.log2(most)))
+        assert np.array_equal(2.0 ** (sent["norms"].astype(float) - 127), scales)
+    found = send(compressor, x)
+    assert np.abs(found / (decoded(sent["codes"], name) * np.repeat(scales, 32)) - 1).max() < 1e-6
+    numbers = decoded(np.arange(256).astype(np.uint8), name)
+    numbers = numbers[np.isfinite(numbers)]
+    nearest = np.abs(x[:640, None] / np.repeat(scales, 32)[:640, None] - numbers).min(axis=1)
+    assert np.abs(nearest * np.repeat(scales, 32)[:640] - np.abs(found - x)[:640]).max() < 1e-6 * largest.max()
+
+
+@every_fp8
+def test_the_error_of_mxfp8_is_that_of_the_mantissa_except_where_it_is_cut(name):
+    x = np.abs(normal(N)) + np.float32(0.01)
+    size = x / np.repeat(np.abs(x.reshape(-1, 32)).max(axis=1), 32)
+    relative = np.abs(send(make("blockwise", format=f"mxfp8_{name}", bucket_size=32), x) / x - 1)
+    assert relative.max() <= 1 / 8
+    assert 0.98 * FP8[name][1] < relative[size < 0.8].max() <= FP8[name][1]
+
+
+@every_fp8
+def test_mxfp8_saturates_and_never_sends_nan(name):
+    x = np.array([511.9, -300.0, 1e-9, 0.0], np.float32)
+    compressor = make("blockwise", format=f"mxfp8_{name}", bucket_size=32)
+    values = decoded(payload(compressor, x)["codes"], name)
+    assert np.isfinite(values).all()
+    assert values[0] == float(ml_dtypes.finfo(FP8[name][0]).max)
+    assert 1 - send(compressor, x)[0] / 511.9 == pytest.approx(1 / 8, rel=1e-2)
+
+
+def test_fp8_per_block_keeps_small_blocks_that_a_scale_for_the_tensor_loses():
+    x = (normal(N) * 10.0 ** -(np.arange(N) // 64 % 4 * 3)).astype(np.float32)
+    small = np.arange(N) // 64 % 4 == 3
+
+    def lost(compressor) -> float:
+        return float(np.sum((send(compressor, x) - x)[small] ** 2) / np.sum(x[small] ** 2))
+
+    assert lost(make("blockwise", format="fp8_e4m3")) < 0.001
+    assert lost(make("eightbit", format="e4m3")) > 0.99

@@ -521,17 +521,23 @@ def natural(n, dtype):
 @case
 def table(n, dtype):
     entries = (np.arange(128) / 127.0).astype(dtype) ** 2
-    codes, scales, values = [], [], []
-    for x in several(n, dtype):
-        scale = np.array([max(abs(x), default=0)], dtype)
-        share = abs(x) / (scale if scale > 0 else np.ones(1, dtype))
-        edges = [(low + high) * entries.dtype.type(0.5) for low, high in pairwise(entries)]
-        index = sum((share >= edge for edge in edges), np.zeros(n, int))
-        codes.append((index + 128 * (x < 0)).astype(np.uint8))
-        scales.append(scale)
-        values.append(np.where(x < 0, -1, 1).astype(dtype) * (entries[index] * scale))
-        yield Call("table_encode", (x, scale, entries), {}, (codes[-1],))
-    yield from sums("table_sum", values, lambda count: (codes[:count], scales[:count], entries), numbers(n, dtype, 9))
+    edges = [(low + high) * entries.dtype.type(0.5) for low, high in pairwise(entries)]
+    for width in (max(1, n), 7):
+        codes, scales, values = [], [], []
+        for x in several(n, dtype):
+            mine = np.array([abs(p).max(initial=0) for p in buckets(x, width)] or [0], dtype)
+            spread = np.repeat(mine, width)[:n]
+            share = abs(x) / np.where(spread > 0, spread, 1).astype(dtype)
+            index = sum((share >= edge for edge in edges), np.zeros(n, int))
+            codes.append((index + 128 * (x < 0)).astype(np.uint8))
+            scales.append(mine)
+            values.append(np.where(x < 0, -1, 1).astype(dtype) * (entries[index] * spread))
+            yield Call("table_encode", (x, mine, entries, width), {}, (codes[-1],))
+
+        def args(ranks, codes=codes, scales=scales, width=width):
+            return codes[:ranks], scales[:ranks], entries, width
+
+        yield from sums("table_sum", values, args, numbers(n, dtype, 9))
 
 
 def runs(digits: list[int]) -> list[int]:

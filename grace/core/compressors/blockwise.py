@@ -10,6 +10,7 @@ from typing import Literal
 from grace.core.methods.buckets import BucketQuantizer
 from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
 from grace.core.methods.listed import bits_for, constant_levels, levels_sum, round_packed
+from grace.core.methods.tables import small_floats, small_floats_contraction, table_encode, table_sum
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -28,8 +29,13 @@ _LISTS = {
     "fp4": (*(-level / 6 for level in reversed(_E2M1)), 0.0, *(level / 6 for level in _E2M1)),
     "mxfp4": (*(-level for level in reversed(_E2M1)), 0.0, *_E2M1),
 }
-# The largest element of a block, in units of an MX scale, lies from 2^2 to 2^3. Beyond 6 it is cut to 6.
-_SHIFT = 2
+# FP8: the table of magnitudes of each format.
+_TABLES = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2"}
+# The exponent of the largest number of each MX format. The largest element of a block, in units of its scale, has it,
+# too. Beyond the largest number it is cut to it.
+_SHIFTS = {"mxfp4": 2, "mxfp8_e4m3": 8, "mxfp8_e5m2": 15}
+# The smallest steps of a table in its unit 1.
+_UNITS = {"e4m3": 1 << 9, "e5m2": 1 << 16}
 _MANTISSA = 23
 
 
@@ -45,26 +51,33 @@ class Blockwise(BucketQuantizer):
     7. "nf4": NormalFloat, 16 quantiles of the normal distribution, 0, -1 and 1 among them. "fp4": the numbers with 2
     bits of exponent and 1 of mantissa (e2m1), which are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, divided by 6. "mxfp4": the same
     numbers, not divided, and as m the power of two with max_j |x_j| / m from 4 up to 8; elements above 6 m become 6 m.
-    Halfway values are rounded away from zero ("int8", "int4") or up. m takes a float of the working dtype, in "mxfp4" 8
-    bits for its exponent: there m is at least 2^{-126}.
+    "fp8_e4m3" and "fp8_e5m2": FP8, divided by the largest numbers, 448 and 57,344. "mxfp8_e4m3" and "mxfp8_e5m2": the
+    same, not divided, with max_j |x_j| / m from 256 up to 512, or from 2^15 up to 2^16; larger elements become the
+    largest numbers. Codes of NaN and infinity are not sent. From the smallest normal number on, the relative error is
+    at most 1/17 (e4m3) or 1/9 (e5m2); elements that are cut lose at most 1/8.
+    Halfway values are rounded away from zero ("int8", "int4", FP8) or up. m takes a float of the working dtype, in MX
+    formats 8 bits for its exponent: there m is at least 2^{-126}.
     Biased. Contraction: "nf4" and "fp4" with 1 - delta = max_g h_g^2 / (1 / (b - 1) + c_g^2) over the gaps g between
-    levels, with half width h_g and centre c_g, for blocks of b elements; the others with delta = 0, because tiny blocks
-    become 0.
+    levels, with half width h_g and centre c_g, for blocks of b elements; "fp8_e4m3" with delta = 0.888 - 5e-12 b and
+    "fp8_e5m2" with delta = 0.888 - 2e-20 b; the others with delta = 0, because tiny blocks become 0.
 
     Error: 0.0084 |x|^2 for normal x; 3.6e-05 |x|^2 with `format="int8"`; 0.012 |x|^2 with `format="int4"`; 0.011 |x|^2
-    with `format="fp4"`.
+    with `format="fp4"`; 0.00063 |x|^2 with `format="fp8_e4m3"`; 0.0025 |x|^2 with `format="fp8_e5m2"`; 0.00086 |x|^2
+    with `format="mxfp8_e4m3"` and blocks of 32; 0.0029 |x|^2 with `format="mxfp8_e5m2"` and blocks of 32.
 
-    Cost: one pass for the largest magnitudes and one to round, which searches a list of 16 levels for the formats other
-    than integers; no random numbers, no sorting, no state but the residual.
+    Cost: one pass for the largest magnitudes and one to round, which searches a list of 16 levels, or of 128 for FP8,
+    for the formats other than integers; no random numbers, no sorting, no state but the residual.
 
     When: 4 bits per element with error feedback. "nf4" has the least error for gradients like normal ones, "mxfp4"
-    sends the fewest bytes in small blocks. For no state take `eden`, which is unbiased.
+    sends the fewest bytes in small blocks. FP8 suits gradients whose parts differ in size, for which the one scale of
+    `eightbit` is too large. For no state take `eden`, which is unbiased.
 
     Reference: Dettmers et al., "QLoRA: efficient finetuning of quantized LLMs", NeurIPS 2023 ("nf4"); Rouhani et al.,
-    "Microscaling data formats for deep learning", arXiv:2310.10537, 2023 ("mxfp4", with blocks of 32).
+    "Microscaling data formats for deep learning", arXiv:2310.10537, 2023 (MX formats, with blocks of 32);
+    Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022.
     """
 
-    format: Literal["int8", "int4", "nf4", "fp4", "mxfp4"] = "nf4"
+    format: Literal["int8", "int4", "nf4", "fp4", "mxfp4", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2"] = "nf4"
     bucket_size: int = 64
 
     default_memory = "residual"
@@ -75,24 +88,27 @@ class Blockwise(BucketQuantizer):
 
     @property
     def _shared_exponents(self) -> bool:
-        return self.format == "mxfp4"
+        return self.format in _SHIFTS
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """Levels in units of the scale, ascending."""
+        """Levels of the formats without a table in units of the scale, ascending."""
         most = _INTEGERS.get(self.format)
         return _LISTS[self.format] if most is None else tuple(level / most for level in range(-most, most + 1))
 
     @property
     def bits(self) -> int:
         """Bits per code: 4 or 8."""
-        return bits_for(len(self.levels))
+        return 8 if self.format in _TABLES else bits_for(len(self.levels))
 
     def contraction(self, spec: TensorSpec) -> float | None:
+        block = min(self.width(spec.numel), spec.numel)
+        if self.format in ("fp8_e4m3", "fp8_e5m2"):
+            return small_floats_contraction(_TABLES[self.format], block)
         # The scales of other formats end above the smallest numbers.
         if self.format not in ("nf4", "fp4"):
             return 0.0
-        others = min(self.width(spec.numel), spec.numel) - 1
+        others = block - 1
         if others < 1:
             return 1.0
         gaps = (((high - low) / 2, (high + low) / 2) for low, high in pairwise(self.levels))
@@ -106,10 +122,12 @@ class Blockwise(BucketQuantizer):
         ops, width = at.ops, self.width(at.spec.numel)
         norms = bucket_norms(ops, x, width, "max")
         if self._shared_exponents:
-            norms = _exponents(ops, norms)
+            norms = _exponents(ops, norms, _SHIFTS[self.format])
         scales = self._scale({"norms": norms}, at)
         if self.format in _INTEGERS:
             codes = quantize_packed(ops, x, scales, width, _INTEGERS[self.format], self.bits, None)
+        elif self.format in _TABLES:
+            codes = table_encode(ops, x, scales, self._table(at, saturating=True), width)
         else:
             codes = round_packed(ops, x, scales, self._list(at), width, None)
         return {"norms": norms, "codes": codes}
@@ -122,16 +140,23 @@ class Blockwise(BucketQuantizer):
         n, width, codes = at.spec.numel, self.width(at.spec.numel), [payload["codes"] for payload in payloads]
         if self.format in _INTEGERS:
             return dequantize_sum(at.ops, codes, scales, width, _INTEGERS[self.format], self.bits, n, onto=onto)
+        if self.format in _TABLES:
+            return table_sum(at.ops, codes, scales, self._table(at), width, onto=onto)
         return levels_sum(at.ops, codes, scales, [self._list(at)] * len(codes), width, n, onto=onto)
+
+    def _table(self, at: Site, saturating: bool = False) -> Array:
+        name = _TABLES[self.format]
+        unit = _UNITS[name] if self._shared_exponents else None
+        return small_floats(at.ops, name, at.spec.work_dtype, unit, saturating)
 
     def _list(self, at: Site) -> Array:
         return constant_levels(at.ops, self.levels, at.spec.work_dtype)
 
 
-def _exponents(ops: ArrayOps, largest: Array) -> Array:
-    """Return the biased exponents (uint8) of the powers of two 2^2 below the largest magnitudes."""
+def _exponents(ops: ArrayOps, largest: Array, shift: int) -> Array:
+    """Return the biased exponents (uint8) of the powers of two 2^shift below the largest magnitudes."""
     words = ops.from_bytes(ops.to_bytes(ops.cast(largest, "float32")), "int32")
-    return ops.cast(ops.clip(ops.shift_right(words, _MANTISSA) - _SHIFT, 1, 254), "uint8")
+    return ops.cast(ops.clip(ops.shift_right(words, _MANTISSA) - shift, 1, 254), "uint8")
 
 
 def _powers(ops: ArrayOps, exponents: Array, dtype: str) -> Array:

@@ -179,9 +179,11 @@ template <class T>
 void natural_sum(const Stream& on, const std::vector<NaturalCodes>& ranks, bool clipped, bool negate, const T* onto,
                  T* out, int64_t n);
 template <class T>
-void table_encode(const Stream& on, const T* x, const T* scale, const T* table, uint8_t* codes, int64_t n);
+void table_encode(const Stream& on, const T* x, const T* scales, int64_t width, const T* table, uint8_t* codes,
+                  int64_t n);
 template <class T>
-void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const T* table, const T* onto, T* out, int64_t n);
+void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t width, const T* table, const T* onto,
+               T* out, int64_t n);
 // Waits for the stream.
 template <class T>
 void ternary_encode(const Stream& on, const T* x, const T* scale, int64_t n,

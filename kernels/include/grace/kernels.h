@@ -60,8 +60,8 @@ namespace grace {
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \
     X(natural_sum, "[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto -> T[n]")                    \
-    X(table_encode, "x T, scale T, table T -> uint8[x]")                                                                              \
-    X(table_sum, "[onto_ T], codes uint8..., scales T..., table T; ranks, n, has_onto -> T[n]")                                       \
+    X(table_encode, "x T, scales T, table T; width -> uint8[x]")                                                                      \
+    X(table_sum, "[onto_ T], codes uint8..., scales T..., table T; ranks, width, n, has_onto -> T[n]")                                \
     X(ternary_encode, "x T, scale T -> uint8[m]")                                                                                     \
     X(ternary_sum, "[onto_ T], codes uint8..., scales T...; ranks, n, has_onto -> T[n]")                                              \
     X(precision_encode, "x T; m, h; bound -> T[], int16[], int8[], uint8[packed]")                                                    \
@@ -130,6 +130,18 @@ inline int ranks_at(const Call& call, int i) {
     if (ranks < 1 || ranks > 1 << 20) call.fail(Error::Kind::value, "expected at least one rank, received " + std::to_string(ranks));
     return static_cast<int>(ranks);
 }
+
+// Integer i as the number of elements in a bucket; throws Error(value) unless it is at least 1.
+inline int64_t width_at(const Call& call, int i) {
+    const int64_t width = call.integer(i);
+    if (width < 1) {
+        call.fail(Error::Kind::value, "expected a bucket of at least 1 element, received " + std::to_string(width));
+    }
+    return std::min(width, kMost);
+}
+
+// The required number of scales, -1 for any: an empty array may have a scale for the whole array, or none.
+inline int64_t buckets_of(int64_t n, int64_t width) { return n == 0 ? -1 : divide_up(n, width); }
 
 template <class T> using of_pointer = std::remove_pointer_t<T>;
 

@@ -175,9 +175,15 @@ template <class T> struct Loops {
                         int64_t begin, int64_t end, bool around);
     // The number of edges that are at most |x|, plus 128 if x < 0.
     void (*table_codes)(const T* x, const Edges<T>* edges, int64_t n, uint8_t* codes);
+    // The same for elements begin .. end - 1, divided by the scales of their buckets.
+    void (*table_codes_of_buckets)(const T* x, const T* scales, int64_t width, const Edges<T>* edges, int64_t begin,
+                                   int64_t end, uint8_t* codes);
     // out = onto + sum over ranks of values[256 r + code].
     void (*table_sum)(const uint8_t* const* codes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
                       int64_t end, bool around);
+    // out = onto + sum over ranks of +-table[code] times the scale of the bucket.
+    void (*table_sum_of_buckets)(const Coded<T>* ranks, int count, int64_t width, const T* table, const T* onto, T* out,
+                                 int64_t begin, int64_t end, bool around);
     // Five ternary digits per byte, padded with zeros.
     void (*ternary_bytes)(const T* x, T half, int64_t n, uint8_t* bytes);
     // out = onto + sum over ranks of the five numbers at values[8 (243 r + byte)].
