@@ -30,6 +30,7 @@ LEFT_OUT = {"gradiveq"}
 SETTINGS = {
     "eden": [{"bits": bits} for bits in (1, 2, 3, 4)],
     "rotated": [{"bits": bits} for bits in (2, 3, 4)],
+    "kashin": [{"bits": bits} for bits in (1, 2, 4)],
     "qsgd": [
         *({"quantum_num": levels} for levels in (1, 3, 7, 15, 127)),
         *({"quantum_num": levels, "norm": "l2"} for levels in (7, 127)),

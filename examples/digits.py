@@ -61,6 +61,7 @@ SETTINGS = {
     "uveqfed": Setting(options={"bits": 3}),
     "eden": Setting(options={"bits": 2}),
     "rotated": Setting(),
+    "kashin": Setting(),
     "natural": Setting(),
     "lpc": Setting(),
     "uniform": Setting(),

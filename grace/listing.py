@@ -55,6 +55,7 @@ FAMILIES = (
             "uniform",
             "eden",
             "rotated",
+            "kashin",
         ),
     ),
     Family(

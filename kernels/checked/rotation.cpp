@@ -15,18 +15,41 @@ int64_t block_at(const Call& call, int i) {
     return block;
 }
 
+// The length of the last block of n elements, if it is not whole.
+int64_t tail_of(int64_t n, int64_t block) {
+    int64_t tail = n % block == 0 ? 0 : 8;
+    while (tail < n % block) tail *= 2;
+    return tail;
+}
+
 // The rotation of n elements, with the levels of input i.
 template <class T> Rotation<T> rotation_of(const Call& call, int i, int64_t block, int64_t n, const RandomKey& key) {
     const int bits = level_bits(call, i);
-    int64_t tail = n % block == 0 ? 0 : 8;
-    while (tail < n % block) tail *= 2;
-    return {n, block, tail, call.input<T>(i), bits, signs_of(key, key.rank)};
+    return {n, block, tail_of(n, block), call.input<T>(i), bits, signs_of(key, key.rank)};
 }
 
 // The blocks of a task.
 int64_t each(int64_t block) { return kPiece / block; }
 
 }  // namespace
+
+void rotate_kernel(Call& call) {
+    call.expect(1, 6, 0);
+    const int64_t block = block_at(call, 0);
+    const bool back = call.integer(1) != 0;
+    const RandomKey key = key_at(call, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        const Rotation<T> by = {n, block, tail_of(n, block), nullptr, 0, signs_of(key, key.rank)};
+        T* out = call.output<T>(by.coded());
+        GRACE_GPU(call, rotate, x, by, back, out);
+        call.parallel(divide_up(by.blocks(), each(block)), [&](int64_t task) {
+            loops<T>().rotate(x, &by, back, out, task * each(block), std::min(by.blocks(), (task + 1) * each(block)));
+        });
+    });
+}
 
 void rotated_encode_kernel(Call& call) {
     call.expect(2, 7, 0);

@@ -375,6 +375,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             from_integers<T, int32_t>,
             level_codes<T>,
             levels_sum<T>,
+            rotate<T>,
             rotated_codes<T>,
             rotated_sum<T>,
             select<T>,

@@ -260,6 +260,35 @@ static void levels_sum(const Listed<T>* ranks, int count, int64_t width, int bit
     }
 }
 
+// y = H D' H D x / d of a block, with zeros from `length` on.
+template <class T>
+GRACE_LOCAL void rotate_block(const T* x, const RotationKey& key, int64_t first, int64_t length, int64_t width, T* y) {
+    flip_signs(key.first, first, x, T(1), y, length);
+    for (int64_t i = length; i < width; ++i) y[i] = T(0);
+    hadamard(y, width);
+    flip_signs(key.second, first, y, T(1) / T(width), y, width);
+    hadamard(y, width);
+}
+
+template <class T>
+static void rotate(const T* x, const Rotation<T>* by, bool back, T* out, int64_t begin, int64_t end) {
+    alignas(64) T held[kRotation];
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
+        if (!back) {
+            rotate_block(x + first, by->key, first, length, width, held);
+        } else {
+            memcpy(held, x + first, size_t(length) * sizeof(T));
+            for (int64_t i = length; i < width; ++i) held[i] = T(0);
+            hadamard(held, width);
+            flip_signs(by->key.second, first, held, T(1) / T(width), held, width);
+            hadamard(held, width);
+            flip_signs(by->key.first, first, held, T(1), held, width);
+        }
+        memcpy(out + first, held, size_t(width) * sizeof(T));
+    }
+}
+
 template <int bits, class T>
 static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* out,
                              T* scales, int64_t begin, int64_t end) {
@@ -268,11 +297,7 @@ static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const 
     alignas(64) uint8_t codes[kRotation];
     for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
-        flip_signs(by->key.first, first, x + first, T(1), rotated, length);
-        for (int64_t i = length; i < width; ++i) rotated[i] = T(0);
-        hadamard(rotated, width);
-        flip_signs(by->key.second, first, rotated, T(1) / T(width), rotated, width);
-        hadamard(rotated, width);
+        rotate_block(x + first, by->key, first, length, width, rotated);
         const T norm = fit ? T(__builtin_sqrt(sum_squares(x + first, length))) : T(0);
         const T reach = fit ? norm * T(1 / __builtin_sqrt(double(width))) : max_abs(rotated, width);
         if (noise != nullptr) words(*noise, uint32_t(first / 4), (width + 3) / 4, random);

@@ -40,6 +40,39 @@ template <class V> __device__ V of_first(V mine) {
     return held;
 }
 
+// y = H D' H D x / d of a block in shared memory, with zeros from `by.n` on. All threads must take part.
+template <class T> __device__ void rotate_block(const T* x, const Rotation<T>& by, int64_t first, int64_t width, T* y) {
+    for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+        y[i] = first + i < by.n ? with_sign(by.key.first, first + i, x[first + i]) : T(0);
+    }
+    hadamard(y, width);
+    for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+        y[i] = with_sign(by.key.second, first + i, y[i]) * (T(1) / T(width));
+    }
+    hadamard(y, width);
+}
+
+template <class T> __global__ void rotate_kernel(const T* x, Rotation<T> by, bool back, T* out) {
+    __shared__ T held[kRotation];
+    for (int64_t block = blockIdx.x; block < by.blocks(); block += gridDim.x) {
+        const int64_t first = block * by.block, width = by.width(block);
+        __syncthreads();
+        if (back) {
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) held[i] = first + i < by.n ? x[first + i] : T(0);
+            hadamard(held, width);
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+                held[i] = with_sign(by.key.second, first + i, held[i]) * (T(1) / T(width));
+            }
+            hadamard(held, width);
+        } else {
+            rotate_block(x, by, first, width, held);
+        }
+        for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+            out[first + i] = back ? with_sign(by.key.first, first + i, held[i]) : held[i];
+        }
+    }
+}
+
 template <class T>
 __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool stochastic, RandomKey noise,
                                      uint8_t* codes, T* scales) {
@@ -51,13 +84,8 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
         for (int64_t i = threadIdx.x; i < width; i += kThreads) {
             const T mine = first + i < by.n ? x[first + i] : T(0);
             squares += double(mine) * double(mine);
-            rotated[i] = first + i < by.n ? with_sign(by.key.first, first + i, mine) : T(0);
         }
-        hadamard(rotated, width);
-        for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-            rotated[i] = with_sign(by.key.second, first + i, rotated[i]) * (T(1) / T(width));
-        }
-        hadamard(rotated, width);
+        rotate_block(x, by, first, width, rotated);
         T reach, norm = 0;
         if (fit) {
             norm = T(sqrt(of_first(joined(squares, Added<double>()))));
@@ -120,6 +148,10 @@ __global__ void rotated_sum_kernel(Ranks<Salted<T>> ranks, Rotation<T> by, Rando
 
 }  // namespace
 
+template <class T> void rotate(const Stream& on, const T* x, const Rotation<T>& by, bool back, T* out) {
+    launch(on, blocks_for(by.blocks(), 1), rotate_kernel<T>, x, by, back, out);
+}
+
 template <class T>
 void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fit, const RandomKey* noise,
                     uint8_t* codes, T* scales) {
@@ -138,6 +170,7 @@ void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std
 }
 
 #define GRACE_MAKE(T)                                                                                                \
+    template void rotate<T>(const Stream&, const T*, const Rotation<T>&, bool, T*);                                  \
     template void rotated_encode<T>(const Stream&, const T*, const Rotation<T>&, bool, const RandomKey*, uint8_t*, T*); \
     template void rotated_sum<T>(const Stream&, const std::vector<Coded<T>>&, const std::vector<const int32_t*>&,    \
                                  const RandomKey&, const Rotation<T>&, const T*, T*);

@@ -573,6 +573,13 @@ def levels_sum(ops, g):
 
 
 @case
+def rotate(ops, g):
+    for block in g.some([128, 256, 4096]):
+        for back in (False, True):
+            yield rotation.rotate(ops, g.x(), block, g.key(), back)
+
+
+@case
 def rotated_encode(ops, g):
     for block in g.some([128, 256, 4096]):
         for chosen in level_lists(g):

@@ -261,6 +261,23 @@ ROTATED_LEVELS = (-1.5, -0.5, 0.5, 1.5)
 
 
 @case
+def rotate(n, dtype):
+    t, x = np.dtype(dtype).type, numbers(n, dtype)
+    for block in (128, 4096):
+        for back in (False, True):
+            parts, first = [np.zeros(0, dtype)], 0
+            for part in rotated_parts(x, block):
+                width = len(part)
+                one, two = (signs(first + width, s, KEY.rank)[first:].astype(dtype) for s in (1, 2))
+                if back:
+                    parts.append(transformed(transformed(part) * two / t(width)) * one)
+                else:
+                    parts.append(transformed(transformed(part * one) * two / t(width)))
+                first += width
+            yield Call("rotate", (x, block, KEY, back), {}, (np.concatenate(parts),))
+
+
+@case
 def rotated_encode(n, dtype):
     t = np.dtype(dtype).type
     x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)

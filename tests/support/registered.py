@@ -69,6 +69,7 @@ EXTRA_COMPRESSORS = [
     {"name": "inceptionn", "error_bound": 0.7},
     {"name": "inceptionn", "error_bound": 1e-6},
     {"name": "inceptionn", "error_bound": 2**-10, "relative": False},
+    {"name": "kashin", "bits": 2, "block_size": 128, "redundancy": 4},
     {"name": "lpc", "width": 2},
     {"name": "lpc", "width": 12, "delta": 0.001},
     {"name": "mstopk", "compress_ratio": 0.6},

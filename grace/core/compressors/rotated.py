@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.methods.rotation import RotatedQuantizer
+from grace.core.methods.rotation import RotatedQuantizer, even_levels
 from grace.core.values.registry import compressors
 
 
@@ -34,5 +34,4 @@ class Rotated(RotatedQuantizer):
 
     @property
     def levels(self) -> tuple[float, ...]:
-        last = 2**self.bits - 1
-        return tuple((2 * j - last) / last for j in range(last + 1))
+        return even_levels(self.bits)

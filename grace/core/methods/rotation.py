@@ -89,10 +89,43 @@ class RotatedQuantizer(Compressor):
         return constant_levels(at.ops, self.levels, at.spec.work_dtype)
 
 
+def even_levels(bits: int) -> tuple[float, ...]:
+    """Return 2^bits evenly spaced levels from -1 to 1."""
+    last = 2**bits - 1
+    return tuple((2 * j - last) / last for j in range(last + 1))
+
+
 def rotated_widths(n: int, block: int) -> list[int]:
     """Return the lengths of the rotated blocks of n elements: `block` and, for the rest, a power of two from 8 on."""
     rest = n % block
     return [block] * (n // block) + ([max(8, 1 << (rest - 1).bit_length())] if rest else [])
+
+
+@composite(one_graph=True)
+def rotate(ops: ArrayOps, x: Array, block: int, key: Key, back: bool = False) -> Array:
+    """Return the rotated blocks of x, filled up with zeros to `rotated_widths`; `back` applies the inverse.
+
+    A block x, with zeros up to a power of two d, becomes H D' H D x / d, which is a rotation: D and D' are random
+    signs, H is the Hadamard transform without a factor. With one transform, a large element would leave its pattern.
+    """
+    rotated = [ops.zeros(0, ops.dtype(x))]
+    for first, rows, width in _parts(ops.length(x), block):
+        part = _filled(ops, x, first, rows * width)
+        if back:
+            part = _signed(ops, hadamard(ops, part, width), first, key, _SECOND) * (1 / width)
+            rotated.append(_signed(ops, hadamard(ops, part, width), first, key, _FIRST))
+        else:
+            rotated.append(_rotated(ops, part, first, width, key))
+    return ops.concat(rotated)
+
+
+@rotate.kernel(rotate="x T; block, back, key -> T[rotated]")
+def _(ops: Native, x: Array, block: int, key: Key, back: bool = False) -> Array | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    integers, n = [block, int(back), *ops.key_integers(key)], sum(rotated_widths(ops.length(x), block))
+    return ops.run("rotate", [x], integers, outputs=[dtype], lengths=[n])[0]
 
 
 @composite(one_graph=True)
@@ -101,21 +134,15 @@ def rotated_encode(
 ) -> tuple[Array, Array]:
     """Return packed codes of the rotated blocks and a scale for each.
 
-    A block x, with zeros up to a power of two d, becomes y = H D' H D x / d, which is a rotation: D and D' are random
-    signs, H is the Hadamard transform without a factor. With one transform, a large element would leave its pattern in
-    y. y is rounded to the levels q times its reach r, to the nearest or, if `stochastic`, to one of the two neighbours
-    with mean y. r is |x| / sqrt(d) if `fit`, and the largest |y| otherwise. The scales, for `rotated_sum`, are 1 / d
-    times |x|^2 / <y, q> if `fit`, and r otherwise.
+    Each block x becomes y, of d elements, by `rotate`. y is rounded to the levels q times its reach r, to the nearest
+    or, if `stochastic`, to one of the two neighbours with mean y. r is |x| / sqrt(d) if `fit`, and the largest |y|
+    otherwise. The scales, for `rotated_sum`, are 1 / d times |x|^2 / <y, q> if `fit`, and r otherwise.
     """
     count = ops.length(levels)
     codes, scales = [], []
     for first, rows, width in _parts(ops.length(x), block):
-        part = x[first : first + rows * width]
-        missing = rows * width - ops.length(part)
-        part = ops.concat([part, ops.zeros(missing, ops.dtype(x))]) if missing else part
-        y = hadamard(ops, _signed(ops, part, first, key, _FIRST), width)
-        y = hadamard(ops, _signed(ops, y, first, key, _SECOND) * (1 / width), width)
-        y = ops.reshape(y, (rows, width))
+        part = _filled(ops, x, first, rows * width)
+        y = ops.reshape(_rotated(ops, part, first, width, key), (rows, width))
         norm = ops.norm(ops.reshape(part, (rows, width)), axis=1)
         root = ops.cast(1 / math.sqrt(width), ops.dtype(x))
         reach = norm * root if fit else ops.max(ops.abs(y), axis=1)
@@ -218,6 +245,18 @@ def hadamard(ops: ArrayOps, x: Array, width: int) -> Array:
         x = ops.reshape(ops.stack([a + b, a - b], axis=1), (n,))
         distance *= 2
     return x
+
+
+def _filled(ops: ArrayOps, x: Array, first: int, n: int) -> Array:
+    """Return n elements from `first` on, with zeros beyond the end of x."""
+    part = x[first : first + n]
+    missing = n - ops.length(part)
+    return ops.concat([part, ops.zeros(missing, ops.dtype(x))]) if missing else part
+
+
+def _rotated(ops: ArrayOps, x: Array, first: int, width: int, key: Key) -> Array:
+    y = hadamard(ops, _signed(ops, x, first, key, _FIRST), width)
+    return hadamard(ops, _signed(ops, y, first, key, _SECOND) * (1 / width), width)
 
 
 def _signed(ops: ArrayOps, x: Array, first: int, key: Key, stream: int) -> Array:

@@ -165,6 +165,7 @@ template <class T> void scatter_add(const Stream& on, T* x, int64_t n, const Ent
 template <class T>
 void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T* onto, T* out, int64_t n);
 
+template <class T> void rotate(const Stream& on, const T* x, const Rotation<T>& by, bool back, T* out);
 template <class T>
 void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fit, const RandomKey* noise,
                     uint8_t* codes, T* scales);

@@ -56,6 +56,7 @@ namespace grace {
     X(pack_lanes, "x int8/int16/int32; lanes -> int32[words]")                                                                        \
     X(unpack_lanes, "word int32; lanes, n -> int8/int16/int32[n]")                                                                    \
     X(best_levels, "sizes float64, starts int32; exponential -> float64[starts + 2]")                                                 \
+    X(rotate, "x T; block, back, key -> T[rotated]")                                                                                  \
     X(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")                                       \
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \

@@ -142,6 +142,8 @@ template <class T> struct Loops {
     void (*levels_sum)(const Listed<T>* ranks, int count, int64_t width, int bits, const T* onto, T* out, int64_t begin,
                        int64_t end, bool around);
 
+    // Rotates blocks begin .. end - 1 of x, filled up with zeros, or `back` applies the inverse.
+    void (*rotate)(const T* x, const Rotation<T>* by, bool back, T* out, int64_t begin, int64_t end);
     // Rotates blocks begin .. end - 1, and writes their codes and scales.
     void (*rotated_codes)(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* codes, T* scales,
                           int64_t begin, int64_t end);
