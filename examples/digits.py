@@ -80,6 +80,7 @@ SETTINGS = {
     "adaptive": Setting(options={"compress_ratio": 0.01}),
     "adacomp": Setting(),
     "wangni": Setting(options={"compress_ratio": 0.1}),
+    "dme": Setting(options={"compress_ratio": 0.1, "probabilities": "optimal"}),
     "variance": Setting(options={"alpha": 1.5}),
     # The memory of dgc contains the momentum, so the optimizer must have none.
     "dgc": Setting(momentum=0.0, options={"compress_ratio": 0.01, "momentum": 0.9}),

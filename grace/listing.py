@@ -68,6 +68,7 @@ FAMILIES = (
             "hardthreshold",
             "dgc",
             "wangni",
+            "dme",
             "sketchedsgd",
             "scalecom",
             "rtopk",

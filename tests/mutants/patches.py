@@ -3023,6 +3023,22 @@ PATCHES = [
         (f"{BYTES} -k 'rotate and numpy'",),
     ),
     Patch(
+        "dme-centre-of-zero",
+        "grace/core/compressors/dme.py",
+        "centre = ops.sum(x / ops.cast(max(1, at.spec.numel), dtype))",
+        "centre = ops.sum(x / ops.cast(max(1, at.spec.numel), dtype)) * ops.cast(0.0, dtype)",
+        "coordinates are drawn around 0 in place of the mean, with more variance",
+        ("tests/papers/test_dme.py -k 'variance or constant'",),
+    ),
+    Patch(
+        "dme-value-without-its-probability",
+        "grace/core/compressors/dme.py",
+        "- centre) / ops.cast(p, dtype)",
+        "- centre)",
+        "drawn coordinates arrive as they are, which is a bias towards the centre",
+        ("tests/papers/test_dme.py -k 'centre or unbiased'",),
+    ),
+    Patch(
         "rotation-shared-by-all-ranks",
         "grace/core/methods/rotation.py",
         "ops, key = at.ops, at.private_key",

@@ -57,6 +57,7 @@ EXTRA_COMPRESSORS = [
     {"name": "dct", "compress_ratio": 0.1, "refresh": 2},
     {"name": "dgc", "compress_ratio": 0.1, "min_samples": 16, "sample_ratio": 0.05},
     {"name": "dgc", "compress_ratio": 1.0},
+    {"name": "dme", "compress_ratio": 0.3, "probabilities": "optimal"},
     {"name": "eden", "bits": 1, "block_size": 128},
     {"name": "eightbit", "format": "1-3-4"},
     {"name": "eightbit", "format": "e5m2"},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
+from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -121,10 +122,15 @@ class Wangni(Compressor):
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        ops = at.ops
-        values, indices = [], []
-        for payload in payloads:
-            signed, scale = payload["signed"], payload["scale"]
-            values += [payload["values"], ops.where(signed < 0, -scale, scale)]
-            indices += [payload["indices"], ops.where(signed < 0, -1 - signed, signed)]
-        return ops.sparse_sum(values, indices, at.spec.numel)
+        values, indices = sparse_entries(at.ops, payloads)
+        return at.ops.sparse_sum(values, indices, at.spec.numel)
+
+
+def sparse_entries(ops: ArrayOps, payloads: Sequence[Payload]) -> tuple[list[Array], list[Array]]:
+    """Return the certain values and the drawn ones of each payload, and their indices."""
+    values, indices = [], []
+    for payload in payloads:
+        signed, scale = payload["signed"], payload["scale"]
+        values += [payload["values"], ops.where(signed < 0, -scale, scale)]
+        indices += [payload["indices"], ops.where(signed < 0, -1 - signed, signed)]
+    return values, indices
