@@ -51,6 +51,7 @@ SETTINGS = {
         *({"bits": bits, "dimension": 2} for bits in (4, 6, 8)),
     ],
     "dme": [{"probabilities": name} for name in ("uniform", "optimal")],
+    "qcs": [{}, {"bits": 2}, {"compress_ratio": 1.0}, {"unbiased": True}],
     "uniform": [{"bits": bits} for bits in (4, 8)],
     "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
     "natural": [{}, {"clipped": True}],

@@ -62,6 +62,7 @@ SETTINGS = {
     "eden": Setting(options={"bits": 2}),
     "rotated": Setting(),
     "kashin": Setting(),
+    "qcs": Setting(),
     "natural": Setting(),
     "lpc": Setting(),
     "uniform": Setting(),

@@ -56,6 +56,7 @@ FAMILIES = (
             "eden",
             "rotated",
             "kashin",
+            "qcs",
         ),
     ),
     Family(

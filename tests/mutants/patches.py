@@ -3039,6 +3039,22 @@ PATCHES = [
         ("tests/papers/test_dme.py -k 'centre or unbiased'",),
     ),
     Patch(
+        "qcs-dither-not-subtracted",
+        "grace/core/compressors/qcs.py",
+        "0.5 - self._dither(at) - float",
+        "0.0 * self._dither(at) - float",
+        "the dither stays in the decoded measurements as noise",
+        ("tests/papers/test_qcs.py -k half_a_step",),
+    ),
+    Patch(
+        "qcs-unbiased-scale-for-all",
+        "grace/core/compressors/qcs.py",
+        "return 1.0 / (noise * noise + 1.0)",
+        "return 1.0 / (noise * noise * 0.0 + 1.0)",
+        "measurements are decoded as if they had no error of rounding",
+        ("tests/papers/test_qcs.py -k least_error",),
+    ),
+    Patch(
         "rotation-shared-by-all-ranks",
         "grace/core/methods/rotation.py",
         "ops, key = at.ops, at.private_key",

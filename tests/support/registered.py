@@ -85,6 +85,7 @@ EXTRA_COMPRESSORS = [
     {"name": "onebit", "columns": False},
     {"name": "powersgd", "compress_rank": 1},
     {"name": "powersgd", "compress_rank": 9},
+    {"name": "qcs", "compress_ratio": 0.3, "bits": 2, "block_size": 128, "unbiased": True},
     {"name": "qsgd", "quantum_num": 1},
     {"name": "qsgd", "quantum_num": 7, "bucket_size": 0},
     {"name": "qsgd", "quantum_num": 15, "bucket_size": 100, "norm": "l2"},
