@@ -56,6 +56,7 @@ SETTINGS = {
     "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
     "natural": [{}, {"clipped": True}],
     "topk": [{"compress_ratio": ratio} for ratio in (0.01, 0.1)],
+    "m22": [*({"bits": bits} for bits in (1, 2, 4)), {"compress_ratio": 0.1}],
     "powersgd": [{"compress_rank": rank} for rank in (4, 32)],
 }
 COLUMNS = {

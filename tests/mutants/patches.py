@@ -2935,6 +2935,22 @@ PATCHES = [
         ("tests/papers/test_uveqfed.py -k dithers_of_their_own",),
     ),
     Patch(
+        "centroids-without-weights",
+        "grace/core/methods/centroids.py",
+        "weights = ops.floor(weights)",
+        "weights = ops.floor(weights * 0.0 + _WEIGHT)",
+        "all values of m22 count alike",
+        ("tests/papers/test_m22.py -k ratio_of_moments",),
+    ),
+    Patch(
+        "m22-levels-of-the-other-order",
+        "grace/core/methods/centroids.py",
+        "last - ops.arange(last + 1",
+        "ops.arange(last + 1",
+        "the levels of negative values do not ascend",
+        ("tests/papers/test_m22.py -k nearest_level",),
+    ),
+    Patch(
         "blockwise-mx-scale-of-the-next-power",
         "grace/core/compressors/blockwise.py",
         '"mxfp4": 2,',

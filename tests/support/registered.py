@@ -73,6 +73,7 @@ EXTRA_COMPRESSORS = [
     {"name": "kashin", "bits": 2, "block_size": 128, "redundancy": 4},
     {"name": "lpc", "width": 2},
     {"name": "lpc", "width": 12, "delta": 0.001},
+    {"name": "m22", "compress_ratio": 0.3, "bits": 1, "power": 8},
     {"name": "mstopk", "compress_ratio": 0.6},
     {"name": "mstopk", "compress_ratio": 0.1, "trials": 5},
     {"name": "mucsc", "bits": 1},

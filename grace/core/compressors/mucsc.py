@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.methods.capabilities import Selecting
-from grace.core.methods.centroids import fitted
+from grace.core.methods.centroids import both_signs, fitted
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.methods.listed import levels_sum, round_packed
 from grace.core.ops.base import packed_size
@@ -110,10 +110,7 @@ class MUCSC(Compressor, Selecting):
     def _levels(self, payload: Payload, at: Site) -> Array:
         """Return all 2^bits levels, ascending."""
         centroids = payload["centroids"]
-        if not self.super_cluster:
-            return centroids
-        last = at.ops.length(centroids) - 1
-        return at.ops.concat([-at.ops.gather(centroids, last - at.ops.arange(last + 1, "int32")), centroids])
+        return both_signs(at.ops, centroids) if self.super_cluster else centroids
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)

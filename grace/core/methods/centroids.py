@@ -36,6 +36,12 @@ def fitted(ops: ArrayOps, x: Array, low: Array, high: Array, count: int, key: Ke
     return ops.concat([ops.reshape(low, (1,)), values[1:-1], ops.reshape(high, (1,))])
 
 
+def both_signs(ops: ArrayOps, magnitudes: Array) -> Array:
+    """Return ascending magnitudes of both signs as ascending levels."""
+    last = ops.length(magnitudes) - 1
+    return ops.concat([-ops.gather(magnitudes, last - ops.arange(last + 1, "int32")), magnitudes])
+
+
 @composite(one_graph=True)
 def centroids(ops: ArrayOps, sizes: Array, count: int, power: int, ends: bool) -> Array:
     """Return the centroids of ascending sizes, which are integers in float64 from 0 to 2^19, as such integers.
