@@ -16,7 +16,7 @@ import numpy as np
 
 from grace.core.compressors import adaptive, alq, inceptionn, natural, powersgd, sketchedsgd, threelc
 from grace.core.compressors import uniform as integers
-from grace.core.exchange import indices, lanes
+from grace.core.exchange import codings, huffman, indices, lanes, rans, runs, shuffle
 from grace.core.methods import estimated, levels, listed, rotation, signs, tables
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
@@ -747,6 +747,62 @@ def decode_gaps(ops, g):
     for low in g.some([0, 1, 5, 16, 18]):
         data, unary, chosen, k = _coded(ops, g, low)
         yield indices.decode_gaps(ops, data, low, unary, k, 18), chosen
+
+
+def _symbols(g: Given, bits: int) -> np.ndarray[Any, Any]:
+    """Return the bytes of symbols of which few are frequent. The reference decoders need much memory for many."""
+    drawn = g.rng.geometric([0.02, 0.5, 0.97][g.seed % 3], min(g.n, 70001))
+    return np.asarray(g.reference.pack(np.minimum(drawn, (1 << bits) - 1), bits))
+
+
+def _decoded(ops: ArrayOps, g: Given, codec: codings.Codec, widths: Sequence[int]) -> Iterator[Array]:
+    for bits in g.some(widths):
+        data = _symbols(g, bits)
+        if len(data):
+            yield codec.decode(ops, g.lay(np.asarray(codec.encode(g.reference, data, bits)), 1), bits, len(data))
+
+
+@case
+def huffman_encode(ops, g):
+    for bits in g.some([8, 3, 5, 7]):
+        yield huffman.huffman_encode(ops, g.lay(_symbols(g, bits), 1), bits)
+
+
+@case
+def huffman_decode(ops, g):
+    yield from _decoded(ops, g, codings.CODECS["huffman"], [8, 3, 5, 7])
+
+
+@case
+def rans_encode(ops, g):
+    for bits in g.some([8, 3, 6]):
+        yield rans.rans_encode(ops, g.lay(_symbols(g, bits), 1), bits)
+
+
+@case
+def rans_decode(ops, g):
+    yield from _decoded(ops, g, codings.CODECS["rans"], [8, 3, 6])
+
+
+@case
+def run_length_encode(ops, g):
+    yield runs.run_length_encode(ops, g.lay(_symbols(g, 8), 1))
+
+
+@case
+def run_length_decode(ops, g):
+    yield from _decoded(ops, g, codings.CODECS["run_length"], [8])
+
+
+@case
+def bitshuffle_encode(ops, g):
+    for bits in g.some([8, 1, 2, 5]):
+        yield shuffle.bitshuffle_encode(ops, g.lay(_symbols(g, bits), 1), bits)
+
+
+@case
+def bitshuffle_decode(ops, g):
+    yield from _decoded(ops, g, codings.CODECS["bitshuffle"], [8, 1, 2, 5])
 
 
 # Every pair of a size, a kind of numbers and a dtype.

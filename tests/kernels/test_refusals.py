@@ -11,8 +11,12 @@ from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
 from grace.core.compressors.uniform import from_integers, to_integers
+from grace.core.exchange.huffman import huffman_decode, huffman_encode
 from grace.core.exchange.indices import decode_gaps, encode_gaps, gap_facts
 from grace.core.exchange.lanes import pack_lanes, unpack_lanes
+from grace.core.exchange.rans import rans_decode, rans_encode
+from grace.core.exchange.runs import run_length_decode
+from grace.core.exchange.shuffle import bitshuffle_decode
 from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.methods.listed import levels_sum, round_packed
 from grace.core.methods.rotation import rotated_encode, rotated_sum
@@ -77,6 +81,23 @@ REFUSED = {
         "expected gaps that fit the lengths, received 86",
     ),
     "gaps of half a byte": (lambda o, m: decode_gaps(o, m.b(4), 3, 0, 8, 7), PayloadError, "expected 3 .*, received 4"),
+    "symbols of 9 bits": (lambda o, m: huffman_encode(o, m.b(4), 9), ValueError, "expected symbols of 3 to 8 bits"),
+    "symbols of 2 bits": (lambda o, m: rans_encode(o, m.b(4), 2), ValueError, "3 to 8 bits, received 2"),
+    "a table cut short": (lambda o, m: huffman_decode(o, m.b(127), 8, 5), PayloadError, "huffman: .* is damaged"),
+    "words of 13 bits": (lambda o, m: huffman_decode(o, m.b(140, 0xDD), 8, 5), PayloadError, "huffman: .* is damaged"),
+    "symbols without bits": (
+        lambda o, m: huffman_decode(o, m.b(4, 1), 3, 99),
+        PayloadError,
+        "huffman: .* is damaged",
+    ),
+    "no frequencies": (lambda o, m: rans_decode(o, m.b(48), 8, 5), PayloadError, "rans: .* is damaged"),
+    "frequencies of too much": (lambda o, m: rans_decode(o, m.b(99, 255), 3, 5), PayloadError, "rans: .* is damaged"),
+    "runs of too many": (lambda o, m: run_length_decode(o, m.b(3, 1), 9), PayloadError, "run_length: .* is damaged"),
+    "blocks that are missing": (
+        lambda o, m: bitshuffle_decode(o, m.b(9, 255), 8, 99),
+        PayloadError,
+        "bitshuffle: .* is damaged",
+    ),
     "levels of integers": (
         lambda o, m: binary_sum(o, [m.b(2)], [m.i(1, 2)], 10),
         TypeError,

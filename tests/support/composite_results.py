@@ -693,3 +693,98 @@ def gaps(n: int, dtype: str) -> Iterator[Call]:
         coded = np.concatenate([*planes, np.packbits(marks, bitorder="little")]).astype(np.uint8)
         yield Call("encode_gaps", (indices, low, unary, 10), {}, (coded,))
         yield Call("decode_gaps", (coded, low, unary, k, 10), {}, (indices,))
+
+
+# --- codings --------------------------------------------------------------------------------------------------------
+
+
+def best_lengths(counts: dict[int, int]) -> dict[int, int]:
+    """Return the lengths of Huffman's words by merging the two rarest sets again and again."""
+    sets = [(count, symbol, {symbol: 0}) for symbol, count in counts.items()]
+    while len(sets) > 1:
+        sets.sort(key=lambda one: one[:2])
+        (a, i, one), (b, _, two) = sets[:2]
+        sets[:2] = [(a + b, i, {symbol: length + 1 for symbol, length in (one | two).items()})]
+    return sets[0][2] if len(counts) > 1 else dict.fromkeys(counts, 1)
+
+
+@case
+def huffman(n: int, dtype: str) -> Iterator[Call]:
+    # Powers of two: only one set of lengths is the best.
+    for counts in ({5: 1, 3: 1, 0: 2, 7: 4, 200: 8}, {9: max(1, n)}, {1: 8, 2: 4, 3: 2, 4: 1, 5: 1}):
+        data = np.repeat(list(counts), list(counts.values())).astype(np.uint8)
+        lengths = best_lengths(counts)
+        word, bits = 0, []
+        words: dict[int, str] = {}
+        for length, symbol in sorted((length, symbol) for symbol, length in lengths.items()):
+            word <<= length - (len(bits[-1]) if bits else length)
+            words[symbol] = f"{word:0{length}b}"
+            bits.append(words[symbol])
+            word += 1
+        stream = np.array([int(bit) for symbol in data.tolist() for bit in words[symbol]], np.int64)
+        table = packed(np.array([lengths.get(symbol, 0) for symbol in range(256)]), 4)
+        coded = np.concatenate([table, packed(stream, 1)])
+        yield Call("huffman_encode", (data, 8), {}, (coded,))
+        yield Call("huffman_decode", (coded, 8, len(data)), {}, (data,))
+
+
+@case
+def rans(n: int, dtype: str) -> Iterator[Call]:
+    counts = {0: 5, 3: 2, 4: 1}
+    data = np.repeat(list(counts), list(counts.values())).astype(np.int64)
+    frequencies = {symbol: 1 + count * (2**15 - 3) // 8 for symbol, count in counts.items()}
+    frequencies[0] += 2**15 - sum(frequencies.values())
+    starts = {0: 0, 3: frequencies[0], 4: frequencies[0] + frequencies[3]}
+    states, words = [2**16] * 4, []
+    for i in reversed(range(8)):
+        symbol, x = int(data[i]), states[i % 4]
+        if x >= frequencies[symbol] << 17:
+            words.append(x & 0xFFFF)
+            x >>= 16
+        quotient, rest = divmod(x, frequencies[symbol])
+        states[i % 4] = (quotient << 15) + rest + starts[symbol]
+    numbers16 = [x & 0xFFFF for x in states] + [x >> 16 for x in states] + words[::-1]
+    head = [packed(np.isin(np.arange(8), list(counts)), 1), packed(np.array(list(frequencies.values())) - 1, 16)]
+    coded = np.concatenate([*head, packed(np.array(numbers16), 16)]).astype(np.uint8)
+    plain = packed(data, 3)
+    yield Call("rans_encode", (plain, 3), {}, (coded,))
+    yield Call("rans_decode", (coded, 3, len(plain)), {}, (plain,))
+
+
+@case
+def runs_of_a_byte(n: int, dtype: str) -> Iterator[Call]:
+    for data in (np.arange(n) % 7 // 5 + 3, np.full(max(1, n), 9), np.array([1, 2, 1, 1])):
+        data = data.astype(np.uint8)
+        if not len(data):
+            continue
+        most = int(np.bincount(data).argmax())
+        out = [most]
+        for byte, group in groupby(data.tolist()):
+            length = len(list(group))
+            if byte != most:
+                out += [byte ^ most] * length
+            else:
+                out += [part for i in range(0, length, 255) for part in (0, min(255, length - i))]
+        coded = np.array(out, np.uint8)
+        yield Call("run_length_encode", (data,), {}, (coded,))
+        yield Call("run_length_decode", (coded, len(data)), {}, (data,))
+
+
+@case
+def bit_planes(n: int, dtype: str) -> Iterator[Call]:
+    for bits, data in ((8, np.arange(n) % 5), (2, np.arange(n) % 256), (8, np.full(n, 9))):
+        data = data.astype(np.uint8)
+        symbols = np.packbits(
+            np.unpackbits(data, bitorder="little").reshape(-1, bits), axis=1, bitorder="little"
+        ).ravel()
+        most = int(np.bincount(symbols, minlength=1).argmax())
+        half = 1 << (bits - 1)
+        apart = (symbols.astype(np.int64) - most + half) % (2 * half) - half
+        folded = np.where(apart < 0, -2 * apart - 1, 2 * apart)
+        padded = np.concatenate([folded, np.zeros(-len(folded) % 128, np.int64)])
+        planes = np.concatenate([np.packbits(padded >> j & 1, bitorder="little") for j in range(bits)])
+        blocks = planes.reshape(-1, 16)
+        there = blocks.any(axis=1)
+        coded = np.concatenate([[most], np.packbits(there, bitorder="little"), blocks[there].ravel()]).astype(np.uint8)
+        yield Call("bitshuffle_encode", (data, bits), {}, (coded,))
+        yield Call("bitshuffle_decode", (coded, bits, n), {}, (data,))

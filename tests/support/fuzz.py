@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import grace
+from grace.core.exchange.codings import CODECS, NAMES, Coding, valid
 from grace.core.exchange.wire import GatherLayout
 from grace.core.methods.capabilities import Tuning
 from grace.core.methods.compressor import Compressor
@@ -130,18 +131,14 @@ class Bucket(NamedTuple):
 @cache
 def _methods() -> list[tuple[Compressor, TensorSpec, str]]:
     """Return every method of the registry and every extra configuration, with the tensors and codings it can have."""
-    found = []
-    for compressor in all_compressors():
-        for spec in SPECS:
-            coded = (
-                any(f.below is not None and f.wire for f in compressor.wire(spec)) if fits(compressor, spec) else None
-            )
-            if coded is not None:
-                found += [
-                    (compressor, spec, coding)
-                    for coding in ("int32", "delta", "golomb", "smallest")[: 3 if coded else 1]
-                ]
-    return found
+    return [
+        (compressor, spec, coding)
+        for compressor in all_compressors()
+        for spec in SPECS
+        if fits(compressor, spec)
+        for coding in ("none", "delta", "golomb", *CODECS, "smallest")
+        if coding == "none" or any(coding in valid(f) and f.wire for f in compressor.wire(spec))
+    ]
 
 
 def fits(compressor: Compressor, spec: TensorSpec) -> bool:
@@ -153,7 +150,7 @@ def fits(compressor: Compressor, spec: TensorSpec) -> bool:
 def _bucket(backend: str, index: int, checked: bool = False) -> Bucket:
     compressor, spec, coding = _methods()[index]
     ops = ops_of(backend)
-    fields = [f if f.below is None or not f.wire else f._replace(coding=coding) for f in compressor.wire(spec)]
+    fields = [f._replace(coding=Coding(coding).of(f) or "none") for f in compressor.wire(spec)]
     layout = GatherLayout([spec], [fields], [True], checked)
     made = exchange(compressor, ops, spec, [draw(spec, rank) for rank in range(RANKS)], step=STEP)
     buffers = [bytes(host(ops, layout.encode(ops, [payload], [False], STEP))) for payload in made.payloads]
@@ -369,11 +366,12 @@ def _words() -> tuple[list[str], list[Any]]:
     keys = {key for part in parts for key in fields_of(part)}
     keys |= set(make_config({"compressor": "topk"}).to_dict()) | {
         "warmup_steps",
+        "coding",
         "communicator",
         "memory",
         "compressor",
     }
-    names = [*compressors, *memories, *communicators]
+    names = [*compressors, *memories, *communicators, *NAMES]
     return sorted(keys), names
 
 
@@ -437,6 +435,8 @@ def _gradient(rng: Draw) -> bool:
         "granularity": rng.choice(("layer", "bucket", "model")),
         "index_coding": rng.choice(("int32", "delta", "golomb", "smallest")),
     }
+    if rng.random() < 0.3:
+        config |= {"coding": rng.choice(NAMES), "communicator": "allgather"}
     try:
         sim = grace.Simulation(RANKS, specs, config)
     except GraceError:

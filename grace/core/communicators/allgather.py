@@ -26,6 +26,7 @@ class Allgather(Communicator):
     """
 
     any_length: ClassVar[bool] = True
+    carries_codings: ClassVar[bool] = True
 
     def check(self, compressor: Compressor) -> None:
         return None
@@ -35,6 +36,6 @@ class Allgather(Communicator):
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         assert isinstance(layout, GatherLayout)
-        buffer = layout.encode(at.ops, at.payloads, at.flags, at.stamp)
+        buffer = layout.encode(at.ops, at.coded, at.flags, at.stamp)
         (data,) = yield [collectives.allgather(buffer, equal=layout.fixed)]
         return layout.decode(at.ops, data, at.size, at.stamp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.exchange.bucket_step import BucketStep
@@ -28,6 +29,8 @@ class Auto(Communicator):
     `two_shot` and compresses once only, and `two_shot` for more, if it can carry the method. It is chosen when the plan
     is made, and the report of the plan says why.
     """
+
+    carries_codings: ClassVar[bool] = True
 
     def check(self, compressor: Compressor) -> None:
         return None

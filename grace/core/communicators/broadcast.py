@@ -24,6 +24,7 @@ class Broadcast(Allgather):
     """
 
     any_length: ClassVar[bool] = False
+    carries_codings: ClassVar[bool] = False
 
     def check(self, compressor: Compressor) -> None:
         if not compressor.fixed_size:

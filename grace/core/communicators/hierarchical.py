@@ -48,6 +48,7 @@ class Hierarchical(Communicator):
     """
 
     any_length: ClassVar[bool] = True
+    carries_codings: ClassVar[bool] = True
 
     between: Communicator | None = None
     within: Compressor | None = None
@@ -133,7 +134,7 @@ class Hierarchical(Communicator):
 
     def _between_nodes(self, unit: Unit, nodes: int) -> Sequence[Unit]:
         assert self.between is not None
-        method = Method(unit.compressor, unit.memory, self.between)
+        method = Method(unit.compressor, unit.memory, self.between, unit.method.coding)
         return self.between.divide([dataclasses.replace(unit, method=method)], Ranks(nodes))
 
     def _within_node(self, unit: Unit, ranks: Ranks) -> Sequence[Unit]:
@@ -181,7 +182,7 @@ class Hierarchical(Communicator):
         node, local = divmod(at.rank, local_size)
         here = range(node * local_size, (node + 1) * local_size)
         peers = range(local, at.size, local_size)
-        payloads, flags = at.payloads, at.flags
+        payloads, flags = at.coded, at.flags
         buffers = [
             shot.encode(ops, [payloads[i] for i in indices], [flags[i] for i in indices], at.stamp)
             for shot, indices in zip(layout.first, owned, strict=True)

@@ -34,6 +34,7 @@ class ReduceScatter(Communicator):
     """
 
     any_length: ClassVar[bool] = True
+    carries_codings: ClassVar[bool] = True
     brought_as: ClassVar[str] = "reduce_scatter"
 
     chunks: tuple[tuple[str, int], ...] = ()
@@ -80,7 +81,7 @@ class ReduceScatter(Communicator):
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         assert isinstance(layout, ReduceScatterLayout)
-        payloads, flags = at.payloads, at.flags
+        payloads, flags = at.coded, at.flags
         owners = [step.unit.merged_by for step in at.steps]
         buffers = [
             to_owner.encode(

@@ -53,6 +53,7 @@ class SparseAllreduce(Communicator):
     """
 
     any_length: ClassVar[bool] = True
+    carries_codings: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
 
     reduction: Literal["split", "union", "tree"] = "split"

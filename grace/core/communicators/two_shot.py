@@ -52,6 +52,7 @@ class TwoShot(Communicator):
     """
 
     any_length: ClassVar[bool] = True
+    carries_codings: ClassVar[bool] = True
 
     second: Compressor | None = None
     shard_memory: Memory | None = None
@@ -102,7 +103,7 @@ class TwoShot(Communicator):
         usual = memories.make("residual" if feeds_back else "none")
         memory = shard.memory.at_owner or self.shard_memory or usual
         spec = dataclasses.replace(shard.spec, name=f"mean of {shard.spec.name}", dtype=shard.spec.work_dtype)
-        method = Method(second, memory, Allgather())
+        method = Method(second, memory, Allgather(), shard.method.coding)
         return dataclasses.replace(shard, spec=spec, method=method, owners=owners)
 
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> TwoShotLayout:
@@ -125,7 +126,7 @@ class TwoShot(Communicator):
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         assert isinstance(layout, TwoShotLayout)
         ops, owned = at.ops, layout.owned
-        payloads, flags = at.payloads, at.flags
+        payloads, flags = at.coded, at.flags
         buffers = [
             shot.encode(ops, [payloads[i] for i in indices], [flags[i] for i in indices], at.stamp)
             for shot, indices in zip(layout.first, owned, strict=True)
@@ -141,7 +142,7 @@ class TwoShot(Communicator):
                 step.bad = ops.bit_or(step.bad, flag)
             onward.append(step)
         buffer = layout.second[at.rank].encode(
-            ops, [step.payload for step in onward], [step.bad for step in onward], at.stamp
+            ops, [step.coded for step in onward], [step.bad for step in onward], at.stamp
         )
         for step in onward:
             step.remember()

@@ -61,7 +61,7 @@ class LPC(Compressor):
         return self.delta is not None
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
-        codes = Field("codes", "uint8", packed_size(spec.numel, self.width))
+        codes = Field("codes", "uint8", packed_size(spec.numel, self.width), bits=self.width)
         return (Field("delta", spec.work_dtype, 1), codes) if self.delta is None else (codes,)
 
     def compress(self, x: Array, at: Site) -> Payload:

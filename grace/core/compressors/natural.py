@@ -63,7 +63,7 @@ class Natural(Compressor):
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         bits = 8 if self.clipped else {"float32": 9, "float64": 12}[spec.work_dtype]
-        codes = Field("codes", "uint8", packed_size(spec.numel, bits))
+        codes = Field("codes", "uint8", packed_size(spec.numel, bits), bits=bits)
         return (Field("base", "int32", 1), codes) if self.clipped else (codes,)
 
     def compress(self, x: Array, at: Site) -> Payload:

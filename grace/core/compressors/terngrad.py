@@ -76,7 +76,7 @@ class TernGrad(Compressor, Negotiating):
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         if self.shared_scale:
             return (Field("words", "int32", -(-spec.numel // 4)),)
-        return Field("scale", spec.work_dtype, 1), Field("codes", "uint8", packed_size(spec.numel, 2))
+        return Field("scale", spec.work_dtype, 1), Field("codes", "uint8", packed_size(spec.numel, 2), bits=2)
 
     def proposed(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("scale", spec.work_dtype, 1),) if self.shared_scale else ()

@@ -33,6 +33,11 @@ class BucketStep:
         return [step.sent for step in self.steps]
 
     @property
+    def coded(self) -> list[Payload]:
+        """The same with the coded fields as they travel by gathering."""
+        return [step.coded for step in self.steps]
+
+    @property
     def flags(self) -> list[Array]:
         """Of each unit, whether this rank's gradient is not finite."""
         return [step.bad for step in self.steps]

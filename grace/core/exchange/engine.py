@@ -34,7 +34,7 @@ from grace.core.exchange.state import (
 )
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.exchange.unit_step import Concluded, UnitStep, retuned
-from grace.core.exchange.wire import Received, sent_bytes
+from grace.core.exchange.wire import Received
 from grace.core.guards.waiting import explained
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import wide_norm
@@ -550,7 +550,7 @@ class Engine:
             name, step = unit.spec.name, run.steps[unit.spec.name]
             if not unit.is_merged_by(self.transport.rank):
                 self._slots.write(name, step.states_unless(flags))
-                self._slots.note("unit", name, sent_bytes(step.site.ops, unit.fields, step.payload))
+                self._slots.note("unit", name, step.sent_bytes())
                 self.times.mark("merged", name)
                 continue
             target = outgoing.target(unit)
@@ -563,7 +563,7 @@ class Engine:
                     sent = onward
             # The owner of a unit that it alone merges sends nothing of it.
             own = unit.merged_by is not None and self.transport.size > 1
-            fields = 0 if own else sent_bytes(step.site.ops, sent.unit.fields, sent.payload)
+            fields = 0 if own else sent.sent_bytes()
             self._slots.note("unit", name, fields + unit.negotiated_bytes)
             if done.tally is not None:
                 self._tallies[name] = step, done.tally

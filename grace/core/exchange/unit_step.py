@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grace.core.exchange.codings import coded
+from grace.core.exchange.wire import sent_bytes
 from grace.core.methods.capabilities import Checking, Learning, Negotiating, Tuning
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
@@ -48,6 +50,7 @@ class UnitStep:
     # The new states, if the communicator itself has concluded the step.
     concluded: dict[str, State] | None = None
     proposal: Proposal | None = None
+    _coded: Payload | None = None
 
     def __init__(
         self,
@@ -130,6 +133,17 @@ class UnitStep:
     def sent(self) -> Payload:
         """The payload as it travels."""
         return self.divided if self._average and self.site.size > 1 and self.unit.half_sum else self.payload
+
+    @property
+    def coded(self) -> Payload:
+        """The payload with its coded fields as they travel by gathering; coded once."""
+        if self._coded is None:
+            self._coded = coded(self.site.ops, self.unit.fields, self.sent)
+        return self._coded
+
+    def sent_bytes(self) -> Any:
+        """Return the bytes of the payload's fields on the wire: an int, or a 0-d array in a traced graph."""
+        return sent_bytes(self.site.ops, self.unit.fields, self.payload if self._coded is None else self._coded)
 
     @property
     def divided(self) -> Payload:

@@ -2,9 +2,9 @@
 
 Gathered buckets travel as one uint8 buffer per rank:
 
-    checksum if asked for | fixed fields, int32 counts, words of coded indices and stamp, widest dtype first
+    checksum if asked for | fixed fields, int32 counts, words of coded fields and stamp, widest dtype first
     one flag byte per guarded tensor
-    padding to 8 | fields of run-time length, widest dtype first | coded indices, each padded to 4 | padding to 16
+    padding to 8 | fields of run-time length, widest dtype first | coded fields, each padded to 4 | padding to 16
 
 This aligns every field to its own width without padding between fields. The counts give the lengths of the rest, so a
 receiver finds the end of each rank's buffer without another exchange, and a rank that selects nothing sends only a
@@ -22,7 +22,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from grace.core.exchange import indices
+from grace.core.exchange import codings, indices
 from grace.core.exchange.checksum import CHECKSUM_BYTES, checksum
 from grace.core.exchange.lanes import pack_lanes, unpack_lanes, words
 from grace.core.ops.composites import ArrayOps
@@ -44,7 +44,7 @@ def payload_bytes(fields: Sequence[Field]) -> int | None:
     for field in fields:
         if not field.wire:
             continue
-        if isinstance(field.length, str) or field.coding != "int32":
+        if isinstance(field.length, str) or field.coding not in codings.PLAIN:
             return None
         total += _fixed_bytes(field)
     return total
@@ -57,17 +57,20 @@ def _fixed_bytes(field: Field) -> int:
 
 
 def sent_bytes(ops: ArrayOps, fields: Sequence[Field], payload: Payload) -> Any:
-    """Return the bytes of this payload's fields on the wire: an int, or a 0-d array in a traced graph."""
+    """Return the bytes of this payload's fields on the wire: an int, or a 0-d array in a traced graph.
+
+    Fields may be as they are, or as they travel (`codings.coded`).
+    """
     total: Any = 0
     for f in fields:
         if f.wire and f.lanes:
             total = total + _fixed_bytes(f)
-        elif f.wire and f.coding == "int32":
+        elif f.wire and isinstance(payload[f.name], codings.Coded):
+            total = total + payload[f.name].size
+        elif f.wire and f.coding in codings.PLAIN:
             total = total + ops.length(payload[f.name]) * ITEMSIZE[f.dtype]
         elif f.wire:
-            below, k = int(f.below or 0), ops.length(payload[f.name])
-            word = indices.choose(ops, payload[f.name], below, f.coding)
-            total = total + indices.size(ops, word, k, below)
+            total = total + codings.encode(ops, f, payload[f.name]).size
     return total
 
 
@@ -123,7 +126,7 @@ class GatherLayout:
                     continue
                 if isinstance(f.length, str) and (i, f.length) not in self.counts:
                     self.counts.append((i, f.length))
-                if f.coding != "int32":
+                if f.coding not in codings.PLAIN:
                     self._coded.append((i, f))
                 elif isinstance(f.length, str):
                     variable.append((-ITEMSIZE[f.dtype], i, f))
@@ -174,7 +177,7 @@ class GatherLayout:
         return _align(self._fixed_end, 8) if self.counts or self._coded else self._fixed_end
 
     def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int) -> Array:
-        """Return the buffer of this rank at the step `stamp`.
+        """Return the buffer of this rank at the step `stamp`; fields may be coded already.
 
         Raises PayloadError if a payload is not what `wire` announced.
         """
@@ -204,8 +207,9 @@ class GatherLayout:
         split = sum(ITEMSIZE[s.field.dtype] >= 4 for s in self._fixed)
         put_fixed(self._fixed[:split])
         pad(self._counts_offset)
-        words = [indices.choose(ops, payloads[i][f.name], int(f.below or 0), f.coding) for i, f in self._coded]
-        numbers = (*(lengths[key] for key in self.counts), *words, stamp & _INT32)
+        payloads = [codings.coded(ops, own, payload) for own, payload in zip(self.fields, payloads, strict=True)]
+        coded = [payloads[i][f.name] for i, f in self._coded]
+        numbers = (*(lengths[key] for key in self.counts), *(one.word for one in coded), stamp & _INT32)
         header = [ops.full(1, number, "int32") for number in numbers]
         put(ops.to_bytes(ops.concat(header)))
         put_fixed(self._fixed[split:])
@@ -215,12 +219,10 @@ class GatherLayout:
         pad(self._open_end)
         for slot in self._variable:
             put(ops.to_bytes(payloads[slot.tensor][slot.field.name]))
-        for word, (i, f) in zip(words, self._coded, strict=True):
+        for one in coded:
             pad(_align(position, 4))
-            below, k = int(f.below or 0), ops.length(payloads[i][f.name])
             # TensorFlow's graph optimizer infers a wrong length for the result of the branches.
-            length = indices.size(ops, word, k, below)
-            put(indices.encode(ops, payloads[i][f.name], word, below), length)
+            put(one.data, one.size)
         pad(_align(position, ALIGNMENT))
         body = ops.concat(pieces)
         return ops.concat([ops.to_bytes(checksum(ops, body)), body]) if self._start else body
@@ -269,6 +271,11 @@ class GatherLayout:
         for j, (i, f) in enumerate(self._coded, len(self.counts)):
             end, below = _align(end, 4), int(f.below or 0)
             k = counts[i, f.length] if isinstance(f.length, str) else f.length
+            if f.below is None:
+                length, k = self._coded_length(ops, require, f, ops.size(values[j]), k, total - end)
+                coded.append((i, f, end, length, values[j], k))
+                end = end + length
+                continue
             # Gaps of 0 bits take no bytes, so that only the tensor bounds the number of indices, not the buffer.
             k = require(k <= below, f"at most {below} indices, which differ and are below it", k, k)
             word = ops.cast(values[j], "int64")
@@ -299,12 +306,33 @@ class GatherLayout:
         for slot, offset, length in slots:
             mine[slot.tensor][slot.field.name] = take(offset, slot.field.dtype, length)
         for i, f, offset, length, word, k in coded:
-            found = indices.decode(ops, take(offset, "uint8", length), word, k, int(f.below or 0))
+            piece = take(offset, "uint8", length)
+            if f.below is None:
+                found = codings.decode(ops, f, piece, length, k)
+            else:
+                found = indices.decode(ops, piece, word, k, f.below)
             # A graph loses the length, which is known.
             mine[i][f.name] = found if isinstance(f.length, str) else ops.reshape(found, (f.length,))
         for i, payload in enumerate(mine):
             received.payloads[i].append(payload)
         return end
+
+    @staticmethod
+    def _coded_length(ops: ArrayOps, require: Any, f: Field, length: Any, k: Any, rest: Any) -> tuple[Any, Any]:
+        """Return the bytes of a coded field and the number of its elements, after checking them.
+
+        `rest` is the number of bytes that are left. What the elements may take is bounded by what is there.
+        """
+        length = require(length >= 0, "lengths from 0 on", length, length)
+        length = require(length <= rest, _ALL_THERE, length, length)
+        most = f"at most {codings.MOST_BYTES_PER_BYTE} bytes of '{f.name}' per coded byte, and at least as many"
+        width = ITEMSIZE[f.dtype]
+        # Products only below the check: TensorFlow counts in int32, which could wrap around.
+        k = require(k <= _INT32 // width, most, k, k)
+        k = require(k * width // codings.MOST_BYTES_PER_BYTE <= length, most, k, k)
+        length = require(length <= k * width, most, length, length)
+        short = ops.bit_or(length == k * width, k * width <= codings.MOST_BYTES)
+        return length, require(short, f"at most {codings.MOST_BYTES} coded bytes", k, k)
 
 
 def decode_rows(ops: ArrayOps, data: Array, layouts: Sequence[GatherLayout], stamp: int) -> list[Received]:
@@ -466,6 +494,11 @@ def _check_payload(
         )
     for f in fields:
         array = payload[f.name]
+        if isinstance(array, codings.Coded):
+            # Checked when it was coded, which the buffer of another owner may share.
+            if isinstance(f.length, str):
+                lengths.setdefault((index, f.length), array.length)
+            continue
         length, dtype = ops.length(array), ops.dtype(array)
         expected = lengths.setdefault((index, f.length), length) if isinstance(f.length, str) else f.length
         # Lengths that a traced graph knows only at run time cannot be compared here.

@@ -41,7 +41,10 @@ class BucketQuantizer(Compressor):
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         buckets = -(-spec.numel // self.width(spec.numel))
-        return Field("norms", spec.work_dtype, buckets), Field("codes", "uint8", packed_size(spec.numel, self.bits))
+        return Field("norms", spec.work_dtype, buckets), self._codes(spec)
+
+    def _codes(self, spec: TensorSpec) -> Field:
+        return Field("codes", "uint8", packed_size(spec.numel, self.bits), bits=self.bits)
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)

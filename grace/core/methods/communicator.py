@@ -32,6 +32,8 @@ class Communicator(ABC):
     sums: ClassVar[bool] = False
     # Payloads may differ in length between ranks, which coded indices need.
     any_length: ClassVar[bool] = False
+    # Payloads may travel coded: the communicator, or each that it may become, brings them to other ranks as they are.
+    carries_codings: ClassVar[bool] = False
     # The program updates the memories itself, because it may drop entries on the way.
     remembers: ClassVar[bool] = False
     # The name in reports of a communicator that an adapter brings, and no configuration can name.

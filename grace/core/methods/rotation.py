@@ -62,7 +62,7 @@ class RotatedQuantizer(Compressor):
         return (
             Field("scales", spec.work_dtype, len(widths)),
             Field("salt", "int32", 1),
-            Field("codes", "uint8", packed_size(sum(widths), self.bits)),
+            Field("codes", "uint8", packed_size(sum(widths), self.bits), bits=self.bits),
         )
 
     def compress(self, x: Array, at: Site) -> Payload:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grace.core.exchange.codings import AS_IT_IS, NONE, Coding, make_coding
 from grace.core.exchange.indices import CODINGS
 from grace.core.exchange.transport import TIMEOUT
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.errors import ConfigError, nearest
+from grace.core.values.errors import ConfigError, IncompatibleError, nearest
 from grace.core.values.registry import build, communicators, compressors, fields_of, memories
 from grace.core.values.schedule import ladder, ratio_of
 from grace.core.values.spec import GRADIENT_DTYPES, TensorSpec
@@ -38,15 +39,25 @@ _REGISTRIES: dict[str, Any] = {"compressor": compressors, "memory": memories, "c
 
 @dataclass(frozen=True)
 class Method:
-    """Compressor with its memory and its communicator. Raises IncompatibleError if they do not work together."""
+    """Compressor with its memory, its communicator, and the coding of its payload.
+
+    Raises IncompatibleError if they do not work together.
+    """
 
     compressor: Compressor
     memory: Memory
     communicator: Communicator
+    coding: Coding = AS_IT_IS
 
     def __post_init__(self) -> None:
         self.memory.check(self.compressor)
         self.communicator.check(self.compressor)
+        if self.coding and not self.communicator.carries_codings:
+            why = "adds payloads on the way" if self.communicator.sums else "cannot carry payloads of other lengths"
+            raise IncompatibleError(
+                f"coding {self.coding.to_config()!r}: {self.communicator} {why}, and coded fields differ in length and "
+                "cannot be added. Set communicator = 'allgather' or 'two_shot', or leave coding out."
+            )
 
 
 @dataclass(frozen=True)
@@ -203,7 +214,8 @@ _TOP_LEVEL = {f: t for f, t in fields_of(Config).items() if f not in ("method", 
 
 
 def _describe(method: Method) -> dict[str, Any]:
-    return {kind: _REGISTRIES[kind].config_of(getattr(method, kind)) for kind in _COMPONENTS}
+    components = {kind: _REGISTRIES[kind].config_of(getattr(method, kind)) for kind in _COMPONENTS}
+    return {**components, "coding": method.coding.to_config()}
 
 
 def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:
@@ -212,7 +224,8 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     If none of them names a compressor, the values of GRACE_CONFIG (the path of a TOML file, or a JSON object) fill the
     gaps.
 
-    Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready component), `rules` (a list of
+    Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready component), `coding` (a name,
+    or a table of names by field, see `grace.core.exchange.codings`), `rules` (a list of
     tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or components
     that change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.values.schedule.ladder`),
     `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`,
@@ -237,7 +250,7 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
 def refuse_typos(options: Mapping[str, Any], function: Callable[..., Any], where: str) -> None:
     """Raise ConfigError for an option that is no key of a configuration, but almost an argument of the function."""
     arguments = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    keys = {*_TOP_LEVEL, *_COMPONENTS, "rules", "schedule", "warmup_steps"}
+    keys = {*_TOP_LEVEL, *_COMPONENTS, "coding", "rules", "schedule", "warmup_steps"}
     for registry in _REGISTRIES.values():
         keys |= {key for name in registry for key in fields_of(registry.get(name))}
     for option in options:
@@ -349,7 +362,7 @@ def change_method(method: Method, changes: Mapping[str, Any], where: str = "the 
             mine = {key: changes[key] for key in fields_of(type(component)) if key in changes}
             dealt |= set(mine)
             values[kind] = {**_REGISTRIES[kind].config_of(component), **mine}
-        values = {key: value for key, value in values.items() if key not in dealt}
+        values = {"coding": method.coding, **{key: value for key, value in values.items() if key not in dealt}}
     return _make_method(values, [], where)
 
 
@@ -366,7 +379,7 @@ def _make_rule(table: Mapping[str, Any], index: int) -> Rule:
 
 def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -> Method:
     """Choose the components and give each flat option to those that have a field of that name."""
-    options = {key: value for key, value in values.items() if key not in _COMPONENTS}
+    options = {key: value for key, value in values.items() if key not in (*_COMPONENTS, "coding")}
     if "compressor" not in values:
         unknown = f" It has the unknown keys {', '.join(map(repr, options))}." if options else ""
         raise ConfigError(
@@ -398,8 +411,9 @@ def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -
     for key in options:
         if key not in used:
             place = "belongs to the top level" if key in _TOP_LEVEL else f"is no option of {_chosen(made)}"
-            raise ConfigError(f"{where}: '{key}' {place}.{nearest(key, [*_COMPONENTS, *other_keys, *known])}")
-    return Method(**made)
+            keys = [*_COMPONENTS, "coding", *other_keys, *known]
+            raise ConfigError(f"{where}: '{key}' {place}.{nearest(key, keys)}")
+    return Method(**made, coding=make_coding(values.get("coding", NONE), where))
 
 
 def _default(kind: str, made: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from grace.core.exchange.codings import PLAIN
 from grace.core.exchange.wire import Layout
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count
@@ -327,7 +328,7 @@ def _expected_bytes(unit: Unit) -> int | None:
         return unit.wire_bytes
     ratio = getattr(unit.compressor, "compress_ratio", None)
     sent = [field for field in unit.fields if field.wire]
-    if ratio is None or any(field.length != "kept" or field.coding != "int32" for field in sent):
+    if ratio is None or any(field.length != "kept" or field.coding not in PLAIN for field in sent):
         return None
     return keep_count(ratio, unit.spec.numel) * sum(ITEMSIZE[field.dtype] for field in sent)
 
@@ -401,6 +402,7 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
     if holding and method.memory.stateless:
         method = dataclasses.replace(method, memory=memories.make("leftover"))
     method.communicator.check_memory(method.memory)
+    method.coding.check(method.compressor.wire(spec), method.compressor)
     if modules and method.memory.needs_norm:
         raise IncompatibleError(
             f"the modules of a sharded model are exchanged one by one, and {method.memory} needs the norm of all "

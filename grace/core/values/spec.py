@@ -96,8 +96,9 @@ class Field(NamedTuple):
     `length` is a number of elements, or the name of a count that is known only at run time (two fields may share it).
     If payloads are summable, it must be equal on all ranks, for instance follow from the step. `wire=False` keeps the
     field on the rank: it must be equal on all ranks, for instance indices drawn from the shared key. `below` marks
-    int32 indices, strictly ascending and below that number, which may travel in fewer bytes; `coding` names their
-    coding (see `grace.core.exchange.indices`). `most` is the largest magnitude of integers that are added exactly: a
+    int32 indices, strictly ascending and below that number, which may travel in fewer bytes. `coding` names how the
+    field travels (see `grace.core.exchange.codings`; "none" or "int32": as it is), and `bits` is the width of the codes
+    that are packed into its bytes. `most` is the largest magnitude of integers that are added exactly: a
     sum of them travels in as few bits as it needs on this number of ranks, `lanes` of them in a 32-bit word (see
     `grace.core.exchange.lanes`).
     """
@@ -107,9 +108,10 @@ class Field(NamedTuple):
     length: int | str
     wire: bool = True
     below: int | None = None
-    coding: str = "int32"
+    coding: str = "none"
     most: int | None = None
     lanes: int = 0
+    bits: int = 8
 
 
 class Key(NamedTuple):

@@ -69,10 +69,14 @@ class Assignment:
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """Fields of its payload."""
-        coding = self.index_coding if self.communicator.any_length else "int32"
-        return tuple(
-            f if f.below is None or not f.wire else f._replace(coding=coding) for f in self.compressor.wire(self.spec)
-        )
+        fields = self.compressor.wire(self.spec)
+        return tuple(self._coded(f) for f in fields) if self.communicator.any_length else fields
+
+    def _coded(self, field: Field) -> Field:
+        coding = self.method.coding.of(field)
+        if coding is None and field.below is not None and field.wire:
+            coding = self.index_coding
+        return field if coding is None else field._replace(coding=coding)
 
     @cached_property
     def proposed(self) -> tuple[Field, ...]:

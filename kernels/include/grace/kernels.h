@@ -73,7 +73,15 @@ namespace grace {
     X(sketch_estimate, "sketch T; n, rows, columns, key -> T[n]")                                                                     \
     X(gap_facts, "indices int32; low -> int64[2]")                                                                                    \
     X(encode_gaps, "indices int32; low, unary -> uint8[m]")                                                                           \
-    X(decode_gaps, "data uint8; low, unary, k -> int32[k]")
+    X(decode_gaps, "data uint8; low, unary, k -> int32[k]")                                                                           \
+    X(huffman_encode, "data uint8; bits -> uint8[m]")                                                                                 \
+    X(huffman_decode, "coded uint8; bits, n -> uint8[n]")                                                                             \
+    X(rans_encode, "data uint8; bits -> uint8[m]")                                                                                    \
+    X(rans_decode, "coded uint8; bits, n -> uint8[n]")                                                                                \
+    X(run_length_encode, "data uint8 -> uint8[m]")                                                                                    \
+    X(run_length_decode, "coded uint8; n -> uint8[n]")                                                                                \
+    X(bitshuffle_encode, "data uint8; bits -> uint8[m]")                                                                              \
+    X(bitshuffle_decode, "coded uint8; bits, n -> uint8[n]")
 
 #define GRACE_DECLARE(name, signature) void name##_kernel(Call& call);
 GRACE_KERNELS(GRACE_DECLARE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -13,11 +14,12 @@ from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.threshold import Threshold
 from grace.core.compressors.topk import TopK
+from grace.core.exchange.codings import Coding
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.ops import get_ops
 from grace.core.ops.native import Native
-from grace.core.values.registry import compressors, memories
+from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import TensorSpec
 from grace.testing import traced
 from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload_on_host, same
@@ -163,8 +165,18 @@ def assert_close(chosen, expected, got):
 
 @pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
 def test_steps_in_a_graph_are_those_of_numpy(compressor):
+    check_steps(registered.default_method(compressor))
+
+
+@pytest.mark.parametrize(("name", "coding"), [("qsgd", "rans"), ("3lc", "smallest"), ("strom", "huffman")])
+def test_coded_steps_in_a_graph_are_those_of_numpy(name, coding):
+    """Bytes of fixed and of run-time length, and as many of them as in NumPy."""
+    usual = registered.default_method(compressors.make(name))
+    check_steps(dataclasses.replace(usual, communicator=communicators.make("allgather"), coding=Coding(coding)))
+
+
+def check_steps(chosen):
     """Two ranks run some steps. The third step has a NaN on one rank."""
-    chosen = registered.default_method(compressor)
     specs = specs_in("tensorflow", chosen)
     reference, graph = simulate(chosen, size=2, specs=specs), Graph(chosen, 2, specs=specs)
     for number in range(4):

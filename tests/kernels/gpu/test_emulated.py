@@ -10,6 +10,7 @@ import pytest
 
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
+from grace.core.exchange.codings import CODECS
 from grace.core.methods.signs import binary_sum, majority
 from grace.core.ops import get_ops, native
 from grace.core.values.errors import PayloadError
@@ -50,8 +51,9 @@ def test_every_kernel_has_a_body_for_gpus():
     ops = EmulatedOps()
     for name in cases.CASES:
         cases.results(name, cases.Given(ops, 65, "float32"))
-    # On GPUs, the frameworks' own libraries compute matrix products, and their operations code the few indices.
+    # On GPUs, the frameworks' own libraries compute matrix products, and their operations code fields.
     others = {"thin_product", "gap_facts", "encode_gaps", "decode_gaps"}
+    others |= {f"{name}_{way}" for name in CODECS for way in ("encode", "decode")}
     assert ops.started | others == set(module().kernels()) == set(native.module.kernels())
 
 
