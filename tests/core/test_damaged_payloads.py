@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from grace.core.exchange import indices
+from grace.core.exchange.codings import NONE, Coding
 from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.errors import PayloadError
@@ -17,8 +18,9 @@ from grace.testing.harness import draw, exchange, host
 from tests.support.registered import BACKENDS, ops_of
 
 SPEC = TensorSpec("w", (12, 25))
-# The counts in a header are in the order of the fields; the widths of coded indices come next.
+# The counts in a header are in the order of the fields; the words of coded fields come next.
 SKETCHML = {"name": "sketchml", "compress_ratio": 0.3}
+QSGD = {"name": "qsgd", "quantum_num": 3}
 CASES = {
     "atomo: part of a vector": ("atomo", "int32", {0: 23}, "left vectors"),
     "atomo: a vector too few": ("atomo", "int32", {0: 12}, "left vectors"),
@@ -30,6 +32,9 @@ CASES = {
     "delta: one index too many": ("adaptive", "delta", {0: 301, 2: 1}, "at most 300 indices"),
     "smallest: 2^31 indices": ("adaptive", "smallest", {1: 2**31 - 1, 3: 1}, "at most 300 indices"),
     "delta: bytes that wrap around": ("adaptive", "delta", {0: 300, 2: 4 * 9 + 1, 1: 300, 3: 4 * 9 + 1}, "as many"),
+    "huffman: fewer bytes": (QSGD, "huffman", {0: 50}, "huffman: expected"),
+    "rans: fewer bytes": (QSGD, "rans", {0: 50}, "rans: expected"),
+    "rans: 2^31 bytes": ("3lc", "rans", {0: 2**31 - 1, 1: 1}, "at most 1024 bytes of .* per coded byte"),
     "bitmap: fewer bits": ({"name": "topk", "compress_ratio": 0.3}, "bitmap", None, "bitmap"),
 }
 every_backend = pytest.mark.parametrize("backend", [*BACKENDS, "tensorflow-reference"])
@@ -46,7 +51,7 @@ def damaged(ops, case):
     """Return a function that decodes a buffer, the good buffer, a damaged one, and the text of its error."""
     name, coding, header, text = CASES[case]
     compressor = compressors.make(name)
-    fields = tuple(f if f.below is None else f._replace(coding=coding) for f in compressor.wire(SPEC))
+    fields = tuple(f._replace(coding=Coding(coding).of(f) or NONE) for f in compressor.wire(SPEC))
     layout = GatherLayout([SPEC], [fields], [True])
     ex = exchange(compressor, ops, SPEC, [draw(SPEC, 1)], step=3)
     good = bytes(host(ops, layout.encode(ops, ex.payloads, [False], 3)))
