@@ -13,7 +13,7 @@ import grace
 from grace.core.exchange import codings
 from grace.core.exchange.codings import CODECS, NONE, SMALLEST, Coding
 from grace.core.exchange.huffman import huffman_encode
-from grace.core.exchange.rans import rans_encode
+from grace.core.exchange.rans import rans_decode, rans_encode
 from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.config import make_config
@@ -319,6 +319,26 @@ def test_damaged_codes_are_refused(coding, backend):
     refused(ops, f, good, len(good), n + 200)
     first = np.append(255 - good[:200], good[200:])
     refused(ops, f, first, len(first), n)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numpy-reference"])
+def test_rans_notices_words_and_states_that_do_not_fit(backend):
+    """The states return to their start with the last word, and not before or after it."""
+    ops, n = ops_of(backend), 900
+    values = drawn("half", n)
+    good = rans_encode(ops, values, 8)
+    head = 32 + 2 * len(np.unique(values))
+    words = ops.unpack(good[head:], 16, (len(good) - head) // 2)
+
+    def decoded(words):
+        return rans_decode(ops, np.concatenate([good[:head], ops.pack(words, 16)]), 8, n)
+
+    assert np.array_equal(decoded(words), values)
+    other = words.copy()
+    other[0] ^= 1
+    for bad in (np.append(words, 0), words[:-1], other):
+        with pytest.raises(PayloadError, match=r"rans: .* the payload is damaged"):
+            decoded(bad)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "numpy-reference"])

@@ -946,7 +946,7 @@ PATCHES = [
         "good = ops.bit_and(done[0] == there, at_start)",
         "good = at_start",
         "words that no state has taken are not noticed",
-        ("tests/core/test_codings.py -k damaged_codes",),
+        ("tests/core/test_codings.py -k words_and_states",),
     ),
     Patch(
         "indices-width-one-short",
