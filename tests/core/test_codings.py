@@ -257,6 +257,13 @@ def test_codings_are_chosen_by_field(config, expected):
     assert make_config(made.to_dict()) == made
 
 
+def test_the_report_names_the_codings():
+    shapes = {"w": (60, 50)}
+    config = {"compressor": "qsgd", "default_rules": False, **GATHERED}
+    reports = [grace.Simulation(2, shapes, {**config, "coding": c}).plan.report() for c in (NONE, "rans")]
+    assert ["by data (codes by rans)" in report for report in reports] == [False, True]
+
+
 def test_rules_and_stages_choose_codings():
     config = make_config(
         {

@@ -125,12 +125,13 @@ class Plan:
         return total
 
     def report(self) -> str:
-        """Return a table: per tensor the method, memory, collective, bytes per step, and why it stays dense."""
+        """Return a table: per tensor method, memory, collective, bytes per step, codings, and why it stays dense."""
         rows = [("tensor", "shape", "compressor", "memory", "collective", "dense bytes", "wire bytes", "why")]
         wire_total = sum(b.nbytes for b in self.buckets) + sum(item.spec.nbytes for item in self.delegated)
         dense_total, open_ended = 0, not all(bucket.layout.fixed for bucket in self.buckets)
         for item in sorted(self.assignments, key=lambda p: p.spec.name):
             spec, wire = item.spec, self.bytes_of(item)
+            coded = ", ".join(f"{f.name} by {f.coding}" for f in item.fields if f.wire and f.coding not in PLAIN)
             dense_total += spec.nbytes
             rows.append(
                 (
@@ -140,7 +141,7 @@ class Plan:
                     memories.name_of(item.memory),
                     item.communicator.brought_as or communicators.name_of(item.communicator),
                     f"{spec.nbytes:,}",
-                    "by data" if wire is None else f"{wire:,}",
+                    f"by data ({coded})" if coded else "by data" if wire is None else f"{wire:,}",
                     item.reason,
                 )
             )
