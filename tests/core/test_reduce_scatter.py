@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from grace.core.communicators.reduce_scatter import ReduceScatter
+from grace.core.exchange.codings import Coding
 from grace.core.exchange.simulation import Simulation, poll_all
 from grace.core.values.config import Config, Method, make_config
 from grace.core.values.errors import IncompatibleError
@@ -86,6 +87,21 @@ def test_gradients_come_in_parts_and_means_go_to_their_places():
     for engine, places, mine in zip(other.engines, into, merged, strict=True):
         engine.finish(places)
         assert all(np.array_equal(places[name], x.reshape(-1)) for name, x in mine.items())
+
+
+def test_parts_travel_coded():
+    given = [
+        {s.name: np.random.default_rng(r).standard_normal(s.shape).astype("f4") ** 3 for s in SPECS} for r in (0, 1)
+    ]
+    sent, merged = [], []
+    for coding in (Coding(), Coding("huffman")):
+        method = Method(compressors.make("terngrad"), memories.make("none"), communicator_for(SPECS, 2), coding)
+        simulation = Simulation(2, SPECS, Config(method, default_rules=False))
+        merged.append(simulation.step(given))
+        sent.append(sum(engine.stats()["wire_bytes"] for engine in simulation.engines))
+    for one, two in zip(*merged, strict=True):
+        assert all(np.array_equal(one[name], two[name]) for name in one)
+    assert sent[1] < 0.9 * sent[0]
 
 
 def plan_of(compressor, **options):
