@@ -10,6 +10,7 @@ from grace.tensorflow.callbacks import (
     ScheduleCallback,
     StatisticsCallback,
 )
+from grace.tensorflow.elastic import KerasState
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.tape import DistributedGradientTape
@@ -21,6 +22,7 @@ __all__ = [
     "DistributedOptimizer",
     "Exchange",
     "HorovodTransport",
+    "KerasState",
     "MetricAverageCallback",
     "ScheduleCallback",
     "StatisticsCallback",

@@ -7,10 +7,10 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import tensorflow as tf
 
 from grace.core.values.errors import ConfigError, MismatchError
 from grace.core.values.schedule import as_changes
+from grace.tensorflow.broadcast import broadcast
 from grace.tensorflow.waiting import gather
 
 
@@ -44,13 +44,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(self.model.trainable_variables)
         mine = {id(variable) for variable in exchange.of_this_rank} if exchange else set()
         variables = [v.value for v in (*self.model.weights, *optimizer.variables) if id(v.value) not in mine]
-        # Horovod does not support bfloat16. float32 holds its values exactly.
-        wide = {id(v): tf.Variable(tf.cast(v, tf.float32)) for v in variables if v.dtype == tf.bfloat16}
-        sent = [wide.get(id(v), v) for v in variables]
-        hvd.broadcast_variables(sent, root_rank=self.root_rank, process_set=self.process_set)
-        for variable in variables:
-            if id(variable) in wide:
-                variable.assign(tf.cast(wide[id(variable)], tf.bfloat16))
+        broadcast(variables, self.root_rank, self.process_set)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -7,7 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -39,13 +39,21 @@ from grace.tensorflow.stages import Stages
 from grace.tensorflow.times import GraphTimes, Measured
 from grace.tensorflow.traced import Traced
 from grace.tensorflow.transport import HorovodTransport, local_size_of
-from grace.tensorflow.waiting import Watch, gather
+from grace.tensorflow.waiting import Watch, elastic_timeout, gather, is_elastic
 
 _OPS = functools.partial(get_ops, "tensorflow")
 
 # The number of exchanges that have started, per process set. It is part of the names of their collectives, which must
 # differ between exchanges. Ranks start exchanges in the same order.
 _meetings: collections.Counter[int] = collections.Counter()
+
+
+class Kept(NamedTuple):
+    """A copy of what an exchange holds, to go back to: its configuration and those before, and all values."""
+
+    config: Config
+    history: tuple[Config, ...]
+    values: tuple[tf.Tensor, ...]
 
 
 class Exchange(Measured, core.Exchange[Stages], tf.Module):
@@ -99,13 +107,18 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         self.equal_weights: Callable[[], Sequence[tf.Variable]] | None = None
         # Makes a variable from a name and an initial value. An optimizer sets its own function.
         self.make_variable: Callable[[str, tf.Tensor], tf.Variable] = self._make_variable
+        # Drops variables that `make_variable` has made. An optimizer sets its own function.
+        self.drop_variables: Callable[[Sequence[tf.Variable]], None] = self._drop_variables
         self._variables: list[tf.Variable] = []
+        # In elastic mode, `grace.tensorflow.KerasState` sets `synchronized`.
+        self.elastic, self.synchronized = is_elastic(), False
         self.times = GraphTimes()
         # The warnings that were logged when the optimizer was wrapped.
         self.warned: tuple[str, ...] = ()
         self._stages: Stages | None = None
         # Set at the first step, when all ranks have met.
         self._transport: HorovodTransport | None = None
+        self._watch: Watch | None = None
 
     # --- public interface ---------------------------------------------------------------------------------------
 
@@ -175,8 +188,16 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
             self.rank, self.ranks = self._rank_of_ranks()
             self._stages = self._stages_for(self.ranks, self.make_variable)
 
-    def _stages_for(self, ranks: Ranks, make_variable: Callable[[str, tf.Tensor], tf.Variable]) -> Stages:
-        """Return the stages that the exchange has with these ranks, before the first step."""
+    def _stages_for(
+        self,
+        ranks: Ranks,
+        make_variable: Callable[[str, tf.Tensor], tf.Variable],
+        rows: Sequence[str] = (),
+    ) -> Stages:
+        """Return the stages that the exchange has with these ranks, before the first step.
+
+        `rows` names the tensors whose gradients are known to be rows.
+        """
         first, *later = (*self.history, self.config)
         stages = Stages(
             self._specs,
@@ -185,6 +206,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
             sparse_as_dense=self.sparse_as_dense,
             rank=self.rank,
             ranks=ranks,
+            rows=rows,
         )
         for config in later:
             stages.change(stages.plan_of(config))
@@ -230,6 +252,11 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         self._variables.append(variable)
         return variable
 
+    def _drop_variables(self, variables: Sequence[tf.Variable]) -> None:
+        dropped = {id(variable) for variable in variables}
+        # A new list: TensorFlow saves no list from which something was taken.
+        self._variables = [variable for variable in self._variables if id(variable) not in dropped]
+
     @property
     def of_this_rank(self) -> list[tf.Variable]:
         """The variables that differ between ranks. A broadcast must not change them."""
@@ -244,6 +271,56 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "sparse_as_dense": self.sparse_as_dense,
         }
+
+    def described(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks before they synchronize their states."""
+        return {
+            **self.describe(),
+            "history": [config.to_dict() for config in self.history],
+            **described(self.config, self._specs, self.engine.plans, _OPS),
+        }
+
+    # --- elastic mode -------------------------------------------------------------------------------------------
+
+    def meet(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
+        """Return the JSON-able values of all ranks, in rank order."""
+        return self._gather(mine, purpose, what)
+
+    def snapshot(self) -> Kept:
+        """Return a copy of everything that changes between steps."""
+        values = tuple(tf.identity(variable) for variable in self.engine.slots.variables)
+        return Kept(self.config, tuple(self.history), values)
+
+    def go_back(self, kept: Kept) -> None:
+        """Return to a copy made among the same ranks. If `change` was called since, steps must be traced anew."""
+        if len(self.history) != len(kept.history):
+            self.config, self.history = kept.config, list(kept.history)
+            self._make_anew()
+        for variable, value in zip(self.engine.slots.variables, kept.values, strict=True):
+            variable.assign(value)
+
+    def move(self) -> tuple[int, int]:
+        """Go on with the ranks that Horovod has now; return the numbers of ranks before and now.
+
+        The ranks meet again at the next step. Graphs of earlier steps raise an error.
+        """
+        before = self.size
+        self.rank, self.ranks = self._rank_of_ranks()
+        old = self._make_anew()
+        self.engine.move(old, average=self.op == hvd.Average)
+        return before, self.size
+
+    def _make_anew(self) -> Stages:
+        """Make stages for the ranks and the configuration of now, with new variables; return the old stages."""
+        old = self.engine
+        old.retire()
+        self.drop_variables(old.slots.variables)
+        # The watch over a step that has failed ends with it.
+        self._transport = self._watch = None
+        self._stages = self._stages_for(self.ranks, self.make_variable, old.known_rows)
+        return old
+
+    # --- the first step -----------------------------------------------------------------------------------------
 
     def _start(self, gradients: Sequence[Gradient | None], failure: Exception | None) -> None:
         """Compare the settings of all ranks and start the engines.
@@ -292,8 +369,10 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         # Horovod may reuse the identifier of a removed set with other ranks. So the ranks' counts may differ.
         number = max(other["of this rank"]["meetings"] for other in everyone)
         _meetings[set_id] = number + 1
-        self._transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}")
-        self._watch = Watch(self._transport.rank, self._transport.size, self.config.timeout, self._under_way)
+        # Horovod takes an error for one of its own only if the name of a collective says so, and swallows all others.
+        kind = ".HorovodAllreduce" if self.elastic else ""
+        self._transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}{kind}")
+        self._watch = Watch(self._transport.rank, self._transport.size, self._timeout, self._under_way)
         self._kinds = common_kinds([other["of this rank"]["kinds"] for other in everyone])
         self._replicas = Replicas(self.config.check_replicas)
         rows = [name for name, kind in self._kinds.items() if kind not in (None, "dense")]
@@ -351,6 +430,11 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             return ConfigError(
                 "XLA cannot compile Horovod's collectives; pass jit_compile=False to model.compile() or tf.function()."
+            )
+        if self.elastic and not self.synchronized:
+            return StepError(
+                "elastic Horovod keeps no residuals in its own states; pass the optimizer, or for tapes an Exchange, "
+                "to grace.tensorflow.KerasState in their place."
             )
         return None
 
@@ -410,7 +494,11 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         return f"rows of {gradient.indices.dtype.name}" if rows else "dense"
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
-        return gather(self.process_set, purpose, what, self.config.timeout)(mine[0])
+        return gather(self.process_set, purpose, what, self._timeout)(mine[0])
+
+    @property
+    def _timeout(self) -> float:
+        return elastic_timeout(self.config.timeout) if self.elastic else self.config.timeout
 
     def _plan_of(self, config: Config) -> Plan:
         return self.engine.plan_of(config)
@@ -429,7 +517,10 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         """Run the body of the traced step."""
         self.traces += 1
         assert self._transport is not None
+        assert self._watch is not None
         stages = self.engine
+        # Otherwise a collective could begin before the error, on some ranks only.
+        self._transport.end_turn([stages.check_current()])
         self._watch.begin(stages.slots.step, flat(gradients)[:1])
         self._replicas.compare(self._weights(), stages.slots.shared_states, stages.slots.step, self._transport)
         stages.slots.belong_to(self._transport.rank, self._transport.size)

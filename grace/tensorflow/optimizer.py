@@ -29,7 +29,7 @@ from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.local import MULTI_OPTIMIZER, check_local, step_locally
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport
-from grace.tensorflow.waiting import gather
+from grace.tensorflow.waiting import gather, is_elastic
 
 logger = logging.getLogger("grace")
 
@@ -88,7 +88,13 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     check_process(_WHERE, process_set)
     included = process_set.process_set_id is not None and process_set.included()
     timeout = TIMEOUT
-    with Meeting(lambda mine: gather(process_set, "optimizer", f"{_WHERE}()", timeout)(mine), _WHERE) as meeting:
+
+    def met(mine: Any) -> list[Any]:
+        # In elastic mode ranks meet when their states are synchronized: a new rank makes its optimizer while the others
+        # go on.
+        return [mine] if is_elastic() else gather(process_set, "optimizer", f"{_WHERE}()", timeout)(mine)
+
+    with Meeting(met, _WHERE) as meeting:
         refuse(options, _WHERE)
         refuse_typos(options, DistributedOptimizer, _WHERE)
         _check(optimizer)
@@ -153,11 +159,6 @@ def refuse(options: Mapping[str, Any], where: str) -> None:
     for name, why in _REFUSED.items():
         if name in options:
             raise ConfigError(f"{where}: the argument '{name}' {why}.")
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise ConfigError(
-            f"{where}: elastic Horovod is not supported, because residuals would be lost when the number of ranks "
-            "changes; launch without elastic options."
-        )
 
 
 def _check(optimizer: Any) -> None:
@@ -267,6 +268,18 @@ class Distributed:
             initializer=lambda shape, dtype: tf.cast(value, dtype),
             name=f"grace_{name}".replace("/", "_"),
         ).value
+
+    def _drop_variables(self, variables: Sequence[tf.Variable]) -> None:
+        """Drop variables of `_make_variable`."""
+        dropped = {id(variable) for variable in variables}
+        kept = [variable for variable in self._variables if id(variable.value) not in dropped]
+        # TensorFlow saves no list from which something was taken. So there is a new one, which TensorFlow tracks and to
+        # which Keras adds variables. An ordinary assignment would have Keras track it, too.
+        made = tf.__internal__.tracking.wrap(kept)
+        object.__setattr__(self, "_variables", made)
+        self._track_trackable(made, "_variables", overwrite=True)
+        self._tracker.config["variables"] = self._tracker.config["variables"][0], made
+        self._tracker.stored_ids["variables"] = {id(variable) for variable in kept}
 
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert
@@ -406,7 +419,7 @@ def _distribute(optimizer: Any, exchange: Exchange, summed_passes: int, local_st
     optimizer.grace = exchange
     exchange.iterations = lambda: int(optimizer._iterations)
     exchange.learning_rate = lambda: tf.convert_to_tensor(optimizer._get_current_learning_rate())
-    exchange.make_variable = optimizer._make_variable
+    exchange.make_variable, exchange.drop_variables = optimizer._make_variable, optimizer._drop_variables
     optimizer._summed_passes, optimizer._local_steps = summed_passes, local_steps
     if optimizer.built:
         optimizer._build_exchange(optimizer._trainable_variables)

@@ -87,6 +87,16 @@ class VariableSlots(Slots):
         }
 
     @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables of a checkpoint, in the order in which they were made."""
+        return [self._counter, self.origin, *self.states.values()]
+
+    @property
+    def shared_variables(self) -> list[tf.Variable]:
+        """The variables of a checkpoint that are equal on all ranks."""
+        return [self._counter, *self.shared_states.values()]
+
+    @property
     def of_this_rank(self) -> list[tf.Variable]:
         """The variables that differ between ranks: the memories of all stages."""
         every = [

@@ -18,6 +18,7 @@ from grace.core.exchange.state import (
     carried,
     check_saved,
     initial,
+    moved,
     names_of,
     prepare,
     shown,
@@ -36,7 +37,7 @@ from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport
 
 _STALE = (
-    "StepError: the step was traced before grace.change(); "
+    "StepError: the step was traced before grace.change(), or before elastic Horovod started anew; "
     "trace it again: make a new tf.function, or call model.compile()."
 )
 
@@ -56,6 +57,7 @@ class Stages:
         sparse_as_dense: bool,
         rank: int,
         ranks: Ranks,
+        rows: Sequence[str] = (),
     ) -> None:
         self._specs, self.ranks = specs, ranks
         # The rank and the number of ranks to which the memories belong.
@@ -74,7 +76,8 @@ class Stages:
         self._last = tf.Variable(max(self._stages), trainable=False)
         self._engines: dict[int, Engine] = {}
         self._done = -1, 0
-        self._rows: Sequence[str] = ()
+        # The tensors whose gradients are known to be rows.
+        self.known_rows = rows
 
     @property
     def plans(self) -> list[Plan]:
@@ -132,7 +135,7 @@ class Stages:
 
         `rows` names the tensors whose gradients are rows. `warned` holds the warnings that were already logged.
         """
-        self._transport, self._rows, self._op = transport, rows, op
+        self._transport, self.known_rows, self._op = transport, rows, op
         self._place = transport.rank, transport.size
         self._predivide, self.track_norms, self.times, self._warned = predivide, track_norms, times, warned
         for number in self._live:
@@ -147,7 +150,7 @@ class Stages:
         )
         engine.track_norms = self.track_norms
         self._engines[number] = engine
-        self.slots.expect_notes(plan, self.track_norms, self._rows)
+        self.slots.expect_notes(plan, self.track_norms, self.known_rows)
         self.times.expect(plan)
         announce(plan, self._transport, first=first, told=self._warned)
 
@@ -157,7 +160,7 @@ class Stages:
         """Return the plan for `change` under a changed configuration. Raises ConfigError if no engine can run it."""
 
         def delegated(item: Assignment) -> bool:
-            return _delegated(item) or item.spec.name in self._rows
+            return _delegated(item) or item.spec.name in self.known_rows
 
         prefix = f"bucket.change{len(self._stages)}"
         plan = next_plan(self._specs, config, self.plan, ranks=self.ranks, prefix=prefix, delegate=delegated)
@@ -185,14 +188,43 @@ class Stages:
         """Carry the states of one stage over to another."""
         self.slots.stage = before
         old, new_plan = (self._stages[stage][1] for stage in (before, number))
-
-        def fresh(unit: Unit) -> dict[str, State]:
-            return initial(unit, _ops(unit.spec.device), self._seed, rank=None)
-
-        new = carried(old, new_plan, self.slots.read, fresh, _ops, self.ranks.size)
+        new = carried(old, new_plan, self.slots.read, self._fresh, _ops, self.ranks.size)
         self.slots.stage = number
         for name, states in new.items():
             self.slots.write(name, states)
+
+    def _fresh(self, unit: Unit) -> dict[str, State]:
+        return initial(unit, _ops(unit.spec.device), self._seed, rank=None)
+
+    # --- other ranks --------------------------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Let graphs that were traced for these stages raise an error."""
+        self._last.assign(-1)
+
+    def move(self, old: Stages, *, average: bool) -> None:
+        """Go on after stages that this rank had among others; see `grace.core.exchange.state.moved`."""
+        number = self._arrived_at(old.step)
+        old.slots.stage = number
+        before, after, sizes = old._stages[number][1], self._stages[number][1], (old.ranks.size, self.ranks.size)
+        new = moved(before, after, old.slots.read, self._fresh, _ops, sizes, average=average)
+        self.slots.stage = number
+        for name, states in new.items():
+            self.slots.write(name, states)
+        self.slots.go_to(old.step)
+        self.slots.origin.assign(self._place)
+
+    def hold_nothing_back(self) -> None:
+        """Let the memories of this rank start anew."""
+        self.slots.stage = self._arrived_at(self.step)
+        for name, unit in self._stages[self.slots.stage][1].stateful.items():
+            if not unit.memory.shared:
+                self.slots.write(name, {"memory": self._fresh(unit)["memory"]})
+        self.slots.origin.assign(self._place)
+
+    def _arrived_at(self, step: int) -> int:
+        """Return the stage that the states belong to: a step carries those of the stage before over when it begins."""
+        return self._number_at(max(0, step - 1))
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -212,9 +244,12 @@ class Stages:
 
         return enter
 
+    def check_current(self) -> tf.Operation:
+        """Return the operation that raises an error in a graph that is no longer valid. It is traced into a graph."""
+        return tf.debugging.Assert(tf.equal(self._last.read_value(), self._live[-1]), [_STALE])
+
     def run(self, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
         """Exchange one gradient per tensor. `lr` is the learning rate if it is known. It is traced into a graph."""
-        tf.debugging.Assert(tf.equal(self._last.read_value(), self._live[-1]), [_STALE])
         step = self.slots.step
         if len(self._live) == 1:
             return self._exchanged(self._live[0], gradients, lr)
@@ -297,8 +332,7 @@ class Stages:
         for state in states:
             check_shown({name: shown(value) for name, value in state["tensors"].items()}, expected)
         step, (rank, size) = int(states[0]["step"]), self._place
-        # A step carries the states of the stage before over when it begins.
-        number = self._number_at(max(0, step - 1))
+        number = self._arrived_at(step)
         merge = Merge(
             before._stages[number][1],
             self._stages[number][1],

@@ -73,8 +73,8 @@ class HorovodTransport(Transport):
         either = tf.raw_ops.Select(condition=self._turn, x=x, y=x)
         return tf.raw_ops.PlaceholderWithDefault(input=either, shape=x.shape)
 
-    def end_turn(self, results: list[tf.Tensor]) -> None:
-        """Make collectives that a graph starts later wait for these results.
+    def end_turn(self, results: list[Any]) -> None:
+        """Make collectives that a graph starts later wait for these results, or operations.
 
         Two steps in one graph use the same names, and Horovod could match the first step of one rank with the second
         step of another. Every collective reads the variable that this method writes, and TensorFlow keeps the order of

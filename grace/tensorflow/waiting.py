@@ -57,6 +57,19 @@ def gather(process_set: Any, purpose: str, what: str, timeout: float = TIMEOUT) 
     return lambda mine: gather_objects(mine, size, joined)
 
 
+def is_elastic() -> bool:
+    """Return whether the launcher runs Horovod in elastic mode."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def elastic_timeout(timeout: float) -> float:
+    """Return the time limit in elastic mode, where Horovod itself raises an error about a rank that is gone.
+
+    It does so after Gloo's time-out, and a rank that has ended before could not go on with the others.
+    """
+    return max(timeout, 2 * float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or 30))
+
+
 class Watch:
     """A watch over steps in graphs. Nothing can raise an error in a graph that waits, so it ends the process.
 

@@ -36,7 +36,7 @@ def shares(engines, size):
 
 def moved(sim, stay, size):
     """Return a simulation of `size` ranks that continues the engines of those that stay; the others are new."""
-    new = grace.Simulation(size, SPECS, sim.config, average=sim.engine._average)
+    new = grace.Simulation(size, sim._specs, sim.config, average=sim.engine._average)
     network, before = _Network(size), len(sim.engines)
     for rank, old in enumerate(stay):
         engine = sim.engines[old]

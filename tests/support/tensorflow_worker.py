@@ -15,7 +15,7 @@ _MODULES = [
     f"tests.adapters.tensorflow.{name}_scenarios"
     for name in (
         *("exchange", "half_sum", "checkpoint", "schedule", "timeline", "usage", "callback", "rare_usage", "refusal"),
-        *("saving", "loss_scaling", "sparse", "tape", "replica", "waiting", "promise"),
+        *("saving", "loss_scaling", "sparse", "tape", "replica", "waiting", "promise", "elastic"),
     )
 ]
 

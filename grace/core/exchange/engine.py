@@ -28,6 +28,7 @@ from grace.core.exchange.state import (
     carried,
     check_saved,
     initial,
+    moved,
     prepare,
     put_back,
     taken_out,
@@ -192,18 +193,18 @@ class Engine:
         """Continue with another plan; `before` is the number of ranks before if they are others now."""
         for tensor in list(self._held):
             self.release(tensor)
-        size, same_ranks = before or self.transport.size, before is None
-        new = carried(self.plan, plan, self._slots.read, self._initial, self._ops, size, same_ranks)
+        size = self.transport.size
+        states = self.plan, plan, self._slots.read, self._initial, self._ops
+        new = carried(*states, size) if before is None else moved(*states, (before, size), average=self._average)
         self._leave()
         self._adopt(plan)
-        for name, states in new.items():
-            self._slots.write(name, states)
+        for name, of_unit in new.items():
+            self._slots.write(name, of_unit)
 
     def move(self, plans: Sequence[tuple[int, Plan]], before: int) -> None:
         """Continue with the ranks that the transport has now, with plans for them, after `before` other ranks.
 
-        A rank keeps its residuals so that their share in the mean stays as it was, and in a sum the sum. What it held
-        back as an owner goes to its own ones. Drops a step under way.
+        `grace.core.exchange.state.moved` says what this rank keeps. Drops a step under way.
         """
         self.drop()
         self.completed = 0
@@ -213,11 +214,6 @@ class Engine:
             item.compressor.check_ranks(self.transport.size)
         self._carry_on(plan, before)
         self._done = plan
-        factor = self.transport.size / before if self._average else 1.0
-        for name, unit in self._units.items():
-            states, additive = self._slots.read(name), unit.memory.additive
-            memory = {key: x * factor if key in additive else x for key, x in states["memory"].items()}
-            self._slots.write(name, {**states, "memory": memory})
 
     def memories(self) -> dict[str, State]:
         """Return the states of the memories that may differ between ranks, by unit."""

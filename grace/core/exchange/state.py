@@ -250,6 +250,30 @@ def carried(
     return new
 
 
+def moved(
+    before: Plan,
+    after: Plan,
+    read: Callable[[str], dict[str, State]],
+    fresh: Callable[[Unit], dict[str, State]],
+    ops: Callable[[str], ArrayOps],
+    sizes: tuple[int, int],
+    *,
+    average: bool,
+) -> dict[str, dict[str, State]]:
+    """Return the states of all units of a rank that goes on among others, whose numbers before and now are `sizes`.
+
+    It keeps its residuals so that their share in the mean stays as it was, and in a sum the sum. What it held back as
+    an owner goes to its own ones.
+    """
+    new, factor = carried(before, after, read, fresh, ops, sizes[0], same_ranks=False), 1.0
+    if average:
+        factor = sizes[1] / sizes[0]
+    for name, unit in after.stateful.items():
+        memory = {key: x * factor if key in unit.memory.additive else x for key, x in new[name]["memory"].items()}
+        new[name] = {**new[name], "memory": memory}
+    return new
+
+
 def _keeps_owner(before: Plan, unit: Unit) -> bool:
     """Return whether the same rank owned the mean of a unit before."""
     assert unit.onward is not None

@@ -10,8 +10,7 @@ import horovod.torch.elastic
 from horovod.torch.elastic.state import StateHandler
 
 from grace.core.guards.agreement import Meeting
-from grace.core.values.errors import ConfigError
-from grace.core.values.plan import Plan
+from grace.core.guards.elastic import Crew, check_plan, refusal_of_local_steps
 from grace.torch.exchange import Exchange
 from grace.torch.horovod.library import Horovod
 
@@ -48,10 +47,9 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
         super().__init__(optimizer)
         self._exchange: Exchange = optimizer.grace
         if "grace_local" in optimizer.state_dict():
-            raise ConfigError(f"{_WHERE}: local_steps is not supported in elastic mode; leave it out.")
-        _check(self._exchange.plan)
-        # The number of ranks among which this one was last; None if it is new.
-        self._before: int | None = None
+            raise refusal_of_local_steps(_WHERE)
+        check_plan(self._exchange.plan, _WHERE)
+        self._crew = Crew()
         self._exchange.synchronized = True
         self.save()
 
@@ -72,58 +70,22 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
         assert isinstance(library, Horovod)
         library.connect()
         before, after = self._exchange.move()
-        self._before = before
-        _check(self._exchange.plan)
+        check_plan(self._exchange.plan, _WHERE)
         self.save()
-        self._log(
-            "elastic Horovod: %d ranks before, %d now. Ranks that stay keep what they hold back; what a rank that is "
-            "gone held back is lost.",
-            before,
-            after,
-        )
+        self._crew.moved(before, after, self._exchange.rank)
 
     def sync(self) -> None:
         exchange = self._exchange
         engine, transport = exchange.engine, exchange.transport
         with Meeting(lambda mine: transport.gather_objects(mine, "grace/sync", "state.sync()"), _WHERE) as meeting:
-            meeting.mine.update(exchange.described())
-            meeting.mine["of this rank"] = self._before
-        known = [theirs["of this rank"] for theirs in meeting.everyone]
+            meeting.mine = {**exchange.described(), **self._crew.described()}
         root = hvd.broadcast_object(self.value.state_dict(), root_rank=0, name="grace.sync")
+        keeps = self._crew.met(meeting.everyone, transport.rank)
         if transport.rank != 0:
             # What is equal on all ranks is that of rank 0; residuals are this rank's own.
             own = engine.memories()
             engine.load_state_dict(root["grace"], exchange._place)
-            if self._before is not None:
+            if keeps:
                 engine.put_memories(own)
             self.value.load_state_dict({**root, "grace": engine.state_dict()})
         self.save()
-        stayed, before = len(known) - known.count(None), max((n for n in known if n is not None), default=0)
-        if before:
-            self._log(
-                "elastic Horovod: of %d ranks, %d have stayed and %d are new. What the other %d held back is lost.",
-                before,
-                stayed,
-                known.count(None),
-                before - stayed,
-            )
-        self._before = transport.size
-
-    def _log(self, text: str, *values: int) -> None:
-        if self._exchange.rank == 0:
-            # Imported here, because logging installs a hook in every process that imports grace.
-            import logging
-
-            logging.getLogger("grace").warning(text, *values)
-
-
-def _check(plan: Plan) -> None:
-    """Raise ConfigError if a memory cannot go on with other ranks when one of them is gone."""
-    for unit in plan.units:
-        keeps = [each.memory for each in unit.chain if each.memory.holds_residual]
-        if any(each.memory.joint for each in (unit, *unit.chain)) or (keeps and not unit.memory.holds_residual):
-            raise ConfigError(
-                f"{_WHERE}: in elastic mode, every rank must keep a residual of its own, and no state of others; "
-                f"{unit.memory} with the communicator {unit.communicator} does not. Valid memories are for instance "
-                "residual, with communicators such as allgather and two_shot."
-            )

@@ -15,6 +15,7 @@ import horovod.torch as hvd
 import torch
 
 from grace.core.exchange.engine import Engine
+from grace.core.guards.elastic import refusal_of_process_sets
 from grace.core.values.errors import ConfigError
 from grace.torch.horovod.delegated import Delegated
 from grace.torch.horovod.transport import HorovodTransport
@@ -64,7 +65,7 @@ class Horovod(Library):
         sparse_as_dense: bool,
     ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
         if self.elastic and self._process_set is not hvd.global_process_set:
-            raise ConfigError(f"{_WHERE}: elastic Horovod supports no process sets; leave process_set out.")
+            raise refusal_of_process_sets(_WHERE)
         wrapped = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -33,13 +32,6 @@ def refused_arguments() -> dict[str, str]:
     def attempt(**arguments: Any) -> str:
         return error_of(lambda: wrap(arguments.pop("config", TOPK), **arguments))
 
-    def elastic() -> None:
-        os.environ["HOROVOD_ELASTIC"] = "1"
-        try:
-            wrap(TOPK)
-        finally:
-            del os.environ["HOROVOD_ELASTIC"]
-
     built = sgd()
     built.build(net().trainable_variables)
     tape = tf.GradientTape()
@@ -59,7 +51,6 @@ def refused_arguments() -> dict[str, str]:
         "version 1": attempt(optimizer=tf.compat.v1.train.GradientDescentOptimizer(0.1)),
         "not an optimizer": attempt(optimizer=net()),
         "process set": attempt(process_set=hvd.ProcessSet([0])),
-        "elastic": error_of(elastic),
         "tape, compression": error_of(lambda: DistributedGradientTape(tape, TOPK, compression=1)),
         "tape, op": error_of(lambda: DistributedGradientTape(tape, TOPK, op=hvd.Adasum)),
         "tape, typo": error_of(lambda: DistributedGradientTape(tape, TOPK, compres_ratio=0.1)),

@@ -38,7 +38,6 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
         "version 1": "TypeError: grace.tensorflow.DistributedOptimizer: GradientDescentOptimizer is a TensorFlow 1 opt",
         "not an optimizer": "received Sequential from module keras",
         "process set": "is not registered with Horovod",
-        "elastic": "elastic Horovod",
         "tape, compression": "the argument 'compression'",
         "tape, op": "'op' must be hvd.Average or hvd.Sum",
         "tape, typo": "Did you mean 'compress_ratio'?",

@@ -40,6 +40,13 @@ def step_of(watch, release):
     return step
 
 
+def test_no_step_ends_the_process_before_horovod_misses_a_rank(monkeypatch):
+    monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
+    assert (waiting.elastic_timeout(5), waiting.elastic_timeout(300)) == (60, 300)
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "200")
+    assert waiting.elastic_timeout(300) == 400
+
+
 def test_a_step_that_waits_ends_the_process_and_one_that_failed_does_not(ended):
     release = threading.Event()
     watch = Watch(0, 2, 1, lambda: "the gradient of 'w'")

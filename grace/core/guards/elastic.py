@@ -1,0 +1,82 @@
+"""What every adapter checks and says of elastic runs, in which ranks die and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grace.core.values.errors import ConfigError
+from grace.core.values.plan import Plan
+
+
+def refusal_of_local_steps(where: str) -> ConfigError:
+    """Return the error of an optimizer with local steps."""
+    return ConfigError(f"{where}: local_steps is not supported in elastic mode; leave it out.")
+
+
+def refusal_of_process_sets(where: str) -> ConfigError:
+    """Return the error of an exchange among some of the ranks only."""
+    return ConfigError(f"{where}: elastic Horovod supports no process sets; leave process_set out.")
+
+
+def check_plan(plan: Plan, where: str) -> None:
+    """Raise ConfigError if a memory cannot go on with other ranks when one of them is gone."""
+    for unit in plan.units:
+        keeps = [each.memory for each in unit.chain if each.memory.holds_residual]
+        if any(each.memory.joint for each in (unit, *unit.chain)) or (keeps and not unit.memory.holds_residual):
+            raise ConfigError(
+                f"{where}: in elastic mode, every rank must keep a residual of its own, and no state of others; "
+                f"{unit.memory} with the communicator {unit.communicator} does not. Valid memories are for instance "
+                "residual, with communicators such as allgather and two_shot."
+            )
+
+
+class Crew:
+    """The ranks of an elastic run, as an exchange of this rank knows them."""
+
+    def __init__(self) -> None:
+        # The number of ranks among which this one was last; None if it is new.
+        self._before: int | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Return what the other ranks must know of this one when they meet."""
+        return {"of this rank": self._before}
+
+    def moved(self, before: int, after: int, rank: int) -> None:
+        """Note that this rank goes on among `after` ranks after `before` others, under the number `rank`."""
+        self._before = before
+        _log(
+            rank,
+            "elastic Horovod: %d ranks before, %d now. Ranks that stay keep what they hold back; what a rank that is "
+            "gone held back is lost.",
+            before,
+            after,
+        )
+
+    def met(self, everyone: Sequence[dict[str, Any]], rank: int) -> bool:
+        """Take the descriptions of all ranks; return whether this one keeps what it holds back.
+
+        A new rank among others does not. At the start of a run all are new, and what one has loaded is its own.
+        """
+        known = [theirs["of this rank"] for theirs in everyone]
+        keeps = self._before is not None or not any(known)
+        stayed, before = len(known) - known.count(None), max((n for n in known if n is not None), default=0)
+        if before:
+            _log(
+                rank,
+                "elastic Horovod: of %d ranks, %d have stayed and %d are new. What the other %d held back is lost.",
+                before,
+                stayed,
+                known.count(None),
+                before - stayed,
+            )
+        self._before = len(known)
+        return keeps
+
+
+def _log(rank: int, text: str, *values: int) -> None:
+    if rank == 0:
+        # Imported here, because logging installs a hook in every process that imports grace.
+        import logging
+
+        logging.getLogger("grace").warning(text, *values)

@@ -1,0 +1,192 @@
+"""Scenarios about elastic states, run by each rank; the ranks stay the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import horovod.tensorflow.keras as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from grace.tensorflow import DistributedGradientTape, Exchange, KerasState
+from tests.adapters.tensorflow.model import digest, joined, sgd, wrap
+from tests.adapters.tensorflow.usage_model import by_hand, error_of, fit, net
+from tests.support.cases import EVERYTHING
+
+CONFIG = {"compressor": "topk", "compress_ratio": 0.1, "communicator": "two_shot", **EVERYTHING}
+
+
+class Run:
+    """A model that trains in one of the ways, and its state, as in elastic mode."""
+
+    def __init__(
+        self, way: str, config: dict[str, Any] = CONFIG, model: keras.Model | None = None, **more: Any
+    ) -> None:
+        self.way, self.model = way, model or net()
+        with mock.patch.dict("os.environ", HOROVOD_ELASTIC="1"):
+            if way == "tape":
+                self.exchange, optimizer = Exchange(config), sgd()
+            else:
+                optimizer = wrap(config, **more)
+                self.exchange = optimizer.grace
+        self.model.compile(optimizer, "mse", jit_compile=False)
+        self.start_anew()
+
+    def state(self) -> KerasState:
+        exchanges = {"tapes": self.exchange} if self.way == "tape" else {}
+        return KerasState(self.model, batch=0, **exchanges)
+
+    def start_anew(self) -> None:
+        """Make the function of a step, as the function does that Horovod runs."""
+
+        def apply(gradients: Any) -> None:
+            self.model.optimizer.apply(gradients, self.model.trainable_variables)
+
+        self._apply = tf.function(apply)
+
+    def train(self, steps: int, start: int = 0, callbacks: Any = ()) -> None:
+        if self.way == "fit":
+            fit(self.model, steps, start=start, callbacks=list(callbacks))
+            return
+        by_hand(self.model, self._exchanged if self.way == "tape" else self._apply, steps, start=start)
+
+    def _exchanged(self, gradients: Any) -> None:
+        with tf.GradientTape() as tape:
+            variables = self.model.trainable_variables
+            loss = tf.add_n([tf.reduce_sum(v * g) for v, g in zip(variables, gradients, strict=True)])
+        self._apply(DistributedGradientTape(tape, self.exchange).gradient(loss, variables))
+
+    def held(self) -> np.ndarray:
+        return joined(self.exchange.engine.slots.of_this_rank)
+
+    def share(self) -> float:
+        """Return the sum of what this rank holds back of the mean, also as the owner of shards."""
+        return sum(
+            float(x.sum(dtype=np.float64)) / (1 if name.startswith("mean of ") else hvd.size())
+            for name, x in self.exchange.state_dict()["tensors"].items()
+            if "/memory/" in name
+        )
+
+    def contents(self) -> str:
+        return digest([*self.model.weights, *self.model.optimizer.variables, *self.exchange.engine.slots.variables])
+
+
+def elastic(way: str) -> dict[str, Any]:
+    """Commit and restore, go on after a reset, and let rank 1 take itself for a new one."""
+    run, results = Run(way), {}
+    with Records() as records:
+        state = run.state()
+        state.sync()
+        run.train(3)
+        state.batch = 3
+        state.commit()
+        committed = run.contents()
+        run.train(2, start=3)
+        state.batch = 5
+        results["went on"] = run.contents() != committed
+        state.restore()
+        results["restored"] = [run.contents() == committed, state.batch]
+        results["share"], count = [run.share()], len(run.model.optimizer.variables)
+        state.on_reset()
+        results["step"] = run.exchange.engine.step
+        results["variables"] = len(run.model.optimizer.variables) - count
+        results["share"].append(run.share())
+        results["stale"] = error_of(lambda: run.train(1)) if way == "apply" else ""
+        if way == "apply":
+            state.restore()
+        if hvd.rank() == 1:
+            # As a process that has started just now, and has loaded something.
+            run = Run(way)
+            state = run.state()
+            for variable in run.exchange.engine.slots.of_this_rank:
+                variable.assign(tf.ones_like(variable))
+        run.start_anew()
+        before = run.held()
+        state.sync()
+        results["own"] = bool((run.held() == before).all())
+        results["holds"] = bool(run.held().any())
+        results["synchronized"] = [state.batch, run.exchange.engine.step, int(run.model.optimizer.iterations)]
+        momentum = [v for v in run.model.optimizer.variables if "momentum" in v.path]
+        results["momentum"] = [digest(momentum), bool(joined(momentum).any())]
+        callbacks = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.CommitStateCallback(state)]
+        run.train(2, start=3, callbacks=callbacks)
+        results["committed"] = state.batch
+        results["weights"] = digest(run.model.weights)
+        results["names"] = run.exchange._transport._prefix
+    results["told"] = records.texts
+    return results
+
+
+def elastic_change() -> dict[str, Any]:
+    """Call `change` after a commit, and restore."""
+    run = Run("apply")
+    state = run.state()
+    run.train(2)
+    state.save()
+    committed = run.contents()
+    run.exchange.change(compress_ratio=0.5)
+    run.start_anew()
+    run.train(1, start=2)
+    state.restore()
+    results = {"ratio": run.exchange.config.method.compressor.compress_ratio, "restored": run.contents() == committed}
+    state.on_reset()
+    state.sync()
+    run.start_anew()
+    run.train(1, start=2)
+    return {**results, "step": run.exchange.engine.step, "weights": digest(run.model.weights)}
+
+
+def elastic_accumulation() -> dict[str, Any]:
+    """Synchronize between two passes whose gradients are accumulated."""
+    run = Run("apply", backward_passes_per_step=2)
+    state = run.state()
+    run.train(3)
+    sums = digest(run.model.optimizer._accumulated_gradients)
+    state.sync()
+    return {"own": digest(run.model.optimizer._accumulated_gradients) == sums, "sums": sums}
+
+
+def elastic_refusals() -> list[str]:
+    """Return the errors of what does not work in elastic mode."""
+
+    def without_state() -> None:
+        Run("apply").train(1)
+
+    def of_process_set() -> None:
+        run = Run("apply")
+        run.model.optimizer.build(run.model.trainable_variables)
+        run.exchange.process_set = hvd.ProcessSet([0, 1])
+        run.state()
+
+    qsgd = {"compressor": "qsgd", "communicator": "allgather", **EVERYTHING}
+    attempts: list[Callable[[], Any]] = [
+        without_state,
+        lambda: Run("apply", {**qsgd, "memory": "diana"}).state(),
+        lambda: Run("apply", qsgd, local_steps=2).state(),
+        of_process_set,
+        lambda: Run("apply", model=keras.Sequential([keras.layers.Dense(2)])).state(),
+    ]
+    return [error_of(attempt) for attempt in attempts]
+
+
+class Records(logging.Handler):
+    """The warnings of grace meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Records:
+        logging.getLogger("grace").addHandler(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("grace").removeHandler(self)

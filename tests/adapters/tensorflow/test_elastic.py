@@ -1,0 +1,77 @@
+"""Horovod's elastic mode with models of Keras and exchanges of grace."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.elastic import check_survivors
+from tests.support.launch import TENSORFLOW, Launch
+from tests.support.ranks import on, same, scenario, with_all
+
+pytestmark = pytest.mark.distributed
+
+TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
+
+
+@on(TWO)
+@pytest.mark.parametrize("way", ["fit", "apply", "tape"])
+def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(way, launch):
+    ranks = scenario("elastic", launch, way)
+    for rank in ranks:
+        assert rank["went on"]
+        assert rank["restored"] == [True, 3]
+        assert rank["step"] == 3
+        assert rank["variables"] == 0
+        before, now = rank["share"]
+        assert abs(before) > 0.01
+        assert now == pytest.approx(before, abs=1e-4)
+        assert rank["synchronized"] == [3, 3, 3]
+        assert rank["momentum"][1]
+        assert rank["committed"] == (0 if way == "fit" else 3)
+        # By this word, Horovod takes an error of a collective for its own.
+        assert "HorovodAllreduce" in rank["names"]
+        assert ("before elastic Horovod started anew" in rank["stale"]) == (way == "apply")
+    assert ranks[0]["own"]
+    assert ranks[0]["holds"]
+    assert not ranks[1]["holds"]
+    for key in ("momentum", "weights"):
+        assert same([rank[key] for rank in ranks])
+    first, *others = [text for text in ranks[0]["told"] if text.startswith("elastic Horovod")]
+    assert "2 ranks before, 2 now" in first
+    assert any("of 2 ranks, 1 have stayed and 1 are new. What the other 1 held back is lost" in text for text in others)
+
+
+@on(TWO)
+def test_a_restore_takes_a_change_back(launch):
+    ranks = scenario("elastic_change", launch)
+    assert same(ranks)
+    assert ranks[0]["ratio"] == 0.1
+    assert ranks[0]["restored"]
+    assert ranks[0]["step"] == 3
+
+
+@on(TWO)
+def test_gradients_under_accumulation_stay_with_their_rank(launch):
+    ranks = scenario("elastic_accumulation", launch)
+    assert all(rank["own"] for rank in ranks)
+    assert not same([rank["sums"] for rank in ranks])
+
+
+@on(TWO)
+def test_what_cannot_go_on_without_a_rank_is_refused(launch):
+    for without, joint, local, process_set, empty in scenario("elastic_refusals", launch):
+        assert "to grace.tensorflow.KerasState in their place" in without
+        assert "every rank must keep a residual of its own" in joint
+        assert "local_steps is not supported in elastic mode" in local
+        assert "elastic Horovod supports no process sets" in process_set
+        assert "expected a model with variables and an optimizer" in empty
+
+
+@with_all
+@pytest.mark.parametrize(
+    ("way", "comes_back"),
+    [("fit", False), ("fit", True), ("apply", True), ("tape", False)],
+    ids=["fit, gone", "fit, back", "apply, back", "tape, gone"],
+)
+def test_survivors_of_a_dead_rank_go_on(way, comes_back, tmp_path):
+    check_survivors("tests/adapters/tensorflow/elastic_worker.py", [way], comes_back, tmp_path)
