@@ -1437,7 +1437,7 @@ PATCHES = [
     Patch(
         "replicas-compared-always",
         REPLICAS,
-        "return every > 0 and step % every == 0",
+        "return every > 0 and completed % every == 0",
         "return every > 0",
         "the ranks compare their weights before every step",
         ("tests/core/test_replicas.py",),

@@ -69,7 +69,7 @@ def test_the_error_stays_in_the_cell(dimension, bits):
 
 @pytest.mark.parametrize("dimension", [1, 2])
 def test_the_mean_is_the_gradient(dimension):
-    x, trials = gradients()["heavy"][:100], 300
+    x, trials = gradients()["heavy"][:500], 80
     mean = np.mean([errors(x, dimension, 2, at=trial) for trial in range(trials)], axis=0)
     expected = variance_of_a_cell(dimension, unit(dimension, 2)) * (np.abs(x).max()) ** 2
     assert np.mean(mean**2) < 2 * expected / trials

@@ -45,7 +45,7 @@ def test_the_mean_is_the_gradient(norm):
     """All buckets, the shorter last one and one of zeros too."""
     x = normal(150)
     x[64:128] = 0
-    compressor, trials = make("vqsgd", norm=norm), 1000
+    compressor, trials = make("vqsgd", norm=norm), 400
     mean = np.mean([send(compressor, x, step=step) for step in range(trials)], axis=0)
     # A bucket is 64 elements long even if the tensor ends before. What is drawn beyond its end is dropped.
     total = sum(stated(np.resize(np.r_[part, np.zeros(64)], 64), norm, 16) for part in (x[:64], x[128:]))

@@ -1,4 +1,4 @@
-"""What every adapter checks and says of elastic runs, in which ranks die and come back."""
+"""Checks and messages of elastic runs, in which ranks die and come back, for every adapter."""
 
 from __future__ import annotations
 
