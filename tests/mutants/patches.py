@@ -1924,10 +1924,18 @@ PATCHES = [
     Patch(
         "chain-takes-lengths-of-data",
         "grace/core/compressors/chain.py",
-        "if not inner.fixed_size:",
+        "if not self.sparsifier.fixed_size and not self.quantizer.of_any_length:",
         "if False:",
-        "a sparsifier whose number of values depends on the data is accepted",
+        "a quantizer that needs the number of values follows a sparsifier that finds it in the data",
         ("tests/papers/test_chain.py -k refused",),
+    ),
+    Patch(
+        "chain-values-fewer-than-indices",
+        "grace/core/methods/quantized.py",
+        "at.ops.length(received) == field.length, error",
+        "True, error",
+        "values of a damaged payload are decoded although there are fewer than indices",
+        ("tests/papers/test_chain.py -k fewer",),
     ),
     Patch(
         "dgc-sends-too-few",

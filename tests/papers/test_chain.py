@@ -11,7 +11,8 @@ import grace
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
 from grace.core.methods.capabilities import Tuning
-from grace.core.values.errors import ConfigError
+from grace.core.ops import get_ops
+from grace.core.values.errors import ConfigError, PayloadError
 from grace.core.values.registry import compressors
 from grace.testing.harness import exchange
 from tests.papers.common import (
@@ -157,11 +158,96 @@ def test_tables_survive_json_and_the_flat_configuration():
     assert compressors.make(described) == make("chain")
 
 
-@pytest.mark.parametrize("name", ["dgc", "threshold", "qsgd", "powersgd", "chain", {"name": "randomk", "scaled": True}])
+@pytest.mark.parametrize("name", ["qsgd", "powersgd", "chain", {"name": "randomk", "scaled": True}])
 def test_sparsifiers_that_cannot_be_chained_are_refused_with_the_valid_ones(name):
-    with pytest.raises(ConfigError, match=r"cannot be its sparsifier: .*Valid sparsifiers: .*randomk.*topk") as error:
+    with pytest.raises(ConfigError, match=r"cannot be its sparsifier: .*Valid sparsifiers: .*randomk.*threshold.*topk"):
         make("chain", sparsifier=name)
-    assert "threshold" not in str(error.value).split("Valid")[1]
+
+
+# Sparsifiers whose number of values depends on the data, and quantizers that need not know it.
+COUNTED = [{"name": "threshold", "threshold": 1.0}, "dgc", "sidco", "gaussiank", {"name": "sdagc", "alpha": 1.0}]
+ANY_LENGTH = ["qsgd", "nuqsgd", "blockwise", "fp16", "bf16", "none"]
+
+
+@pytest.mark.parametrize("sparsifier", COUNTED, ids=str)
+@pytest.mark.parametrize("quantizer", ["qsgd", "none"])
+def test_values_of_any_number_are_quantized(sparsifier, quantizer):
+    """The kept values are those of the sparsifier; only their rounding is added."""
+    x = normal(3000)
+    kept = payload(compressors.make(sparsifier), x)
+    chain = make("chain", sparsifier=sparsifier, quantizer=quantizer)
+    sent = payload(chain, x)
+    assert np.array_equal(sent["indices"], kept["indices"])
+    found = send(chain, x)[kept["indices"]]
+    if quantizer == "none":
+        assert np.array_equal(found, kept["values"])
+    else:
+        # A value moves by less than one level, and a bucket of 512 values has its own scale.
+        largest = [np.abs(kept["values"][start : start + 512]).max() for start in range(0, len(found), 512)]
+        assert (np.abs(found - kept["values"]) < np.repeat(largest, 512)[: len(found)] / 127 * 1.001).all()
+        assert len(sent["values/norms"]) == -(-len(found) // 512)
+        assert len(sent["values/codes"]) == len(found)
+
+
+@pytest.mark.parametrize("quantizer", ANY_LENGTH)
+def test_no_value_at_all_can_be_sent(quantizer):
+    chain = make("chain", sparsifier={"name": "threshold", "threshold": 100.0}, quantizer=quantizer)
+    assert not send(chain, normal(300)).any()
+
+
+def test_the_error_of_values_of_any_number_adds_up():
+    x = normal(2000)
+    sparsifier = {"name": "threshold", "threshold": 1.0}
+    chain = make("chain", sparsifier=sparsifier, quantizer={"name": "qsgd", "quantum_num": 3})
+    dropped = float(np.sum(x[np.abs(x) <= 1.0].astype(np.float64) ** 2))
+    kept = payload(compressors.make(sparsifier), x)["values"]
+    rounded, other = variance(make("qsgd", quantum_num=3), kept, 100)
+    mean, margin = variance(chain, x, 100)
+    assert abs(mean - dropped - rounded) < margin + other
+
+
+@pytest.mark.parametrize("name", ["efsignsgd", "terngrad", "alq", {"name": "qsgd", "bucket_size": 0}])
+def test_quantizers_that_need_the_number_of_values_are_refused_with_those_that_do_not(name):
+    with pytest.raises(ConfigError, match=r"must know it before; .* need not: bf16, .*none, nuqsgd, qsgd"):
+        make("chain", sparsifier="threshold", quantizer=name)
+    make("chain", sparsifier="topk", quantizer=name)
+
+
+@pytest.mark.parametrize("name", ANY_LENGTH)
+@pytest.mark.parametrize("native", [None, False], ids=["kernels", "reference"])
+def test_a_graph_of_tensorflow_sends_the_same_values_of_any_number(name, native):
+    tf = pytest.importorskip("tensorflow")
+    chain, ops = (
+        make("chain", sparsifier={"name": "threshold", "threshold": 1.0}, quantizer=name),
+        get_ops("tensorflow", native=native),
+    )
+    xs = [normal(700), 0.9 * normal(700, 1)]
+    site = exchange(chain, OPS, spec(700), xs[:1]).sites[0]
+
+    @tf.function(input_signature=[tf.TensorSpec((700,), tf.float32)], autograph=False)
+    def both(x):
+        sent = chain.compress(x, site._replace(ops=ops))
+        return sent, chain.merge([sent, sent], site._replace(ops=ops))
+
+    for x in xs:
+        expected = chain.compress(x, site)
+        sent, merged = both(tf.constant(x))
+        assert all(np.array_equal(sent[field].numpy(), expected[field]) for field in expected)
+        assert np.array_equal(merged.numpy(), chain.merge([expected, expected], site))
+
+
+def test_values_that_are_fewer_than_their_indices_are_refused():
+    x = normal(3000)
+    chain = make("chain", sparsifier={"name": "threshold", "threshold": 1.0}, quantizer="qsgd")
+    made = exchange(chain, OPS, spec(3000), [x])
+    damaged = {**made.payloads[0], "values/codes": made.payloads[0]["values/codes"][:-1]}
+    with pytest.raises(PayloadError, match="expected codes for as many values as indices"):
+        chain.decompress(damaged, made.sites[0])
+
+
+def test_every_method_of_any_length_is_tested():
+    names = [name for name in compressors if name != "chain" and compressors.make(name).of_any_length]
+    assert names == sorted(ANY_LENGTH)
 
 
 def test_sparsifiers_that_are_tuned_across_tensors_cannot_be_chained(monkeypatch):
@@ -175,7 +261,7 @@ def test_sparsifiers_that_are_tuned_across_tensors_cannot_be_chained(monkeypatch
 
 @pytest.mark.parametrize("name", ["signsgd", "powersgd", "topk", "chain"])
 def test_quantizers_that_cannot_be_chained_are_refused_with_the_valid_ones(name):
-    with pytest.raises(ConfigError, match=r"cannot be its quantizer: .*Valid quantizers: .*onebit, qsgd") as error:
+    with pytest.raises(ConfigError, match=r"cannot be its quantizer: .*Valid quantizers: .*onebit, qcs, qsgd") as error:
         make("chain", quantizer=name)
     assert "signsgd" not in str(error.value).split("Valid")[1].replace("efsignsgd", "")
 

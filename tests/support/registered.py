@@ -54,6 +54,7 @@ EXTRA_COMPRESSORS = [
     {"name": "chain", "sparsifier": {"name": "randomk", "compress_ratio": 0.3}, "quantizer": "terngrad"},
     {"name": "chain", "sparsifier": {"name": "topk", "compress_ratio": 0.3}, "quantizer": "efsignsgd"},
     {"name": "chain", "sparsifier": {"name": "topk", "compress_ratio": 1.0}, "quantizer": "none"},
+    {"name": "chain", "sparsifier": {"name": "threshold", "threshold": 0.5}, "quantizer": "qsgd"},
     {"name": "dct", "compress_ratio": 0.1, "refresh": 2},
     {"name": "dgc", "compress_ratio": 0.1, "min_samples": 16, "sample_ratio": 0.05},
     {"name": "dgc", "compress_ratio": 1.0},

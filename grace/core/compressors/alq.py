@@ -59,6 +59,9 @@ class ALQ(NUQSGD):
 
     spacing: Literal["free", "exponential"] = "free"
 
+    # Its sample has as many elements as the tensor.
+    of_any_length = False
+
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return Field("levels", spec.work_dtype, self.quantum_num - 1), *super().wire(spec)
 

@@ -22,6 +22,7 @@ class _Half(Compressor):
     summable = True
     carries_nonfinite = True
     joins = True
+    of_any_length = True
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return (Field("values", self.wire_dtype, spec.numel),)

@@ -29,6 +29,7 @@ class NoCompression(Compressor):
     unbiased = True
     carries_nonfinite = True
     joins = True
+    of_any_length = True
 
     def contraction(self, spec: TensorSpec) -> float | None:
         return 1.0

@@ -27,6 +27,11 @@ class BucketQuantizer(Compressor):
             )
 
     @property
+    def of_any_length(self) -> bool:
+        # A bucket for the whole tensor would depend on its length.
+        return self.bucket_size > 0
+
+    @property
     def linear_in(self) -> tuple[str, ...]:
         return ("norms",)
 

@@ -37,6 +37,14 @@ class Compressor(ABC):
         return True
 
     @property
+    def of_any_length(self) -> bool:
+        """True if `compress` and `decompress` take a tensor whose number of elements is known only at run time.
+
+        In a graph, `spec.numel` and the lengths of `wire` are then 0-d tensors.
+        """
+        return False
+
+    @property
     def averages(self) -> bool:
         """False if merge() is scale-free (a vote), so that its result must not be divided by the number of ranks."""
         return True

@@ -118,4 +118,6 @@ def rows_of(ops: ArrayOps, x: Array, width: int) -> Array:
     n = ops.length(x)
     rows = -(-n // width)
     missing = rows * width - n
-    return ops.reshape(ops.concat([x, ops.zeros(missing, ops.dtype(x))]) if missing else x, (rows, width))
+    if isinstance(missing, int) and missing == 0:
+        return ops.reshape(x, (rows, width))
+    return ops.reshape(ops.concat([x, ops.zeros(missing, ops.dtype(x))]), (rows, width))

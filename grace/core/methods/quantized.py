@@ -10,6 +10,7 @@ from functools import cache
 from grace.core.methods.capabilities import Learning, Selecting
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.ops.composites import ArrayOps
+from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 _PREFIX = "values/"
@@ -19,8 +20,9 @@ _PREFIX = "values/"
 class QuantizedSparsifier(Compressor, Selecting, Learning):
     """Base of methods that send the values of a sparsifier through a quantizer; they define `pair`.
 
-    The quantizer sees the k kept values as a separate tensor, `<name>/values`, with its own random numbers. A state is
-    that of the sparsifier.
+    The quantizer sees the k kept values as a separate tensor, `<name>/values`, with its own random numbers. If k
+    depends on the data, the quantizer must be `of_any_length`, and fields whose lengths depend on k have lengths of run
+    time. A state is that of the sparsifier.
     """
 
     default_memory = "residual"
@@ -33,7 +35,7 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
 
     @property
     def fixed_size(self) -> bool:
-        return self.pair[1].fixed_size
+        return all(inner.fixed_size for inner in self.pair)
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -58,7 +60,7 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
         return self.pair[1].contraction(values)
 
     def values_spec(self, spec: TensorSpec) -> TensorSpec:
-        """Return the spec of the kept values as a tensor."""
+        """Return the spec of the kept values as a tensor: of as many as may be kept, if that depends on the data."""
         return _values_spec(self.pair[0], spec)
 
     def unfit(self, spec: TensorSpec) -> str | None:
@@ -82,26 +84,45 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         places = (f for f in self.pair[0].wire(spec) if f.name != "values")
-        values = (
-            f._replace(name=_PREFIX + f.name, length=f.length if isinstance(f.length, int) else _PREFIX + f.length)
-            for f in self.pair[1].wire(self.values_spec(spec))
+        values = self.values_spec(spec)
+        fields = self.pair[1].wire(values)
+        # A length that differs for more values depends on their number.
+        more = fields if self.pair[0].fixed_size else self.pair[1].wire(_with_length(values, 2 * values.numel + 4096))
+        lengths = (
+            f.length if f.length == other.length and isinstance(f.length, int) else f"{_PREFIX}{_count(f)}"
+            for f, other in zip(fields, more, strict=True)
         )
-        return *places, *values
+        renamed = (f._replace(name=_PREFIX + f.name, length=n) for f, n in zip(fields, lengths, strict=True))
+        return *places, *renamed
 
     def compress(self, x: Array, at: Site) -> Payload:
         sparsifier, quantizer = self.pair
         places = dict(sparsifier.compress(x, at))
-        values = quantizer.compress(places.pop("values"), self._values_site(at))
-        return {**places, **{_PREFIX + name: array for name, array in values.items()}}
+        values = places.pop("values")
+        sent = quantizer.compress(values, self._values_site(at, at.ops.length(values)))
+        return {**places, **{_PREFIX + name: array for name, array in sent.items()}}
 
-    def _values_site(self, at: Site) -> Site:
+    def _values_site(self, at: Site, count: int) -> Site:
+        """Return the site of the quantizer; the number of values counts where it depends on the data."""
+        spec = self.values_spec(at.spec)
+        if not self.pair[0].fixed_size:
+            spec = _with_length(spec, count)
         key = Key(Key.derive(at.key.seed, "values"), at.key.step, at.key.rank)
-        return at._replace(spec=self.values_spec(at.spec), key=key, state={}, memory={})
+        return at._replace(spec=spec, key=key, state={}, memory={})
 
     def values(self, payload: Payload, at: Site) -> Array:
         """Return the kept values as they arrive."""
         fields = {name.removeprefix(_PREFIX): v for name, v in payload.items() if name.startswith(_PREFIX)}
-        return self.pair[1].decompress(fields, self._values_site(at))
+        if self.pair[0].fixed_size:
+            return self.pair[1].decompress(fields, self._values_site(at, 0))
+        site = self._values_site(at, at.ops.length(payload["indices"]))
+        for field in self.pair[1].wire(site.spec):
+            error = PayloadError(
+                f"quantized values: expected {field.name} for as many values as indices, received others."
+            )
+            received = fields[field.name]
+            fields[field.name] = at.ops.require(at.ops.length(received) == field.length, error, received)
+        return self.pair[1].decompress(fields, site)
 
     def _dequantized(self, payload: Payload, at: Site) -> Payload:
         """Return the payload that the sparsifier alone would have sent, except for rounding."""
@@ -124,5 +145,14 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
 @cache
 def _values_spec(sparsifier: Sparsifier, spec: TensorSpec) -> TensorSpec:
     k = next(f.length for f in sparsifier.wire(spec) if f.name == "values")
-    assert isinstance(k, int)
-    return TensorSpec(f"{spec.name}/values", (k,), spec.work_dtype, spec.device)
+    most = k if isinstance(k, int) else spec.numel
+    return TensorSpec(f"{spec.name}/values", (most,), spec.work_dtype, spec.device)
+
+
+def _with_length(spec: TensorSpec, count: int) -> TensorSpec:
+    return TensorSpec(spec.name, (count,), spec.dtype, spec.device)
+
+
+def _count(field: Field) -> str:
+    """Return the name of a length of run time."""
+    return field.length if isinstance(field.length, str) else field.name

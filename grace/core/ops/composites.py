@@ -88,7 +88,9 @@ class ArrayOps(Primitives):
         u: Array = 0.5
         if key is not None:
             n = self.length(self.reshape(x, (-1,)))
-            u = self.cast(self.reshape(self.uniform(n, key), tuple(x.shape)), self.dtype(x))
+            # A number of rows may be known only at run time.
+            shape = tuple(-1 if size is None else size for size in x.shape)
+            u = self.cast(self.reshape(self.uniform(n, key), shape), self.dtype(x))
         safe = self.where(scale > 0, scale, 1.0)
         magnitude = self.clip(self.floor(self.abs(x) / safe * levels + u), 0, levels)
         magnitude = self.where(scale > 0, magnitude, 0.0)

@@ -47,7 +47,7 @@ def philox(
 
 def words(ops: ArrayOps, n: int, key: Key, stream: int = 0) -> Array:
     """Return `n` random 32-bit words as int64; word i is lane i % 4 of block i // 4."""
-    blocks = max(1, -(-n // 4))
+    blocks = -(-n // 4)
     counter = (
         ops.arange(blocks, "int64"),
         ops.full(blocks, key.step & MASK, "int64"),
