@@ -52,6 +52,7 @@ SETTINGS = {
     ],
     "dme": [{"probabilities": name} for name in ("uniform", "optimal")],
     "qcs": [{}, {"bits": 2}, {"compress_ratio": 1.0}, {"unbiased": True}],
+    "hgc": [{}, {"alpha": 1.0}, {"quantum_num": 127}],
     "uniform": [{"bits": bits} for bits in (4, 8)],
     "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
     "natural": [{}, {"clipped": True}],

@@ -78,6 +78,7 @@ SETTINGS = {
     "chain": Setting(options={"sparsifier": "topk", "quantizer": {"name": "qsgd", "quantum_num": 15}}),
     "qsparse": Setting(options={"compress_ratio": 0.01}),
     "m22": Setting(options={"compress_ratio": 0.01}),
+    "hgc": Setting(),
     "3lc": Setting(),
     "adaptive": Setting(options={"compress_ratio": 0.01}),
     "adacomp": Setting(),

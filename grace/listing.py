@@ -84,7 +84,7 @@ FAMILIES = (
     Family(
         "Hybrid",
         "you want fewer bytes than a sparsifier sends",
-        ("adaptive", "adacomp", "sbc", "strom", "variance", "3lc", "qsparse", "m22", "sketchml", "chain"),
+        ("adaptive", "adacomp", "sbc", "strom", "variance", "3lc", "qsparse", "m22", "sketchml", "hgc", "chain"),
     ),
     Family(
         "Low rank",

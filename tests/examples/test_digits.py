@@ -48,8 +48,10 @@ MOST = {
     "atomo": 3 * (352 + 1152 + 138) / ELEMENTS * 1.1,  # three singular triples on average
     "dct": 2 * 0.01 * 3,  # the threshold of up to 10 steps ago
     "dgc": 2 * 0.01 * 1.3,  # the overshoot
+    "dme": 2 * 0.1,  # values and indices of a tenth
     "gaussiank": 2 * 0.01 * 1.5,  # up to 4/3
     "hardthreshold": 2 * 0.01 * 1.1,
+    "hgc": 0.25,  # an index and 4 bits for each element of two mean magnitudes
     "inceptionn": 14 / 32,  # some elements take 16 bits, most 8, and each a tag of two
     "redsync": 2 * 0.02,  # up to twice the ratio
     "sbc": 0.02,

@@ -1938,6 +1938,14 @@ PATCHES = [
         ("tests/papers/test_chain.py -k fewer",),
     ),
     Patch(
+        "hgc-threshold-of-the-largest",
+        "grace/core/compressors/hgc.py",
+        "mean_above(at.ops, x, 0.0) * self.alpha",
+        "mean_above(at.ops, x, 0.0) * (self.alpha + 1)",
+        "far fewer elements travel than at the chosen number of mean magnitudes",
+        ("tests/papers/test_hgc.py -k threshold",),
+    ),
+    Patch(
         "dgc-sends-too-few",
         "grace/core/compressors/dgc.py",
         "ops.bit_or(number * self.overshoot < k, number > self.overshoot * k)",

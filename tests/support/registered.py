@@ -68,6 +68,7 @@ EXTRA_COMPRESSORS = [
     {"name": "gradzip", "compress_rank": 9, "regularization": 0.001},
     {"name": "hardthreshold", "threshold": 0.5},
     {"name": "hardthreshold", "compress_ratio": 0.1, "tune_steps": 0},
+    {"name": "hgc", "alpha": 0.5, "quantum_num": 1},
     {"name": "inceptionn", "error_bound": 0.7},
     {"name": "inceptionn", "error_bound": 1e-6},
     {"name": "inceptionn", "error_bound": 2**-10, "relative": False},
