@@ -74,6 +74,11 @@ class UVeQFed(BucketQuantizer):
     def width(self, n: int) -> int:
         return self.bucket_size or max(self.dimension, n + n % self.dimension)
 
+    @property
+    def of_any_length(self) -> bool:
+        # Its sizes are computed in Python.
+        return False
+
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         norms, codes = super().wire(spec)
         points = -(-spec.numel // self.dimension)

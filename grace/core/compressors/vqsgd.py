@@ -76,6 +76,11 @@ class VQSGD(BucketQuantizer):
     def _vertices(self, n: int) -> int:
         return -(-n // self.bucket_size) * self.samples
 
+    @property
+    def of_any_length(self) -> bool:
+        # Its sizes are computed in Python.
+        return False
+
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         norms, codes = super().wire(spec)
         return norms, codes._replace(length=packed_size(self._vertices(spec.numel), self.bits))
