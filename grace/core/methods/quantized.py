@@ -118,7 +118,8 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
         site = self._values_site(at, at.ops.length(payload["indices"]))
         for field in self.pair[1].wire(site.spec):
             error = PayloadError(
-                f"quantized values: expected {field.name} for as many values as indices, received others."
+                f"quantized values: expected {field.name} for as many values as indices, received others; "
+                "the payload is damaged."
             )
             received = fields[field.name]
             fields[field.name] = at.ops.require(at.ops.length(received) == field.length, error, received)
