@@ -10,6 +10,7 @@ import pytest
 
 import grace
 from grace.core.communicators.sparse_allreduce import SparseAllreduce
+from grace.core.exchange.codings import Coding
 from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.values.config import Method
 from grace.core.values.errors import IncompatibleError
@@ -261,9 +262,13 @@ def test_what_is_not_sparse_is_refused(name, told):
         grace.make_config(compressor=name, communicator="sparse_allreduce")
 
 
-def test_indices_can_be_coded():
+@pytest.mark.parametrize("key", ["index_coding", "coding"])
+def test_indices_can_be_coded(key):
     chosen = method({"name": "topk", "compress_ratio": 0.05}, "split")
-    plain, coded = (simulate(chosen, size=4, specs=[WIDE], index_coding=name) for name in ("int32", "smallest"))
+    coding = Coding("smallest")
+    other = chosen if key == "index_coding" else dataclasses.replace(chosen, coding=coding)
+    options = {key: coding.every} if key == "index_coding" else {}
+    plain, coded = simulate(chosen, size=4, specs=[WIDE]), simulate(other, size=4, specs=[WIDE], **options)
     for number in range(2):
         assert_same(step(plain, number), step(coded, number))
     assert coded.engines[0].stats()["wire_bytes"] < 0.8 * plain.engines[0].stats()["wire_bytes"]

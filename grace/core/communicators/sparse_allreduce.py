@@ -102,10 +102,10 @@ def _why_not(compressor: Compressor) -> str | None:
 
 
 def _entries(unit: Unit, reduction: str) -> tuple[Field, ...]:
-    dtype = next(f.dtype for f in unit.fields if f.name == "values")
+    fields = {f.name: f for f in unit.fields}
     # A whole range of sums has no indices.
-    values = Field("values", dtype, "sums" if reduction == "union" else "entries")
-    return values, Field("indices", "int32", "entries", below=unit.spec.numel, coding=unit.index_coding)
+    values = fields["values"]._replace(length="sums" if reduction == "union" else "entries")
+    return values, fields["indices"]._replace(length="entries")
 
 
 def _is_counted(unit: Unit) -> bool:
