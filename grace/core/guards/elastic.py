@@ -1,4 +1,4 @@
-"""Checks and messages of elastic runs, in which ranks die and come back, for every adapter."""
+"""Checks and messages of elastic runs, in which ranks die and come back: the same in every adapter."""
 
 from __future__ import annotations
 
