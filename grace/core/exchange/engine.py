@@ -109,7 +109,8 @@ class Engine:
                 item.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
         self._done = plan
-        # The steps of these ranks in these processes: equal on all of them even if only some load a checkpoint.
+        # Steps that were completed in this process, with these ranks. Unlike `step`, their number is equal on all ranks
+        # even if only some have loaded a checkpoint.
         self.completed = 0
         self._outgoing: Outgoing | None = None
         # By tensor and unit, what `hold` has set aside.

@@ -225,9 +225,9 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     gaps.
 
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready component), `coding` (a name,
-    or a table of names by field, see `grace.core.exchange.codings`), `rules` (a list of
-    tables with conditions and the same keys), `schedule` (a list of tables with `step` and the options or components
-    that change there), `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.values.schedule.ladder`),
+    or a table of names by field, see `grace.core.exchange.codings`), `rules` (a list of tables with conditions and the
+    same keys), `schedule` (a list of tables with `step` and the options or components that change there),
+    `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.values.schedule.ladder`),
     `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`,
     `check_replicas`, and the options of the chosen components, such as `compress_ratio`.
     Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for components that do not

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from grace.testing.transport_contract import run_transport_contract
 from tests.support import cases, half_precision, registered, steps
 from tests.support.promises import TENSORS, Run, gradients, joined, kept
 from tests.support.rank import serve
+from tests.support.records import Records
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
@@ -276,26 +276,14 @@ def differing_calls() -> dict[str, Any]:
 
 def stalled() -> dict[str, Any]:
     """Delay one rank. The waiting ranks log a warning and then continue."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    keep = Keep()
-    logging.getLogger("grace").addHandler(keep)
-    before, waiting.WARN_SECONDS = waiting.WARN_SECONDS, 0.2
-    try:
+    with Records() as records, mock.patch.object(waiting, "WARN_SECONDS", 0.2):
         if RANK == 1:
             time.sleep(0.7)
         transport = mpi.MPITransport()
         if RANK == 1:
             time.sleep(0.7)
         total = transport.allreduce(np.ones(1, np.float32), op="sum", name="late").wait()
-    finally:
-        waiting.WARN_SECONDS = before
-        logging.getLogger("grace").removeHandler(keep)
-    return {"total": float(total[0]), "messages": messages}
+    return {"total": float(total[0]), "messages": records.texts}
 
 
 def different_configurations() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ from grace.tensorflow import DistributedGradientTape, Exchange, KerasState
 from tests.adapters.tensorflow.model import digest, joined, sgd, wrap
 from tests.adapters.tensorflow.usage_model import by_hand, error_of, fit, net
 from tests.support.cases import EVERYTHING
+from tests.support.records import Records
 
 CONFIG = {"compressor": "topk", "compress_ratio": 0.1, "communicator": "two_shot", **EVERYTHING}
 
@@ -171,22 +171,3 @@ def elastic_refusals() -> list[str]:
         lambda: Run("apply", model=keras.Sequential([keras.layers.Dense(2)])).state(),
     ]
     return [error_of(attempt) for attempt in attempts]
-
-
-class Records(logging.Handler):
-    """The warnings of grace meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.WARNING:
-            self.texts.append(record.getMessage())
-
-    def __enter__(self) -> Records:
-        logging.getLogger("grace").addHandler(self)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        logging.getLogger("grace").removeHandler(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,7 @@ from grace.torch.optimizer import _instances
 from tests.adapters.torch.launched import my_rank
 from tests.adapters.torch.model import Net, digest, make_net, sgd, train
 from tests.support.cases import EVERYTHING
+from tests.support.records import Records
 
 CONFIG = {"compressor": "topk", "compress_ratio": 0.1, "communicator": "two_shot", **EVERYTHING}
 
@@ -86,22 +86,3 @@ def residuals(optimizer: Any) -> list[torch.Tensor]:
 
 def contents(optimizer: Any, model: Net) -> list[torch.Tensor]:
     return [*residuals(optimizer), *model.parameters()]
-
-
-class Records(logging.Handler):
-    """The warnings of grace meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.WARNING:
-            self.texts.append(record.getMessage())
-
-    def __enter__(self) -> Records:
-        logging.getLogger("grace").addHandler(self)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        logging.getLogger("grace").removeHandler(self)
