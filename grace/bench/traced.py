@@ -50,8 +50,7 @@ class TracedStep(LocalStep):
         # What arrives: payloads, and their flags.
         self._count = 1 if unit.communicator.sums else ranks
         signature += [_form(f) for f in self._wire] * self._count
-        flag = tf.TensorSpec([], tf.float32 if unit.communicator.sums else tf.uint8)
-        signature += [flag] * self._count * unit.guarded
+        signature += [tf.TensorSpec([], tf.bool)] * self._count * unit.guarded
         self._graph = tf.function(self._traced, input_signature=signature, autograph=False)
 
     def states(self, rank: int) -> dict[str, State]:

@@ -62,8 +62,8 @@ class Blockwise(BucketQuantizer):
     "fp8_e5m2" with delta = 0.888 - 2e-20 b; the others with delta = 0, because tiny blocks become 0.
 
     Error: 0.0084 |x|^2 for normal x; 3.6e-05 |x|^2 with `format="int8"`; 0.012 |x|^2 with `format="int4"`; 0.011 |x|^2
-    with `format="fp4"`; 0.00063 |x|^2 with `format="fp8_e4m3"`; 0.0025 |x|^2 with `format="fp8_e5m2"`; 0.00086 |x|^2
-    with `format="mxfp8_e4m3"` and blocks of 32; 0.0029 |x|^2 with `format="mxfp8_e5m2"` and blocks of 32.
+    with `format="fp4"`; 0.00063 |x|^2 with `format="fp8_e4m3"`; 0.0025 |x|^2 with `format="fp8_e5m2"`; 0.00087 |x|^2
+    with `format="mxfp8_e4m3"` and `bucket_size=32`; 0.0029 |x|^2 with `format="mxfp8_e5m2"` and `bucket_size=32`.
 
     Cost: one pass for the largest magnitudes and one to round, which searches a list of 16 levels, or of 128 for FP8,
     for the formats other than integers; no random numbers, no sorting, no state but the residual.
