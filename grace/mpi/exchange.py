@@ -111,6 +111,7 @@ class MPIExchange(Exchange[Engine]):
         on. Raises MismatchError on every rank if the call has succeeded on some of them: then load a checkpoint.
         """
         self.transport.discard()
+        self.engine.count_anew()
         check_steps(self._gather([int(self.engine.step)], "discard", "MPIExchange.discard()"))
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:

@@ -60,4 +60,5 @@ class WayBack:
         """Return to the states before the step, on all ranks; see `Exchange.discard`."""
         steps = self._drop(int(self._engine.step if self._before is None else self._before.step))
         self.give_up()
+        self._engine.count_anew()
         check_steps(steps)

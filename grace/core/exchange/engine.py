@@ -55,7 +55,6 @@ class Snapshot(NamedTuple):
     plan: Plan
     done: Plan
     step: Any
-    completed: int
     units: dict[str, dict[str, State]]
     held: dict[str, dict[str, Held]]
 
@@ -109,8 +108,8 @@ class Engine:
                 item.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
         self._done = plan
-        # Steps that were completed in this process, with these ranks. Unlike `step`, their number is equal on all ranks
-        # even if only some have loaded a checkpoint.
+        # Steps that were completed in this process since `count_anew`. Unlike `step`, this is equal on all ranks even if
+        # only some have loaded a checkpoint.
         self.completed = 0
         self._outgoing: Outgoing | None = None
         # By tensor and unit, what `hold` has set aside.
@@ -208,13 +207,17 @@ class Engine:
         `grace.core.exchange.state.moved` says what this rank keeps. Drops a step under way.
         """
         self.drop()
-        self.completed = 0
+        self.count_anew()
         self._stages = list(plans)
         plan = self._stage_at(int(self.step))
         for item in plan.assignments:
             item.compressor.check_ranks(self.transport.size)
         self._carry_on(plan, before)
         self._done = plan
+
+    def count_anew(self) -> None:
+        """Count completed steps from 0. All ranks must do so together; some may not have completed the last step."""
+        self.completed = 0
 
     def memories(self) -> dict[str, State]:
         """Return the states of the memories that may differ between ranks, by unit."""
@@ -232,7 +235,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """Return plan, step and states as they are now. The arrays are the live ones, which are never changed."""
         units = {name: self._slots.read(name) for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, self.completed, units, dict(self._held))
+        return Snapshot(self.plan, self._done, self.step, units, dict(self._held))
 
     def restore(self, before: Snapshot) -> None:
         """Go back to a snapshot, and drop a step under way."""
@@ -242,16 +245,16 @@ class Engine:
             self._slots.write(name, states)
         self._held = dict(before.held)
         self._slots.go_to(before.step)
-        self._done, self.completed = before.done, before.completed
+        self._done = before.done
 
     def undo(self, before: Snapshot) -> None:
         """Go back to the states before the last step, which no optimizer has applied. The step stays counted."""
-        plan, done, step, completed = self.plan, self._done, self.step, self.completed
+        plan, done, step = self.plan, self._done, self.step
         self.restore(before)
         if plan is not before.plan:
             self._carry_on(plan)
         self._slots.go_to(step)
-        self._done, self.completed = done, completed
+        self._done = done
 
     # --- one step -----------------------------------------------------------------------------------------------
 

@@ -81,6 +81,11 @@ class ModuleEngines:
         """The largest number of steps that a module's engine has completed; see `Engine`."""
         return max(engine.completed for engine in self._engines.values())
 
+    def count_anew(self) -> None:
+        """Count completed steps from 0; see `Engine.count_anew`."""
+        for engine in self._engines.values():
+            engine.count_anew()
+
     @property
     def shared_states(self) -> dict[str, Array]:
         """The states that are equal on all ranks, by a name that says what they are."""

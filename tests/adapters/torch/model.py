@@ -88,14 +88,14 @@ def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int =
 
 
 @contextmanager
-def spy(optimizer: Any) -> Iterator[list[tuple[str, int]]]:
-    """Record the name and bytes of each collective that this rank starts, except for comparisons of replicas."""
+def spy(optimizer: Any, *, comparisons: bool = False) -> Iterator[list[tuple[str, int]]]:
+    """Record the name and bytes of each collective that this rank starts; `comparisons`: those of replicas as well."""
     transport, sent = optimizer.grace.engine.transport, []
     originals = {kind: getattr(transport, kind) for kind in ("allreduce", "allgather", "alltoall", "broadcast")}
 
     def watch(kind: str) -> Callable[..., Any]:
         def call(x: Any, **arguments: Any) -> Any:
-            if arguments["name"].endswith("/replicas"):
+            if arguments["name"].endswith("/replicas") and not comparisons:
                 return originals[kind](x, **arguments)
             if kind != "broadcast" or arguments["root"] == transport.rank:
                 leaving = [x] if kind != "alltoall" else [*x[: transport.rank], *x[transport.rank + 1 :]]

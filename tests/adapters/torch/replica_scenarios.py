@@ -54,7 +54,7 @@ def compared_replicas() -> dict[str, Any]:
         model = make_net()
         config = {"compressor": "topk", "check_replicas": every, "checksum": checksum, **EVERYTHING}
         optimizer = wrap(model, config)
-        with spy(optimizer) as seen:
+        with spy(optimizer, comparisons=True) as seen:
             train(model, optimizer, 5)
         sent.append([(name.rpartition("/")[2], nbytes) for name, nbytes in seen if "replicas" in name])
         weights.append(digest(model.parameters()))
