@@ -108,8 +108,8 @@ class Engine:
                 item.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
         self._done = plan
-        # Steps that were completed in this process since `count_anew`. Unlike `step`, this is equal on all ranks even if
-        # only some have loaded a checkpoint.
+        # Steps that were completed in this process since `count_anew`. Unlike `step`, this number is equal on all
+        # ranks if only some have loaded a checkpoint.
         self.completed = 0
         self._outgoing: Outgoing | None = None
         # By tensor and unit, what `hold` has set aside.

@@ -30,8 +30,11 @@ def backward(model: torch.nn.Module, optimizer: Any) -> None:
     F.cross_entropy(model(x), y).backward()
 
 
-def failing(kind: type, method: str, ranks: tuple[int, ...], call: int, *, step: bool = True) -> Attempt:
-    """Return an attempt at a step in which a method raises an error on some ranks, in its call of that number."""
+def failing(kind: type, method: str, ranks: tuple[int, ...], call: int, *, ends: str = "step") -> Attempt:
+    """Return an attempt at a step in which a method raises an error on some ranks, in its call of that number.
+
+    `ends` names the method of the optimizer that follows the backward pass; none if it is empty.
+    """
 
     def attempt(model: torch.nn.Module, optimizer: Any) -> None:
         real, calls = getattr(kind, method), 0
@@ -45,8 +48,8 @@ def failing(kind: type, method: str, ranks: tuple[int, ...], call: int, *, step:
 
         with mock.patch.object(kind, method, fail):
             backward(model, optimizer)
-            if step:
-                optimizer.step()
+            if ends:
+                getattr(optimizer, ends)()
 
     return attempt
 
@@ -70,9 +73,11 @@ POWERSGD = {"compressor": "powersgd", "compress_rank": 2, "check_replicas": 1}
 ATTEMPTS: dict[str, tuple[dict[str, Any], Attempt]] = {
     # Dense tensors, which Horovod exchanges, are on their way as well.
     "compress, others wait": ({**TOPK, **LAYERS, "timeout": SHORT}, failing(TopK, "compress", (1,), 2)),
-    "compress": ({**TOPK, **LAYERS}, failing(TopK, "compress", (1,), 1, step=False)),
+    "compress": ({**TOPK, **LAYERS}, failing(TopK, "compress", (1,), 1, ends="")),
     "merge": ({**TOPK, **LAYERS}, failing(TopK, "merge", (0, 1, 2, 3), 2)),
-    "proposal": ({**POWERSGD, **LAYERS}, failing(PowerSGD, "propose", (0,), 2, step=False)),
+    # The other rank has completed the exchange.
+    "merge, one rank": ({**TOPK, **LAYERS}, failing(TopK, "merge", (1,), 2, ends="synchronize")),
+    "proposal": ({**POWERSGD, **LAYERS}, failing(PowerSGD, "propose", (0,), 2, ends="")),
     "negotiated": ({**POWERSGD, **LAYERS, "timeout": SHORT}, failing(PowerSGD, "compress", (0,), 1)),
     "no error": (TOPK, backward),
     "no error, dense": ({"compressor": "none"}, backward),
@@ -92,7 +97,7 @@ def discarded() -> dict[str, Any]:
             if interrupted:
                 optimizer.zero_grad()
                 errors["attempt"] = outcome(lambda a=attempt, m=model, o=optimizer: a(m, o))
-                if label != "synchronized":
+                if label not in ("synchronized", "merge, one rank"):
                     errors["zero_grad"] = outcome(optimizer.zero_grad)
                     errors["load"] = outcome(lambda o=optimizer: o.load_state_dict(o.state_dict()))
                 if errors["attempt"]:
