@@ -30,11 +30,8 @@ def backward(model: torch.nn.Module, optimizer: Any) -> None:
     F.cross_entropy(model(x), y).backward()
 
 
-def failing(kind: type, method: str, ranks: tuple[int, ...], call: int, *, ends: str = "step") -> Attempt:
-    """Return an attempt at a step in which a method raises an error on some ranks, in its call of that number.
-
-    `ends` names the method of the optimizer that follows the backward pass; none if it is empty.
-    """
+def failing(kind: type, method: str, ranks: tuple[int, ...], call: int, *, step: bool = True) -> Attempt:
+    """Return an attempt at a step in which a method raises an error on some ranks, in its call of that number."""
 
     def attempt(model: torch.nn.Module, optimizer: Any) -> None:
         real, calls = getattr(kind, method), 0
@@ -48,8 +45,8 @@ def failing(kind: type, method: str, ranks: tuple[int, ...], call: int, *, ends:
 
         with mock.patch.object(kind, method, fail):
             backward(model, optimizer)
-            if ends:
-                getattr(optimizer, ends)()
+            if step:
+                optimizer.step()
 
     return attempt
 
@@ -68,16 +65,30 @@ def synchronized(model: torch.nn.Module, optimizer: Any) -> None:
     optimizer.synchronize()
 
 
+def completed_but_on_rank_1(model: torch.nn.Module, optimizer: Any) -> None:
+    """Fail in a merge on rank 1, when the other ranks have completed the exchange."""
+    real = TopK.merge
+
+    def fail(*arguments: Any) -> Any:
+        if my_rank() == 1:
+            barrier()
+            raise ZeroDivisionError("for this test")
+        return real(*arguments)
+
+    with mock.patch.object(TopK, "merge", fail):
+        synchronized(model, optimizer)
+    barrier()
+
+
 TOPK = {"compressor": "topk", "compress_ratio": 0.2, "check_replicas": 2}
 POWERSGD = {"compressor": "powersgd", "compress_rank": 2, "check_replicas": 1}
 ATTEMPTS: dict[str, tuple[dict[str, Any], Attempt]] = {
     # Dense tensors, which Horovod exchanges, are on their way as well.
     "compress, others wait": ({**TOPK, **LAYERS, "timeout": SHORT}, failing(TopK, "compress", (1,), 2)),
-    "compress": ({**TOPK, **LAYERS}, failing(TopK, "compress", (1,), 1, ends="")),
+    "compress": ({**TOPK, **LAYERS}, failing(TopK, "compress", (1,), 1, step=False)),
     "merge": ({**TOPK, **LAYERS}, failing(TopK, "merge", (0, 1, 2, 3), 2)),
-    # The other rank has completed the exchange.
-    "merge, one rank": ({**TOPK, **LAYERS}, failing(TopK, "merge", (1,), 2, ends="synchronize")),
-    "proposal": ({**POWERSGD, **LAYERS}, failing(PowerSGD, "propose", (0,), 2, ends="")),
+    "merge, one rank": ({**TOPK, **LAYERS}, completed_but_on_rank_1),
+    "proposal": ({**POWERSGD, **LAYERS}, failing(PowerSGD, "propose", (0,), 2, step=False)),
     "negotiated": ({**POWERSGD, **LAYERS, "timeout": SHORT}, failing(PowerSGD, "compress", (0,), 1)),
     "no error": (TOPK, backward),
     "no error, dense": ({"compressor": "none"}, backward),
