@@ -29,11 +29,18 @@ _QUICK: dict[str, dict[str, Any]] = {
     "hardthreshold": {"tune_steps": 2},
 }
 
-# Memories that are no compressor's default, in the place of a method; with the communicator that they are made for.
-_MEMORIES: dict[str, dict[str, Any]] = {
-    "diana": {"compressor": "qsgd", "communicator": "allgather"},
-    "dore": {"compressor": "qsgd", "communicator": "two_shot"},
-    "shared_momentum": {"compressor": "efsignsgd", "communicator": "two_shot"},
+# In the place of a method: memories that are no compressor's default, with the communicator that they are made for; and
+# codings of payloads, whose lengths differ between ranks.
+_COMBINATIONS: dict[str, dict[str, Any]] = {
+    "diana": {"compressor": "qsgd", "memory": "diana", "communicator": "allgather"},
+    "dore": {"compressor": "qsgd", "memory": "dore", "communicator": "two_shot"},
+    "shared_momentum": {"compressor": "efsignsgd", "memory": "shared_momentum", "communicator": "two_shot"},
+    "coded": {
+        "compressor": {"name": "chain", "sparsifier": {"name": "topk", "compress_ratio": 0.1}, "quantizer": "qsgd"},
+        "communicator": "allgather",
+        "index_coding": "golomb",
+        "coding": "rans",
+    },
 }
 
 # Every rank of TensorFlow traces all graphs, so four ranks on two cores take twice as long as two.
@@ -86,7 +93,7 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of a row."""
     name = row["method"]
     travels = {"communicator": communicator_of(row)} if "communicator" in row else {}
-    method = {**_MEMORIES[name], "memory": name} if name in _MEMORIES else {"compressor": name}
+    method = _COMBINATIONS.get(name, {"compressor": name})
     return {**method, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
 
 
@@ -107,11 +114,11 @@ def rows(
     return chosen
 
 
-def rows_of_memories(launches: list[tuple[str, int]], **factors: Any) -> list[dict[str, Any]]:
-    """Return a row for each memory of its own and each launch, with these values of the other factors."""
+def rows_of_combinations(launches: list[tuple[str, int]], **factors: Any) -> list[dict[str, Any]]:
+    """Return a row for each combination and each launch, with these values of the other factors."""
     return [
         {"method": name, "communicator": method["communicator"], **factors, "launcher": launcher, "ranks": ranks}
-        for name, method in _MEMORIES.items()
+        for name, method in _COMBINATIONS.items()
         for launcher, ranks in launches
     ]
 

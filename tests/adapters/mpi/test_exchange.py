@@ -45,10 +45,10 @@ EXCHANGES = rows(
     },
     _possible,
 )
-MEMORIES = {row["method"] for row in cases.rows_of_memories([("mpirun", 2)])}
+COMBINATIONS = {row["method"] for row in cases.rows_of_combinations([("mpirun", 2)])}
 EXCHANGES += [
     {"compressor": row["method"], "communicator": row["communicator"], "cut": "small buckets", "ranks": row["ranks"]}
-    for row in cases.rows_of_memories([("mpirun", 2), ("mpirun", 4)])
+    for row in cases.rows_of_combinations([("mpirun", 2), ("mpirun", 4)])
 ]
 
 
@@ -63,7 +63,7 @@ def exchanged(launch):
 @each_size
 def test_every_method_exchanges_what_the_simulation_does(launch):
     results = exchanged(launch)
-    assert {label.split("/")[0].split("-")[0] for label in results[0]} == {*compressors, *MEMORIES}
+    assert {label.split("/")[0].split("-")[0] for label in results[0]} == {*compressors, *COMBINATIONS}
     for label, result in results[0].items():
         if "refused" in result:
             assert all(rank[label]["exchange"] == result["refused"] for rank in results), label

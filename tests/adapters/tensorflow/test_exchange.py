@@ -61,7 +61,7 @@ GIVEN = cases.rows(
     _exchanges,
     # Which method travels by which communicator does not depend on the framework. PyTorch has all pairs.
     apart=[("method", "communicator")],
-) + cases.rows_of_memories([("horovodrun-gloo", 2)], granularity="layer", mode="graph")
+) + cases.rows_of_combinations([("horovodrun-gloo", 2)], granularity="layer", mode="graph")
 
 each_training = on(*cases.launches(TENSORFLOW, TRAINED))
 each_exchange = on(*cases.launches(TENSORFLOW, GIVEN))

@@ -36,7 +36,7 @@ EXCHANGES = cases.rows(
         **cases.launch_factors(TORCH),
     },
     _possible,
-) + cases.rows_of_memories([("horovodrun-gloo", 2), ("mpirun", 4)], granularity="bucket", view=False)
+) + cases.rows_of_combinations([("horovodrun-gloo", 2), ("mpirun", 4)], granularity="bucket", view=False)
 # The dtypes of every method are tested in one process (tests/support/steps.py).
 DTYPES = cases.rows(
     {
