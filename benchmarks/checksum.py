@@ -1,8 +1,8 @@
 """Time what `checksum = true` costs: writing one rank's wire buffer and reading two, with and without it.
 
-    python benchmarks/checksum.py
+    python benchmarks/checksum.py docs/results/checksum.json
 
-It uses one thread. Each figure is the median of 15 repetitions in turns, in microseconds.
+It uses one thread. Each figure is the difference of two medians of 15 repetitions in turns, in microseconds.
 """
 
 import os
@@ -10,7 +10,10 @@ import os
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 import functools
+import json
+import platform
 import statistics
+import sys
 import time
 
 import numpy as np
@@ -19,8 +22,12 @@ import torch
 from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.spec import Field, TensorSpec
+from grace.machine import processor
 
 REPETITIONS = 15
+FRAMEWORKS = {"numpy": "NumPy", "torch": "PyTorch"}
+LENGTHS = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}
+WORKS = {"write": "write one buffer", "read": "read those of two ranks"}
 
 
 def microseconds(work):
@@ -29,20 +36,48 @@ def microseconds(work):
     return (time.perf_counter() - start) * 1e6
 
 
-torch.set_num_threads(1)
-for framework in ("numpy", "torch"):
+def added(framework, length):
+    """Return the microseconds that a checksum adds to each of WORKS."""
     ops = get_ops(framework)
-    for length in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
-        plain = GatherLayout([TensorSpec("w", (length,))], [[Field("codes", "uint8", length)]], [True])
-        payload = {"codes": ops.cast(np.random.default_rng(0).integers(0, 256, length).astype(np.uint8), "uint8")}
-        works = {}
-        for name, layout in (("without", plain), ("with", plain.checked())):
-            sent = ops.concat([layout.encode(ops, [payload], [False], 0)] * 2)
-            works[name, "write"] = functools.partial(layout.encode, ops, [payload], [False], 0)
-            works[name, "read two"] = functools.partial(layout.decode, ops, sent, 2, 0)
-        times = {name: [] for name in works}
-        for _ in range(REPETITIONS):
-            for name, work in works.items():
-                times[name].append(microseconds(work))
-        shown = ", ".join(f"{' '.join(name)} {statistics.median(found):,.0f}" for name, found in times.items())
-        print(f"{framework:6} {length:>10,} bytes: {shown}")
+    plain = GatherLayout([TensorSpec("w", (length,))], [[Field("codes", "uint8", length)]], [True])
+    payload = {"codes": ops.cast(np.random.default_rng(0).integers(0, 256, length).astype(np.uint8), "uint8")}
+    works = {}
+    for name, layout in (("without", plain), ("with", plain.checked())):
+        sent = ops.concat([layout.encode(ops, [payload], [False], 0)] * 2)
+        works[name, "write"] = functools.partial(layout.encode, ops, [payload], [False], 0)
+        works[name, "read"] = functools.partial(layout.decode, ops, sent, 2, 0)
+    times = {name: [] for name in works}
+    for _ in range(REPETITIONS):
+        for name, work in works.items():
+            times[name].append(microseconds(work))
+    median = {name: statistics.median(found) for name, found in times.items()}
+    return {work: round(median["with", work] - median["without", work]) for work in WORKS}
+
+
+def main():
+    torch.set_num_threads(1)
+    rows = []
+    for framework, title in FRAMEWORKS.items():
+        found = {length: added(framework, length) for length in LENGTHS.values()}
+        for work, words in WORKS.items():
+            times = {name: found[length][work] for name, length in LENGTHS.items()}
+            rows.append({"work": f"{title}: {words}", **times})
+            print(rows[-1], file=sys.stderr)
+    data = {
+        "what": "Microseconds that a checksum adds, by the bytes of a rank's payload; one thread",
+        "machine": f"{processor()}, CPU only",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {
+            "Python": platform.python_version(),
+            "NumPy": np.__version__,
+            "PyTorch": torch.__version__,
+        },
+        "commands": ["python benchmarks/checksum.py docs/results/checksum.json"],
+        "columns": {"work": {"title": ""}, **{name: {"title": name} for name in LENGTHS}},
+        "rows": rows,
+    }
+    with open(sys.argv[1], "w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=1) + "\n")
+
+
+main()

@@ -30,22 +30,30 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
 
 RANKS, BATCH, EPOCHS, SEEDS = 16, 8, 30, (0, 1)
-METHODS = {
-    "none": {"compressor": "none"},
-    "qsgd": {"compressor": "qsgd"},
-    "efsignsgd": {"compressor": "efsignsgd"},
-    "terngrad": {"compressor": "terngrad", "memory": "residual"},
-    "topk": {"compressor": "topk", "compress_ratio": 0.01},
-}
-COMMUNICATORS = dict.fromkeys(METHODS, ("allgather", "two_shot"))
-COMMUNICATORS |= {"none": ("allreduce",), "topk": ("allgather", "two_shot", "sparse_allreduce")}
 # One bit per element to the owners, and four bits per element back.
 FINER = {"name": "two_shot", "second": {"name": "qsgd", "quantum_num": 7}}
-COMMUNICATORS["efsignsgd"] = ("allgather", "two_shot", FINER)
+# The rows of the table: a compressor with what is not its default, and the communicators that it is trained with.
+BOTH = ("allgather", "two_shot")
+ROWS: dict[str, tuple[dict[str, Any], tuple[str | dict[str, Any], ...]]] = {
+    "none": ({}, ("allreduce",)),
+    "qsgd": ({}, BOTH),
+    "terngrad": ({"memory": "residual"}, BOTH),
+    "topk": ({"compress_ratio": 0.01}, (*BOTH, "sparse_allreduce")),
+    "efsignsgd": ({}, (*BOTH, FINER)),
+}
+COLUMNS = {
+    "method": {"title": "method"},
+    "options": {"title": "options"},
+    "allreduce": {"title": "allreduce", "format": ".2f"},
+    "allgather": {"title": "allgather", "format": ".2f"},
+    "two_shot": {"title": "two_shot", "format": ".2f"},
+    "finer": {"title": "two_shot, `second` = qsgd with 7 levels", "format": ".2f"},
+    "sparse_allreduce": {"title": "sparse_allreduce", "format": ".2f"},
+}
 
 
 def accuracy(method: str, communicator: str | dict[str, Any], seed: int) -> float:
-    """Return the share of test images that are classified rightly after a run."""
+    """Return the percentage of test images that are classified rightly after a run."""
     torch.manual_seed(seed)
     data, setting = digits.load_data(), digits.SETTINGS[method]
     images, labels = (torch.from_numpy(x) for x in data.train)
@@ -63,7 +71,7 @@ def accuracy(method: str, communicator: str | dict[str, Any], seed: int) -> floa
     )
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=setting.lr, momentum=setting.momentum)
-    config = grace.make_config({**METHODS[method], "communicator": communicator}, seed=seed)
+    config = grace.make_config({"compressor": method, **ROWS[method][0], "communicator": communicator}, seed=seed)
     exchange = Simulation(RANKS, {n: tuple(p.shape) for n, p in parameters.items()}, config, framework="torch")
     steps = len(labels) // (RANKS * BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS * steps)
@@ -80,22 +88,32 @@ def accuracy(method: str, communicator: str | dict[str, Any], seed: int) -> floa
             schedule.step()
     with torch.no_grad():
         guesses = model(torch.from_numpy(data.test.images).unsqueeze(1)).argmax(1)
-    return float((guesses == torch.from_numpy(data.test.labels)).double().mean())
+    return 100 * float((guesses == torch.from_numpy(data.test.labels)).double().mean())
 
 
 def main(path: str) -> None:
-    """Measure every row, print it, and write all of them to a file."""
+    """Measure every row, print it, and write the table to a file."""
     torch.set_num_threads(1)
-    started, rows = time.time(), []
-    for method, names in COMMUNICATORS.items():
-        for communicator in names:
+    rows = []
+    for method, (options, communicators) in ROWS.items():
+        row: dict[str, Any] = {"method": method, "options": ", ".join(f"{k} = {v}" for k, v in options.items())}
+        for communicator in communicators:
             found = [accuracy(method, communicator, seed) for seed in SEEDS]
-            rows.append({"method": method, "communicator": communicator, "accuracy": found})
-            print(f"{method:10} {communicator!s:16} {100 * statistics.mean(found):6.2f} %  {found}", flush=True)
-    settings = {"ranks": RANKS, "batch": BATCH, "epochs": EPOCHS, "seeds": SEEDS}
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "grace": grace.__version__}
-    result = {"settings": settings, "rows": rows, "machine": processor(), "versions": versions}
-    Path(path).write_text(json.dumps({**result, "seconds": round(time.time() - started)}, indent=1) + "\n")
+            row[communicator if isinstance(communicator, str) else "finer"] = round(statistics.mean(found), 2)
+            print(f"{method:10} {communicator!s:16} {found}", flush=True)
+        rows.append(row)
+    data = {
+        "what": "Test accuracy in percent of a small convolutional network on scikit-learn's digits: "
+        f"{RANKS} simulated ranks, batch {BATCH} each, {EPOCHS} epochs; means over the seeds "
+        f"{', '.join(map(str, SEEDS))}",
+        "machine": f"{processor()}, CPU only",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"Python": platform.python_version(), "PyTorch": torch.__version__},
+        "commands": ["python benchmarks/many_ranks.py docs/results/many_ranks.json"],
+        "columns": COLUMNS,
+        "rows": rows,
+    }
+    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

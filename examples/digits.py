@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -284,12 +284,13 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
     """Return the runs of the command line. Raises GraceError for a wrong configuration, before any run starts."""
     sources: list[Any] = [args.config]
     if not args.config:
-        # Every 100 steps the ranks compare their weights, by 8 bytes.
-        always = {"check_replicas": 100}
-        sources = [{"compressor": name, **always, **SETTINGS.get(name, Setting()).options} for name in args.compressor]
+        sources = [{"compressor": name, **SETTINGS.get(name, Setting()).options} for name in args.compressor]
     runs = []
     for source in sources:
         config = make_config(source, **dict(args.set))
+        if not config.check_replicas and "check_replicas" not in dict(args.set):
+            # Every 100 steps the ranks compare their weights, by 8 bytes.
+            config = replace(config, check_replicas=100)
         name = compressors.name_of(config.method.compressor)
         setting = SETTINGS.get(name, Setting())
         runs.append(Run(name, config, args.lr or setting.lr, setting.momentum))

@@ -164,8 +164,8 @@ class Simulated:
         """Exchange the gradients, one row per worker of this process. Return the mean of the decoded gradients."""
         return self._simulation.step([{"x": gradient} for gradient in gradients])[0]["x"]
 
-    def finish(self) -> None:
-        """End a run."""
+    def finish(self, x: np.ndarray) -> None:
+        """End a run with the weights x, which must be equal on all workers."""
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
         """Return the columns of all workers."""
@@ -195,7 +195,8 @@ class Processes:
     def exchange(self, gradients: np.ndarray) -> np.ndarray:
         return self._exchange({"x": gradients[0]})["x"]
 
-    def finish(self) -> None:
+    def finish(self, x: np.ndarray) -> None:
+        self._exchange.check_replicas({"x": x})
         self._exchange.close()
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
@@ -245,7 +246,7 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
     bar.close()
     if bar.disable and not workers.rank:
         print(f"{how:>6} {method.label}: {args.iterations} steps in {seconds:.1f} s", flush=True)
-    workers.finish()
+    workers.finish(x)
     gaps = problem.losses(np.stack(points)) - problem.minimum
     series = [workers.gather(mine) for mine in (kept, sent, residuals, largest)]
     return Result(method, how, np.array(recorded), gaps, *series, seconds)

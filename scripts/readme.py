@@ -35,7 +35,6 @@ BARS = {
     "powersgd": ("grace, powersgd", "own"),
     "topk": ("grace, topk", "own"),
     "signsgd": ("grace, signsgd", "own"),
-    "randomk": ("grace, randomk", "own"),
 }
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }

@@ -22,9 +22,11 @@ from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import digest, outcome
 from tests.support.cases import EVERYTHING
 
-TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
+# With replicas (HSDP), the ranks compare them before every second step.
+CHECKED = {**EVERYTHING, "check_replicas": 2}
+TOPK = {"compressor": "topk", "compress_ratio": 0.1, **CHECKED}
 # It sends everything by way of grace.
-ALL = {"compressor": "threshold", "threshold": 0.0, "memory": "none", "bucket_bytes": 4000, **EVERYTHING}
+ALL = {"compressor": "threshold", "threshold": 0.0, "memory": "none", "bucket_bytes": 4000, **CHECKED}
 POLICIES = {
     "float32": MixedPrecisionPolicy(),
     "bfloat16 parameters": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

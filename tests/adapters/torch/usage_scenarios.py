@@ -389,6 +389,10 @@ def mixed_precision() -> dict[str, Any]:
         "fused": (topk, {"fused": True}),
         "powersgd": ({"compressor": "powersgd", **EVERYTHING}, {}),
         "none": ({"compressor": "none"}, {}),
+        # Their thresholds and bounds are absolute numbers.
+        "threshold": ({"compressor": "threshold", "threshold": 1e-3, **EVERYTHING}, {}),
+        "hardthreshold": ({"compressor": "hardthreshold", "threshold": 1e-3, **EVERYTHING}, {}),
+        "inceptionn": ({"compressor": "inceptionn", "relative": False, "memory": "residual", **EVERYTHING}, {}),
     }
     for form, (config, options) in forms.items():
         for overflow_at in (1, None):
@@ -399,10 +403,13 @@ def mixed_precision() -> dict[str, Any]:
             optimizer = wrap(model, config, optimizer=sgd(model, **options), grad_scaler=scaler)
             kind = "overflow" if overflow_at is not None else "growth"
             results[f"{form}/{kind}"] = scaled(form, model, optimizer, scaler, 4, overflow_at)
-        model = make_net()
-        optimizer = wrap(model, config, optimizer=sgd(model, **options))
-        train(model, optimizer, 4)
-        results[f"{form}/unscaled"] = {"weights": digest(model.parameters()), "states": states_of(optimizer)}
+        # Unscaled: the same steps, and those without the one that overflows.
+        for kind, parts in {"unscaled": ((0, 4),), "left out": ((0, 1), (2, 2))}.items():
+            model = make_net()
+            optimizer = wrap(model, config, optimizer=sgd(model, **options))
+            for start, steps in parts:
+                train(model, optimizer, steps, start=start)
+            results[f"{form}/{kind}"] = {"weights": digest(model.parameters()), "states": states_of(optimizer)}
     model = make_net()
     optimizer = wrap(model, topk)
     try:
