@@ -436,3 +436,12 @@ def test_a_unit_never_grows_beyond_what_the_method_can_compress(monkeypatch):
     for name in ("topk", "randomk"):
         sim = simulate(METHODS[name], specs=specs, granularity="model")
         assert [[piece.tensor for piece in unit.pieces] for unit in sim.plan.units] == [["e", "d"], ["c", "b"], ["a"]]
+
+
+@pytest.mark.parametrize("name", ["variance", "sketchml"])
+def test_tensors_that_fit_alone_are_not_fused_beyond_the_indices_of_the_method(name):
+    """Indices of variance have 28 bits, and keys of sketchml count elements in 16 lists."""
+    config = make_config({"compressor": name, "granularity": "model", "default_rules": False})
+    plan = make_plan([TensorSpec(tensor, (1 << 27,)) for tensor in "abc"], config)
+    assert [[piece.tensor for piece in unit.pieces] for unit in plan.units] == [["c"], ["b"], ["a"]]
+    assert all(unit.compressor.unfit(TensorSpec("w", (1 << 28,))) for unit in plan.units)

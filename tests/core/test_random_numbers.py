@@ -9,8 +9,9 @@ import pytest
 
 from grace.core.ops import get_ops
 from grace.core.ops.random import philox, words
-from grace.core.values.spec import Key
-from grace.testing.harness import FRAMEWORKS, array, host, same
+from grace.core.values.spec import Key, TensorSpec
+from grace.testing.harness import FRAMEWORKS, array, exchange, host, same
+from tests.support import registered
 from tests.support.registered import every_framework
 
 # Random123, file tests/kat_vectors, "philox4x32 10": counter, key, result.
@@ -76,6 +77,14 @@ def test_kernels_and_reference_draw_the_same_bits_at_every_step(framework, step)
             for key in (Key(7, step), Key(7, step % 2**32))
         ]
     assert all(same(a, b) for other in drawn[1:] for a, b in zip(drawn[0], other, strict=True))
+
+
+@pytest.mark.parametrize("compressor", registered.params([c for c in registered.all_compressors() if not c.multiplies]))
+def test_methods_send_the_same_with_and_without_kernels_from_step_2_to_the_32_on(compressor):
+    spec, xs = TensorSpec("w", (30, 20)), np.random.default_rng(0).standard_normal((2, 600)).astype(np.float32)
+    sent = [exchange(compressor, get_ops("numpy", native=native), spec, xs, step=2**32 + 5) for native in (False, None)]
+    for one, other in zip(*(ex.payloads for ex in sent), strict=True):
+        assert all(same(host(sent[0].ops, one[field]), host(sent[1].ops, other[field])) for field in one)
 
 
 def test_a_shorter_draw_is_the_beginning_of_a_longer():
