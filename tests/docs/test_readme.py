@@ -30,6 +30,10 @@ def test_figure_and_blocks_are_up_to_date():
     assert result.returncode == 0, result.stderr
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
 def test_other_data_make_another_figure(readme):
     data = readme.measurements()
     rows = [{**row, "1gbit": row["1gbit"] + 1} if row["method"] == "topk" else row for row in data["rows"]]
