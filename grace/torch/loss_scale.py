@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -141,3 +142,12 @@ def check_scaler(scaler: Any, parameters: Iterable[torch.Tensor], where: str) ->
             f"{where}: grad_scaler needs parameters in float32, because GradScaler unscales no float16 gradients; "
             "keep the model in float32 and use torch.autocast."
         )
+
+
+def unknown_scaler_scales() -> bool:
+    """Return whether this process has a GradScaler that has scaled a loss and that grace does not know."""
+    # grace replaces the methods of those it knows. `type`, because other objects may compute their `__class__`.
+    return any(
+        issubclass(type(x), torch.amp.GradScaler) and vars(x).get("_scale") is not None and "step" not in vars(x)
+        for x in gc.get_objects()
+    )

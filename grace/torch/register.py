@@ -17,7 +17,7 @@ from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.torch.exchange import Exchange
-from grace.torch.loss_scale import LossScale, check_scaler
+from grace.torch.loss_scale import LossScale, check_scaler, unknown_scaler_scales
 from grace.torch.tensors import is_delegated, note_registered, spec_of
 
 _WHERE = "grace.torch.register"
@@ -29,6 +29,18 @@ class ModelExchange(Exchange):
     """The plan, the statistics and the state of a model's exchange, as `register` returns it."""
 
     called = "exchange"
+
+    def meet(self) -> None:
+        """Compare the ranks at once; see `start_comparing`. Warn in the first step of an unknown GradScaler."""
+        first = self._first is not None
+        super().meet()
+        compresses = not all(item.dense for item in self.plan.assignments)
+        if first and compresses and self.loss_scale is None and unknown_scaler_scales():
+            self._warn(
+                f"{_WHERE}: a torch.amp.GradScaler scales a loss in this process, and register() was called without "
+                "it. If it scales the loss of this model, residuals and thresholds are wrong after each change of the "
+                "scale: pass it as grad_scaler."
+            )
 
 
 def register(

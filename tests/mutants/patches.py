@@ -2599,6 +2599,14 @@ PATCHES = [
         ("tests/adapters/torch/test_ddp.py -k failed_steps",),
     ),
     Patch(
+        "ddp-scalers-that-never-scaled-are-told",
+        LOSS_SCALE,
+        'vars(x).get("_scale") is not None and',
+        "True and",
+        "a warning about a scaler that no loss has met",
+        ("tests/adapters/torch/test_ddp.py -k was_not_passed",),
+    ),
+    Patch(
         "ddp-scaler-takes-every-step-back",
         LOSS_SCALE,
         "self.applied(stepped)",

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import grace.torch
 from grace.core.compressors.topk import TopK
 from tests.adapters.torch.launched import GROUPS, mean, my_rank
-from tests.adapters.torch.model import batches, digest, flat, make_net, outcome, sgd, train, wrap
+from tests.adapters.torch.model import batches, digest, flat, make_net, outcome, sgd, train, warned_of_scaler, wrap
 from tests.support.cases import EVERYTHING, LAYERS
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, "check_replicas": 2, **EVERYTHING}
@@ -268,6 +268,9 @@ def scaled_by_ddp() -> dict[str, Any]:
     x, y = next(batches(1, my_rank()))
     scaler.scale(F.cross_entropy(ddp(x), y)).backward()
     results["of some"] = outcome(lambda: scaler.step(sgd(ddp.module.left)))
+    for label, config in {"not passed": TOPK, "nothing to scale": {"compressor": "none"}}.items():
+        data = list(batches(2, my_rank()))
+        results[label] = [warned_of_scaler(parallel(make_net()), config, data, used) for used in (False, True)]
     return results
 
 

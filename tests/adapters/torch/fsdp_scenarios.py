@@ -19,7 +19,7 @@ import grace.torch
 from grace.core.compressors.topk import TopK
 from grace.core.values.unit import offsets
 from tests.adapters.torch.launched import my_rank, world_size
-from tests.adapters.torch.model import digest, outcome
+from tests.adapters.torch.model import digest, outcome, warned_of_scaler
 from tests.support.cases import EVERYTHING
 
 # With replicas (HSDP), the ranks compare them before every second step.
@@ -344,6 +344,7 @@ def scaled_by_fsdp() -> dict[str, Any]:
             after = [digest(p.to_local() for p in model.parameters()), states_of(exchange)]
             kept.append([a == b for a, b in zip(before, after, strict=True)])
         results[label] = {"after": after, "kept": kept, "scale": scaler.get_scale()}
+    results["not passed"] = warned_of_scaler(shard(make()), TOPK, list(batches(2)))
     return results
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,3 +129,16 @@ def outcome(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def warned_of_scaler(model: Any, config: Any, data: Any, used: bool = True) -> list[str]:
+    """Train with a GradScaler, used or not, that `register` does not get; return the warnings of it."""
+    gc.collect()
+    grace.torch.register(model, config)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in data:
+            loss = F.cross_entropy(model(x), y)
+            (scaler.scale(loss) if used else loss).backward()
+    return [str(warning.message) for warning in caught if "GradScaler" in str(warning.message)]

@@ -87,6 +87,16 @@ def test_a_step_that_the_loss_scaler_skips_changes_nothing(launch):
         assert rank["of some"].startswith("StepError: the GradScaler steps an optimizer of some parameters")
 
 
+@both
+def test_a_loss_scaler_that_was_not_passed_is_told(launch):
+    for rank in scenario("scaled_by_ddp", launch):
+        unused, used = rank["not passed"]
+        assert unused == []
+        (told,) = used
+        assert "pass it as grad_scaler" in told
+        assert rank["nothing to scale"] == [[], []]
+
+
 @on(TWO)
 def test_optimizers_memory_formats_checkpoints_and_schedules(launch):
     ranks = scenario("rare_by_ddp", launch)

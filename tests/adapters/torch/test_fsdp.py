@@ -89,6 +89,8 @@ def test_a_step_that_the_scaler_skips_changes_no_residual(launch):
         assert rank["scaled"]["after"] == rank["unscaled"]["after"]
         assert rank["overflow"]["kept"] == [[False, False], [True, True], [False, False]]
         assert rank["overflow"]["scale"] == 32.0
+        (told,) = rank["not passed"]
+        assert "pass it as grad_scaler" in told
 
 
 @on(TWO, FOUR)
