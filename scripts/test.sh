@@ -6,8 +6,8 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$root"
-times="$(mktemp)" site="$(mktemp)" docs=""
-trap 'rm -f "$times" "$site"; if [ -n "$docs" ]; then kill "$docs" 2>/dev/null || true; fi' EXIT
+times="$(mktemp)" output="$(mktemp)" beside=""
+trap 'rm -f "$times" "$output"; if [ -n "$beside" ]; then kill -- "-$beside" 2>/dev/null || true; fi' EXIT
 
 # Run a command as one group of the table of times, which has a line per group: seconds, a tab and the name.
 timed() {
@@ -32,30 +32,37 @@ step() {
 step "lint" ruff check .
 step "format" ruff format --check .
 step "types" mypy
-# Sphinx needs one core for 40 s. It runs beside the first half of the tests, and its outcome is told after them.
-printf '\ntest: docs, beside the next step: bash scripts/docs.sh -q\n'
-bash scripts/docs.sh -q >"$site" 2>&1 &
-docs=$!
-
 found=0
 tests() {
     local name="$1" status=0; shift
     # -rs shows the reasons of skipped tests, such as a compiler without sanitizers.
     step "$name" python -m pytest -q -rs --durations=5 "${@}" || status=$?
-    # 5 means that the arguments select no test of this half. This is an error only if it holds for both halves.
+    # 5 means that the arguments select no test of this group. This is an error only if it holds for all of them.
     if [ "$status" -eq 0 ]; then found=1; elif [ "$status" -ne 5 ]; then exit "$status"; fi
 }
 # Tests that start processes run one at a time. All other tests run in parallel on all cores.
-tests "tests, one process" -n auto -m "not distributed" "$@"
+tests "tests, one process" -n auto -m "not distributed and not kernels" "$@"
+# Ranks leave a tenth of the processor unused. The docs and the tests of kernels take it, at the lowest priority. Linux
+# shares the processor among sessions first, so they run in a session of their own. Their output follows that of the ranks.
+printf '\ntest: beside the next step: bash scripts/docs.sh -q; python -m pytest -q -rs --durations=5 -m kernels%s\n' "${*:+ $*}"
+setsid bash -ec '
+    { echo 19 >/proc/self/autogroup; } 2>/dev/null || true
+    renice -n 19 $$ >/dev/null
+    bash scripts/docs.sh -q
+    exec python -m pytest -q -rs --durations=5 -m kernels "$@"
+' beside "$@" >"$output" 2>&1 &
+beside=$!
+GRACE_TEST_TIMES="$times" tests "tests, several processes" -m distributed "$@"
 status=0
-wait "$docs" || status=$?
-docs=""
-cat "$site"
-if [ "$status" -ne 0 ]; then
-    echo "test: docs: failed with exit status $status" >&2
+timed "docs and tests of kernels, the rest" wait "$beside" || status=$?
+beside=""
+cat "$output"
+if [ "$status" -eq 0 ]; then
+    found=1
+elif [ "$status" -ne 5 ]; then
+    echo "test: docs and tests of kernels: failed with exit status $status" >&2
     exit "$status"
 fi
-GRACE_TEST_TIMES="$times" tests "tests, several processes" -m distributed "$@"
 if [ "$found" -eq 0 ]; then
     echo "test: the arguments select no test: $*" >&2
     exit 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ def test_every_patch_applies_once(patch):
 
 def test_ids_differ():
     assert len({patch.id for patch in PATCHES}) == len(PATCHES) >= 70
+
+
+def test_the_committed_score_holds_every_patch_as_caught():
+    path = Path(score.__file__).with_name("score.json")
+    assert [(result.id, result.caught) for result in score.read_json(path)] == [(patch.id, True) for patch in PATCHES]
+    written = json.loads(path.read_text())
+    assert written["caught"] == written["of"] == len(written["results"]) == len(PATCHES)
 
 
 def toy(new: str, tests: str = "test_toy.py") -> Patch:
