@@ -71,6 +71,57 @@ template <class T> static void moments(const T* x, T bound, int powers, double* 
 }
 
 template <class T>
+static void moments_below(const T* x, T bound, T unit, int powers, double* sums, int64_t n) {
+    alignas(64) T sizes[kBlock];
+    for (int64_t at = 0; at < n; at += kBlock) {
+        const int64_t length = lesser(kBlock, n - at);
+        int64_t count = length;
+        for (int64_t i = 0; i < length; i += 64) {
+            count -= __builtin_popcountll(mask_up_to_64<Test::size_at_least>(x + at + i, bound, length - i));
+        }
+        sums[0] += double(count);
+        for (int64_t i = 0; i < length; ++i) {
+            const T size = magnitude(x[at + i]);
+            sizes[i] = size < bound ? size * unit : T(0);
+        }
+        sums[1] += sum_of(sizes, length);
+        if (powers > 1) sums[2] += sum_squares(sizes, length);
+    }
+}
+
+template <class T>
+static void draw(const T* x, const Odds* odds, const RandomKey* key, int64_t begin, int64_t n, Selected<T>* into) {
+    // A rough comparison finds the few elements that may be drawn, and the exact one decides on them.
+    const T rough = T(odds->factor / odds->largest * 1.001), slack = T(1.1920928955078125e-7);
+    alignas(64) uint32_t random[kBlock];
+    alignas(64) T above[kBlock];
+    int64_t count = into->count;
+    // `begin` is a multiple of 4, so every block of random words starts at an element.
+    for (int64_t at = begin; at < begin + n; at += kBlock) {
+        const int64_t length = lesser(kBlock, begin + n - at);
+        words(*key, uint32_t(at / 4), (length + 3) / 4, random);
+        for (int64_t i = 0; i < length; ++i) above[i] = magnitude(x[at + i]) * rough + (slack - T(uniform(random[i])));
+        for (int64_t i = 0; i < length; i += 64) {
+            uint64_t mask = mask_up_to_64<Test::at_least>(above + i, T(0), length - i);
+            for (; mask != 0; mask &= mask - 1) {
+                const int64_t j = i + __builtin_ctzll(mask);
+                const T value = x[at + j];
+                into->values[count] = value;
+                into->indices[count] = int32_t(at + j);
+                count += is_drawn(chance_of(value, *odds), random[j]) ? 1 : 0;
+            }
+        }
+    }
+    into->count = count;
+}
+
+template <class T>
+static void drawn_entries(const int32_t* drawn, T scale, T* values, int32_t* indices, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) values[i] = drawn[i] < 0 ? -scale : scale;
+    for (int64_t i = 0; i < n; ++i) indices[i] = plain_index(drawn[i]);
+}
+
+template <class T>
 static void select_sides(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts) {
     int64_t count = into->count;
     for (int64_t i = 0; i < n; i += 64) {

@@ -26,6 +26,18 @@ struct JoinAbove {
     }
 };
 
+// The state of the search for odds.
+template <class T> struct OddsSearch {
+    T unit, bound;
+    double squares;
+    bool goes_on;
+};
+struct JoinUncertain {
+    __device__ Uncertain operator()(const Uncertain& a, const Uncertain& b) const {
+        return {a.number + b.number, a.sizes + b.sizes, a.squares + b.squares};
+    }
+};
+
 // The marks, as bits per group: the elements that pass, and the tied ones, of which only the first pass (`tied`, may be
 // null).
 struct Marks {
@@ -35,7 +47,34 @@ struct Marks {
 
 enum Mark { kLeft = 0, kPassed = 1, kTied = 2 };
 
-template <class T, class Test> __global__ void mark_kernel(const T* x, int64_t n, Shares shares, Test test, Marks marks) {
+template <class T> struct Elements {
+    const T* x;
+    __device__ void operator()(int64_t group, int count, T found[8]) const { load_group(x, group, count, found); }
+};
+
+// The elements that are certain or drawn, with zeros in place of all others, which have a smaller magnitude.
+template <class T> struct DrawnElements {
+    const T* x;
+    const double* pair;
+    RandomKey key;
+    __device__ void operator()(int64_t group, int count, T found[8]) const {
+        uint32_t random[8];
+        philox(key, uint32_t(2 * group), random);
+        philox(key, uint32_t(2 * group + 1), random + 4);
+        load_group(x, group, count, found);
+        const Odds odds = odds_of(pair);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) found[j] = is_drawn(chance_of(found[j], odds), random[j]) ? found[j] : T(0);
+    }
+};
+template <class T> struct IsCertain {
+    const T* bound;
+    __device__ int operator()(T x) const { return magnitude(x) >= *bound ? kPassed : x != T(0) ? kTied : kLeft; }
+};
+
+// Marks elements by test(element), after source(group, count, elements) has read the elements of a group.
+template <class T, class Source, class Test>
+__global__ void mark_kernel(Source source, int64_t n, Shares shares, Test test, Marks marks) {
     const int64_t first = first_tile(shares), last = last_tile(shares);
     uint64_t counts = 0;
     for (int64_t tile = first; tile < last; ++tile) {
@@ -43,7 +82,7 @@ template <class T, class Test> __global__ void mark_kernel(const T* x, int64_t n
         if (8 * group >= n) break;
         const int count = group_size(group, n);
         T found[8];
-        load_group(x, group, count, found);
+        source(group, count, found);
         uint32_t passed = 0, tied = 0;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -59,11 +98,35 @@ template <class T, class Test> __global__ void mark_kernel(const T* x, int64_t n
     if (threadIdx.x == 0) marks.before[blockIdx.x] = counts;
 }
 
-// Writes the marked elements in order, and the first *ties of the tied ones.
-template <class T>
-__global__ void compact_kernel(const T* x, int64_t n, Shares shares, Marks marks, const int64_t* ties, T* values,
-                               int32_t* indices) {
-    const int64_t most = ties == nullptr ? 0 : *ties;
+// Writes the values and indices of the marked elements in order.
+template <class T> struct WriteFound {
+    const T* x;
+    Found<T> out;
+    __device__ void operator()(bool, int64_t passed, int64_t tied, int64_t i) const {
+        out.values[passed + tied] = x[i];
+        out.indices[passed + tied] = int32_t(i);
+    }
+};
+
+// Writes two lists, of the elements that pass and of the tied ones.
+template <class T> struct WriteDrawn {
+    const T* x;
+    Drawn<T> out;
+    __device__ void operator()(bool is_tied, int64_t passed, int64_t tied, int64_t i) const {
+        if (is_tied) {
+            out.drawn[tied] = signed_index(x[i], int32_t(i));
+        } else {
+            out.values[passed] = x[i];
+            out.indices[passed] = int32_t(i);
+        }
+    }
+};
+
+// Runs write(is tied, marked before, tied before, index) for the marked elements, and the first *ties of the tied ones,
+// or all of them.
+template <class Write>
+__global__ void compact_kernel(int64_t n, Shares shares, Marks marks, const int64_t* ties, Write write) {
+    const int64_t most = ties == nullptr ? INT64_MAX : *ties;
     const int64_t first = first_tile(shares), last = last_tile(shares);
     int64_t passed_before = int64_t(marks.before[blockIdx.x] & 0xFFFFFFFFu);
     int64_t tied_before = int64_t(marks.before[blockIdx.x] >> 32);
@@ -81,11 +144,7 @@ __global__ void compact_kernel(const T* x, int64_t n, Shares shares, Marks marks
         for (uint32_t left = passed | tied; left != 0; left &= left - 1) {
             const int j = __ffs(int(left)) - 1;
             const bool is_tied = (tied >> j & 1u) != 0;
-            if (!is_tied || tie < most) {
-                const int64_t to = at + (tie < most ? tie : most), i = 8 * group + j;
-                values[to] = x[i];
-                indices[to] = int32_t(i);
-            }
+            if (!is_tied || tie < most) write(is_tied, at, tie < most ? tie : most, 8 * group + j);
             is_tied ? ++tie : ++at;
         }
         passed_before += total & 0xFFFFu;
@@ -93,11 +152,12 @@ __global__ void compact_kernel(const T* x, int64_t n, Shares shares, Marks marks
     }
 }
 
-template <class T, class Test> Marks mark(const Stream& on, const T* x, int64_t n, const Shares& shares, bool ties, Test test) {
+template <class T, class Source, class Test>
+Marks mark(const Stream& on, Source source, int64_t n, const Shares& shares, bool ties, Test test) {
     const int64_t groups = divide_up(n, 8);
     const Marks marks{scratch<uint8_t>(on, groups), ties ? scratch<uint8_t>(on, groups) : nullptr,
                       scratch<uint64_t>(on, shares.count + 1)};
-    launch(on, shares.count, mark_kernel<T, Test>, x, n, shares, test, marks);
+    launch(on, shares.count, mark_kernel<T, Source, Test>, source, n, shares, test, marks);
     add_before(on, marks.before, shares.count);
     return marks;
 }
@@ -193,8 +253,9 @@ void largest(const Stream& on, const T* x, int64_t n, int sign, int64_t k, T* va
         high = shift;
     }
     const Shares shares = shares_of(n);
-    const Marks marks = mark(on, x, n, shares, true, AgainstFound<T>{search, sign});
-    launch(on, shares.count, compact_kernel<T>, x, n, shares, marks, &search->rank, values, indices);
+    const Marks marks = mark<T>(on, Elements<T>{x}, n, shares, true, AgainstFound<T>{search, sign});
+    const WriteFound<T> write{x, {values, indices}};
+    launch(on, shares.count, compact_kernel<WriteFound<T>>, n, shares, marks, &search->rank, write);
 }
 
 }  // namespace
@@ -202,11 +263,68 @@ void largest(const Stream& on, const T* x, int64_t n, int sign, int64_t k, T* va
 template <class T>
 void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room) {
     const Shares shares = shares_of(n);
-    const Marks marks = mark(on, x, n, shares, false, Exceeds<T>{bound, strict, nonzero});
+    const Marks marks = mark<T>(on, Elements<T>{x}, n, shares, false, Exceeds<T>{bound, strict, nonzero});
     const int64_t count = int64_t(fetched(on, marks.before + shares.count) & 0xFFFFFFFFu);
-    const Found<T> out = room(count);
+    const WriteFound<T> write{x, room(count)};
     if (count == 0) return;
-    launch(on, shares.count, compact_kernel<T>, x, n, shares, marks, nullptr, out.values, out.indices);
+    launch(on, shares.count, compact_kernel<WriteFound<T>>, n, shares, marks, nullptr, write);
+}
+
+template <class T> void keep_odds(const Stream& on, const T* x, int64_t k, double budget, double* out, int64_t n) {
+    OddsSearch<T>* search = scratch<OddsSearch<T>>(on, 1);
+    T* most = scratch<T>(on, 1);
+    max_abs(on, x, n, most);
+    each(on, 1, [=] __device__(int64_t) {
+        out[0] = double(*most);
+        out[1] = 0;
+        *search = {unit_of(*most), T(0), 0.0, false};
+    });
+    for (bool first = true, goes_on = true; goes_on; first = false) {
+        each(on, 1, [=] __device__(int64_t) { search->bound = certain_from<T>(odds_of(out)); });
+        reduce(
+            on, divide_up(n, 8), Uncertain{0, 0, 0},
+            [=] __device__(int64_t group) {
+                const int count = group_size(group, n);
+                T found[8];
+                load_group(x, group, count, found);
+                const T bound = search->bound, unit = search->unit;
+                Uncertain sums{0, 0, 0};
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const double size = double(magnitude(found[j]) * unit);
+                    if (j < count && magnitude(found[j]) < bound) sums = JoinUncertain()(sums, {1, size, size * size});
+                }
+                return sums;
+            },
+            JoinUncertain(),
+            [=] __device__(const Uncertain& all) {
+                const Uncertain sums = in_largest(all, odds_of(out).largest * double(search->unit));
+                if (first) search->squares = sums.squares;
+                const double next = next_factor(sums, search->squares, n, k, budget, out[1]);
+                search->goes_on = next > out[1];
+                out[1] = next;
+            });
+        goes_on = fetched(on, &search->goes_on);
+    }
+}
+
+template <class T>
+void draw_kept(const Stream& on, const T* x, const double* pair, const RandomKey& key, int64_t n,
+               const std::function<Drawn<T>(int64_t certain, int64_t drawn)>& room) {
+    const Shares shares = shares_of(n);
+    T* bound = scratch<T>(on, 1);
+    each(on, 1, [=] __device__(int64_t) { *bound = certain_from<T>(odds_of(pair)); });
+    const Marks marks = mark<T>(on, DrawnElements<T>{x, pair, key}, n, shares, true, IsCertain<T>{bound});
+    const uint64_t counts = fetched(on, marks.before + shares.count);
+    const WriteDrawn<T> write{x, room(static_cast<int64_t>(counts & 0xFFFFFFFFu), static_cast<int64_t>(counts >> 32))};
+    if (counts == 0) return;
+    launch(on, shares.count, compact_kernel<WriteDrawn<T>>, n, shares, marks, nullptr, write);
+}
+
+template <class T>
+void drawn_entries(const Stream& on, const int32_t* drawn, const T* scale, T* values, int32_t* indices, int64_t count) {
+    map(on, values, count, [=] __device__(int64_t i) { return drawn[i] < 0 ? -*scale : *scale; });
+    map(on, indices, count, [=] __device__(int64_t i) { return plain_index(drawn[i]); });
 }
 
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices) {
@@ -319,6 +437,10 @@ void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T*
 
 #define GRACE_MAKE(T)                                                                                    \
     template void select<T>(const Stream&, const T*, const T*, bool, bool, int64_t, const Room<T>&);     \
+    template void keep_odds<T>(const Stream&, const T*, int64_t, double, double*, int64_t);              \
+    template void draw_kept<T>(const Stream&, const T*, const double*, const RandomKey&, int64_t,        \
+                               const std::function<Drawn<T>(int64_t, int64_t)>&);                        \
+    template void drawn_entries<T>(const Stream&, const int32_t*, const T*, T*, int32_t*, int64_t);      \
     template void top<T>(const Stream&, const T*, int64_t, int64_t, T*, int32_t*);                       \
     template void top_bound<T>(const Stream&, const T*, int64_t, int64_t, T*);                          \
     template void moments<T>(const Stream&, const T*, const T*, int, int64_t, int64_t*, T*);              \

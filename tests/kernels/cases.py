@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.compressors import adaptive, alq, inceptionn, natural, powersgd, sketchedsgd, threelc
+from grace.core.compressors import adaptive, alq, inceptionn, natural, powersgd, sketchedsgd, threelc, wangni
 from grace.core.compressors import uniform as integers
 from grace.core.exchange import codings, huffman, indices, lanes, rans, runs, shuffle
 from grace.core.methods import estimated, levels, listed, rotation, signs, tables
@@ -697,6 +697,32 @@ def top_of_sides(ops, g):
         means, positive, negative = adaptive.top_of_sides(ops, g.x(), ratio)
         yield free(ops, g, means)
         yield positive, negative
+
+
+# How many elements to keep, as a divisor of n, or the variance budget.
+KEPT = [(100, None), (7, None), (1, None), (1, 0.5), (1, 3.0)]
+
+
+@case
+def keep_odds(ops, g):
+    for share, budget in g.some(KEPT):
+        odds = wangni.keep_odds(ops, g.x(), g.n // share, budget)
+        yield odds[:1]
+        yield Loose(odds[1:], float(host(ops, odds)[1]))
+
+
+@case
+def draw_kept(ops, g):
+    for share, budget in g.some(KEPT):
+        x = g.numbers()
+        odds = wangni.keep_odds(g.reference, x, g.n // share, budget)
+        yield wangni.draw_kept(ops, g.lay(x), g.lay(odds, 1), g.key())
+
+
+@case
+def drawn_entries(ops, g):
+    signed = g.rng.integers(-(2**31), 2**31, g.n).astype(np.int32)
+    yield wangni.drawn_entries(ops, g.lay(signed, 1), g.x(1))
 
 
 # Rows and columns. For 9 rows, medians use the generic code.

@@ -11,6 +11,7 @@ from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
 from grace.core.compressors.uniform import from_integers, to_integers
+from grace.core.compressors.wangni import draw_kept, drawn_entries, keep_odds
 from grace.core.exchange.huffman import huffman_decode, huffman_encode
 from grace.core.exchange.indices import decode_gaps, encode_gaps, gap_facts
 from grace.core.exchange.lanes import pack_lanes, unpack_lanes
@@ -64,6 +65,31 @@ REFUSED = {
         lambda o, m: o.sparse_sum([m.f(1), m.f(1, "float64")], [m.i(1), m.i(2)], 10),
         TypeError,
         "expected float32, received float64",
+    ),
+    "odds: of fewer than no elements": (
+        lambda o, m: keep_odds(o, m.f(10), -1, None),
+        ValueError,
+        "expected a length from 0 to .*, received -1",
+    ),
+    "odds: one": (
+        lambda o, m: draw_kept(o, m.f(10), m.f(1, "float64"), KEY),
+        PayloadError,
+        "expected 2 elements, received 1",
+    ),
+    "odds: of float32": (
+        lambda o, m: draw_kept(o, m.f(10), m.f(2), KEY),
+        TypeError,
+        "expected float64, received float32",
+    ),
+    "drawn elements: two scales": (
+        lambda o, m: drawn_entries(o, m.i(1, -2), m.f(2)),
+        PayloadError,
+        "expected 1 elements, received 2",
+    ),
+    "drawn elements: of 64 bits": (
+        lambda o, m: drawn_entries(o, m.i(1, -2, dtype="int64"), m.f(1)),
+        TypeError,
+        "expected int32, received int64",
     ),
     "columns that fill no block": (
         lambda o, m: count_sketch(o, m.f(10), 3, 40, KEY),

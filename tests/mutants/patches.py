@@ -2407,7 +2407,7 @@ PATCHES = [
         "certain = ops.nonzero(p >= 1)",
         "certain = ops.nonzero(p > 1)",
         "elements with probability 1 are neither certain nor drawn",
-        ("tests/papers/test_wangni.py -k 'kept or equal'",),
+        (f"{BYTES} -k draw_kept", "tests/papers/test_wangni.py -k 'kept or equal'"),
     ),
     # --- array operations -------------------------------------------------------------------------------------------
     Patch(
@@ -3215,6 +3215,22 @@ PATCHES = [
         (REFUSED,),
     ),
     Patch(
+        "kernel-odds-count-certain-elements-twice",
+        "kernels/include/grace/element.h",
+        "by_number ? double(k) - (double(n) - sums.number) : sums.sizes",
+        "by_number ? double(k) : sums.sizes",
+        "with certain elements, more are drawn than the ratio allows",
+        (f"{BYTES} -k keep_odds",),
+    ),
+    Patch(
+        "kernel-certain-elements-drawn",
+        "kernels/include/grace/element.h",
+        "if (chance_of(bits_as<T>(middle), odds) >= 1) {",
+        "if (chance_of(bits_as<T>(middle), odds) > 1) {",
+        "elements with probability 1 travel as drawn ones",
+        (f"{BYTES} -k draw_kept",),
+    ),
+    Patch(
         "kernel-short-runs-accepted",
         "kernels/checked/widths.cpp",
         "if (total != size) return false;",
@@ -3257,10 +3273,18 @@ PATCHES = [
     Patch(
         "cuda-one-tie-too-many",
         "kernels/cuda/sparse.cu",
-        "if (!is_tied || tie < most) {",
-        "if (!is_tied || tie <= most) {",
+        "if (!is_tied || tie < most) write",
+        "if (!is_tied || tie <= most) write",
         "on GPUs one element too many is kept among equal magnitudes",
         (f"{EMULATED} -k 'cpu and (sparsify or top)'",),
+    ),
+    Patch(
+        "cuda-draws-by-half-of-the-words",
+        "kernels/cuda/sparse.cu",
+        "philox(key, uint32_t(2 * group + 1), random + 4);",
+        "philox(key, uint32_t(2 * group), random + 4);",
+        "on GPUs four elements are drawn together with the four before them",
+        (f"{EMULATED} -k 'cpu and draw_kept'",),
     ),
     Patch(
         "cuda-stretch-beyond-bucket",

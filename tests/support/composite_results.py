@@ -655,6 +655,40 @@ def top_of_sides(n, dtype):
         yield Call("top_of_sides", (x, ratio), {}, (np.array(means, dtype), *lists))
 
 
+def odds_of(x: np.ndarray, k: int, budget: float | None) -> np.ndarray:
+    """Return the largest magnitude and lambda, from the sorted magnitudes: the first set of certain elements that fits.
+
+    The largest magnitude must be a power of two, for exact sums.
+    """
+    largest = float(abs(x).max(initial=0))
+    ordered = np.sort(abs(x.astype(np.float64)))[::-1] / (largest or 1)
+    for certain in range(len(x)):
+        rest = ordered[certain:]
+        if budget is None:
+            above, below = float(k - certain), rest.sum()
+        else:
+            above, below = rest.sum(), (ordered**2).sum() * budget + (rest**2).sum()
+        if below and rest[0] * (above / below) < 1:
+            return np.array([largest, above / below])
+    return np.array([largest, 0.0])
+
+
+@case
+def drawn(n, dtype):
+    for x in (np.append(numbers(max(0, n - 1), dtype), np.full(min(n, 1), -64, dtype)), np.zeros(n, dtype)):
+        for k, budget in ((max(1, n // 10), None), (max(1, n // 3), None), (1, 0.5), (1, 4.0)):
+            odds = odds_of(x, k, budget)
+            if n > 1:
+                yield Call("keep_odds", (x, k, budget), {}, (odds,))
+            p = abs(x.astype(np.float64)) / (odds[0] or 1.0) * odds[1]
+            certain = np.flatnonzero(p >= 1).astype(np.int32)
+            left = np.flatnonzero((p < 1) & (2 * np.floor(uniform(n) * 2.0**24) + 1 < p * 2**25))
+            signed = np.array([-1 - i if x[i] < 0 else i for i in left], np.int32)
+            yield Call("draw_kept", (x, odds, KEY), {}, (x[certain], certain, signed))
+            scale, sign = np.array([0.3], dtype), np.where(x[left] < 0, -1, 1).astype(dtype)
+            yield Call("drawn_entries", (signed, scale), {}, (sign * scale, left.astype(np.int32)))
+
+
 @case
 def sketch(n, dtype):
     x, rows, columns = numbers(n, dtype), 3, 16 * (n // 50 + 1)

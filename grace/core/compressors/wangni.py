@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @compressors.register("wangni")
@@ -72,51 +77,17 @@ class Wangni(Compressor):
         )
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, n = at.ops, at.spec.numel
-        # In float64 and scaled below 1, so that no square overflows or vanishes.
-        largest = ops.cast(ops.max(ops.abs(x)), "float64")
-        size = ops.cast(ops.abs(x), "float64") / ops.where(largest > 0, largest, 1.0)
-        factor = self._factor(size, at)
-        p = size * factor
-        u = ops.cast(ops.uniform(n, at.private_key), "float64")
-        certain = ops.nonzero(p >= 1)
-        # Half a step of u is added, so that probabilities are rounded to the nearest multiple and not up.
-        drawn = ops.nonzero(ops.bit_and(p < 1, u + 2.0**-25 < p))
-        negative = ops.gather(x, drawn) < 0
-        scale = largest / ops.where(factor > 0, factor, 1.0)
+        ops = at.ops
+        k = keep_count(self.compress_ratio, at.spec.numel)
+        odds = keep_odds(ops, x, k, self.variance_budget)
+        values, indices, signed = draw_kept(ops, x, odds, at.private_key)
+        scale = odds[:1] / ops.where(odds[1:] > 0, odds[1:], 1.0)
         return {
-            "scale": ops.reshape(ops.cast(scale, at.spec.work_dtype), (1,)),
-            "values": ops.gather(x, certain),
-            "indices": certain,
-            "signed": ops.where(negative, -1 - drawn, drawn),
+            "scale": ops.cast(scale, at.spec.work_dtype),
+            "values": values,
+            "indices": indices,
+            "signed": signed,
         }
-
-    def _factor(self, size: Array, at: Site) -> Array:
-        """Return lambda for elements of these magnitudes, as a 0-d float64 array."""
-        ops, k = at.ops, keep_count(self.compress_ratio, at.spec.numel)
-        squares = ops.sum(size * size)
-
-        def better(factor: Array) -> Array:
-            others = ops.where(size * factor < 1, size, 0.0)
-            total = ops.sum(others)
-            if self.variance_budget is None:
-                certain = ops.sum(ops.cast(size * factor >= 1, "float64"))
-                above, below = k - certain, total
-            else:
-                above, below = total, squares * self.variance_budget + ops.sum(others * others)
-            # 0 if nothing is left to draw, or every element is certain.
-            new = ops.where(total > 0, above / ops.where(total > 0, below, 1.0), 0.0)
-            return ops.where(new > factor, new, factor)
-
-        zero = ops.cast(0.0, "float64")
-        # The pair holds two successive values of lambda; an unchanged set of certain elements gives the same value
-        # again.
-        found = ops.while_loop(
-            lambda pair: pair[1] > pair[0],
-            lambda pair: ops.stack([pair[1], better(pair[1])], axis=0),
-            ops.stack([zero, better(zero)], axis=0),
-        )
-        return found[1]
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
@@ -130,7 +101,90 @@ def sparse_entries(ops: ArrayOps, payloads: Sequence[Payload]) -> tuple[list[Arr
     """Return the certain values and the drawn ones of each payload, and their indices."""
     values, indices = [], []
     for payload in payloads:
-        signed, scale = payload["signed"], payload["scale"]
-        values += [payload["values"], ops.where(signed < 0, -scale, scale)]
-        indices += [payload["indices"], ops.where(signed < 0, -1 - signed, signed)]
+        drawn, places = drawn_entries(ops, payload["signed"], payload["scale"])
+        values += [payload["values"], drawn]
+        indices += [payload["indices"], places]
+    return values, indices
+
+
+@composite(one_graph=True)
+def keep_odds(ops: ArrayOps, x: Array, k: int, budget: float | None) -> Array:
+    """Return the largest magnitude and lambda of p_i = min(1, lambda |x_i| / largest) (float64, (2,)).
+
+    lambda is the least for which k elements are kept on average, or for which E|C(x)|^2 <= (1 + budget) |x|^2; 0 if x
+    is 0.
+    """
+    # In float64 and scaled below 1, so that no square overflows or vanishes.
+    largest = ops.cast(ops.max_abs(x), "float64")
+    size = ops.cast(ops.abs(x), "float64") / ops.where(largest > 0, largest, 1.0)
+    squares = ops.sum(size * size)
+
+    def better(factor: Array) -> Array:
+        others = ops.where(size * factor < 1, size, 0.0)
+        total = ops.sum(others)
+        if budget is None:
+            certain = ops.sum(ops.cast(size * factor >= 1, "float64"))
+            above, below = k - certain, total
+        else:
+            above, below = total, squares * budget + ops.sum(others * others)
+        # 0 if nothing is left to draw, or every element is certain.
+        new = ops.where(total > 0, above / ops.where(total > 0, below, 1.0), 0.0)
+        return ops.where(new > factor, new, factor)
+
+    zero = ops.cast(0.0, "float64")
+    # The pair holds two successive values of lambda; an unchanged set of certain elements gives the same value again.
+    found = ops.while_loop(
+        lambda pair: pair[1] > pair[0],
+        lambda pair: ops.stack([pair[1], better(pair[1])], axis=0),
+        ops.stack([zero, better(zero)], axis=0),
+    )
+    return ops.stack([largest, found[1]], axis=0)
+
+
+@keep_odds.kernel(keep_odds="x T; k; budget -> float64[2]")
+def _(ops: Native, x: Array, k: int, budget: float | None) -> Array | None:
+    if ops.floating(x) is None:
+        return None
+    # No budget is 0.
+    return ops.run("keep_odds", [x], [k], [budget or 0.0], outputs=["float64"], lengths=[2])[0]
+
+
+@composite(one_graph=True)
+def draw_kept(ops: ArrayOps, x: Array, odds: Array, key: Key) -> tuple[Array, Array, Array]:
+    """Return values and ascending indices of the elements with p_i = 1, and those of the others that are drawn.
+
+    `odds` is the result of `keep_odds`. A drawn element is its index, or -1 - index if the element is negative.
+    """
+    p = ops.cast(ops.abs(x), "float64") / ops.where(odds[0] > 0, odds[0], 1.0) * odds[1]
+    u = ops.cast(ops.uniform(ops.length(x), key), "float64")
+    certain = ops.nonzero(p >= 1)
+    # Half a step of u is added, so that probabilities are rounded to the nearest multiple and not up.
+    drawn = ops.nonzero(ops.bit_and(p < 1, u + 2.0**-25 < p))
+    negative = ops.gather(x, drawn) < 0
+    return ops.gather(x, certain), certain, ops.where(negative, -1 - drawn, drawn)
+
+
+@draw_kept.kernel(draw_kept="x T, odds float64; key -> T[certain], int32[certain], int32[drawn]")
+def _(ops: Native, x: Array, odds: Array, key: Key) -> tuple[Array, Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    outputs, lengths = [dtype, "int32", "int32"], [None, None, None]
+    values, indices, signed = ops.run("draw_kept", [x, odds], ops.key_integers(key), outputs=outputs, lengths=lengths)
+    return values, indices, signed
+
+
+@composite()
+def drawn_entries(ops: ArrayOps, signed: Array, scale: Array) -> tuple[Array, Array]:
+    """Return the values and indices of the drawn elements of `draw_kept`, all of magnitude `scale`, of shape (1,)."""
+    negative = signed < 0
+    return ops.where(negative, -scale, scale), ops.where(negative, -1 - signed, signed)
+
+
+@drawn_entries.kernel(drawn_entries="signed int32, scale T -> T[signed], int32[signed]")
+def _(ops: Native, signed: Array, scale: Array) -> tuple[Array, Array] | None:
+    dtype, count = ops.floating(scale), ops.length(signed)
+    if dtype is None:
+        return None
+    values, indices = ops.run("drawn_entries", [signed, scale], outputs=[dtype, "int32"], lengths=[count, count])
     return values, indices

@@ -400,6 +400,73 @@ GRACE_HD uint32_t permuted(const Permutation& p, uint32_t index) {
     return left + (right << p.low);
 }
 
+// --- random selection with the fewest elements, see grace/core/compressors/wangni.py ---------------------------------
+
+// The probability of a magnitude is factor * size / largest, at most 1.
+struct Odds {
+    double largest, factor;
+};
+GRACE_HD Odds odds_of(const double* pair) { return {pair[0] > 0 ? pair[0] : 1.0, pair[1]}; }
+
+template <class T> GRACE_HD double chance_of(T x, const Odds& odds) {
+    return double(magnitude(x)) / odds.largest * odds.factor;
+}
+
+// Whether an element is drawn; with a chance of 1 it always is. Half a step of the random number is added, so that
+// chances are rounded to the nearest multiple of 2^-24 and not up.
+GRACE_HD bool is_drawn(double chance, uint32_t word) {
+    return double(int32_t(word >> 8)) * 5.9604644775390625e-8 + 2.98023223876953125e-8 < chance;
+}
+
+// The smallest magnitude with a chance of 1, infinity if no finite one has it.
+template <class T> GRACE_HD T certain_from(const Odds& odds) {
+    using Word = typename Format<T>::Word;
+    Word low = 0, high = Word((Word(1) << Format<T>::exponent) - 1) << Format<T>::mantissa;
+    while (low < high) {
+        const Word middle = low + (high - low) / 2;
+        if (chance_of(bits_as<T>(middle), odds) >= 1) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return bits_as<T>(low);
+}
+
+// A power of two that brings numbers up to `largest` near 1, so that their squares neither overflow nor vanish. Squares
+// of float fit double as they are.
+template <class T> GRACE_HD T unit_of(T largest) {
+    if (sizeof(T) == sizeof(float)) return T(1);
+    constexpr int most = 1000;
+    int power = int(uint64_t(magnitude_bits(largest)) >> Format<double>::mantissa) - 1023;
+    power = power < -most ? -most : power > most ? most : power;
+    return T(bits_as<double>(uint64_t(1023 - power) << Format<double>::mantissa));
+}
+
+// Sums over the elements whose chance is below 1: their number, their magnitudes, and the squares of these.
+struct Uncertain {
+    double number, sizes, squares;
+};
+
+// The sums in units of the largest magnitude, which is `largest` in the units of these sums.
+GRACE_HD Uncertain in_largest(const Uncertain& sums, double largest) {
+    return {sums.number, sums.sizes / largest, sums.squares / largest / largest};
+}
+
+// The next factor of Newton's method, at least the last one. The sums are those of in_largest; `squares` is that over
+// all n elements, and a budget of 0 means that k elements are kept on average.
+GRACE_HD double next_factor(const Uncertain& sums, double squares, int64_t n, int64_t k, double budget, double factor) {
+    const bool by_number = budget == 0;
+    const double above = by_number ? double(k) - (double(n) - sums.number) : sums.sizes;
+    const double below = by_number ? sums.sizes : squares * budget + sums.squares;
+    const double next = sums.sizes > 0 ? above / below : 0.0;
+    return next > factor ? next : factor;
+}
+
+// The index of a drawn element, -1 - index for a negative one, and back.
+template <class T> GRACE_HD int32_t signed_index(T x, int32_t index) { return x < 0 ? ~index : index; }
+GRACE_HD int32_t plain_index(int32_t index) { return index < 0 ? ~index : index; }
+
 // --- hashing (multiply-shift) ----------------------------------------------------------------------------------------
 
 // The hash functions of one row of a sketch.

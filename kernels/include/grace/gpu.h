@@ -52,6 +52,11 @@ template <class T> struct Found {
     int32_t* indices;
 };
 template <class T> using Room = std::function<Found<T>(int64_t count)>;
+// The elements that are certain, and the signed indices of those that are drawn.
+template <class T> struct Drawn {
+    T* values;
+    int32_t *indices, *drawn;
+};
 template <class T> struct Tops {
     T* means;
     int32_t *positive, *negative;
@@ -148,6 +153,14 @@ void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonz
 // Euclidean norm (from 2 on), or zeros.
 template <class T>
 void moments(const Stream& on, const T* x, const T* bound, int powers, int64_t n, int64_t* number, T* out);
+// Waits for the stream in every round of its search.
+template <class T> void keep_odds(const Stream& on, const T* x, int64_t k, double budget, double* out, int64_t n);
+// Waits for the stream.
+template <class T>
+void draw_kept(const Stream& on, const T* x, const double* pair, const RandomKey& key, int64_t n,
+               const std::function<Drawn<T>(int64_t certain, int64_t drawn)>& room);
+template <class T>
+void drawn_entries(const Stream& on, const int32_t* drawn, const T* scale, T* values, int32_t* indices, int64_t count);
 // The k largest magnitudes, 0 <= k <= n < 2^31, sorted by index. Of equal magnitudes, the lower index comes first.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
 // The smallest of the k largest magnitudes, 1 <= k.

@@ -33,6 +33,9 @@ namespace grace {
     X(unpack, "codes uint8; bits, n -> int64[n]")                                                                                     \
     X(select, "x T, bound T; strict, nonzero -> T[m], int32[m]")                                                                      \
     X(moments, "x T, bound T; powers -> int64[1], T[3]")                                                                                  \
+    X(keep_odds, "x T; k; budget -> float64[2]")                                                                                      \
+    X(draw_kept, "x T, odds float64; key -> T[certain], int32[certain], int32[drawn]")                                                \
+    X(drawn_entries, "signed int32, scale T -> T[signed], int32[signed]")                                                             \
     X(top, "x T; k -> T[k], int32[k]")                                                                                                \
     X(top_bound, "x T; k -> T[1]")                                                                                                    \
     X(gather, "x T, indices int32 -> T[indices]")                                                                                     \

@@ -158,6 +158,14 @@ template <class T> struct Loops {
     // magnitudes, from 2 on sums[2] += the sum of the positive ones and sums[3] += the sum of their squares.
     void (*moments)(const T* x, T bound, int powers, double* sums, int64_t n);
 
+    // Of the elements with a magnitude < bound: sums[0] += their number, sums[1] += the sum of their magnitudes, and if
+    // `powers` is 2 sums[2] += that of the squares; all magnitudes are first multiplied by unit.
+    void (*moments_below)(const T* x, T bound, T unit, int powers, double* sums, int64_t n);
+    // Appends the elements from `begin` on that are certain or drawn. The lists have room for n more.
+    void (*draw)(const T* x, const Odds* odds, const RandomKey* key, int64_t begin, int64_t n, Selected<T>* into);
+    // The values of magnitude `scale` and the indices of drawn elements, which are indices with a sign.
+    void (*drawn_entries)(const int32_t* drawn, T scale, T* values, int32_t* indices, int64_t n);
+
     // Appends elements >= high or <= low. counts[0] += number of elements above 0, counts[1] += number below 0.
     void (*select_sides)(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts);
 
