@@ -18,7 +18,17 @@ from grace.core.values.spec import Array, Key, Site
 P = TypeVar("P", Compressor, Memory)
 
 # Some of a compressor's methods belong to capabilities, which only some have.
-_COMPRESSOR = ("propose", "compress", "compress_checked", "decompress", "merge", "learn", "residual_", "erase_")
+_COMPRESSOR = (
+    "propose",
+    "compress",
+    "compress_checked",
+    "decompress",
+    "merge",
+    "learn",
+    "residual_",
+    "erase_",
+    "fade_",
+)
 _MEMORY = ("compensate", "update", "finish")
 # These tell Python something about an array and compute nothing.
 _ABOUT_ARRAYS = ("dtype", "length", "size", "min_size", "require")

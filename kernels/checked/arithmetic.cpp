@@ -49,6 +49,21 @@ void finite_sum_kernel(Call& call) {
     });
 }
 
+void square_sum_kernel(Call& call) {
+    call.expect(2, 0, 1);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T *x = call.input<T>(0), *onto = call.input<T>(1, n);
+        const T largest = static_cast<T>(call.number(0)), limit = T(2) * largest * largest;
+        T* out = call.output<T>(n);
+        GRACE_GPU(call, square_sum, x, onto, largest, limit, out, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().square_sum(x + begin, onto + begin, largest, limit, out + begin, end - begin, is_large<T>(n));
+        });
+    });
+}
+
 void max_abs_kernel(Call& call) {
     call.expect(1, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {

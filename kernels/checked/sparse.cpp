@@ -1,24 +1,61 @@
 // Selection of elements, and operations at a list of indices.
+#include <atomic>
+
 #include "selection.h"
 
 namespace grace {
 namespace {
 
+// Lists of entries: their indices and values, as a sparsifier sends them, or in words with a table of values.
+struct Indices {
+    const int32_t* indices;
+    int64_t count;
+    int32_t index(int64_t i) const { return indices[i]; }
+};
+template <class T> struct Pairs : Indices {
+    const T* values;
+    T value(int64_t i) const { return values[i]; }
+};
+struct Words {
+    const int32_t* words;
+    int64_t count;
+    int32_t index(int64_t i) const { return index_of_word(words[i]); }
+};
+template <class T> struct WordValues : Words {
+    T of[16];
+    T value(int64_t i) const { return of[static_cast<uint32_t>(words[i]) >> kIndexBits]; }
+};
+
 // Throws Error(payload) unless all indices are in [0, n). Returns whether they ascend strictly.
-bool check_indices(const Call& call, const int32_t* indices, int64_t count, int64_t n) {
+template <class List> bool check_indices(const Call& call, const List& list, int64_t n) {
     bool ascending = true, inside = true;
     int32_t before = -1;
-    for (int64_t i = 0; i < count; ++i) {
-        inside &= indices[i] >= 0 && indices[i] < n;
-        ascending &= indices[i] > before;
-        before = indices[i];
+    for (int64_t i = 0; i < list.count; ++i) {
+        const int32_t index = list.index(i);
+        inside &= index >= 0 && index < n;
+        ascending &= index > before;
+        before = index;
     }
-    if (!inside) {
-        const int32_t* bad = std::find_if(indices, indices + count, [&](int32_t i) { return i < 0 || i >= n; });
+    for (int64_t i = 0; i < list.count && !inside; ++i) {
+        if (list.index(i) >= 0 && list.index(i) < n) continue;
         call.fail(Error::Kind::payload, "expected indices from 0 to " + std::to_string(n - 1) + ", received " +
-                                            std::to_string(*bad));
+                                            std::to_string(list.index(i)));
     }
     return ascending;
+}
+
+// The number of entries before an element, of a list whose indices ascend.
+template <class List> int64_t count_before(const List& list, int64_t element) {
+    int64_t low = 0, high = list.count;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (list.index(middle) < element) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
 }
 
 constexpr int64_t kAhead = 24;  // prefetch distance for memory that is read out of order
@@ -59,6 +96,49 @@ template <class T> void take_top(Call& call, const T* x, int64_t n, int64_t k, T
             indices[at++] = static_cast<int32_t>(i);
         }
     }
+}
+
+// Adds one list after the other to `to.onto`, or to zeros.
+template <class T, class List>
+void add_lists(Call& call, const std::vector<List>& lists, const Target<T>& to, int64_t n) {
+    bool ascending = true;
+    for (const List& list : lists) ascending &= check_indices(call, list, n);
+    const auto scatter = [&](const List& list) {
+        for (int64_t i = 0; i < list.count; ++i) {
+            __builtin_prefetch(to.out + list.index(std::min(i + kAhead, list.count - 1)), 1);
+            to.out[list.index(i)] += list.value(i);
+        }
+    };
+    if (to.onto != nullptr) {
+        for (const List& list : lists) scatter(list);
+        return;
+    }
+    if (!ascending) {
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().fill(to.out + begin, T(0), end - begin, to.around);
+        });
+        for (const List& list : lists) scatter(list);
+        return;
+    }
+    // For each piece of the output, add all values that belong to it. So each piece is touched once and stays in the
+    // cache.
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        std::vector<int64_t> at;
+        for (const List& list : lists) at.push_back(count_before(list, begin));
+        constexpr int64_t kCached = 512;
+        alignas(64) T buffer[kCached];
+        for (int64_t from = begin; from < end; from += kCached) {
+            const int64_t length = std::min(kCached, end - from);
+            std::fill(buffer, buffer + length, T(0));
+            for (size_t r = 0; r < lists.size(); ++r) {
+                const List& list = lists[r];
+                int64_t i = at[r];
+                for (; i < list.count && list.index(i) < from + length; ++i) buffer[list.index(i) - from] += list.value(i);
+                at[r] = i;
+            }
+            loops<T>().copy(buffer, to.out + from, length, to.around);
+        }
+    });
 }
 
 }  // namespace
@@ -150,7 +230,7 @@ void gather_kernel(Call& call) {
         const int32_t* indices = call.input<int32_t>(1);
         T* out = call.output<T>(count);
         GRACE_GPU(call, gather, x, n, indices, out, count);
-        check_indices(call, indices, count, n);
+        check_indices(call, Indices{indices, count}, n);
         over_pieces(call, count, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) {
                 __builtin_prefetch(x + indices[std::min(i + kAhead, count - 1)]);
@@ -169,7 +249,7 @@ void put_kernel(Call& call) {
         const int32_t* indices = call.input<int32_t>(1);
         const T value = static_cast<T>(call.number(0));
         GRACE_GPU(call, put, x, n, indices, value, count);
-        check_indices(call, indices, count, n);
+        check_indices(call, Indices{indices, count}, n);
         for (int64_t i = 0; i < count; ++i) {
             __builtin_prefetch(x + indices[std::min(i + kAhead, count - 1)], 1);
             x[indices[i]] = value;
@@ -186,7 +266,7 @@ void scatter_add_kernel(Call& call) {
         const int32_t* indices = call.input<int32_t>(1);
         const T* values = call.input<T>(2, count);
         GRACE_GPU(call, scatter_add, x, n, Entries<T>{values, indices, count});
-        check_indices(call, indices, count, n);
+        check_indices(call, Indices{indices, count}, n);
         for (int64_t i = 0; i < count; ++i) {
             __builtin_prefetch(x + indices[std::min(i + kAhead, count - 1)], 1);
             x[indices[i]] += values[i];
@@ -207,45 +287,95 @@ void sparse_sum_kernel(Call& call) {
         }
         const Target<T> to = target_of<T>(call, first == 1, n);
         GRACE_GPU(call, sparse_sum, lists, to.onto, to.out, n);
-        bool ascending = true;
-        for (const Entries<T>& list : lists) ascending &= check_indices(call, list.indices, list.count, n);
-        const auto scatter = [&](const Entries<T>& list, int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) {
-                __builtin_prefetch(to.out + list.indices[std::min(i + kAhead, end - 1)], 1);
-                to.out[list.indices[i]] += list.values[i];
+        std::vector<Pairs<T>> pairs;
+        for (const Entries<T>& list : lists) pairs.push_back({{list.indices, list.count}, list.values});
+        add_lists(call, pairs, to, n);
+    });
+}
+
+void power_words_kernel(Call& call) {
+    call.expect(call.inputs() == 2 ? 2 : 1, 0, 1);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        if (n >= int64_t(1) << kIndexBits) {
+            call.fail(Error::Kind::value, "words cannot address " + std::to_string(n) + " elements");
+        }
+        const T* x = call.input<T>(0);
+        const T* noise = call.inputs() == 2 ? call.input<T>(1, n) : nullptr;
+        const double alpha = call.number(0);
+        T* scale = call.output<T>(1);
+        GRACE_GPU(call, power_words, x, noise, alpha, scale, n,
+                  [&](int64_t count) { return call.output<int32_t>(count); });
+        // The largest magnitude so far is a lower limit: elements that it lets in too early are left out at the end.
+        std::atomic<WordOf<T>> most{0};
+        const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+            WordOf<T> seen = most;
+            T here = bits_as<T>(seen);
+            const T* noise_here = noise == nullptr ? nullptr : noise + at;
+            loops<T>().select_powers(x + at, noise_here, alpha, &here, static_cast<int32_t>(at), length, into);
+            while (magnitude_bits(here) > seen && !most.compare_exchange_weak(seen, magnitude_bits(here))) continue;
+        });
+        const int32_t top = nearest_exponent(bits_as<T>(most.load()));
+        *scale = power_of<T>(top);
+        const T bound = least_sent<T>(top);
+        int64_t sent = 0;
+        for (int64_t i = 0; i < finds.count(); ++i) sent += magnitude(finds.values()[i]) >= bound ? 1 : 0;
+        int32_t* words = call.output<int32_t>(sent);
+        for (int64_t i = 0; i < finds.count(); ++i) {
+            const T value = finds.values()[i];
+            if (magnitude(value) >= bound) *words++ = power_word(value, finds.indices()[i], top);
+        }
+    });
+}
+
+void power_sum_kernel(Call& call) {
+    const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks, 3, 0);
+    const int64_t n = call.length(1);
+    dispatch(call, call.input(first + ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        std::vector<PowerWords<T>> lists;
+        for (int r = 0; r < ranks; ++r) {
+            lists.push_back({call.input<int32_t>(first + r), call.input<T>(first + ranks + r, 1),
+                             call.input(first + r).size});
+        }
+        const Target<T> to = target_of<T>(call, first == 1, n);
+        GRACE_GPU(call, power_sum, lists, to.onto, to.out, n);
+        std::vector<WordValues<T>> values;
+        for (const PowerWords<T>& list : lists) {
+            values.push_back({{list.words, list.count}, {}});
+            for (int i = 0; i < 16; ++i) {
+                values.back().of[i] = value_of_word(static_cast<int32_t>(uint32_t(i) << kIndexBits), *list.scale);
+            }
+        }
+        add_lists(call, values, to, n);
+    });
+}
+
+void power_fade_kernel(Call& call) {
+    call.expect(2, 0, 1);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        T* x = call.consumed<T>(0);
+        const Words list{call.input<int32_t>(1), call.input(1).size};
+        const T factor = static_cast<T>(call.number(0));
+        GRACE_GPU(call, power_fade, x, list.words, factor, list.count, n);
+        const bool ascending = check_indices(call, list, n);
+        const auto erase = [&](int64_t from, int64_t to) {
+            for (int64_t i = from; i < to; ++i) {
+                __builtin_prefetch(x + list.index(std::min(i + kAhead, to - 1)), 1);
+                x[list.index(i)] = T(0);
             }
         };
-        if (to.onto != nullptr) {
-            for (const Entries<T>& list : lists) scatter(list, 0, list.count);
-            return;
-        }
-        if (!ascending) {
+        if (factor != T(1)) {
             over_pieces(call, n, [&](int64_t begin, int64_t end) {
-                loops<T>().fill(to.out + begin, T(0), end - begin, to.around);
+                for (int64_t i = begin; i < end; ++i) x[i] *= factor;
+                if (ascending) erase(count_before(list, begin), count_before(list, end));
             });
-            for (const Entries<T>& list : lists) scatter(list, 0, list.count);
-            return;
         }
-        // For each piece of the output, add all values that belong to it. So each piece is touched once and stays in
-        // the cache.
-        over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            std::vector<int64_t> at;
-            for (const Entries<T>& list : lists) {
-                at.push_back(std::lower_bound(list.indices, list.indices + list.count, begin) - list.indices);
-            }
-            constexpr int64_t kCached = 512;
-            alignas(64) T buffer[kCached];
-            for (int64_t from = begin; from < end; from += kCached) {
-                const int64_t length = std::min(kCached, end - from);
-                std::fill(buffer, buffer + length, T(0));
-                for (size_t r = 0; r < lists.size(); ++r) {
-                    for (; at[r] < lists[r].count && lists[r].indices[at[r]] < from + length; ++at[r]) {
-                        buffer[lists[r].indices[at[r]] - from] += lists[r].values[at[r]];
-                    }
-                }
-                loops<T>().copy(buffer, to.out + from, length, to.around);
-            }
-        });
+        if (factor == T(1) || !ascending) erase(0, list.count);
     });
 }
 

@@ -73,6 +73,13 @@ template <class T> static double sum_squares(const T* x, int64_t n) {
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
+template <class T>
+static void square_sum(const T* x, const T* onto, T largest, T limit, T* out, int64_t n, bool around) {
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        for (int64_t i = 0; i < length; ++i) target[i] = bounded_square_sum(x[at + i], onto[at + i], largest, limit);
+    });
+}
+
 template <class T> static void fill(T* out, T value, int64_t n, bool around) {
     if (!around) {
         for (int64_t i = 0; i < n; ++i) out[i] = value;
@@ -355,6 +362,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             max_abs<T>,
             finite<T>,
             sum_squares<T>,
+            square_sum<T>,
             fill<T>,
             copy<T>,
             binarize<T>,
@@ -379,6 +387,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             rotated_codes<T>,
             rotated_sum<T>,
             select<T>,
+            select_powers<T>,
             moments<T>,
             moments_below<T>,
             draw<T>,

@@ -36,6 +36,24 @@ static void select(const T* x, T bound, bool strict, bool nonzero, int32_t first
     }
 }
 
+template <class T>
+static void select_powers(const T* x, const T* noise, double alpha, T* most, int32_t first, int64_t n,
+                          Selected<T>* into) {
+    alignas(64) T kept[kBlock];
+    for (int64_t at = 0; at < n; at += kBlock) {
+        const int64_t length = lesser(kBlock, n - at);
+        const T* clear = x + at;
+        if (noise != nullptr) {
+            for (int64_t i = 0; i < length; ++i) kept[i] = is_clear(x[at + i], noise[at + i], alpha) ? x[at + i] : T(0);
+            clear = kept;
+        }
+        const T here = max_abs(clear, length);
+        *most = magnitude_bits(here) > magnitude_bits(*most) ? here : *most;
+        const T bound = least_sent<T>(nearest_exponent(*most));
+        select_by<Test::size_at_least>(clear, bound, false, first + int32_t(at), length, into);
+    }
+}
+
 // The sum in float64, in eight lanes.
 template <class T> GRACE_LOCAL double sum_of(const T* x, int64_t n) {
     double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};

@@ -38,6 +38,11 @@ template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T*
     map(on, out, n, [=] __device__(int64_t i) { return x[i] * a + y[i] * b; });
 }
 
+template <class T>
+void square_sum(const Stream& on, const T* x, const T* onto, T largest, T limit, T* out, int64_t n) {
+    map(on, out, n, [=] __device__(int64_t i) { return bounded_square_sum(x[i], onto[i], largest, limit); });
+}
+
 template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out) {
     reduce(on, divide_up(n, 8), WordOf<T>(0), GroupLargest<T>{x, n}, Larger<WordOf<T>>(),
            [=] __device__(WordOf<T> most) { *out = bits_as<T>(most); });
@@ -153,6 +158,7 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
 #define GRACE_MAKE(T)                                                                          \
     template void weighted_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t);       \
     template void finite_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t, uint8_t*); \
+    template void square_sum<T>(const Stream&, const T*, const T*, T, T, T*, int64_t);           \
     template void max_abs<T>(const Stream&, const T*, int64_t, T*);                            \
     template void finite<T>(const Stream&, const T*, int64_t, uint8_t*);                       \
     template void norm<T>(const Stream&, const T*, int64_t, T*);                                \

@@ -67,6 +67,24 @@ template <class T> struct DrawnElements {
         for (int j = 0; j < 8; ++j) found[j] = is_drawn(chance_of(found[j], odds), random[j]) ? found[j] : T(0);
     }
 };
+// The clear elements, with zeros in place of all others.
+template <class T> struct ClearElements {
+    const T *x, *noise;
+    double alpha;
+    __device__ void operator()(int64_t group, int count, T found[8]) const {
+        load_group(x, group, count, found);
+        if (noise == nullptr) return;
+        T variance[8];
+        load_group(noise, group, count, variance);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) found[j] = is_clear(found[j], variance[j], alpha) ? found[j] : T(0);
+    }
+};
+template <class T> struct IsSent {
+    const int32_t* top;
+    __device__ int operator()(T x) const { return magnitude(x) >= least_sent<T>(*top) ? kPassed : kLeft; }
+};
+
 template <class T> struct IsCertain {
     const T* bound;
     __device__ int operator()(T x) const { return magnitude(x) >= *bound ? kPassed : x != T(0) ? kTied : kLeft; }
@@ -119,6 +137,15 @@ template <class T> struct WriteDrawn {
             out.values[passed] = x[i];
             out.indices[passed] = int32_t(i);
         }
+    }
+};
+
+template <class T> struct WriteWords {
+    const T* x;
+    const int32_t* top;
+    int32_t* words;
+    __device__ void operator()(bool, int64_t passed, int64_t, int64_t i) const {
+        words[passed] = power_word(x[i], int32_t(i), *top);
     }
 };
 
@@ -268,6 +295,35 @@ void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonz
     const WriteFound<T> write{x, room(count)};
     if (count == 0) return;
     launch(on, shares.count, compact_kernel<WriteFound<T>>, n, shares, marks, nullptr, write);
+}
+
+template <class T>
+void power_words(const Stream& on, const T* x, const T* noise, double alpha, T* scale, int64_t n,
+                 const std::function<int32_t*(int64_t count)>& room) {
+    using Word = typename Format<T>::Word;
+    const ClearElements<T> clear{x, noise, alpha};
+    int32_t* top = scratch<int32_t>(on, 1);
+    reduce(
+        on, divide_up(n, 8), Word(0),
+        [=] __device__(int64_t group) {
+            T found[8];
+            clear(group, group_size(group, n), found);
+            Word most = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) most = Larger<Word>()(most, magnitude_bits(found[j]));
+            return most;
+        },
+        Larger<Word>(),
+        [=] __device__(Word most) {
+            *top = nearest_exponent(bits_as<T>(most));
+            *scale = power_of<T>(*top);
+        });
+    const Shares shares = shares_of(n);
+    const Marks marks = mark<T>(on, clear, n, shares, false, IsSent<T>{top});
+    const int64_t count = int64_t(fetched(on, marks.before + shares.count) & 0xFFFFFFFFu);
+    const WriteWords<T> write{x, top, room(count)};
+    if (count == 0) return;
+    launch(on, shares.count, compact_kernel<WriteWords<T>>, n, shares, marks, nullptr, write);
 }
 
 template <class T> void keep_odds(const Stream& on, const T* x, int64_t k, double budget, double* out, int64_t n) {
@@ -435,8 +491,34 @@ void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T*
     for (const Entries<T>& list : lists) scatter_add(on, out, n, list);
 }
 
+template <class T> void power_fade(const Stream& on, T* x, const int32_t* words, T factor, int64_t count, int64_t n) {
+    int* fault = on.fault;
+    if (factor != T(1)) map(on, x, n, [=] __device__(int64_t i) { return x[i] * factor; });
+    each(on, count, [=] __device__(int64_t i) {
+        const int32_t index = index_of_word(words[i]);
+        if (inside(index, n, fault)) x[index] = T(0);
+    });
+}
+
+template <class T>
+void power_sum(const Stream& on, const std::vector<PowerWords<T>>& lists, const T* onto, T* out, int64_t n) {
+    int* fault = on.fault;
+    if (onto == nullptr && n > 0) check(cudaMemsetAsync(out, 0, sizeof(T) * static_cast<size_t>(n), on.handle), "zeros");
+    for (const PowerWords<T>& list : lists) {
+        const PowerWords<T> mine = list;
+        each(on, mine.count, [=] __device__(int64_t i) {
+            const int32_t index = index_of_word(mine.words[i]);
+            if (inside(index, n, fault)) out[index] += value_of_word(mine.words[i], *mine.scale);
+        });
+    }
+}
+
 #define GRACE_MAKE(T)                                                                                    \
     template void select<T>(const Stream&, const T*, const T*, bool, bool, int64_t, const Room<T>&);     \
+    template void power_words<T>(const Stream&, const T*, const T*, double, T*, int64_t,                 \
+                                 const std::function<int32_t*(int64_t)>&);                              \
+    template void power_fade<T>(const Stream&, T*, const int32_t*, T, int64_t, int64_t);                 \
+    template void power_sum<T>(const Stream&, const std::vector<PowerWords<T>>&, const T*, T*, int64_t); \
     template void keep_odds<T>(const Stream&, const T*, int64_t, double, double*, int64_t);              \
     template void draw_kept<T>(const Stream&, const T*, const double*, const RandomKey&, int64_t,        \
                                const std::function<Drawn<T>(int64_t, int64_t)>&);                        \

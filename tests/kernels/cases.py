@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.compressors import adaptive, alq, inceptionn, natural, powersgd, sketchedsgd, threelc, wangni
+from grace.core.compressors import adaptive, alq, inceptionn, natural, powersgd, sketchedsgd, threelc, variance, wangni
 from grace.core.compressors import uniform as integers
 from grace.core.exchange import codings, huffman, indices, lanes, rans, runs, shuffle
+from grace.core.memories import variance as squares
 from grace.core.methods import estimated, levels, listed, rotation, signs, tables
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
@@ -620,6 +621,43 @@ def natural_sum(ops, g):
             made = [natural.natural_encode(g.reference, g.numbers(), g.key(), clipped) for _ in range(g.ranks)]
             codes, bases = [g.lay(code, 1) for code, _ in made], [g.lay(base) for _, base in made]
             yield natural.natural_sum(ops, codes, bases, g.n, g.dtype, clipped, g.x() if onto else None, negate)
+
+
+@case
+def square_sum(ops, g):
+    # Sums that reach the limit, too.
+    for largest in g.some([squares.LARGEST[g.dtype], 0.5]):
+        yield squares.square_sum(ops, g.x(), ops.abs(g.x()), largest)
+
+
+@case
+def power_words(ops, g):
+    for alpha in g.some([None, 1.5, 0.0, 1e-3]):
+        noise = None if alpha is None else ops.abs(g.x())
+        yield variance.power_words(ops, g.x(), noise, alpha or 0.0)
+
+
+def words_of_powers(g: Given, ascending: bool, count: int) -> Array:
+    """Return words of distinct indices, any powers and both signs."""
+    drawn = g.rng.permutation(g.n)[:count]
+    places = np.sort(drawn) if ascending else drawn
+    return g.lay((g.rng.integers(-8, 8, count) * 2**variance.INDEX_BITS + places).astype(np.int32), 1)
+
+
+@case
+def power_sum(ops, g):
+    for ascending in (True, False):
+        for onto in (False, True):
+            payloads = [words_of_powers(g, ascending, g.n // (2 + 3 * r)) for r in range(g.ranks)]
+            scales = [g.scalar(2.0 ** (3 - r)) for r in range(g.ranks)]
+            yield variance.power_sum(ops, payloads, scales, g.n, g.x() if onto else None)
+
+
+@case
+def power_fade_(ops, g):
+    for ascending in (True, False):
+        for factor in (1.0, 0.999):
+            yield variance.power_fade_(ops, g.x(), words_of_powers(g, ascending, g.n // 3), factor)
 
 
 def table(g: Given) -> Array:

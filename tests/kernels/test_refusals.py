@@ -11,6 +11,7 @@ from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
 from grace.core.compressors.uniform import from_integers, to_integers
+from grace.core.compressors.variance import power_fade_, power_sum, power_words
 from grace.core.compressors.wangni import draw_kept, drawn_entries, keep_odds
 from grace.core.exchange.huffman import huffman_decode, huffman_encode
 from grace.core.exchange.indices import decode_gaps, encode_gaps, gap_facts
@@ -18,6 +19,7 @@ from grace.core.exchange.lanes import pack_lanes, unpack_lanes
 from grace.core.exchange.rans import rans_decode, rans_encode
 from grace.core.exchange.runs import run_length_decode
 from grace.core.exchange.shuffle import bitshuffle_decode
+from grace.core.memories.variance import square_sum
 from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.methods.listed import levels_sum, round_packed
 from grace.core.methods.rotation import rotated_encode, rotated_sum
@@ -90,6 +92,37 @@ REFUSED = {
         lambda o, m: drawn_entries(o, m.i(1, -2, dtype="int64"), m.f(1)),
         TypeError,
         "expected int32, received int64",
+    ),
+    "words: noise of another length": (
+        lambda o, m: power_words(o, m.f(10), m.f(9), 1.5),
+        PayloadError,
+        "expected 10 elements, received 9",
+    ),
+    "words: noise of another dtype": (
+        lambda o, m: power_words(o, m.f(10), m.f(10, "float64"), 1.5),
+        TypeError,
+        "expected float32, received float64",
+    ),
+    "words: an index too large": (
+        lambda o, m: power_sum(o, [m.i(-(2**31) + 10)], [m.f(1)], 10),
+        PayloadError,
+        "from 0 to 9, received 10",
+    ),
+    "words: two scales": (
+        lambda o, m: power_sum(o, [m.i(1)], [m.f(2)], 10),
+        PayloadError,
+        "expected 1 elements, received 2",
+    ),
+    "words: ranks missing": (lambda o, m: power_sum(o, [m.i(1)] * 2, [m.f(1)], 10), ValueError, "expected 4 arrays"),
+    "words: an index to be erased too large": (
+        lambda o, m: power_fade_(o, m.f(10), m.i(3, 7 * 2**28 + 11), 0.5),
+        PayloadError,
+        "from 0 to 9, received 11",
+    ),
+    "squares of two lengths": (
+        lambda o, m: square_sum(o, m.f(10), m.f(9), 4.0),
+        PayloadError,
+        "expected 10 elements, received 9",
     ),
     "columns that fill no block": (
         lambda o, m: count_sketch(o, m.f(10), 3, 40, KEY),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from grace.core.memories.variance import square_sum
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.spec import Key
 
@@ -530,6 +531,47 @@ def natural(n, dtype):
                 return made[:count], bases[:count], n, dtype, clipped
 
             yield from sums("natural_sum", signed, args, numbers(n, dtype, 9), negate=negate)
+
+
+@case
+def squares(n, dtype):
+    x, onto = numbers(n, dtype), abs(numbers(n, dtype, 1))
+    for largest in (2.0**20, 0.5):
+        bounded = np.clip(x, -largest, largest)
+        expected = np.minimum(bounded * bounded + onto, 2 * largest * largest).astype(dtype)
+        yield Call(square_sum.name, (x, onto, largest), {}, (expected,))
+
+
+def power_words_of(x: np.ndarray, clear: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the largest nearest power of two of the clear elements, the words of those near it, and their values."""
+    fraction, exponent = np.frexp(abs(x.astype(np.float64)))
+    powers = np.where((x != 0) & clear, exponent - 1 + (fraction >= 0.75), -(10**6)).astype(int)
+    top = powers.max(initial=-(10**6))
+    words, values = [], np.zeros(len(x), x.dtype)
+    for i in np.flatnonzero((powers >= top - 7) & (powers > -(10**6))).tolist():
+        word = ((top - powers[i]) << 28) + i
+        words.append(word - 2**31 if x[i] < 0 else word)
+        values[i] = np.copysign(2.0 ** powers[i], x[i])
+    return np.array([2.0**top if words else 0], x.dtype), np.array(words, np.int32), values
+
+
+@case
+def powers_in_words(n, dtype):
+    words, scales, values = [], [], []
+    for rank, x in enumerate(several(n, dtype)):
+        noise = abs(numbers(n, dtype, 5 + rank))
+        for alpha in (0.0, 1.5):
+            clear = x.astype(np.float64) ** 2 > alpha * noise.astype(np.float64)
+            yield Call("power_words", (x, noise, alpha), {}, power_words_of(x, clear)[:2])
+        scale, word, value = power_words_of(x, np.full(n, True))
+        yield Call("power_words", (x, None, 1.5), {}, (scale, word))
+        scales.append(scale)
+        words.append(word)
+        values.append(value)
+        for factor in (1.0, 0.75):
+            faded = np.where(value == 0, x * x.dtype.type(factor), x.dtype.type(0))
+            yield Call("power_fade_", (x.copy(), word, factor), {}, (faded,))
+    yield from sums("power_sum", values, lambda count: (words[:count], scales[:count], n), numbers(n, dtype, 9))
 
 
 # --- tables, ternary digits, numbers of several widths ------------------------------------------------------------

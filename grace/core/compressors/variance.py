@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import ITEMSIZE, Array, Field, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 INDEX_BITS = 28
 # Three bits count the powers of two by which an element is below the largest one.
 STEPS = 7
 MANTISSA = {"float32": 23, "float64": 52}
+BIAS = {"float32": 127, "float64": 1023}
 
 
 @compressors.register("variance")
@@ -46,6 +52,7 @@ class Variance(Compressor, Selecting):
 
     fixed_size = False
     default_memory = "variance"
+    linear_in = ("scale",)
 
     def __post_init__(self) -> None:
         if not self.alpha >= 0:
@@ -63,36 +70,98 @@ class Variance(Compressor, Selecting):
         return Field("scale", spec.work_dtype, 1), Field("words", "int32", "sent")
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, dtype = at.ops, at.spec.work_dtype
-        exponents = _exponents(ops, x, dtype)
-        if "variance" in at.memory:
-            # In float64: squares of float32 numbers neither overflow nor vanish there.
-            wide = ops.cast(x, "float64")
-            noise = ops.cast(at.memory["variance"], "float64") * self.alpha
-            exponents = ops.where(wide * wide > noise, exponents, 0)
-        top = ops.max(exponents)
-        # The exponent 0 stands for zero and for values that round to a denormal.
-        chosen = ops.nonzero(ops.bit_and(exponents > 0, exponents >= top - STEPS))
-        below = top - ops.gather(exponents, chosen)
-        words = ops.bit_or(ops.shift_left(below, INDEX_BITS), ops.cast(chosen, "int64"))
-        # In two's complement: the sign of the element is the highest bit of the word.
-        words = ops.where(ops.gather(x, chosen) < 0, words - 2**31, words)
-        return {"scale": _power(ops, ops.reshape(top, (1,)), dtype), "words": ops.cast(words, "int32")}
+        scale, words = power_words(at.ops, x, at.memory.get("variance"), self.alpha)
+        return {"scale": scale, "words": words}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        indices, values = zip(*(_read(payload, at) for payload in payloads), strict=True)
-        return at.ops.sparse_sum(values, indices, at.spec.numel)
+        words, scales = ([payload[name] for payload in payloads] for name in ("words", "scale"))
+        return power_sum(at.ops, words, scales, at.spec.numel)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        indices, values = _read(payload, at)
-        return at.ops.sparse_sum([-values], [indices], at.spec.numel, onto=x)
+        return power_sum(at.ops, [payload["words"]], [-payload["scale"]], at.spec.numel, onto=x)
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
-        indices, _ = _read(payload, at)
-        return at.ops.put_(x, indices, 0.0)
+        return self.fade_(x, payload, at, 1.0)
+
+    def fade_(self, x: Array, payload: Payload, at: Site, factor: float) -> Array:
+        return power_fade_(at.ops, x, payload["words"], factor)
+
+
+@composite(one_graph=True)
+def power_words(ops: ArrayOps, x: Array, noise: Array | None, alpha: float) -> tuple[Array, Array]:
+    """Return the largest power of two, of shape (1,), and the int32 words of the elements that are sent.
+
+    Those are the elements with x^2 > alpha noise whose nearest power is at most STEPS powers below the largest.
+    Without `noise`, all elements may be sent.
+    """
+    dtype = ops.dtype(x)
+    exponents = _exponents(ops, x, dtype)
+    if noise is not None:
+        # In float64: squares of float32 numbers neither overflow nor vanish there.
+        wide = ops.cast(x, "float64")
+        exponents = ops.where(wide * wide > ops.cast(noise, "float64") * alpha, exponents, 0)
+    top = ops.max(exponents)
+    # The exponent 0 stands for zero and for values that round to a denormal.
+    chosen = ops.nonzero(ops.bit_and(exponents > 0, exponents >= top - STEPS))
+    below = top - ops.gather(exponents, chosen)
+    words = ops.bit_or(ops.shift_left(below, INDEX_BITS), ops.cast(chosen, "int64"))
+    # In two's complement: the sign of the element is the highest bit of the word.
+    words = ops.where(ops.gather(x, chosen) < 0, words - 2**31, words)
+    return _power(ops, ops.reshape(top, (1,)), dtype), ops.cast(words, "int32")
+
+
+@power_words.kernel(power_words="x T, [noise T]; ; alpha -> T[1], int32[m]")
+def _(ops: Native, x: Array, noise: Array | None, alpha: float) -> tuple[Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    inputs = [x] if noise is None else [x, noise]
+    scale, words = ops.run("power_words", inputs, (), [alpha], outputs=[dtype, "int32"], lengths=[1, None])
+    return scale, words
+
+
+@composite()
+def power_sum(
+    ops: ArrayOps, words: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None
+) -> Array:
+    """Return the sum of the results of `power_words`, added in the order of the ranks, to zeros or `onto`.
+
+    It consumes `onto`. Raises PayloadError for an index out of range.
+    """
+    values = []
+    for one, scale in zip(words, scales, strict=True):
+        wide, dtype = ops.cast(one, "int64"), ops.dtype(scale)
+        below = ops.bit_and(ops.shift_right(wide, INDEX_BITS), STEPS)
+        size = scale * _power(ops, BIAS[dtype] - below, dtype)
+        values.append(ops.where(wide < 0, -size, size))
+    return ops.sparse_sum(values, [_indices(ops, one) for one in words], n, onto)
+
+
+@power_sum.kernel(power_sum="[onto_ T], words int32..., scales T...; ranks, n, has_onto -> T[n]")
+def _(ops: Native, words: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None) -> Array | None:
+    return ops.total("power_sum", [*words, *scales], [len(words), n], n, ops.dtype(scales[0]), onto)
+
+
+@composite()
+def power_fade_(ops: ArrayOps, x: Array, words: Array, factor: float) -> Array:
+    """Return x times the factor, and 0 for the elements with words; consumes x."""
+    return ops.put_(x if factor == 1 else ops.scale_(x, factor), _indices(ops, words), 0.0)
+
+
+@power_fade_.kernel(power_fade="x_ T, words int32; ; factor -> x_")
+def _(ops: Native, x: Array, words: Array, factor: float) -> Array | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    lengths = [ops.length(x)]
+    return ops.run("power_fade", [x, words], (), [factor], outputs=[dtype], lengths=lengths, consumes=True)[0]
+
+
+def _indices(ops: ArrayOps, words: Array) -> Array:
+    return ops.cast(ops.bit_and(ops.cast(words, "int64"), 2**INDEX_BITS - 1), "int32")
 
 
 def _exponents(ops: ArrayOps, x: Array, dtype: str) -> Array:
@@ -108,13 +177,3 @@ def _power(ops: ArrayOps, exponents: Array, dtype: str) -> Array:
     """Return the powers of two with these biased exponents; 0 for the exponent 0."""
     bits = ops.cast(ops.shift_left(exponents, MANTISSA[dtype]), f"int{8 * ITEMSIZE[dtype]}")
     return ops.from_bytes(ops.to_bytes(bits), dtype)
-
-
-def _read(payload: Payload, at: Site) -> tuple[Array, Array]:
-    """Return the indices and values of a payload's words."""
-    ops, dtype = at.ops, at.spec.work_dtype
-    words = ops.cast(payload["words"], "int64")
-    indices = ops.cast(ops.bit_and(words, 2**INDEX_BITS - 1), "int32")
-    below = ops.bit_and(ops.shift_right(words, INDEX_BITS), STEPS)
-    values = _power(ops, _exponents(ops, payload["scale"], dtype) - below, dtype)
-    return indices, ops.where(words < 0, -values, values)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import memories
 from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 # Squares of float32 gradients of 2^64 and above are infinite, and their sum would stay infinite.
 LARGEST = {"float32": 2.0**63, "float64": 2.0**511}
@@ -51,12 +56,26 @@ class VarianceMemory(Memory):
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("residual", "variance")}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        ops, largest = at.ops, LARGEST[at.spec.work_dtype]
-        bounded = ops.clip(grad, -largest, largest)
-        variance = ops.clip(ops.add_(bounded * bounded, state["variance"]), 0.0, 2 * largest * largest)
-        return Compensated(ops.weighted_sum(state["residual"], 1, grad, 1), {"variance": variance})
+        residual, finite = at.ops.finite_sum(state["residual"], 1, grad, 1)
+        variance = square_sum(at.ops, grad, state["variance"], LARGEST[at.spec.work_dtype])
+        return Compensated(residual, {"variance": variance}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         assert isinstance(compressor, Selecting)
-        variance = at.ops.scale_(compressor.erase_(state["variance"], payload, at), self.decay)
+        variance = compressor.fade_(state["variance"], payload, at, self.decay)
         return {"residual": compressor.erase_(x_, payload, at), "variance": variance}
+
+
+@composite(one_graph=True)
+def square_sum(ops: ArrayOps, x: Array, onto: Array, largest: float) -> Array:
+    """Return onto + x^2 as a new array, with |x| at most `largest` and the sum in [0, 2 largest^2]."""
+    bounded = ops.clip(x, -largest, largest)
+    return ops.clip(ops.add_(bounded * bounded, onto), 0.0, 2 * largest * largest)
+
+
+@square_sum.kernel(square_sum="x T, onto T; ; largest -> T[x]")
+def _(ops: Native, x: Array, onto: Array, largest: float) -> Array | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    return ops.run("square_sum", [x, onto], (), [largest], outputs=[dtype], lengths=[ops.length(x)])[0]

@@ -47,6 +47,10 @@ class Selecting(ABC):
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         """Return x with the carried coordinates set to zero; consumes x. Called only if `selects` is True."""
 
+    def fade_(self, x: Array, payload: Payload, at: Site, factor: float) -> Array:
+        """Return x times the factor with the carried coordinates set to zero; consumes x."""
+        return at.ops.scale_(self.erase_(x, payload, at), factor)
+
 
 class Stateful(ABC):
     """Capability to keep a state across steps, equal on all ranks; base of `Learning` and `Tuning`, which change it."""

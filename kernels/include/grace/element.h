@@ -328,6 +328,55 @@ template <class T> GRACE_HD T natural_value(uint32_t exponent, uint32_t flip) {
     return bits_as<T>((Word(exponent) << mantissa) ^ (Word(flip) << (mantissa + Format<T>::exponent)));
 }
 
+// --- powers of two in words, see grace/core/compressors/variance.py ---------------------------------------------------
+
+// A word has 1 bit for the sign, 3 bits that count powers of two down from the largest, and 28 bits for the index.
+constexpr int kIndexBits = 28, kSteps = 7;
+
+// Whether x is sent in spite of its noise, the variance.
+template <class T> GRACE_HD bool is_clear(T x, T noise, double alpha) {
+    return double(x) * double(x) > double(noise) * alpha;
+}
+
+// The biased exponent of the nearest power of two, 0 for a denormal one. Half a mantissa carries from 1.5 powers on.
+template <class T> GRACE_HD int32_t nearest_exponent(T x) {
+    using Word = typename Format<T>::Word;
+    constexpr int mantissa = Format<T>::mantissa;
+    return int32_t((magnitude_bits(x) + (Word(1) << (mantissa - 1))) >> mantissa);
+}
+
+// The power of two with a biased exponent; 0 for the exponent 0.
+template <class T> GRACE_HD T power_of(int32_t exponent) {
+    return bits_as<T>(typename Format<T>::Word(exponent) << Format<T>::mantissa);
+}
+
+// The smallest magnitude that is sent if this exponent is the largest.
+template <class T> GRACE_HD T least_sent(int32_t top) {
+    using Word = typename Format<T>::Word;
+    constexpr int mantissa = Format<T>::mantissa;
+    const int32_t lowest = top > kSteps ? top - kSteps : 1;
+    return bits_as<T>(Word((Word(lowest) << mantissa) - (Word(1) << (mantissa - 1))));
+}
+
+template <class T> GRACE_HD int32_t power_word(T x, int32_t index, int32_t top) {
+    const uint32_t below = uint32_t(top - nearest_exponent(x)), sign = x < 0 ? 1u : 0u;
+    return int32_t(sign << 31 | below << kIndexBits | uint32_t(index));
+}
+
+GRACE_HD int32_t index_of_word(int32_t word) { return word & ((int32_t(1) << kIndexBits) - 1); }
+
+template <class T> GRACE_HD T value_of_word(int32_t word, T scale) {
+    constexpr int32_t bias = (1 << (Format<T>::exponent - 1)) - 1;
+    const T size = scale * power_of<T>(bias - int32_t(uint32_t(word) >> kIndexBits & uint32_t(kSteps)));
+    return word < 0 ? -size : size;
+}
+
+// onto + x^2, with |x| at most `largest` and the sum in [0, limit].
+template <class T> GRACE_HD T bounded_square_sum(T x, T onto, T largest, T limit) {
+    const T bounded = limited(x, largest), sum = bounded * bounded + onto;
+    return sum < 0 ? T(0) : sum > limit ? limit : sum;
+}
+
 // --- tables ----------------------------------------------------------------------------------------------------------
 
 // The number of the 127 ascending edges that are at most `size`.

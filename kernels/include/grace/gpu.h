@@ -87,6 +87,8 @@ template <class T> struct WidthCodes {
 template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n);
 template <class T>
 void finite_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n, uint8_t* good);
+template <class T>
+void square_sum(const Stream& on, const T* x, const T* onto, T largest, T limit, T* out, int64_t n);
 template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out);
 template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out);
 template <class T> void norm_max(const Stream& on, const T* x, int64_t n, T* out, T* most);
@@ -153,6 +155,10 @@ void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonz
 // Euclidean norm (from 2 on), or zeros.
 template <class T>
 void moments(const Stream& on, const T* x, const T* bound, int powers, int64_t n, int64_t* number, T* out);
+// Waits for the stream. `noise` may be null.
+template <class T>
+void power_words(const Stream& on, const T* x, const T* noise, double alpha, T* scale, int64_t n,
+                 const std::function<int32_t*(int64_t count)>& room);
 // Waits for the stream in every round of its search.
 template <class T> void keep_odds(const Stream& on, const T* x, int64_t k, double budget, double* out, int64_t n);
 // Waits for the stream.
@@ -175,6 +181,10 @@ template <class T>
 void put(const Stream& on, T* x, int64_t n, const int32_t* indices, T value, int64_t count);
 // The indices of one list must be distinct; otherwise the sums at repeated indices are wrong.
 template <class T> void scatter_add(const Stream& on, T* x, int64_t n, const Entries<T>& list);
+template <class T> void power_fade(const Stream& on, T* x, const int32_t* words, T factor, int64_t count, int64_t n);
+// The same limits as for scatter_add.
+template <class T>
+void power_sum(const Stream& on, const std::vector<PowerWords<T>>& lists, const T* onto, T* out, int64_t n);
 template <class T>
 void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T* onto, T* out, int64_t n);
 

@@ -20,6 +20,7 @@ namespace grace {
 #define GRACE_KERNELS(X)                                                                                                              \
     X(weighted_sum, "x T, y T; ; a, b -> T[x]")                                                                                       \
     X(finite_sum, "x T, y T; ; a, b -> T[x], uint8[1]")                                                                               \
+    X(square_sum, "x T, onto T; ; largest -> T[x]")                                                                                   \
     X(max_abs, "x T -> T[1]")                                                                                                         \
     X(norm_max, "x T -> T[1], T[1]")                                                                                                  \
     X(finite, "x T -> uint8[1]")                                                                                                      \
@@ -64,6 +65,9 @@ namespace grace {
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \
     X(natural_sum, "[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto -> T[n]")                    \
+    X(power_words, "x T, [noise T]; ; alpha -> T[1], int32[m]")                                                                       \
+    X(power_sum, "[onto_ T], words int32..., scales T...; ranks, n, has_onto -> T[n]")                                                \
+    X(power_fade, "x_ T, words int32; ; factor -> x_")                                                                                \
     X(table_encode, "x T, scales T, table T; width -> uint8[x]")                                                                      \
     X(table_sum, "[onto_ T], codes uint8..., scales T..., table T; ranks, width, n, has_onto -> T[n]")                                \
     X(ternary_encode, "x T, scale T -> uint8[m]")                                                                                     \

@@ -60,6 +60,13 @@ template <class T> struct Entries {
     int64_t count;
 };
 
+// The words of one rank, see power_word.
+template <class T> struct PowerWords {
+    const int32_t* words;
+    const T* scale;
+    int64_t count;
+};
+
 // The natural codes of one rank, and the base of its exponents.
 struct Powers {
     const uint8_t* codes;
@@ -92,6 +99,8 @@ template <class T> struct Loops {
     T (*max_abs)(const T* x, int64_t n);
     bool (*finite)(const T* x, int64_t n);
     double (*sum_squares)(const T* x, int64_t n);
+    // out = onto + x^2, see bounded_square_sum.
+    void (*square_sum)(const T* x, const T* onto, T largest, T limit, T* out, int64_t n, bool around);
     void (*fill)(T* out, T value, int64_t n, bool around);
     void (*copy)(const T* x, T* out, int64_t n, bool around);
 
@@ -153,6 +162,11 @@ template <class T> struct Loops {
 
     // Appends the selected elements. The lists have room for n more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);
+
+    // Appends the elements that are clear (all of them without noise) and large enough to be sent beside *most, the
+    // largest magnitude that is clear so far, and updates *most.
+    void (*select_powers)(const T* x, const T* noise, double alpha, T* most, int32_t first, int64_t n,
+                          Selected<T>* into);
 
     // Of the elements with a magnitude >= bound: sums[0] += their number, from `powers` 1 on sums[1] += the sum of their
     // magnitudes, from 2 on sums[2] += the sum of the positive ones and sums[3] += the sum of their squares.
