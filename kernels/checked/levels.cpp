@@ -358,13 +358,36 @@ void quantize_packed_kernel(Call& call) {
     });
 }
 
+void floor_packed_kernel(Call& call) {
+    call.expect(2, 5, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const int bits = bits_at(call, 0, 16);
+        const T *x = call.input<T>(0), *delta = call.input<T>(1, 1);
+        const RandomKey key = key_at(call, 1);
+        uint8_t* out = call.output<uint8_t>(packed_size(n, bits));
+        GRACE_GPU(call, floor_packed, x, delta, bits, key, out, n);
+        const int32_t half = int32_t(1) << (bits - 1);
+        packed(call, out, n, bits, [&](int64_t begin, int64_t end, uint8_t* low, uint8_t* high) {
+            if (bits <= 8) {
+                loops<T>().floors8(x, *delta, half, &key, begin, end, low);
+            } else {
+                uint16_t codes[1024];
+                loops<T>().floors16(x, *delta, half, &key, begin, end, codes);
+                split(codes, end - begin, low, high);
+            }
+        });
+    });
+}
+
 void dequantize_sum_kernel(Call& call) {
     const int ranks = ranks_at(call, 0), first = call.integer(5) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 6, 0);
     const int64_t width = width_at(call, 1), levels = call.integer(2), n = call.length(4);
     const int bits = bits_at(call, 3, 16);
-    if (levels < 1 || levels > 32767) {
-        call.fail(Error::Kind::value, "expected 1 to 32767 levels, received " + std::to_string(levels));
+    if (levels < 1 || levels > 32768) {
+        call.fail(Error::Kind::value, "expected 1 to 32768 levels, received " + std::to_string(levels));
     }
     dispatch(call, call.input(first + ranks), [&](auto* type) {
         using T = of_pointer<decltype(type)>;

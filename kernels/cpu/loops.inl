@@ -153,6 +153,18 @@ static void levels_into(const T* x, const T* scales, int64_t width, T levels, co
     }
 }
 
+template <class T, class Code>
+static void floors(const T* x, T delta, int32_t half, const RandomKey* key, int64_t begin, int64_t end, Code* codes) {
+    alignas(64) uint32_t random[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t length = lesser(kBlock, end - at);
+        words(*key, uint32_t(at / 4), (length + 3) / 4, random);
+        for (int64_t j = 0; j < length; ++j) {
+            codes[at - begin + j] = Code(floor_code(x[at + j], delta, half, T(uniform(random[j]))));
+        }
+    }
+}
+
 template <bool noisy, class T, class Code>
 GRACE_LOCAL void integers_by(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, Code* out) {
     alignas(64) uint32_t random[kBlock];
@@ -374,6 +386,8 @@ template <class T> static constexpr Loops<T> make_loops() {
             bucket_norms<T>,
             levels_into<T, uint8_t>,
             levels_into<T, uint16_t>,
+            floors<T, uint8_t>,
+            floors<T, uint16_t>,
             dequantize_sum<T>,
             to_integers<T, int8_t>,
             to_integers<T, int16_t>,

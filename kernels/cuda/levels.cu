@@ -293,6 +293,23 @@ void quantize_packed(const Stream& on, const T* x, const T* scales, int64_t widt
 }
 
 template <class T>
+void floor_packed(const Stream& on, const T* x, const T* delta, int bits, const RandomKey& key, uint8_t* out, int64_t n) {
+    const Noise noise = noise_of(&key);
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8], share[8];
+        load_group(x, group, count, found);
+        draw_shares(noise, group, share);
+        uint32_t codes[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            codes[j] = j < count ? uint32_t(floor_code(found[j], *delta, int32_t(1) << (bits - 1), share[j])) : 0u;
+        }
+        store_codes(codes, bits, group, count, n, out);
+    });
+}
+
+template <class T>
 void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t width, int levels, int bits,
                     const T* onto, T* out, int64_t n) {
     sum_parts(on, ranks, onto, out, n, LevelValue<T>{divisor(width), levels, bits, n});
@@ -385,6 +402,7 @@ void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lan
     template void bucket_norms<T>(const Stream&, const T*, int64_t, int64_t, bool, T*);                               \
     template void quantize_packed<T>(const Stream&, const T*, const T*, int64_t, int, int, const T*, const RandomKey*, \
                                      uint8_t*, int64_t);                                                              \
+    template void floor_packed<T>(const Stream&, const T*, const T*, int, const RandomKey&, uint8_t*, int64_t);       \
     template void dequantize_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, int, int, const T*, T*, int64_t); \
     template void round_packed<T>(const Stream&, const T*, const T*, int64_t, const T*, int, const RandomKey*,        \
                                   uint8_t*, int64_t);                                                                 \

@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.compressors import adaptive, alq, inceptionn, natural, powersgd, sketchedsgd, threelc, variance, wangni
+from grace.core.compressors import (
+    adaptive,
+    alq,
+    inceptionn,
+    lpc,
+    natural,
+    powersgd,
+    sketchedsgd,
+    threelc,
+    variance,
+    wangni,
+)
 from grace.core.compressors import uniform as integers
 from grace.core.exchange import codings, huffman, indices, lanes, rans, runs, shuffle
 from grace.core.memories import variance as squares
@@ -477,13 +488,24 @@ def quantize_packed(ops, g):
 
 
 @case
+def floor_packed(ops, g):
+    for width in g.some([2, 3, 8, 9, 16]):
+        x = g.numbers()
+        largest = np.abs(x).max(initial=0) / g.reference.cast(2 ** (width - 1) - 1, g.dtype)
+        # All levels, and a range that clips some elements.
+        for delta in (largest, largest * g.reference.cast(0.25, g.dtype)):
+            yield lpc.floor_packed(ops, g.lay(x), g.scalar(delta), width, g.key())
+
+
+@case
 def dequantize_sum(ops, g):
-    pairs = [(1, 2), (7, 4), (15, 5), (127, 8), (300, 10), (32767, 16)]
+    pairs = [(1, 2), (7, 4), (15, 5), (127, 8), (300, 10), (32767, 16), (32768, 16)]
     for width in widths(g):
         width = min(width, max(1, g.n))
         for level, bits in g.some(pairs):
             for onto in (False, True):
-                codes = [g.packed(g.rng.integers(0, 2 * level + 1, g.n), bits) for _ in range(g.ranks)]
+                most = min(2 * level, 2**bits - 1)
+                codes = [g.packed(g.rng.integers(0, most + 1, g.n), bits) for _ in range(g.ranks)]
                 scales = [g.x(-(-g.n // width)) for _ in range(g.ranks)]
                 yield levels.dequantize_sum(ops, codes, scales, width, level, bits, g.n, g.x() if onto else None)
 

@@ -7,6 +7,7 @@ import pytest
 
 from grace.core.compressors.alq import best_levels
 from grace.core.compressors.inceptionn import precision_sum
+from grace.core.compressors.lpc import floor_packed
 from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
@@ -283,7 +284,7 @@ REFUSED = {
     "levels: none": (
         lambda o, m: dequantize_sum(o, [m.b(10)], [m.f(2)], 5, 0, 8, 10),
         ValueError,
-        "expected 1 to 32767 levels, received 0",
+        "expected 1 to 32768 levels, received 0",
     ),
     "levels: too many for their bits": (
         lambda o, m: quantize_packed(o, m.f(10), m.f(2), 5, 200, 8, KEY),
@@ -294,6 +295,16 @@ REFUSED = {
         lambda o, m: quantize_packed(o, m.f(10), m.f(1), 5, 7, 8, KEY),
         PayloadError,
         "expected 2 elements, received 1",
+    ),
+    "levels: 17 bits of floors": (
+        lambda o, m: floor_packed(o, m.f(10), m.f(1), 17, KEY),
+        ValueError,
+        "expected 1 to 16 bits, received 17",
+    ),
+    "levels: two distances": (
+        lambda o, m: floor_packed(o, m.f(10), m.f(2), 8, KEY),
+        PayloadError,
+        "expected 1 elements, received 2",
     ),
     "fitted levels: no sizes": (
         lambda o, m: best_levels(o, m.f(0, "float64"), 3, False),

@@ -2020,8 +2020,8 @@ PATCHES = [
     Patch(
         "lpc-ranks-round-alike",
         "grace/core/compressors/lpc.py",
-        "ops.uniform(at.spec.numel, at.private_key)",
-        "ops.uniform(at.spec.numel, at.key)",
+        '"codes": floor_packed(ops, x, delta, self.width, at.private_key)',
+        '"codes": floor_packed(ops, x, delta, self.width, at.key)',
         "all ranks round the same way, and their errors do not cancel",
         (GOLDEN + " -k 'lpc'", "tests/papers/test_lpc.py"),
     ),
@@ -3253,6 +3253,14 @@ PATCHES = [
         "return sum < 0 ? T(0) : sum;",
         "the variance of an enormous gradient becomes infinite and stays so",
         (f"{BYTES} -k square_sum",),
+    ),
+    Patch(
+        "kernel-floor-towards-zero",
+        "kernels/include/grace/element.h",
+        "    level -= T(level) > steps ? 1 : 0;\n",
+        "",
+        "negative elements are rounded towards zero",
+        (f"{BYTES} -k floor_packed",),
     ),
     Patch(
         "kernel-short-runs-accepted",

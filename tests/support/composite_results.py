@@ -475,6 +475,17 @@ def quantize_packed(n, dtype):
 
 
 @case
+def floor_packed(n, dtype):
+    x, u = numbers(n, dtype), uniform(n).astype(dtype)
+    for width, delta in ((2, 0.75), (8, 0.0625), (12, 2.0**-9), (4, 0.0)):
+        half = 2 ** (width - 1)
+        steps = np.clip(x, -half * delta, (half - 1) * delta).astype(dtype) / np.array(delta or 1, dtype)
+        whole = np.floor(steps)
+        codes = half + np.minimum(whole + np.where(steps - whole > u, 1, 0), half - 1)
+        yield Call("floor_packed", (x, np.array([delta], dtype), width, KEY), {}, (packed(codes, width),))
+
+
+@case
 def dequantize_sum(n, dtype):
     t = np.dtype(dtype).type
     for width, levels, bits in ((4, 127, 8), (100, 1, 2), (max(1, n), 300, 10)):

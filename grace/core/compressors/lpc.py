@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.levels import dequantize_sum
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @compressors.register("lpc")
@@ -60,33 +67,64 @@ class LPC(Compressor):
     def joins(self) -> bool:
         return self.delta is not None
 
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        return ("delta",) if self.delta is None else ()
+
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         codes = Field("codes", "uint8", packed_size(spec.numel, self.width), bits=self.width)
         return (Field("delta", spec.work_dtype, 1), codes) if self.delta is None else (codes,)
 
+    @property
+    def _half(self) -> int:
+        """The number of levels below 0."""
+        return int(2 ** (self.width - 1))
+
     def compress(self, x: Array, at: Site) -> Payload:
         ops, dtype = at.ops, at.spec.work_dtype
-        half = 2 ** (self.width - 1)
-        payload = {}
         if self.delta is None:
-            delta = ops.max(ops.abs(x)) / ops.cast(half - 1, dtype)
-            payload["delta"] = ops.reshape(delta, (1,))
-        else:
-            delta = self._fixed(ops, dtype)
-        # Clip before the division, which could overflow otherwise.
-        x = ops.clip(x, delta * float(-half), delta * float(half - 1))
-        steps = x / ops.where(delta > 0, delta, 1.0)
-        level = ops.floor(steps)
-        up = ops.cast(ops.uniform(at.spec.numel, at.private_key), dtype) < steps - level
-        codes = ops.clip(ops.cast(level, "int64") + ops.cast(up, "int64"), -half, half - 1)
-        return {**payload, "codes": ops.pack(codes + half, self.width)}
-
-    def _fixed(self, ops: ArrayOps, dtype: str) -> Array:
-        # Not by `cast`: PyTorch turns a Python number into float32 first.
-        return ops.full(1, self.delta, dtype)[0]
+            delta = ops.reshape(ops.max_abs(x), (1,)) / ops.cast(self._half - 1, dtype)
+            return {"delta": delta, "codes": floor_packed(ops, x, delta, self.width, at.private_key)}
+        return {"codes": floor_packed(ops, x, ops.full(1, self.delta, dtype), self.width, at.private_key)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops, dtype = at.ops, at.spec.work_dtype
-        codes = ops.unpack(payload["codes"], self.width, at.spec.numel) - 2 ** (self.width - 1)
-        delta = payload["delta"] if self.delta is None else self._fixed(ops, dtype)
-        return ops.cast(codes, dtype) * delta
+        return self.merge([payload], at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        return self._sum(payloads, at, 1.0)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self._sum([payload], at, -1.0, onto=x)
+
+    def _sum(self, payloads: Sequence[Payload], at: Site, sign: float, onto: Array | None = None) -> Array:
+        ops, n, dtype = at.ops, at.spec.numel, at.spec.work_dtype
+        # A power of two times delta; `dequantize_sum` divides by it, and both are exact.
+        most = ops.cast(sign * self._half, dtype)
+        fixed = None if self.delta is None else ops.full(1, self.delta, dtype)
+        scales = [(payload["delta"] if fixed is None else fixed) * most for payload in payloads]
+        codes = [payload["codes"] for payload in payloads]
+        return dequantize_sum(ops, codes, scales, max(1, n), self._half, self.width, n, onto=onto)
+
+
+@composite(one_graph=True)
+def floor_packed(ops: ArrayOps, x: Array, delta: Array, width: int, key: Key) -> Array:
+    """Return 2^(width - 1) + floor(x / delta + u), packed; delta has shape (1,), and x is first clipped to the range.
+
+    Where delta is 0, x counts as 0.
+    """
+    half = 2 ** (width - 1)
+    # Clip before the division, which could overflow otherwise.
+    x = ops.clip(x, delta * float(-half), delta * float(half - 1))
+    steps = x / ops.where(delta > 0, delta, 1.0)
+    level = ops.floor(steps)
+    up = ops.cast(ops.uniform(ops.length(x), key), ops.dtype(x)) < steps - level
+    codes = ops.clip(ops.cast(level, "int64") + ops.cast(up, "int64"), -half, half - 1)
+    return ops.pack(codes + half, width)
+
+
+@floor_packed.kernel(floor_packed="x T, delta T; width, key -> uint8[packed]")
+def _(ops: Native, x: Array, delta: Array, width: int, key: Key) -> Array | None:
+    if ops.floating(x) is None:
+        return None
+    integers, size = [width, *ops.key_integers(key)], packed_size(ops.length(x), width)
+    return ops.run("floor_packed", [x, delta], integers, outputs=["uint8"], lengths=[size])[0]

@@ -115,6 +115,21 @@ template <class T> GRACE_HD int32_t level_of(T x, T scale, T levels, T u) {
     return x < 0 ? -level : level;
 }
 
+// floor(x / delta + u), after x is limited to the levels from -half to half - 1 times delta, plus half.
+template <class T> GRACE_HD int32_t floor_code(T x, T delta, int32_t half, T u) {
+    const T low = delta * T(-half), high = delta * T(half - 1);
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+    T steps = x / (delta > 0 ? delta : T(1));
+    // Only NaN fails this.
+    steps = magnitude(steps) <= T(half) ? steps : T(0);
+    int32_t level = int32_t(steps);
+    level -= T(level) > steps ? 1 : 0;
+    level += u < steps - T(level) ? 1 : 0;
+    level = level < half - 1 ? level : half - 1;
+    return level + half;
+}
+
 template <class T> GRACE_HD T limited(T x, T limit) {
     x = x < -limit ? -limit : x;
     return x > limit ? limit : x;

@@ -125,6 +125,8 @@ template <class T>
 void quantize_packed(const Stream& on, const T* x, const T* scales, int64_t width, int levels, int bits,
                      const T* limit, const RandomKey* noise, uint8_t* out, int64_t n);
 template <class T>
+void floor_packed(const Stream& on, const T* x, const T* delta, int bits, const RandomKey& key, uint8_t* out, int64_t n);
+template <class T>
 void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t width, int levels, int bits,
                     const T* onto, T* out, int64_t n);
 // Rounds to the nearest level if `noise` is null.

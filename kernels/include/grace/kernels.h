@@ -52,6 +52,7 @@ namespace grace {
     X(majority, "bits uint8...; n, wide -> T[n]")                                                                                     \
     X(bucket_norms, "x T; width, largest -> T[buckets]")                                                                              \
     X(quantize_packed, "x T, scales T, [limit T]; width, levels, bits, stochastic, key -> uint8[packed]")                             \
+    X(floor_packed, "x T, delta T; width, key -> uint8[packed]")                                                                      \
     X(dequantize_sum, "[onto_ T], codes uint8..., scales T...; ranks, width, levels, bits, n, has_onto -> T[n]")                      \
     X(round_packed, "x T, scales T, levels T; width, stochastic, key -> uint8[packed]")                                              \
     X(levels_sum, "[onto_ T], codes uint8..., scales T..., levels T...; ranks, width, n, has_onto -> T[n]")                          \

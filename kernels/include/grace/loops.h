@@ -129,6 +129,10 @@ template <class T> struct Loops {
                     int64_t begin, int64_t end, uint8_t* codes);
     void (*levels16)(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* noise,
                      int64_t begin, int64_t end, uint16_t* codes);
+    // Writes the codes of elements begin .. end - 1, see floor_code, as integers of 8 or 16 bits.
+    void (*floors8)(const T* x, T delta, int32_t half, const RandomKey* key, int64_t begin, int64_t end, uint8_t* codes);
+    void (*floors16)(const T* x, T delta, int32_t half, const RandomKey* key, int64_t begin, int64_t end,
+                     uint16_t* codes);
     // out = onto + sum over ranks of (code - levels) * (scale / levels), elements begin .. end - 1 of all arrays.
     void (*dequantize_sum)(const Coded<T>* ranks, int count, int64_t width, int levels, int bits, int64_t n,
                            const T* onto, T* out, int64_t begin, int64_t end, bool around);
