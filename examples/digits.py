@@ -89,6 +89,7 @@ SETTINGS = {
     "dgc": Setting(momentum=0.0, options={"compress_ratio": 0.01, "momentum": 0.9}),
     # As for dgc. Sketches find large coordinates later than exact magnitudes would.
     "sketchedsgd": Setting(lr=0.1, momentum=0.0, options={"memory": "dgc", "momentum": 0.9}),
+    "homomorphic": Setting(),
     "sketchml": Setting(),
     "atomo": Setting(options={"compress_rank": 3}),
     # With error feedback and a short cycle, because the next full step sends all that the components miss in one burst.

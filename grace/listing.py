@@ -79,6 +79,7 @@ FAMILIES = (
             "redsync",
             "dct",
             "sdagc",
+            "homomorphic",
         ),
     ),
     Family(

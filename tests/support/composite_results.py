@@ -765,6 +765,56 @@ def sketch(n, dtype):
     yield Call("sketch_estimate", (made.ravel(), n, rows, columns, KEY), {}, (median,))
 
 
+def peeled(sketch: np.ndarray, places: list[list[int]], signs: list[list[int]]) -> dict[int, float]:
+    """Return values taken out of buckets one by one, and the median of the buckets of every element left."""
+    buckets, left, found, size = sketch.astype(np.float64).tolist(), set(range(len(places[0]))), {}, len(sketch) // 4
+    while True:
+        held: dict[int, list[tuple[int, int]]] = {}
+        for row in range(4):
+            for i in left:
+                held.setdefault(row * size + places[row][i], []).append((row, i))
+        alone = next((bucket for bucket, mine in held.items() if len(mine) == 1), None)
+        if alone is None:
+            break
+        ((row, i),) = held[alone]
+        found[i] = signs[row][i] * buckets[alone]
+        for row in range(4):
+            buckets[row * size + places[row][i]] -= signs[row][i] * found[i]
+        left.remove(i)
+    for i in left:
+        rows = sorted(signs[row][i] * buckets[row * size + places[row][i]] for row in range(4))
+        found[i] = (rows[1] + rows[2]) / 2
+    return found
+
+
+@case
+def sparse_sketch(n, dtype):
+    functions, counters = 3, 16 * (n // 40 + 1)
+    blocks = -(-n // 16)
+    words = NumpyOps().words((8 + functions) * blocks, KEY).astype(int).tolist()
+    words = [words[j * blocks : (j + 1) * blocks] for j in range(8 + functions)]
+    x = numbers(n, dtype)
+    indices = np.arange(0, n, 7, dtype=np.int32)
+    for columns in (16 * (n // 100 + 1), 16 * (n // 500 + 1)):
+        lengths = [columns] * 4 + [counters] * (4 + functions)
+        places = [[(w[i // 16] * m >> 32) ^ (i % 16) for i in range(n)] for w, m in zip(words, lengths, strict=True)]
+        signs = [[-1 if words[4 + row][i // 16] >> (i % 16) & 1 else 1 for i in range(n)] for row in range(4)]
+        sketch, there = np.zeros((4, columns)), np.zeros((functions, counters), np.int8)
+        for i in indices:
+            for row in range(4):
+                sketch[row, places[row][i]] += signs[row][i] * float(x[i])
+            for j in range(functions):
+                there[j, places[8 + j][i]] |= x[i] != 0
+        sketch, options = sketch.astype(dtype).ravel(), (n, columns, functions, counters, KEY)
+        yield Call("sketch_sparse", (x[indices], indices, *options), {}, (sketch, there.ravel()))
+        passing = [i for i in range(n) if all(there[j, places[8 + j][i]] for j in range(functions))]
+        found = peeled(sketch, [[p[i] for i in passing] for p in places[:4]], [[s[i] for i in passing] for s in signs])
+        dense = np.zeros(n)
+        for i, value in found.items():
+            dense[passing[i]] = value
+        yield Call("peel", (sketch, there.ravel(), *options), {}, (dense.astype(dtype),))
+
+
 @case
 def gaps(n: int, dtype: str) -> Iterator[Call]:
     for step, low in ((1, 0), (2, 0), (3, 1), (7, 2), (40, 3)):

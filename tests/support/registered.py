@@ -69,6 +69,7 @@ EXTRA_COMPRESSORS = [
     {"name": "hardthreshold", "threshold": 0.5},
     {"name": "hardthreshold", "compress_ratio": 0.1, "tune_steps": 0},
     {"name": "hgc", "alpha": 0.5, "quantum_num": 1},
+    {"name": "homomorphic", "compress_ratio": 0.05, "buckets_per_value": 2.0},
     {"name": "inceptionn", "error_bound": 0.7},
     {"name": "inceptionn", "error_bound": 1e-6},
     {"name": "inceptionn", "error_bound": 2**-10, "relative": False},
