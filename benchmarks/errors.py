@@ -53,6 +53,7 @@ SETTINGS = {
     "dme": [{"probabilities": name} for name in ("uniform", "optimal")],
     "qcs": [{}, {"bits": 2}, {"compress_ratio": 1.0}, {"unbiased": True}],
     "hgc": [{}, {"alpha": 1.0}, {"quantum_num": 127}],
+    "homomorphic": [{}, {"compress_ratio": 0.1}],
     "uniform": [{"bits": bits} for bits in (4, 8)],
     "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
     "natural": [{}, {"clipped": True}],
@@ -112,9 +113,9 @@ def measure(compressor: grace.Compressor, x: np.ndarray) -> tuple[float, float]:
         made = exchange(compressor, ops, spec, [x], step=lesson, state=state)
         state = learnt(compressor, made.payloads, made.sites[0])
     fields = [field for field in compressor.wire(spec) if field.wire]
-    # Integers that are added travel in as few bits as they need, which `bits` says.
+    # Integers that are added travel in as few bits as they need: of one rank, those of a magnitude and a sign.
     bits = sum(
-        made.payloads[0][field.name].size * compressor.bits
+        made.payloads[0][field.name].size * (field.most.bit_length() + 1)
         if field.most is not None
         else 8 * made.payloads[0][field.name].nbytes
         for field in fields
