@@ -55,7 +55,6 @@ class Homomorphic(Compressor):
     disjoint: bool = True
 
     summable = True
-    joins = True
     linear_in = ("sketch",)
     default_memory = "residual"
 
