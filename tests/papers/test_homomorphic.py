@@ -142,6 +142,18 @@ def test_sketches_of_the_defaults_are_peeled_but_for_a_few_in_a_thousand(n):
     assert max(left) <= 4
 
 
+@pytest.mark.parametrize(("count", "of_100"), [(80, 40), (800, 7)])
+def test_sketches_of_few_full_blocks_of_neighbours_often_cannot_be_peeled(count, of_100):
+    compressor, n = make("homomorphic"), 50 * count
+    failures = 0
+    for seed in range(100):
+        x = np.zeros((n // BLOCK, BLOCK), np.float32)
+        rows = np.random.default_rng(seed).choice(n // BLOCK, count // BLOCK, replace=False)
+        x[rows] = np.random.default_rng(seed).integers(1, 100, (count // BLOCK, BLOCK))
+        failures += not np.array_equal(recovered(x.ravel(), compressor.sizes(spec(n)), Key(12, seed)), x.ravel())
+    assert failures == pytest.approx(of_100, abs=10 if count == 80 else 5)
+
+
 def test_what_cannot_be_peeled_is_estimated_without_bias():
     """Of 140 elements in 128 buckets, some are found exactly. The mean error of the estimates is 0."""
     x, sizes, keys = sparse(3, 140, 1000), Sizes(32, 16, 320), 300
