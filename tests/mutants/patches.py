@@ -1986,6 +1986,14 @@ PATCHES = [
         ("tests/papers/test_homomorphic.py -k room",),
     ),
     Patch(
+        "homomorphic-neighbours-share-a-block",
+        "grace/core/methods/peeling.py",
+        "range(section, length + 1)",
+        "range(1, length + 1)",
+        "neighbours share their buckets, so that few of them often cannot be peeled",
+        ("tests/papers/test_homomorphic.py -k neighbours",),
+    ),
+    Patch(
         "homomorphic-filter-of-one-rank",
         "grace/core/compressors/homomorphic.py",
         'at.ops.bit_or(counts, payload["filter"])',

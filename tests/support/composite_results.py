@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from grace.core.memories.variance import square_sum
+from grace.core.methods.peeling import spread
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.spec import Key
 
@@ -790,15 +791,17 @@ def peeled(sketch: np.ndarray, places: list[list[int]], signs: list[list[int]]) 
 @case
 def sparse_sketch(n, dtype):
     functions, counters = 3, 16 * (n // 40 + 1)
-    blocks = -(-n // 16)
+    factor, length = spread(n)
+    blocks = length // 16
     words = NumpyOps().words((8 + functions) * blocks, KEY).astype(int).tolist()
     words = [words[j * blocks : (j + 1) * blocks] for j in range(8 + functions)]
     x = numbers(n, dtype)
     indices = np.arange(0, n, 7, dtype=np.int32)
+    order = [i * factor % length for i in range(length)]
     for columns in (16 * (n // 100 + 1), 16 * (n // 500 + 1)):
         lengths = [columns] * 4 + [counters] * (4 + functions)
-        places = [[(w[i // 16] * m >> 32) ^ (i % 16) for i in range(n)] for w, m in zip(words, lengths, strict=True)]
-        signs = [[-1 if words[4 + row][i // 16] >> (i % 16) & 1 else 1 for i in range(n)] for row in range(4)]
+        places = [[(w[i // 16] * m >> 32) ^ (i % 16) for i in order] for w, m in zip(words, lengths, strict=True)]
+        signs = [[-1 if words[4 + row][i // 16] >> (i % 16) & 1 else 1 for i in order] for row in range(4)]
         sketch, there = np.zeros((4, columns)), np.zeros((functions, counters), np.int8)
         for i in indices:
             for row in range(4):
@@ -807,12 +810,12 @@ def sparse_sketch(n, dtype):
                 there[j, places[8 + j][i]] |= x[i] != 0
         sketch, options = sketch.astype(dtype).ravel(), (n, columns, functions, counters, KEY)
         yield Call("sketch_sparse", (x[indices], indices, *options), {}, (sketch, there.ravel()))
-        passing = [i for i in range(n) if all(there[j, places[8 + j][i]] for j in range(functions))]
+        passing = [i for i in range(length) if all(there[j, places[8 + j][i]] for j in range(functions))]
         found = peeled(sketch, [[p[i] for i in passing] for p in places[:4]], [[s[i] for i in passing] for s in signs])
-        dense = np.zeros(n)
+        dense = np.zeros(length)
         for i, value in found.items():
             dense[passing[i]] = value
-        yield Call("peel", (sketch, there.ravel(), *options), {}, (dense.astype(dtype),))
+        yield Call("peel", (sketch, there.ravel(), *options), {}, (dense[:n].astype(dtype),))
 
 
 @case

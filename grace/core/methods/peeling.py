@@ -52,6 +52,17 @@ def fewest_words(n: int, held: int, buckets_per_value: float) -> Sizes:
     return min(map(of, range(1, _MOST_FUNCTIONS + 1)), key=lambda sizes: sizes.words)
 
 
+@cache
+def spread(n: int) -> tuple[int, int]:
+    """Return a number, and the modulus that multiplying n elements by it permutes them under: whole blocks of them.
+
+    Neighbours come into different blocks, because the number is about the golden section of the modulus.
+    """
+    length = _blocks(max(1, n))
+    section = int(length * (math.sqrt(5) - 1) / 2)
+    return next(factor for factor in range(section, length + 1) if math.gcd(factor, length) == 1), length
+
+
 def _blocks(length: float) -> int:
     return BLOCK * math.ceil(length / BLOCK)
 
@@ -59,9 +70,9 @@ def _blocks(length: float) -> int:
 class Hashes(NamedTuple):
     """Random functions of blocks of elements: the columns of the rows, the signs of the rows, and the filter's.
 
-    Element 16 b + l is lane l of block b. Its place is c(b) xor l, where c(b) is uniform among all places. So elements
-    of one block never meet, and others meet as often as with functions of elements. This is for speed, because every
-    element asks the filter.
+    Elements are permuted first: see `spread`. Element 16 b + l of the new order is lane l of block b. Its place is
+    c(b) xor l, where c(b) is uniform among all places. So elements of one block never meet, and others meet as often as
+    with functions of elements. This is for speed, because every element asks the filter.
     """
 
     sizes: Sizes
@@ -70,7 +81,7 @@ class Hashes(NamedTuple):
     @staticmethod
     def draw(ops: ArrayOps, n: int, sizes: Sizes, key: Key) -> Hashes:
         """Return the functions for n elements."""
-        blocks, count = -(-n // BLOCK), 2 * ROWS + sizes.functions
+        blocks, count = spread(n)[1] // BLOCK, 2 * ROWS + sizes.functions
         words = ops.words(count * blocks, key)
         return Hashes(sizes, [words[i * blocks : (i + 1) * blocks] for i in range(count)])
 
@@ -87,8 +98,8 @@ class Hashes(NamedTuple):
         return self._place(ops, element, 2 * ROWS + function, counters) + function * counters
 
     def passing(self, ops: ArrayOps, counts: Array, n: int) -> Array:
-        """Return those of n elements (int64) that pass the filter, ascending: none of their counters is 0."""
-        element = ops.arange(n, "int64")
+        """Return those of n elements (int64) in the new order that pass the filter: none of their counters is 0."""
+        element = ops.arange(spread(n)[1], "int64")
         for function in range(self.sizes.functions):
             counted = ops.gather(counts, self.counter(ops, element, function)) != 0
             element = ops.gather(element, ops.nonzero(counted))
@@ -111,7 +122,8 @@ def sketch_sparse(
     Each bucket is added in float64 and rounded once; a counter of the filter is 0 or 1.
     """
     sizes = Sizes(columns, functions, counters)
-    element, drawn = ops.cast(indices, "int64"), Hashes.draw(ops, n, sizes, key)
+    factor, length = spread(n)
+    element, drawn = ops.cast(indices, "int64") * factor % length, Hashes.draw(ops, n, sizes, key)
     places, signs = drawn.buckets(ops, element)
     signed = ops.concat([ops.cast(values, "float64")] * ROWS) * signs
     sketch = ops.cast(ops.segment_sum(signed, places, ROWS * columns), ops.dtype(values))
@@ -160,4 +172,7 @@ def peel(
     held = ops.sort(ops.stack(rows(ops.gather(buckets, places) * signs), axis=1))
     middle = (held[:, (ROWS - 1) // 2] + held[:, ROWS // 2]) * 0.5
     values = ops.cast(ops.where(left > 0, middle, values), dtype)
-    return ops.scatter_add_(ops.zeros(n, dtype), ops.cast(element, "int32"), values)
+    factor, length = spread(n)
+    index = ops.cast(element * pow(factor, -1, length) % length, "int32")
+    # The last block may be longer than the tensor.
+    return ops.scatter_add_(ops.zeros(length, dtype), index, values)[:n]
