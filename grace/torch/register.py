@@ -34,8 +34,9 @@ class ModelExchange(Exchange):
         """Compare the ranks at once; see `start_comparing`. Warn in the first step of an unknown GradScaler."""
         first = self._first is not None
         super().meet()
-        compresses = not all(item.dense for item in self.plan.assignments)
-        if first and compresses and self.loss_scale is None and unknown_scaler_scales():
+        if not first or self.loss_scale is not None or all(item.dense for item in self.plan.assignments):
+            return
+        if unknown_scaler_scales():
             self._warn(
                 f"{_WHERE}: a torch.amp.GradScaler scales a loss in this process, and register() was called without "
                 "it. If it scales the loss of this model, residuals and thresholds are wrong after each change of the "

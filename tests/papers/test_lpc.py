@@ -140,3 +140,12 @@ def test_votes_are_refused():
 def test_period_counts_steps():
     with pytest.raises(ConfigError, match="period"):
         memories.make({"name": "svrg", "period": 0})
+
+
+@pytest.mark.parametrize("width", [2, 8, 16])
+def test_a_delta_is_refused_if_a_level_overflows(width):
+    largest = 2.0**127 / 2 ** (width - 1)
+    sent = send(make("lpc", width=width, delta=largest), np.full(N, -(2.0**126), np.float32))
+    assert np.isfinite(sent).all()
+    with pytest.raises(ConfigError, match="expected levels that float32 can hold"):
+        make("lpc", width=width, delta=largest * 1.01)

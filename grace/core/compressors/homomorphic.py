@@ -31,9 +31,10 @@ class Homomorphic(Compressor):
     Four rows can be peeled with 1.295 buckets per element, if these are many. The sketch has `buckets_per_value` for
     each element that passes the filter, rightly or not, and for two standard deviations more. At random places, with
     the defaults, at most 4 of 1,000 sketches of 8, 20 and 80 values left an element or a few, and none of 200 with 800
-    values. Elements are hashed in blocks of 16, for speed. They are permuted first, so that neighbours are of different
-    blocks: of 100 sketches of 80 and of 800 values in full rows or columns of 16, at most 1 was not peeled. In full
-    blocks, 7 % of those of 800 values were not, and 40 % of those of 80.
+    values. Elements are hashed in blocks of 16, for speed, and sketches whose elements fill whole blocks fail more
+    often: 7 % of those of 800 values, 40 % of those of 80. So elements are permuted first, and neighbours come into
+    different blocks: of 100 sketches of 80 and of 800 values in runs of 16 neighbours or columns, at most 1 was not
+    peeled.
     Elements that are left are estimated by the median of their buckets. The error is 0 on average over the hashes,
     which are redrawn in every step. No residual holds it: that is x minus what the rank's own payload decodes to.
     Of a million elements, a rank of 4 to 7 sends 33,792 floats and 230,912 counters of 4 bits: 6.3 % of the dense

@@ -18,6 +18,9 @@ from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
+# The largest power of two of float32.
+LARGEST = 2.0**127
+
 
 @compressors.register("lpc")
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class LPC(Compressor):
         if self.delta is not None and not self.delta > 0:
             raise ConfigError(
                 f"lpc: delta (the distance of two levels) must be positive or null, received {self.delta!r}."
+            )
+        # Decoding multiplies delta by this number of levels.
+        if self.delta is not None and not self.delta * self._half <= LARGEST:
+            raise ConfigError(
+                f"lpc: expected levels that float32 can hold, received delta={self.delta!r} and {self._half} levels "
+                "below 0; set a smaller delta or width, or null."
             )
 
     @property
