@@ -6,22 +6,19 @@ All methods have the optimizer's settings of the dense run; none was tuned for a
 of the elements. It takes some minutes on one thread.
 """
 
-import json
 import os
-import platform
 import statistics
 import sys
 import time
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
+import measurements
 import numpy as np
-import sklearn
 import torch
 from sklearn.datasets import load_digits
 
 import grace
-from grace.machine import processor
 
 RANKS, BATCH, EPOCHS, SEEDS = 2, 32, 20, (0, 1, 2)
 LR, DECAY = 0.002, 0.01
@@ -94,19 +91,13 @@ def main():
         print(row, f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     # Those that train most alike first.
     rows.sort(key=lambda row: (row["method"] != "none", row["loss"]))
-    versions = {"Python": platform.python_version(), "PyTorch": torch.__version__, "scikit-learn": sklearn.__version__}
-    data = {
-        "what": f"AdamW, learning rate {LR}, weight decay {DECAY}, {RANKS} simulated ranks, batch {BATCH} each, "
+    measurements.write(
+        sys.argv[1],
+        f"AdamW, learning rate {LR}, weight decay {DECAY}, {RANKS} simulated ranks, batch {BATCH} each, "
         f"{EPOCHS} epochs; means over the seeds {', '.join(map(str, SEEDS))}",
-        "machine": f"{processor()}, CPU only",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions,
-        "commands": ["python benchmarks/adamw.py docs/results/adamw.json"],
-        "columns": COLUMNS,
-        "rows": rows,
-    }
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=1) + "\n")
+        COLUMNS,
+        rows,
+    )
 
 
 main()

@@ -10,19 +10,17 @@ import os
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 import functools
-import json
-import platform
 import statistics
 import sys
 import time
 
+import measurements
 import numpy as np
 import torch
 
 from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.spec import Field, TensorSpec
-from grace.machine import processor
 
 REPETITIONS = 15
 FRAMEWORKS = {"numpy": "NumPy", "torch": "PyTorch"}
@@ -63,21 +61,12 @@ def main():
             times = {name: found[length][work] for name, length in LENGTHS.items()}
             rows.append({"work": f"{title}: {words}", **times})
             print(rows[-1], file=sys.stderr)
-    data = {
-        "what": "Microseconds that a checksum adds, by the bytes of a rank's payload; one thread",
-        "machine": f"{processor()}, CPU only",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {
-            "Python": platform.python_version(),
-            "NumPy": np.__version__,
-            "PyTorch": torch.__version__,
-        },
-        "commands": ["python benchmarks/checksum.py docs/results/checksum.json"],
-        "columns": {"work": {"title": ""}, **{name: {"title": name} for name in LENGTHS}},
-        "rows": rows,
-    }
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=1) + "\n")
+    measurements.write(
+        sys.argv[1],
+        "Microseconds that a checksum adds, by the bytes of a rank's payload; one thread",
+        {"work": {"title": ""}, **{name: {"title": name} for name in LENGTHS}},
+        rows,
+    )
 
 
 main()

@@ -7,20 +7,16 @@ normal, Laplace and log-normal numbers, and the gradient of a layer of a small n
 see the gradient three times before. It takes about a minute.
 """
 
-import json
-import platform
 import sys
-import time
 
+import measurements
 import numpy as np
-import sklearn
 import torch
 from sklearn.datasets import load_digits
 
 import grace
 from grace.core.ops import get_ops
 from grace.core.values.spec import TensorSpec
-from grace.machine import processor
 from grace.testing.harness import exchange, learnt
 
 WIDTH, LESSONS = 512, 3
@@ -137,18 +133,12 @@ def main() -> None:
             row = {"method": name, "setting": setting, "bits": round(measured["normal"][0], 4)}
             rows.append(row | {kind: float(f"{error:.4g}") for kind, (_, error) in measured.items()})
             print(rows[-1], file=sys.stderr, flush=True)
-    versions = {"Python": platform.python_version(), "PyTorch": torch.__version__, "scikit-learn": sklearn.__version__}
-    data = {
-        "what": "Error |x - C(x)|^2 / |x|^2 of matrices of 512 x 512 elements; bits of normal x",
-        "machine": f"{processor()}, CPU only",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions,
-        "commands": ["python benchmarks/errors.py docs/results/errors.json"],
-        "columns": COLUMNS,
-        "rows": sorted(rows, key=lambda row: (-row["bits"], row["normal"])),
-    }
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=1) + "\n")
+    measurements.write(
+        sys.argv[1],
+        "Error |x - C(x)|^2 / |x|^2 of matrices of 512 x 512 elements; bits of normal x",
+        COLUMNS,
+        sorted(rows, key=lambda row: (-row["bits"], row["normal"])),
+    )
 
 
 main()

@@ -7,22 +7,18 @@ concatenated to one tensor before they are compressed. In the rows with a factor
 are larger and its gradients smaller by that factor. It takes some minutes on one thread.
 """
 
-import json
 import os
-import platform
 import statistics
 import sys
-import time
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
+import measurements
 import numpy as np
-import sklearn
 import torch
 from sklearn.datasets import load_digits
 
 import grace
-from grace.machine import processor
 
 RANKS, BATCH, EPOCHS, SEEDS = 2, 32, 10, (0, 1, 2)
 LR, MOMENTUM = 0.02, 0.9
@@ -119,20 +115,14 @@ def main():
                 row[f"{key}_range"] = [f"{worst(found):.3f}" for worst in (min, max)]
             print(row, file=sys.stderr, flush=True)
             rows.append(row)
-    versions = {"Python": platform.python_version(), "PyTorch": torch.__version__, "scikit-learn": sklearn.__version__}
-    data = {
-        "what": f"Training loss of the last epoch: SGD, learning rate {LR}, momentum {MOMENTUM}, {RANKS} simulated "
+    measurements.write(
+        sys.argv[1],
+        f"Training loss of the last epoch: SGD, learning rate {LR}, momentum {MOMENTUM}, {RANKS} simulated "
         f"ranks, batch {BATCH} each, {EPOCHS} epochs; means over the seeds {', '.join(map(str, SEEDS))}",
-        "machine": f"{processor()}, CPU only",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions,
-        "commands": ["python benchmarks/layers.py docs/results/layers.json"],
-        "methods": METHODS,
-        "columns": COLUMNS,
-        "rows": rows,
-    }
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=1) + "\n")
+        COLUMNS,
+        rows,
+        methods=METHODS,
+    )
 
 
 main()

@@ -8,23 +8,20 @@ run, and the time is not. The learning rates are those of examples/digits.py. It
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", GRACE_NUM_THREADS="1")
 
+import measurements
 import torch
 from torch.nn import functional
 
 import grace
 from grace.core.exchange.simulation import Simulation
-from grace.machine import processor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
@@ -102,18 +99,14 @@ def main(path: str) -> None:
             row[communicator if isinstance(communicator, str) else "finer"] = round(statistics.mean(found), 2)
             print(f"{method:10} {communicator!s:16} {found}", flush=True)
         rows.append(row)
-    data = {
-        "what": "Test accuracy in percent of a small convolutional network on scikit-learn's digits: "
+    measurements.write(
+        path,
+        "Test accuracy in percent of a small convolutional network on scikit-learn's digits: "
         f"{RANKS} simulated ranks, batch {BATCH} each, {EPOCHS} epochs; means over the seeds "
         f"{', '.join(map(str, SEEDS))}",
-        "machine": f"{processor()}, CPU only",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {"Python": platform.python_version(), "PyTorch": torch.__version__},
-        "commands": ["python benchmarks/many_ranks.py docs/results/many_ranks.json"],
-        "columns": COLUMNS,
-        "rows": rows,
-    }
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        COLUMNS,
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""Write a table of measurements to a JSON file, from which the documents take it."""
+
+import json
+import os
+import platform
+import sys
+import time
+
+from grace.machine import processor
+
+# The modules whose versions a table names, if its benchmark has imported them.
+TITLES = {"numpy": "NumPy", "torch": "PyTorch", "sklearn": "scikit-learn"}
+
+
+def write(path, what, columns, rows, **more):
+    """Write rows, what they measure, and the machine, date, versions and command that gave them.
+
+    `columns` maps the keys of rows to titles and formats; `more` has further entries of the file.
+    """
+    versions = {title: sys.modules[name].__version__ for name, title in TITLES.items() if name in sys.modules}
+    data = {
+        "what": what,
+        "machine": f"{processor()}, CPU only",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"Python": platform.python_version(), **versions},
+        "commands": [f"python benchmarks/{os.path.basename(sys.argv[0])} {path}"],
+        **more,
+        "columns": columns,
+        "rows": rows,
+    }
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=1) + "\n")
