@@ -36,7 +36,7 @@ found=0
 tests() {
     local name="$1" status=0; shift
     # -rs shows the reasons of skipped tests, such as a compiler without sanitizers.
-    step "$name" python -m pytest -q -rs --durations=5 "${@}" || status=$?
+    GRACE_TEST_TIMES="$times" step "$name" python -m pytest -q -rs --durations=5 "${@}" || status=$?
     # 5 means that the arguments select no test of this group. This is an error only if it holds for all of them.
     if [ "$status" -eq 0 ]; then found=1; elif [ "$status" -ne 5 ]; then exit "$status"; fi
 }
@@ -52,7 +52,7 @@ setsid bash -ec '
     exec python -m pytest -q -rs --durations=5 -m kernels "$@"
 ' beside "$@" >"$output" 2>&1 &
 beside=$!
-GRACE_TEST_TIMES="$times" tests "tests, several processes" -m distributed "$@"
+tests "tests, several processes" -m distributed "$@"
 status=0
 timed "docs and tests of kernels, the rest" wait "$beside" || status=$?
 beside=""

@@ -36,11 +36,12 @@ part() {
     python -m pytest -q -rs "$@" || failed+=("$name")
     say "$name: $((SECONDS - begin)) s"
 }
-two_ranks="horovodrun-gloo-2 or mpirun-2"
+two_ranks="horovodrun-gloo-2 or mpirun-2 or torchrun-2"
 part "contracts" -n auto tests/core/test_contracts.py
 part "golden bytes" -n auto tests/core/test_golden_bytes.py
 part "kernels" -n auto tests/kernels/test_build.py tests/kernels/test_equal_bytes.py
 part "two ranks, PyTorch" tests/adapters/torch/test_optimizer.py -k "$two_ranks"
+part "two ranks, DDP and FSDP2" tests/adapters/torch/test_ddp.py tests/adapters/torch/test_fsdp.py -k "$two_ranks"
 part "two ranks, TensorFlow" tests/adapters/tensorflow/test_exchange.py -k "$two_ranks"
 part "two ranks, mpi4py" tests/adapters/mpi/test_exchange.py -k "$two_ranks"
 part "package" tests/package

@@ -41,11 +41,12 @@ def pytest_runtest_logreport(report):
     _seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
 
 
-def pytest_sessionfinish():
-    """Add the seconds of each folder to the table."""
+def pytest_sessionfinish(session):
+    """Add the seconds of each folder to the table; what several workers do at the same time counts once."""
     if _times is not None:
+        workers = session.config.getoption("numprocesses", None) or 1
         with open(_times, "a", encoding="utf-8") as table:
-            table.writelines(f"{seconds:.0f}\t  {folder}\n" for folder, seconds in sorted(_seconds.items()))
+            table.writelines(f"{seconds / workers:.0f}\t  {folder}\n" for folder, seconds in sorted(_seconds.items()))
 
 
 @pytest.fixture(autouse=True, scope="session")

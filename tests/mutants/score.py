@@ -226,6 +226,8 @@ def write_json(path: Path, results: Iterable[Result], mutants: tuple[int, int] |
     held: dict[str, object] = {"caught": sum(result.caught for result in ordered), "of": len(ordered)}
     if mutants is not None:
         held["mutant classes"] = {"rejected": mutants[0], "of": mutants[1]}
+    elif path.exists():
+        held |= {key: value for key, value in json.loads(path.read_text()).items() if key == "mutant classes"}
     held["results"] = {r.id: {"caught": r.caught, "by": r.by, "seconds": r.seconds} for r in ordered}
     path.write_text(json.dumps(held, indent=1) + "\n")
 

@@ -32,6 +32,7 @@ def test_the_committed_score_holds_every_patch_as_caught():
     assert [(result.id, result.caught) for result in score.read_json(path)] == [(patch.id, True) for patch in PATCHES]
     written = json.loads(path.read_text())
     assert written["caught"] == written["of"] == len(written["results"]) == len(PATCHES)
+    assert written["mutant classes"]["rejected"] == written["mutant classes"]["of"] > 0
 
 
 def toy(new: str, tests: str = "test_toy.py") -> Patch:
@@ -88,6 +89,7 @@ def test_what_says_nothing_is_an_error(checkout):
 
 def test_results_of_portions_are_put_together(tmp_path):
     first, second = (score.Result(patch.id, True, "a test", 1.0) for patch in PATCHES[:2])
-    for results in ([second], [first]):
-        score.write_json(tmp_path / "score.json", results)
+    for results, mutants in (([second], (3, 4)), ([first], None)):
+        score.write_json(tmp_path / "score.json", results, mutants)
     assert score.read_json(tmp_path / "score.json") == [first, second]
+    assert json.loads((tmp_path / "score.json").read_text())["mutant classes"] == {"rejected": 3, "of": 4}
