@@ -144,6 +144,8 @@ class TensorflowOps(ArrayOps):
         return tf.logical_or(a, b) if _logical(a, b) else tf.bitwise.bitwise_or(*_same(a, b))
 
     def bit_xor(self, a: Array, b: Array) -> Array:
+        if isinstance(a, int) and isinstance(b, int):
+            return a ^ b
         return tf.bitwise.bitwise_xor(*_same(a, b))
 
     def shift_left(self, a: Array, bits: int) -> Array:

@@ -43,6 +43,19 @@ def test_votes_on_zeros_cancel(name, size):
     assert (history[-1, DEAD:LONELY] == len(history) / (2 - size % 2)).all()
 
 
+@pytest.mark.parametrize("every", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
+def test_votes_on_zeros_that_come_in_some_steps_only_do_not_add_up(size, every):
+    """Two tasks take turns, and one of them never uses the weight."""
+    sim = grace.Simulation(size, [SPEC], {"compressor": "signsgd", "default_rules": False})
+    weight, steps = 0.0, 200
+    for number in range(steps * every):
+        x = np.full(SPEC.shape, number % every, np.float32)
+        weight += sim.step([{"w": x}] * size)[0]["w"][0, 0]
+    # Four standard deviations of as many random signs.
+    assert abs(weight - steps * (every - 1)) <= 4 * steps**0.5
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", ["efsignsgd", "onebit"])
 def test_error_feedback_takes_back_what_zeros_were_sent_as(name, size):
@@ -65,8 +78,11 @@ def test_a_graph_that_serves_every_step_alternates_too(native):
         return compressor.compress(x, at)["signs"], compressor.compress_checked(x, at)[0]["signs"]
 
     graph = tf.function(lambda step: compress(ops, array(ops, x, "float32"), step), autograph=False)
-    for step in range(2):
-        expected = np.packbits(x > 0 if step % 2 == 0 else x >= 0, bitorder="little")
-        for signs in (*graph(tf.constant(step, tf.int64)), *compress(ops, array(ops, x, "float32"), step)):
-            assert same(host(ops, signs), expected), step
-        assert all(same(signs, expected) for signs in compress(reference, x, step))
+    of_zeros = {"negative": np.packbits(x > 0, bitorder="little"), "positive": np.packbits(x >= 0, bitorder="little")}
+    for pair in range(8):
+        signs = [compress(reference, x, step)[0] for step in (2 * pair, 2 * pair + 1)]
+        assert {kind for kind, bits in of_zeros.items() if any(same(sign, bits) for sign in signs)} == set(of_zeros)
+        for step, expected in zip((2 * pair, 2 * pair + 1), signs, strict=True):
+            of_graph, eager = graph(tf.constant(step, tf.int64)), compress(ops, array(ops, x, "float32"), step)
+            assert all(same(host(ops, found), expected) for found in (*of_graph, *eager)), step
+            assert same(compress(reference, x, step)[1], expected), step

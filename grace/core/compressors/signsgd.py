@@ -9,6 +9,7 @@ from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.signs import binarize, majority, sign_mean
 from grace.core.ops.base import packed_size
+from grace.core.ops.random import MASK, mix
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
@@ -20,10 +21,11 @@ class SignSGD(Compressor, Checking):
 
     Formula: C(x)_i = \mathrm{sign}(x_i), \quad g_i = \mathrm{sign}\bigl(\textstyle\sum_r \mathrm{sign}(x_{r,i})\bigr)
 
-    A tie of the votes gives 0. An exact zero has no sign: rank r counts it as positive in step t if r + t is even, else
-    as negative. So where all gradients are zero (a row of an embedding that nobody looked up), an even number of ranks
-    is at a tie, and with an odd number the weight moves by one learning rate and back. The step is the bare sign, so
-    retune the learning rate (smaller). Use no error feedback: it harms this method.
+    A tie of the votes gives 0. An exact zero has no sign: every other rank counts it as positive, the rest as negative,
+    and after each step they change over. So where all gradients are zero (a row of an embedding that nobody looked up),
+    an even number of ranks is at a tie, and with an odd number the weight moves by one learning rate and back. The key
+    draws anew for each two steps who begins, so zeros in every second step alone do not add up either. The step is the
+    bare sign, so retune the learning rate (smaller). Use no error feedback: it harms this method.
 
     Error: 0.41 |x|^2 for normal x.
 
@@ -58,5 +60,9 @@ class SignSGD(Compressor, Checking):
 
 
 def _turn(at: Site) -> Array | bool:
-    """Return whether an exact zero counts as negative on this rank in this step: the signs of two ranks cancel."""
-    return (at.key.step + at.rank) % 2 == 1
+    """Return whether an exact zero counts as negative on this rank in this step.
+
+    The signs of two neighbouring ranks cancel, and those of the two steps of a pair.
+    """
+    first = mix(at.ops, at.key.step // 2, at.key.seed & MASK)
+    return (first + at.key.step + at.rank) % 2 == 1

@@ -75,19 +75,11 @@ def sample(ops: ArrayOps, n: int, k: int, key: Key, stream: int = 0) -> Array:
     low_mask, high_mask = (1 << low) - 1, (1 << (bits - low)) - 1
     round_keys = ops.words(_FEISTEL_ROUNDS, key, stream + _SAMPLE_STREAM)
 
-    def mix(value: Array, round_key: Array) -> Array:
-        h = ops.bit_and(value * 0x9E3779B1 + round_key, MASK)
-        h = ops.bit_xor(h, ops.shift_right(h, 16))
-        h = ops.bit_and(h * 0x85EBCA6B, MASK)
-        h = ops.bit_xor(h, ops.shift_right(h, 13))
-        h = ops.bit_and(h * 0xC2B2AE35, MASK)
-        return ops.bit_xor(h, ops.shift_right(h, 16))
-
     def permute(index: Array) -> Array:
         left, right = ops.bit_and(index, low_mask), ops.shift_right(index, low)
         for r in range(0, _FEISTEL_ROUNDS, 2):
-            left = ops.bit_xor(left, ops.bit_and(mix(right, round_keys[r]), low_mask))
-            right = ops.bit_xor(right, ops.bit_and(mix(left, round_keys[r + 1]), high_mask))
+            left = ops.bit_xor(left, ops.bit_and(mix(ops, right, round_keys[r]), low_mask))
+            right = ops.bit_xor(right, ops.bit_and(mix(ops, left, round_keys[r + 1]), high_mask))
         return left + ops.shift_left(right, low)
 
     index = ops.while_loop(
@@ -96,6 +88,19 @@ def sample(ops: ArrayOps, n: int, k: int, key: Key, stream: int = 0) -> Array:
         permute(ops.arange(k, "int64")),
     )
     return ops.cast(index, "int32")
+
+
+def mix(ops: ArrayOps, value: Array, key: Array) -> Array:
+    """Return a 32-bit word that depends on all bits of a value and a key below 2^32: integers or int64 arrays.
+
+    It is the finalizer of MurmurHash3.
+    """
+    h = ops.bit_and(value * 0x9E3779B1 + key, MASK)
+    h = ops.bit_xor(h, ops.shift_right(h, 16))
+    h = ops.bit_and(h * 0x85EBCA6B, MASK)
+    h = ops.bit_xor(h, ops.shift_right(h, 13))
+    h = ops.bit_and(h * 0xC2B2AE35, MASK)
+    return ops.bit_xor(h, ops.shift_right(h, 16))
 
 
 def hash_words(ops: ArrayOps, items: Array, count: int, key: Key) -> list[Array]:
