@@ -11,6 +11,7 @@ import pytest
 from mpi4py.MPI import COMM_SELF
 
 from grace import mpi
+from grace.core.exchange.wire import WIRE_FORMAT
 from grace.core.ops import native
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
@@ -179,6 +180,7 @@ def test_differing_configurations_are_told_on_every_rank(launch):
             else:
                 assert error.startswith("MismatchError: rank"), (label, error)
         assert "compress_ratio is 0.2 and 0.1" in rank["option"]
+        assert f"wire format is 0 and {WIRE_FORMAT}" in rank["wire format"]
         assert "payload format, signsgd is 2 and 1" in rank["format"]
         if native.module_file() is not None:
             assert "matrix products by is ['the library of numpy'] and ['kernels']" in rank["kernels, powersgd"]

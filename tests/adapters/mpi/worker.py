@@ -22,7 +22,7 @@ import grace
 from grace import mpi
 from grace.core.compressors.topk import TopK
 from grace.core.exchange.collectives import sum_halves
-from grace.core.guards import waiting
+from grace.core.guards import agreement, waiting
 from grace.core.ops import get_ops
 from grace.core.values.plan import make_plan
 from grace.core.values.registry import communicators, compressors
@@ -302,6 +302,10 @@ def different_configurations() -> dict[str, Any]:
     }
     found = {label: outcome(make) for label, make in makes.items()}
     with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setattr(agreement, "WIRE_FORMAT", 0)
+        found["wire format"] = outcome(lambda: mpi.MPIExchange(shapes, topk))
+        patch.undo()
         if last:
             patch.setattr(compressors.get("signsgd"), "payload_format", 2)
         found["format"] = outcome(lambda: mpi.MPIExchange(shapes, {"compressor": "signsgd"}))

@@ -8,9 +8,11 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import pytest
 import tensorflow as tf
 
 import grace
+from grace.core.guards import agreement
 from grace.core.values.errors import GraceWarning
 from grace.tensorflow import DistributedGradientTape, Exchange
 from tests.adapters.tensorflow.loss_scaling_scenarios import scaled
@@ -148,8 +150,19 @@ def different_ranks() -> dict[str, str]:
     none_by_rule = {"rules": [{"match": "*out/kernel", "compressor": "none"}]}
     too_few = Exchange(NONE)
     too_few.build(net().trainable_variables)
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setattr(agreement, "WIRE_FORMAT", 0)
+        wire = error_of(one_step(net(), made()))
+        patch.undo()
+        if last:
+            patch.setattr(grace.compressors.get("signsgd"), "payload_format", 2)
+        signs = wrap({"compressor": "signsgd", "default_rules": False})
+        payload = error_of(lambda: signs.apply(made(), net().trainable_variables))
     return {
         "configuration": error_of(lambda: wrap({**TOPK, "compress_ratio": 0.5 if last else 0.25})),
+        "wire format": wire,
+        "payload format": payload,
         "argument": error_of(lambda: wrap(TOPK, sparse_as_dense=last)),
         "typo": error_of(lambda: wrap({"compressor": "topkk" if last else "topk"})),
         "optimizer": error_of(lambda: wrap(TOPK, net() if last else sgd())),

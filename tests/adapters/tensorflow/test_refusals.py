@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grace.core.exchange.wire import WIRE_FORMAT
 from tests.support.cases import MORE_OF_TENSORFLOW
 from tests.support.launch import TENSORFLOW, TORCH, Launch
 from tests.support.ranks import on, same, scenario
@@ -89,6 +90,8 @@ def test_ranks_that_differ_are_told_on_all_of_them(launch):
     for rank in scenario("different_ranks", launch):
         for name, words in {
             "configuration": "compress_ratio is 0.5 and 0.25",
+            "wire format": f"wire format is 0 and {WIRE_FORMAT}",
+            "payload format": "payload format, signsgd is 2 and 1",
             "argument": "sparse_as_dense is True and False",
             "typo": "unknown compressor 'topkk'. Did you mean 'topk'?",
             "optimizer": "received Sequential",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grace.core.exchange.wire import WIRE_FORMAT
 from grace.core.values.registry import compressors
 from tests.support import cases, half_precision
 from tests.support.covering import ALL
@@ -486,7 +487,13 @@ def test_statistics_with_norms(launch):
 def test_ranks_that_differ_are_told_at_construction(launch):
     ranks = scenario("different_configurations", launch)
     for rank, result in enumerate(ranks):
-        for label, word in {"ratio": "compress_ratio", "parameters": "head", "typo": "topkk"}.items():
+        for label, word in {
+            "ratio": "compress_ratio",
+            "parameters": "head",
+            "typo": "topkk",
+            "wire format": f"wire format is 0 and {WIRE_FORMAT}",
+            "payload format": "payload format, signsgd is 2 and 1",
+        }.items():
             assert word in result[label]["refused"], (rank, label)
             assert result[label]["seconds"] < 30
         assert result["ratio"]["refused"].startswith("MismatchError")

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import grace
+from grace.core.guards import agreement
 from tests.adapters.torch.launched import GROUPS, broadcast, broadcast_state, by_torchrun, my_rank, world_size
 from tests.adapters.torch.model import (
     Net,
@@ -655,7 +657,7 @@ def _mismatch(configs: Callable[[int], dict[str, Any]], model: torch.nn.Module) 
 
 
 def different_configurations() -> dict[str, Any]:
-    """Give the last rank another ratio, then an impossible configuration, then other parameters."""
+    """Give the last rank another ratio, an impossible configuration, other parameters, and other formats of bytes."""
     last = world_size() - 1
     ratio = _mismatch(lambda rank: {"compressor": "topk", "compress_ratio": 0.02 if rank == last else 0.01}, make_net())
     typo = _mismatch(lambda rank: {"compressor": "topkk" if rank == last else "topk"}, make_net())
@@ -663,8 +665,17 @@ def different_configurations() -> dict[str, Any]:
     if my_rank() == last:
         net.head = torch.nn.Linear(40, 11)
     parameters = _mismatch(lambda rank: {"compressor": "topk"}, net)
+    with pytest.MonkeyPatch.context() as patch:
+        if my_rank() == last:
+            patch.setattr(agreement, "WIRE_FORMAT", 0)
+        wire = _mismatch(lambda rank: {"compressor": "topk"}, make_net())
+        patch.undo()
+        if my_rank() == last:
+            patch.setattr(grace.compressors.get("signsgd"), "payload_format", 2)
+        payload = _mismatch(lambda rank: {"compressor": "signsgd", **EVERYTHING}, make_net())
     agreed = _mismatch(lambda rank: {"compressor": "topk"}, make_net())
-    return {"ratio": ratio, "typo": typo, "parameters": parameters, "agreed": agreed}
+    formats = {"wire format": wire, "payload format": payload}
+    return {"ratio": ratio, "typo": typo, "parameters": parameters, **formats, "agreed": agreed}
 
 
 def dispatch() -> list[bool]:
