@@ -30,15 +30,17 @@ SHAPE, RANKS, LOCAL_SIZE = (256, 256), (2, 4, 8, 16, 64), 4
 PROGRAMS = ("allreduce", "allgather", "two_shot", "sparse_allreduce", "hierarchical")
 TEXT = """# Bytes over the number of ranks
 
-Bytes per element that leave a rank in a step, for a float32 matrix of 256 x 256 normal values, by default options; an
-uncompressed ring allreduce sends 8 (N - 1) / N of them. `auto`, the default, takes what is bold. Where payloads cannot
-be added, `allgather` and `two_shot` move equally much on two ranks, and from three on `two_shot` moves less. Ranks that
-vote (`signsgd`, `signum`) and fixed thresholds stay with `allgather`; `two_shot` must be named. `sparse_allreduce`
-moves about as much as `two_shot` and must be named. Written by `python benchmarks/moved_bytes.py
-docs/results/moved_bytes.json docs/moved_bytes.md`.
+Bytes per element that leave a rank in a step, for a float32 matrix of 256 x 256 normal values and the default options.
+An uncompressed ring allreduce sends 8 (N - 1) / N of them. Bold figures are those of the communicator that `auto`, the
+default, chooses. Payloads that cannot be added travel by `allgather` or `two_shot`. On two ranks, both move equally
+many bytes; from three ranks on, `two_shot` moves fewer. Methods by which ranks vote (`signsgd`, `signum`) and methods
+with a fixed threshold stay with `allgather`, unless you name `two_shot`. `sparse_allreduce` moves about as many bytes
+as `two_shot`, and you must name it.
 
 With `hierarchical`, four ranks share a node. A cell has two figures: the bytes per element that leave a rank for other
-nodes, and those for ranks of its own node, which are not compressed. It must be named, too.
+nodes, and those for ranks of its own node, which are not compressed. You must name it, too.
+
+`python benchmarks/moved_bytes.py docs/results/moved_bytes.json docs/moved_bytes.md` writes this page.
 
 """
 
