@@ -1,1 +1,1 @@
-"""The array operations of frameworks, which the core finds by the table of backends and imports when asked for one."""
+"""The array operations of frameworks: the core finds them in the table of backends and imports one at its first use."""

@@ -23,7 +23,7 @@ _WHERE = "grace.tensorflow.KerasState"
 
 
 def _with_errors_of_horovod(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that turns TensorFlow's error of a collective into the one at which Horovod starts anew.
+    """Return a function that turns TensorFlow's error of a collective into the error after which Horovod starts anew.
 
     Horovod does so only in the function that it runs, and it synchronizes the state outside of that.
     """
@@ -44,10 +44,10 @@ class KerasState(ObjectState):  # type: ignore[misc]
     `optimizer` is by default that of the compiled model. Pass the `Exchange` of tapes under any other name. All further
     arguments become attributes that are synchronized, as in Horovod's states.
 
-    If the ranks change, survivors keep what they hold back, in proportion: with N ranks before and M now, M / N of it,
-    so the mean over all ranks keeps the survivors' share. What an owner of a shard held back goes to its own residual.
-    New ranks hold back nothing, and what a rank that is gone held back is lost; the log says so. Steps are traced anew:
-    `fit` makes its function again, and a `tf.function` of your own must be made in the function that Horovod runs.
+    If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
+    in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks
+    hold back nothing. What a lost rank held back is lost, and the log says so. Steps are traced anew: `fit` makes its
+    function again, and a `tf.function` of your own must be made in the function that Horovod runs.
 
     Raises ConfigError for a model without variables, and for exchanges whose states cannot go on with other ranks.
     """

@@ -24,7 +24,8 @@ _BROADCAST = (
 class Replicas:
     """The comparisons of one exchange: once before the second step, and before every `every`-th step.
 
-    At the second step a broadcast is late even in scripts whose first step builds the model. Every rank sends 8 bytes.
+    Even a script whose first step builds the model must have broadcast its weights before the second step. Every rank
+    sends 8 bytes.
     """
 
     def __init__(self, every: int) -> None:

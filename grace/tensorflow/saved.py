@@ -14,7 +14,7 @@ from grace.core.values.errors import StateError
 def check_saved_variables(variables: Sequence[Any], store: Mapping[str, Any]) -> None:
     """Raise StateError unless `store` holds a value for each variable, of its shape and kind of number.
 
-    Keras would load none of another number of variables, with a warning, and some of variables of another shape.
+    If the number of variables differs, Keras would warn and load none. If some shapes differ, it would load the others.
     """
     places = {str(i): variable for i, variable in enumerate(variables)}
     different = sorted(set(places) ^ set(store.keys()))

@@ -1,4 +1,4 @@
-"""Train functions of Keras models whose optimizer was wrapped late, which are made anew."""
+"""Train functions of Keras models, made anew if the optimizer was wrapped late."""
 
 from __future__ import annotations
 

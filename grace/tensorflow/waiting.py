@@ -73,9 +73,9 @@ def elastic_timeout(timeout: float) -> float:
 class Watch:
     """A watch over steps in graphs. Nothing can raise an error in a graph that waits, so it ends the process.
 
-    The graph notes the steps that it begins and ends, and a thread reads these notes. It takes a step for one that
-    waits if the step has begun and not ended, and if the same call of TensorFlow has been running since: after an error
-    in a step, no call does. `what` tells what a step exchanges.
+    The graph notes the steps that it begins and ends, and a thread reads these notes. A step waits if it has begun and
+    not ended, and if the same call of TensorFlow has been running since. After an error in a step, no such call runs.
+    `what` tells what a step exchanges.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, what: Callable[[], str]) -> None:

@@ -137,7 +137,8 @@ class Exchange(core.Exchange[Engine]):
     def gathered(self, state: Any) -> dict[str, Any]:
         """Return a state of an optimizer to load, from one or from a list with those of all ranks.
 
-        Of a list it is this rank's own, or with other ranks any, and the key 'grace' has grace's parts of all.
+        From a list, it takes the state of this rank, or any state if the number of ranks differs. The key 'grace' then
+        has the parts of grace of all ranks.
         """
         if not isinstance(state, list):
             return dict(check_mapping(state, "the optimizer"))

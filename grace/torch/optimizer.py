@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: a PyTorch optimizer that exchanges its gradients by grace, over Horovod or torch.distributed.
 
-Both libraries give the adapter an optimizer with the same seam; see `grace.torch.library`.
+Both libraries give the adapter an optimizer with the same entry point; see `grace.torch.library`.
 """
 
 from __future__ import annotations

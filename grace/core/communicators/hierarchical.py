@@ -1,4 +1,4 @@
-"""Hierarchy of nodes: little compressed within a node, compressed between nodes."""
+"""Hierarchy of nodes: little or no compression within a node, compression between nodes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Hierarchical(Communicator):
 
     Every unit is cut into one shard per rank of a node. The ranks of a node trade their shards uncompressed; the rank
     that gets shard j averages it, adds its residual and compresses it. The ranks of all nodes that have shard j
-    exchange it by the communicator `between`. Then each passes the result on within its node. So slow links between
-    nodes carry compressed shards only, and each link as much as if its node was one rank.
+    exchange it by the communicator `between`. Then each passes the result on within its node. So the slow links between
+    nodes carry only compressed shards, and each link carries as much as if its node were a single rank.
 
-    `between` is by default `auto`. `within` compresses inside of a node: "none", "fp16",
-    or another compressor that needs no error feedback. `local_size` is the number of ranks on a node; by default the
-    launcher tells it. Ranks must be numbered node by node. With one node, only `within` compresses.
+    `between` is by default `auto`. `within` compresses within a node: "none", "fp16", or another compressor that needs
+    no error feedback. `local_size` is the number of ranks on a node; by default it comes from the launcher. Ranks must
+    be numbered node by node. With one node, only `within` compresses.
 
     Reference: Shi et al., "Towards scalable distributed training of deep learning on public cloud clusters"
     (HiTopKComm, by topk), MLSys 2021; Wang et al., "ZeRO++: extremely efficient collective communication for giant
@@ -255,7 +255,7 @@ def _onward(unit: Unit) -> Unit:
 
 
 def _numbered_by_node(unit: Unit, local_size: int) -> Unit:
-    """Return the unit with the ranks that own what it is sent on as, numbered as `between` does."""
+    """Return the unit with the owners of its `onward` numbered by nodes, as `between` numbers them."""
     if unit.onward is None:
         return unit
     owners = tuple(rank // local_size for rank in unit.onward.owners or ())

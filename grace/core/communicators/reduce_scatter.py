@@ -29,8 +29,8 @@ class ReduceScatter(Communicator):
     The ranks trade their compressed parts; the owner of part j averages what it gets. A rank sends (N - 1) / N
     payloads. The buffer to each owner has the flags of all units, so that all ranks drop the same states.
 
-    No configuration can name it, because optimizers need the mean of all parts. Adapters whose framework has sharded
-    the parameters bring it.
+    No configuration can name it, because optimizers need the mean of all parts. An adapter uses it if the framework has
+    sharded the parameters.
     """
 
     any_length: ClassVar[bool] = True

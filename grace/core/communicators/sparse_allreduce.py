@@ -30,7 +30,7 @@ _BINS, _SHIFT = 1024, 21
 @communicators.register("sparse_allreduce")
 @dataclass(frozen=True)
 class SparseAllreduce(Communicator):
-    r"""Sparse sums by index ranges, of which the largest come back: the bytes do not grow with the number of ranks.
+    r"""Sparse sums by index ranges: the largest sums come back, and the bytes do not grow with the number of ranks.
 
     Formula: s = \textstyle\sum_i C(x_i), \quad g = \mathrm{top}_k(s) / n
 
@@ -40,11 +40,12 @@ class SparseAllreduce(Communicator):
     each magnitude (exponent and two more bits), to find where the k-th largest lies; of that magnitude, all ranks keep
     the same share. Units of fewer than 1,024 entries skip the counts: each rank keeps the largest k / N of its range.
 
-    With "union" all sums come back, and a range that is more than half full travels without indices. With "tree" ranks
-    add their entries pairwise in log2(N) rounds, each time only the k largest go on, and the last rank sends the result
-    to all: O(k log N) words.
+    With "union" all sums come back, and a range that is more than half full travels without indices. With "tree", ranks
+    add their entries pairwise in log2(N) rounds. Only the k largest go on to the next round, and the last rank sends
+    the result to all: O(k log N) words.
 
-    What is dropped on the way returns to the memory of a rank that held it: with error feedback nothing is lost.
+    Entries that are dropped on the way return to the memory of a rank that held them. So with error feedback nothing is
+    lost.
 
     Reference: Li and Hoefler, "Near-optimal sparse allreduce for distributed deep learning" (Ok-Topk, "split"), PPoPP
     2022; Renggli et al., "SparCML: high-performance sparse communication for machine learning" ("union"), SC 2019; Shi
@@ -316,7 +317,8 @@ def _counts(ops: ArrayOps, values: Array) -> Array:
 def _share(ops: ArrayOps, counts: Array, total: Array, most: Array) -> Array:
     """Return how many of its sums a rank keeps, so that all ranks keep the `most` largest of all sums.
 
-    All that lie in a bin above that of the smallest one are kept, and of this bin each rank keeps the same share.
+    The sums in bins above that of the smallest one are all kept. Of the sums in this bin, each rank keeps the same
+    share.
     """
     counts, total = ops.cast(counts, "int64"), ops.cast(total, "int64")
     mine, every = ops.sum(counts) - ops.cumsum(counts), ops.sum(total) - ops.cumsum(total)

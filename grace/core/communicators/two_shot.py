@@ -36,12 +36,12 @@ class TwoShot(Communicator):
     Formula: m_j = \mathrm{mean}_i\, C(x_{ij}), \quad g_j = C'(m_j)
 
     Every unit is cut into one shard per rank. The ranks trade their compressed shards; the owner of shard j averages
-    what it gets, compresses the mean m_j again by C' and sends it to all ranks. A rank sends 2 (N - 1) / N payloads,
-    where gathering brings N - 1 payloads to every rank. What C' drops stays with the owner, in `shard_memory`, and is
+    what it gets, compresses the mean m_j again by C' and sends it to all ranks. A rank sends 2 (N - 1) / N payloads.
+    With gathering, every rank receives N - 1 payloads. What C' drops stays with the owner, in `shard_memory`, and is
     added to the mean of the next step.
 
     `second` is C': by default the compressor itself; "none" sends the mean as it is. `shard_memory` is by default
-    error feedback if C' has it by default, else none. The memory `dore` brings its own.
+    error feedback if C' has it by default, else none. The memory `dore` has its own.
 
     Reference: Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
     compression", ICML 2019; Zheng et al., "Communication-efficient distributed blockwise momentum SGD with

@@ -1,4 +1,4 @@
-"""AdaComp: what the latest gradient makes the largest of its bin."""
+"""AdaComp: elements that the latest gradient, added once more, would make the largest of their bin."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 @compressors.register("adacomp")
 @dataclass(frozen=True)
 class AdaComp(Compressor, Selecting):
-    r"""AdaComp: in each bin, the elements that one more gradient like the latest lifts to the bin's maximum.
+    r"""AdaComp: the elements of each bin that reach its maximum if the latest gradient is added once more.
 
     Formula: C(x)_i = s \, \mathrm{sign}(x_i) \, 1_{|x_i + g_i| \ge m_b}, \; m_b = \max_{j \in b} |x_j|
 
     x is the residual plus the latest gradient g. Bins hold `bin_size` consecutive elements; the last one may be
-    shorter. b is the bin of element i, and s the mean of the maxima of all bins. The memory `adacomp` knows g; with any
-    other memory x itself is taken for it, and elements of half the maximum and more travel. How many elements
-    that is follows the gradients of each layer: few where the residual dominates, more where a bin has no outlier.
-    Zeros never travel. The payload is s and two ascending lists of int32 indices, one per sign: 4 bytes per element.
-    (The paper codes an index within its bin in 6 or 14 bits, and takes bins of 50 elements for convolutions and of 500
-    for other layers.) An element of a bin with a small maximum is sent too large, and the residual takes that back, so
-    the error can exceed |x|.
+    shorter. b is the bin of element i, and s the mean of the maxima of all bins. The memory `adacomp` knows g. With any
+    other memory, x itself takes the place of g, and elements of at least half the maximum travel. The number of
+    elements depends on the gradients of each layer: it is small where the residual dominates, and larger where a bin
+    has no outlier. Zeros never travel. The payload is s and two ascending lists of int32 indices, one per sign: 4 bytes
+    per element. (The paper codes an index within its bin in 6 or 14 bits, and takes bins of 50 elements for
+    convolutions and of 500 for other layers.) If the maximum of a bin is small, its elements are sent too large. The
+    residual corrects this later, but the error can exceed |x|.
 
     Error: 0.73 |x|^2 for normal x.
 
     Cost: five passes, one of them a sum in float64; nothing is sorted, no random numbers.
 
-    When: layers that need different ratios, which no one wants to choose.
+    When: layers need different ratios, and you do not want to choose them.
 
     Reference: Chen et al., "AdaComp: adaptive residual gradient compression for data-parallel distributed training",
     AAAI 2018, Algorithm 2.

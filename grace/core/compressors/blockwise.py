@@ -70,7 +70,7 @@ class Blockwise(BucketQuantizer):
 
     When: 4 bits per element with error feedback. "nf4" has the least error for gradients like normal ones, "mxfp4"
     sends the fewest bytes in small blocks. FP8 suits gradients whose parts differ in size, for which the one scale of
-    `eightbit` is too large. For no state take `eden`, which is unbiased.
+    `eightbit` is too large. Without a state, take `eden`, which is unbiased.
 
     Reference: Dettmers et al., "QLoRA: efficient finetuning of quantized LLMs", NeurIPS 2023 ("nf4"); Rouhani et al.,
     "Microscaling data formats for deep learning", arXiv:2310.10537, 2023 (MX formats, with blocks of 32);

@@ -30,8 +30,8 @@ class GaussianK(EstimatedThreshold):
 
     Cost: a pass each for mean and deviation, one per adjustment, one of comparisons; nothing is sorted.
 
-    When: values close to normal, as residuals of large layers often are. Heavy tails need
-    adjustments; sidco fits the tail.
+    When: values close to normal, as residuals of large layers often are. Heavy tails need adjustments; sidco fits the
+    tail.
 
     Reference: Shi et al., "Understanding top-k sparsification in distributed deep learning", 2019.
     """

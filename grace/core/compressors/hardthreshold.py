@@ -32,11 +32,11 @@ class HardThreshold(Sparsifier, Tuning):
     and may be zero. The payload has 8 bytes per kept element.
     With `threshold` null, the threshold is tuned to the volume `compress_ratio`. In the first step each unit sends its
     `max(1, int(compress_ratio * d))` largest elements. The mean of their smallest magnitudes, over ranks and units, is
-    the first threshold. Then it follows the number of elements that all ranks and layers have sent so far: what the run
-    has sent too much or too little is made up for within some tens of steps. So the volume of runs from 200 steps on is
-    within 10 % of compress_ratio. `tune_steps` ends the tuning after that many steps; with 0 the threshold is the
-    paper's rule, `1 / (2 sqrt(k))` with k = compress_ratio * elements of the whole model. If a schedule starts this
-    method later, or changes compress_ratio, tuning begins there.
+    the first threshold. Then it follows the number of elements that all ranks and layers have sent so far: if the run
+    has sent too much or too little, the threshold corrects this within some tens of steps. So in runs of 200 steps or
+    more, the volume is within 10 % of compress_ratio. `tune_steps` ends the tuning after that many steps; with 0 the
+    threshold is the paper's rule, `1 / (2 sqrt(k))` with k = compress_ratio * elements of the whole model. If a
+    schedule starts this method later, or changes compress_ratio, tuning begins there.
 
     Error: 0.99 |x|^2 for normal x; 0.2 |x|^2 with `threshold=1.0`.
 

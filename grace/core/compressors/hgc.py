@@ -1,4 +1,4 @@
-"""Hybrid gradient compression: elements above some mean magnitudes, quantized."""
+"""Hybrid gradient compression: elements above a multiple of the mean magnitude, quantized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grace.core.values.spec import Array, Site
 @compressors.register("hgc")
 @dataclass(frozen=True)
 class HGC(QuantizedSparsifier):
-    r"""HGC: every element of at least some mean magnitudes, quantized by QSGD.
+    r"""HGC: every element of at least a multiple of the mean magnitude, quantized by QSGD.
 
     Formula: C(x) = Q(S(x)), \; S(x)_i = x_i \, 1_{|x_i| \ge \alpha \mu}, \; \mu = \frac{1}{d} \sum_j |x_j|
 
@@ -51,7 +51,7 @@ class HGC(QuantizedSparsifier):
 
 @dataclass(frozen=True)
 class _AboveMean(EstimatedThreshold):
-    """Sparsifier of all elements of at least `alpha` mean magnitudes."""
+    """Sparsifier of all elements of at least `alpha` times the mean magnitude."""
 
     alpha: float
 

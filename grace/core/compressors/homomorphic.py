@@ -22,28 +22,30 @@ class Homomorphic(Compressor):
 
     K holds the k elements of largest magnitude. Their Count-Sketch S has 4 rows with random buckets h_j and signs s_j,
     their Bloom filter B has random positions b_l. An allreduce adds both: sketches are linear, and a position of the
-    summed filter is set where its counter is not 0. The receivers peel the sum. A bucket with one element that passes
-    the filter gives its value, which is taken out of its other buckets; these may then have one element, and so on.
-    The payload has room for int(`compress_ratio` d) sums other than 0, whatever the number of ranks. Each of N ranks
-    sends the N-th part of so many, at least one, because their places may be disjoint. With `disjoint=False` each sends
-    all of them, for gradients whose sum is known to have no more. Zeros do not travel, so a gradient that is sparse
-    enough loses nothing. Sums are exact up to rounding, in tests within 8 eps of the largest one.
-    Four rows can be peeled with 1.295 buckets per element, if these are many. The sketch has `buckets_per_value` for
-    each element that passes the filter, rightly or not, and for two standard deviations more. At random places, with
-    the defaults, at most 4 of 1,000 sketches of 8, 20 and 80 values left an element or a few, and none of 200 with 800
-    values. Elements are hashed in blocks of 16, for speed, and sketches whose elements fill whole blocks fail more
-    often: 7 % of those of 800 values, 40 % of those of 80. So elements are permuted first, and neighbours come into
-    different blocks: of 100 sketches of 80 and of 800 values in runs of 16 neighbours or columns, at most 1 was not
-    peeled.
+    summed filter is set where its counter is not 0. The receivers peel the sum. If only one element that passes the
+    filter lies in a bucket, the bucket gives its value. This value is subtracted from the other buckets of the element.
+    These may then hold only one element, and so on. The payload has room for int(`compress_ratio` d) sums other than 0,
+    whatever the number of ranks. The ranks may have nonzero elements at different places, so each of N ranks sends the
+    N-th part of this number, at least one. With `disjoint=False` each rank sends as many as there is room for. This is
+    for gradients whose sum is known to fit. Zeros do not travel, so a gradient that is sparse enough loses nothing.
+    Sums are exact up to rounding, in tests within 8 eps of the largest one.
+    Four rows with many elements can be peeled if there are 1.295 buckets per element. The sketch has
+    `buckets_per_value` buckets for each element that passes the filter, rightly or not, and for two standard deviations
+    more. At random places, with the defaults, at most 4 of 1,000 sketches of 8, 20 and 80 values left an element or a
+    few, and none of 200 with 800 values. Elements are hashed in blocks of 16, for speed, and sketches whose elements
+    fill whole blocks fail more often: 7 % of those of 800 values, 40 % of those of 80. So elements are permuted first,
+    and neighbours come into different blocks: of 100 sketches of 80 and of 800 values in runs of 16 neighbours or
+    columns, at most 1 was not peeled.
     Elements that are left are estimated by the median of their buckets. The error is 0 on average over the hashes,
-    which are redrawn in every step. No residual holds it: that is x minus what the rank's own payload decodes to.
+    which are redrawn in every step. No residual contains this error: a residual is x minus what the rank's own payload
+    decodes to.
     Of a million elements, a rank of 4 to 7 sends 33,792 floats and 230,912 counters of 4 bits: 6.3 % of the dense
     gradient, with room for 2 %.
 
     Error: 0.85 |x|^2 for normal x.
 
-    Cost: a partial sort; then for all ranks at once a hash per 16 elements and function, about two looks into the
-    filter per element, and few rounds over the elements that pass. A rank decodes its own payload as well.
+    Cost: a partial sort; then, for all ranks at once, a hash per 16 elements and function, about two look-ups in the
+    filter per element, and a few rounds over the elements that pass. A rank decodes its own payload as well.
 
     When: gradients that are sparse at places that the ranks share, or a network that adds on the way (the switches of
     the publication). Where the places differ, `topk` by `allgather` moves fewer bytes for the same elements.

@@ -29,15 +29,15 @@ class Inceptionn(Compressor):
     Formula: C(x)_i = s \, \Delta_i \, \mathrm{trunc}(y_i / \Delta_i) 1_{|y_i| \ge \epsilon}, \; y = x / s
 
     epsilon is `error_bound`, and s is the largest magnitude of the tensor, which is sent along; with `relative=False`
-    it is 1, as in the paper, and gradients far below the bound are lost without a word. No error exceeds epsilon s. The
-    exponent of |y_i| selects the length and the step Delta_i, and a tag of 2 bits tells the length. Nothing is sent of
-    |y_i| < epsilon. Numbers below 2^-m take 8 bits, numbers below 2^-h 16 bits; larger numbers travel as they are (32
-    bits; 64 bits for float64 gradients, which share the short forms). With b = ceil(-log2(epsilon)), m = max(ceil(b/2),
-    b-7) is halfway between the bound and 1, and h = max(0, b-15) is 0 for bounds of 2^-15 and above. Short forms are
-    integers, truncated towards zero, of steps 2^-(m+7) and 2^-(h+15): a sign, zeros, the leading 1, whose position is
-    the exponent, and the bits below it. Both steps are at most 2^-b. For bounds below 2^-15, 16 bits cannot hold
-    numbers just below 1, which travel in full. Biased towards zero; the error never exceeds |x| (delta = 0). Three
-    fields have a run-time length.
+    it is 1, as in the paper, and gradients far below the bound are lost without a warning. No error exceeds epsilon s.
+    The exponent of |y_i| selects the length and the step Delta_i, and a tag of 2 bits tells the length. Nothing is sent
+    of |y_i| < epsilon. Numbers below 2^-m take 8 bits, numbers below 2^-h 16 bits; larger numbers travel as they are
+    (32 bits; 64 bits for float64 gradients, which share the short forms). With b = ceil(-log2(epsilon)), m =
+    max(ceil(b/2), b-7) is halfway between the bound and 1, and h = max(0, b-15) is 0 for bounds of 2^-15 and above.
+    Short forms are integers, truncated towards zero, of steps 2^-(m+7) and 2^-(h+15): a sign, zeros, the leading 1,
+    whose position is the exponent, and the bits below it. Both steps are at most 2^-b. For bounds below 2^-15, 16 bits
+    cannot hold numbers just below 1, which travel in full. Biased towards zero; the error never exceeds |x| (delta =
+    0). Three fields have a run-time length.
 
     Error: 6.7e-08 |x|^2 for normal x; 9.4e-10 |x|^2 with `relative=false`; 2.3e-05 |x|^2 with `error_bound=0.01`.
 

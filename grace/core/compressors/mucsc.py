@@ -27,12 +27,12 @@ class MUCSC(Compressor, Selecting):
     least and the largest element, so that every element has two neighbours and the result is unbiased. Each rank fits
     the others in every step, to 4,096 random elements, and sends all. The variance is the sum of (c_{j+1} - x_i) (x_i -
     c_j).
-    Beside `alq`: there, the elements of a bucket are divided by its norm, levels are equal for both signs, and they are
-    those with the least variance of rounding; here, one table serves the whole tensor as it is, of both signs, and
-    centroids have the least squared distance to their clusters.
+    Compared with `alq`: there, the elements of a bucket are divided by its norm, and the levels are equal for both
+    signs and have the least variance of rounding. Here, one table serves all elements of the tensor, and the centroids
+    have the least squared distance to their clusters.
     `super_cluster` (B-MUCSC): this share of the elements, those nearest to zero, becomes zero and is not sent. The
     others travel with int32 indices. Their magnitudes have K/2 centroids, the least and the largest magnitude among
-    them, so `bits` is at least 2. The result is biased, and only unbiased for the elements that travel.
+    them, so `bits` is at least 2. The result is biased; it is unbiased only for the elements that travel.
 
     Error: 0.026 |x|^2 for normal x; 0.14 |x|^2 with `bits=3`.
 

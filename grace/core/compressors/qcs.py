@@ -30,18 +30,19 @@ class QCS(Compressor):
     signs and a Hadamard transform, twice), so A A^T = 1. u is the dither, uniform from 0 to 1, which the receivers
     subtract: the error of rounding is uniform with variance Delta^2 / 12, whatever x is. A and u follow from the shared
     key and change in each step; they are equal on all ranks, so equal gradients have equal errors. Delta = max_i |(A
-    x)_i| / (2^(b - 1) - 1), so that the integers have b = `bits` bits, from 2 to 8. By default g has the least mean
-    squared error among linear decoders for measurements with independent errors, s^2 / (s^2 + Delta^2 / 12) with s^2 =
-    |A x|^2 / m: biased, for error feedback. With `unbiased=true`, g = N / m, with an error of about (N / m - 1) |x|^2.
-    A block sends one float of the working dtype. The last block is filled with zeros to a power of two.
-    FedQCS measures sparsified gradients in this way; its reconstruction at the server is no part of this method.
+    x)_i| / (2^(b - 1) - 1), so that the integers have b = `bits` bits, from 2 to 8. By default, g = s^2 / (s^2 +
+    Delta^2 / 12) with s^2 = |A x|^2 / m. This g has the least mean squared error of all linear decoders if the errors
+    of the measurements are independent. The result is biased, so it needs error feedback. With `unbiased=true`, g = N /
+    m, with an error of about (N / m - 1) |x|^2. A block sends one float of the working dtype. The last block is filled
+    with zeros to a power of two.
+    FedQCS measures sparsified gradients in this way; this method does not include its reconstruction at the server.
 
     Error: 0.51 |x|^2 for normal x; 0.76 |x|^2 with `bits=2`; 1 |x|^2 with `unbiased=true`. It is the same for all x.
 
     Cost: one rotation and one random number per measurement to encode, and the same once for all ranks to decode.
 
     When: error feedback with 1 or 2 bits per element, and an error that is the same for all x. For more bits take
-    `blockwise`, and for none of the memory `eden`.
+    `blockwise`. Without a memory take `eden`.
 
     Reference: Abdi and Fekri, "Quantized compressive sampling of stochastic gradients for efficient communication in
     distributed deep learning", AAAI 2020.

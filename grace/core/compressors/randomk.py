@@ -21,9 +21,9 @@ class RandomK(Sparsifier):
 
     K holds `k = max(1, int(compress_ratio * d))` coordinates, drawn uniformly without replacement. They follow from
     seed, tensor and step, so only the k values travel, by allreduce. So this is also the method of random masks with k
-    ones. With `mode="block"` (block-random-k) K is one run of k consecutive coordinates from a random one on, which
-    goes on at the beginning when it reaches the end, so that all coordinates are drawn equally often. `scaled=False` is
-    a contraction with delta = k/d in expectation; use it with error feedback. `scaled=True` is unbiased with E|x -
+    ones. With `mode="block"` (block-random-k) K is one run of k consecutive coordinates from a random one on. If it
+    reaches the end, it continues at the beginning, so that all coordinates are drawn equally often. `scaled=False` is a
+    contraction with delta = k/d in expectation; use it with error feedback. `scaled=True` is unbiased with E|x -
     C(x)|^2 = (d/k - 1) |x|^2; use it without error feedback.
 
     Error: 0.9 |x|^2 for normal x; 9 |x|^2 with `scaled=true`.

@@ -23,8 +23,8 @@ class SBC(Compressor, Selecting):
     K+ holds the `max(1, int(compress_ratio * p))` largest of the p positive elements and K- likewise the smallest of
     the negative ones; the side whose mean mu is larger in magnitude travels, as one mean and int32 indices: 4 bytes per
     element, of about half of compress_ratio * d elements. The paper codes the gaps between the indices, as does
-    `index_coding="golomb"`. Warm-up, local steps and, with the memory `dgc`, momentum correction are
-    settings of the run. The error never exceeds |x|.
+    `index_coding="golomb"`. Warm-up, local steps and, with the memory `dgc`, momentum correction are settings of the
+    run. The error never exceeds |x|.
 
     Error: 0.96 |x|^2 for normal x; 0.77 |x|^2 with `compress_ratio=0.1`.
 

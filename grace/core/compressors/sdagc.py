@@ -13,7 +13,7 @@ from grace.core.values.spec import Array, Site
 @compressors.register("sdagc")
 @dataclass(frozen=True)
 class SDAGC(EstimatedThreshold):
-    r"""SDAGC: every element of at least some standard deviations.
+    r"""SDAGC: every element of at least a number of standard deviations.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \alpha \sigma}
 

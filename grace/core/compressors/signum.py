@@ -16,8 +16,8 @@ class Signum(SignSGD):
     Formula: m \leftarrow \beta m + (1 - \beta) g, \quad C(m)_i = \mathrm{sign}(m_i)
 
     The ranks vote as in signsgd. The default memory `momentum` keeps m, one per rank, and its option `momentum` is
-    beta; set the optimizer's own momentum to 0. One bit per element; exact zeros are
-    treated as in signsgd. Biased; the error can exceed |x|, so C is no contraction.
+    beta; set the optimizer's own momentum to 0. One bit per element; exact zeros are treated as in signsgd. Biased; the
+    error can exceed |x|, so C is no contraction.
 
     Error: 0.41 |x|^2 for normal x.
 

@@ -20,15 +20,15 @@ class Strom(Compressor, Selecting):
     Formula: C(x)_i = \tau \, \mathrm{sign}(x_i) \, 1_{|x_i| > \tau}
 
     tau is `threshold`, in the units of the gradient. A word is i, or -1 - i for a negative element: one bit for the
-    sign and 31 for the index. What an element exceeds tau by stays in the residual, so a large one travels in several
-    steps. The number of words depends on the data and may be 0. The error never exceeds |x|.
+    sign and 31 for the index. The part of an element beyond tau stays in the residual, so a large element travels in
+    several steps. The number of words depends on the data and may be 0. The error never exceeds |x|.
 
     Error: 0.98 |x|^2 for normal x; 0.35 |x|^2 with `threshold=1.0`.
 
     Cost: one pass of comparisons; nothing is sorted, no random numbers.
 
-    When: half of threshold's bytes, if the scale of the gradients is known and steady. With tau too small, many words
-    travel and the residual grows; with tau too large, nothing does.
+    When: half of threshold's bytes, if the scale of the gradients is known and steady. If tau is too small, many words
+    travel and the residual grows. If tau is too large, nothing travels.
 
     Reference: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
     """

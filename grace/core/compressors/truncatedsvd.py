@@ -29,7 +29,7 @@ class TruncatedSVD(Compressor):
     Cost: a full singular value decomposition in float64, about rows * columns * min(rows, columns) operations.
 
     When: to see how far other low-rank methods are from the best one, and for small matrices. For training take
-    `powersgd`, which needs no decomposition and an allreduce.
+    `powersgd`, which needs no decomposition and travels by allreduce.
 
     Reference: Eckart and Young, "The approximation of one matrix by another of lower rank", Psychometrika 1936; as a
     measure for power iteration: Vogels et al., "PowerSGD: practical low-rank gradient compression for distributed

@@ -34,10 +34,10 @@ class VQSGD(BucketQuantizer):
 
     A bucket of d = `bucket_size` elements is a mean of the vertices +-R e_i of a cross-polytope. s = `samples` of them
     are drawn, independently, and their signs and indices sent. `norm="l1"`: R = |x|_1, and the variance is (|x|_1^2 -
-    |x|^2) / s. `norm="l2"`, as in the paper: R = sqrt(d) |x|, the least that is enough for all x of this norm. What
-    |x|_1 leaves of R goes to all 2 d vertices alike, which cancel in the mean; the variance is (d - 1) |x|^2 / s, which
-    is never less. Unbiased. d is a power of two. A vertex takes 1 + log2(d) bits, and each bucket one float of the
-    working dtype.
+    |x|^2) / s. `norm="l2"`, as in the paper: R = sqrt(d) |x|, the least that is enough for all x of this norm. The part
+    of R beyond |x|_1 goes to all 2 d vertices alike, and these cancel in the mean. The variance is then (d - 1) |x|^2 /
+    s, which is never less. Unbiased. d is a power of two. A vertex takes 1 + log2(d) bits, and each bucket one float of
+    the working dtype.
 
     Error: 2.5 |x|^2 for normal x; 3.9 |x|^2 with `norm="l2"`.
 

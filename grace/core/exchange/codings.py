@@ -35,7 +35,7 @@ from grace.core.values.spec import ITEMSIZE, Array, Field, Payload
 
 
 class Codec(NamedTuple):
-    """Pair of functions: bytes and the width of their codes to coded bytes; and back, with the number of bytes."""
+    """Pair of functions: one codes bytes, given the width of their codes; one decodes, given the number of bytes."""
 
     encode: Callable[[ArrayOps, Array, int], Array]
     decode: Callable[[ArrayOps, Array, int, Any], Array]

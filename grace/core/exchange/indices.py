@@ -39,7 +39,7 @@ def _gaps(ops: ArrayOps, indices: Array) -> Array:
 
 @composite()
 def gap_facts(ops: ArrayOps, indices: Array, low: Any) -> Array:
-    """Return the widest gap between ascending indices, and the sum of gap / 2^low, rounded down each, in int64."""
+    """Return the widest gap between ascending indices, and the sum of all gap / 2^low, each rounded down, in int64."""
     gaps = ops.concat([ops.zeros(1, "int64"), _gaps(ops, indices)])
     widest, quotients = ops.max(gaps), ops.sum(ops.shift_right(gaps, low))
     return ops.concat([ops.reshape(widest, (1,)), ops.reshape(quotients, (1,))])
@@ -80,7 +80,7 @@ def _(ops: Native, indices: Array, low: Any, unary: Any, planes: int) -> Array |
 
 @composite()
 def decode_gaps(ops: ArrayOps, data: Array, low: Any, unary: Any, k: int, planes: int) -> Array:
-    """Return the k indices of `encode_gaps`. Raises PayloadError for a unary part of another number of gaps."""
+    """Return the k indices of `encode_gaps`. Raises PayloadError for a unary part with another number of gaps."""
     m = (k + 7) // 8
     # Not the length of data: TensorFlow's graph optimizer confuses it with that of the other branch.
     padded = ops.concat([data[: low * m], ops.zeros((planes - low) * m, "uint8")])
@@ -109,7 +109,7 @@ def _(ops: Native, data: Array, low: Any, unary: Any, k: int, planes: int) -> Ar
 
 
 def _served(ops: Native, x: Array) -> bool:
-    """Return whether kernels code these indices: few as they are, a GPU's own operations are fast enough."""
+    """Return whether kernels code these indices; there are few, so on a GPU its own operations are fast enough."""
     return ops.device.startswith("cpu") and ops.kind(x) is not None
 
 
@@ -165,13 +165,13 @@ def choose(ops: ArrayOps, indices: Array, below: int, coding: str) -> Array:
 
 
 def _low(ops: ArrayOps, word: Array) -> Array:
-    """Return the low bits of a gap that a header word tells: all of delta, r of golomb."""
+    """Return how many low bits of a gap a header word names: all for delta, r for golomb."""
     rest = ops.shift_right(word, 2)
     return ops.where(ops.bit_and(word, 3) == _GOLOMB, ops.bit_and(rest, 31), rest)
 
 
 def _unary(ops: ArrayOps, word: Array) -> Array:
-    """Return the bytes of the unary part that a header word tells."""
+    """Return the bytes of the unary part that a header word names."""
     return ops.where(ops.bit_and(word, 3) == _GOLOMB, ops.shift_right(word, 7), 0)
 
 
@@ -209,7 +209,7 @@ def encode(ops: ArrayOps, indices: Array, word: Array, below: int) -> Array:
 
 
 def decode(ops: ArrayOps, data: Array, word: Array, k: int, below: int) -> Array:
-    """Return the k indices. Raises PayloadError for a bitmap of another number."""
+    """Return the k indices. Raises PayloadError for a bitmap with another number of indices."""
 
     def gaps() -> Array:
         low, unary = (ops.size(ops.cast(number(ops, word), "int32")) for number in (_low, _unary))

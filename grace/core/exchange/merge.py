@@ -66,7 +66,7 @@ def shares(number: int, count: int, before: int) -> list[tuple[int, float]]:
 
 
 def by_role(plan: Plan) -> dict[Role, list[Unit]]:
-    """Return the units of a plan, and those as which their means are sent on, by the roles of their memories.
+    """Return the units of a plan, and those with which their means are sent on, by the roles of their memories.
 
     With another number of ranks, a communicator may give the same memories to other places of a chain.
     """
@@ -81,11 +81,11 @@ def by_role(plan: Plan) -> dict[Role, list[Unit]]:
 
 
 class Merge:
-    """Merger of the states in `saved`, by rank, made with the plan `before`, for rank `rank` of `size` and its plan.
+    """Merger of the states `saved` by the ranks of the plan `before`, for rank `rank` of `size` and its plan `after`.
 
     Rank j of M continues the ranks [j N / M, (j + 1) N / M) of N: each array becomes their mean, so the mean over all
     ranks is kept. Where the ranks add their gradients up (`average` is False), the sum of `Memory.additive` is kept.
-    Owners of means do the same among themselves. `lost` tells what could not be continued.
+    Owners of means do the same among themselves. `lost` names what could not be continued.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Merge:
         return self._ops(unit.spec.device).concat(rows)
 
     def _agreed(self, unit: Unit, before: Sequence[Unit], key: str, fresh: Array) -> Array:
-        """Return a state that belongs to no element, such as a counter: what the units agree on that had parts."""
+        """Return a state of no element, such as a counter, if all old units that hold parts of this one agree on it."""
         parts = {old.spec.name: old for piece in unit.pieces for _, _, old, _ in holders(before, piece)}
         found = [self._merged(unit, old, key, fresh, ...) for old in parts.values()]
         if any(x is None or not self._equal(unit, x, found[0]) for x in found):

@@ -34,7 +34,7 @@ class ModuleSnapshot(NamedTuple):
 
 
 class ModuleEngines:
-    """One engine per module, each with steps of its own; it answers for all of them.
+    """One engine per module, each with a step count of its own, used like a single engine.
 
     A framework may reduce a module several times in a backward pass, or not at all; then residuals wait for the
     module's next step. The engines share a transport and `ModuleTimes`.

@@ -18,7 +18,7 @@ from grace.core.values.unit import Assignment
 class Request(NamedTuple):
     """The configuration that this rank asks for, or an error in its place.
 
-    The other ranks must learn of the error when they meet, and that takes a transport with a time limit.
+    The other ranks must learn of the error when they meet. For that, they need a transport with a time limit.
     """
 
     made: Config | None
@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 
 def request(make: Callable[[], Config]) -> Request:
-    """Return the request of this rank for the configuration that `make` returns or fails to return."""
+    """Return the request of this rank: the configuration that `make` returns, or its error."""
     try:
         return Request(make())
     except Exception as error:
@@ -57,7 +57,7 @@ def begin(
     prefix: str = "grace",
     delegate: Callable[[Assignment], bool] = lambda item: False,
 ) -> Engine:
-    """Return the engine of this process, and describe its exchange to the meeting, in whose body this must be called.
+    """Return the engine of this process, and describe its exchange to the meeting. Call it in the meeting's body.
 
     The arguments are those of `Engine` and `Exchange`; `world` has rank and size among all processes.
     """

@@ -222,8 +222,8 @@ def carried(
 
     A residual passes from one memory to any other that has one, in the units of the new one. State that a memory holds
     per element is kept even if the units are cut differently. What only the owners of a unit hold back of a mean over
-    `size` ranks goes into their own residuals, unless they own the same unit again. Memories that count on an owner go
-    on only with that owner's. Without `same_ranks` no owner is the same as before.
+    `size` ranks goes into their own residuals, unless they own the same unit again. A memory that needs an owner's
+    memory continues only if that one does. Without `same_ranks` no owner is the same as before.
     """
     new = _carried_units(before.units, after.units, read, fresh, ops)
     for name, unit in after.stateful.items():
@@ -260,10 +260,10 @@ def moved(
     *,
     average: bool,
 ) -> dict[str, dict[str, State]]:
-    """Return the states of all units of a rank that goes on among others, whose numbers before and now are `sizes`.
+    """Return the states of all units of a rank that goes on; `sizes` are the numbers of ranks before and now.
 
-    It keeps its residuals so that their share in the mean stays as it was, and in a sum the sum. What it held back as
-    an owner goes to its own ones.
+    The residuals are scaled so that their share in the mean stays as it was. If ranks add gradients, they stay as they
+    were. What the rank held back as an owner goes to its own residuals.
     """
     new, factor = carried(before, after, read, fresh, ops, sizes[0], same_ranks=False), 1.0
     if average:
@@ -282,9 +282,9 @@ def _keeps_owner(before: Plan, unit: Unit) -> bool:
 
 
 def held_onward(unit: Unit) -> Iterator[tuple[Unit, float]]:
-    """Yield the units as which the mean of a unit is sent on, each with the unit of its residual in gradients.
+    """Yield the units with which the mean of a unit is sent on, each with the unit of its residual in gradients.
 
-    A memory sees what the memory before it has made of the gradient, and the gain takes it back at the end.
+    A memory sees the gradient as the memory before it has scaled it. The gain reverses this scale at the end.
     """
     before, scale = unit, 1.0
     for onward in unit.chain:

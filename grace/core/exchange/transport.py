@@ -96,7 +96,7 @@ class MeetingTransport(Transport):
     def gather_objects(self, value: Any, name: str, what: str) -> list[Any]:
         """Return the JSON-able values of all ranks, in rank order; of this rank alone if it is outside of them. Blocks.
 
-        `what` says for what the ranks meet. It is part of the messages about a long wait.
+        `what` says why the ranks meet. Messages about a long wait contain it.
         """
         if self.rank < 0:
             return [value]
@@ -105,7 +105,7 @@ class MeetingTransport(Transport):
 
     @contextmanager
     def meeting_for(self, what: str) -> Iterator[None]:
-        """Say in messages about a long wait for what the ranks meet."""
+        """Name the purpose of a meeting in messages about a long wait."""
         explain, self.explain = self.explain, lambda name: f"{what} (collective '{name}')"
         try:
             yield

@@ -238,7 +238,7 @@ class UnitStep:
 
     @property
     def chain(self) -> Iterator[UnitStep]:
-        """The steps of the units as which the mean is sent on, one after another."""
+        """The steps of the units with which the mean is sent on, one after another."""
         onward = self.onward
         while onward is not None:
             yield onward

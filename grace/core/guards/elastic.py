@@ -43,7 +43,7 @@ class Crew:
         return {"of this rank": self._before}
 
     def moved(self, before: int, after: int, rank: int) -> None:
-        """Note that this rank goes on among `after` ranks after `before` others, under the number `rank`."""
+        """Note that this rank goes on as rank `rank` of `after`; there were `before` ranks before."""
         self._before = before
         _log(
             rank,

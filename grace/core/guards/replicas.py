@@ -36,8 +36,8 @@ def summary(digests: Mapping[str, int]) -> bytes:
 def is_due(completed: int, every: int) -> bool:
     """Return whether the replicas are compared before a step, with the option `check_replicas = every`.
 
-    `completed` counts the steps of this run. The step in a checkpoint would not do: if only some ranks have loaded it,
-    they would compare at other steps than the rest, and wait for it.
+    `completed` counts the steps of this run. The step in a checkpoint does not count: if only some ranks have loaded
+    one, they would compare before other steps than the rest, and wait for them.
     """
     return every > 0 and completed % every == 0
 

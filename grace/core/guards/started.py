@@ -1,4 +1,4 @@
-"""Record of started collectives, by which the ranks finish those that only some of them started."""
+"""Record of started collectives, with which the ranks finish those that only some of them have started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grace.core.values.spec import Array
 
 
 class _Noted(Handle):
-    """Handle that leaves the record when it was waited for."""
+    """Handle that leaves the record when the rank has waited for it."""
 
     def __init__(self, name: str, handle: Handle, pending: dict[str, Handle]) -> None:
         self._name, self._handle, self._pending = name, handle, pending

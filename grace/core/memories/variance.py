@@ -29,11 +29,10 @@ class VarianceMemory(Memory):
     Formula: r \leftarrow r + g, \quad v \leftarrow v + g^2, \quad \text{send } C(r)
 
     Where r was sent, r and v become 0; elsewhere v is multiplied by `decay`. The compressor reads v from
-    `at.memory["variance"]`. The paper adds up the squares of the gradients
-    of single samples, each divided by the batch size. A wrapper of an optimizer does not know them, so the gradient of
-    a rank's batch counts as one sample. Right after a reset r^2 = v, so alpha should be above 1. As in the paper, r
-    becomes zero where it was sent, even where the compressor rounded it: the rounding error is not fed back. The memory
-    takes two buffers of the gradient's size.
+    `at.memory["variance"]`. The paper adds up the squares of the gradients of single samples, each divided by the batch
+    size. A wrapper of an optimizer does not know them, so the gradient of a rank's batch counts as one sample. Right
+    after a reset r^2 = v, so alpha should be above 1. As in the paper, r becomes zero where it was sent, even where the
+    compressor rounded it: the rounding error is not fed back. The memory takes two buffers of the gradient's size.
 
     Reference: Tsuzuku, Imachi and Akiba, "Variance-based gradient compression for efficient distributed deep learning",
     ICLR 2018 workshop.

@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 @cache
 def fewest_words(n: int, held: int, buckets_per_value: float) -> Sizes:
-    """Return the sizes of the fewest words for `held` values among n elements.
+    """Return the sizes with the fewest words for `held` values among n elements.
 
     held / ln 2 counters per function leave half of them at 0, so that one of 2^functions other elements passes the
     filter. This is the best that a Bloom filter of this size can do. The sketch has room for these elements, too.
@@ -54,7 +54,7 @@ def fewest_words(n: int, held: int, buckets_per_value: float) -> Sizes:
 
 @cache
 def spread(n: int) -> tuple[int, int]:
-    """Return a number, and the modulus that multiplying n elements by it permutes them under: whole blocks of them.
+    """Return a factor and a modulus: multiplication by the factor permutes the n elements, filled up to whole blocks.
 
     Neighbours come into different blocks, because the number is about the golden section of the modulus.
     """
@@ -72,7 +72,7 @@ class Hashes(NamedTuple):
 
     Elements are permuted first: see `spread`. Element 16 b + l of the new order is lane l of block b. Its place is
     c(b) xor l, where c(b) is uniform among all places. So elements of one block never meet, and others meet as often as
-    with functions of elements. This is for speed, because every element asks the filter.
+    with functions of elements. This is for speed, because the filter is asked about every element.
     """
 
     sizes: Sizes
@@ -138,9 +138,9 @@ def peel(
 ) -> Array:
     """Return n elements, recovered from a sum of sketches; those that do not pass the sum of the filters are 0.
 
-    A bucket with one element gives its value, which is taken out of its other buckets; these may then have one element.
-    This is done for all buckets at once, in at most `ROUNDS` rounds, until no bucket has one element. An element that
-    is left is estimated: the median over the rows of what its buckets hold then.
+    A bucket with only one element gives its value, which is subtracted from the other buckets of the element. These may
+    then have only one element. This is done for all buckets at once, in at most `ROUNDS` rounds, until no bucket has
+    only one element. An element that is left is estimated: the median over the rows of what its buckets hold then.
     """
     drawn = Hashes.draw(ops, n, Sizes(columns, functions, counters), key)
     element = drawn.passing(ops, counts, n)

@@ -22,7 +22,7 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
 
     The quantizer sees the k kept values as a separate tensor, `<name>/values`, with its own random numbers. If k
     depends on the data, the quantizer must be `of_any_length`, and fields whose lengths depend on k have lengths of run
-    time. A state is that of the sparsifier.
+    time. The state is that of the sparsifier.
     """
 
     default_memory = "residual"

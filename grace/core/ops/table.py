@@ -43,7 +43,7 @@ class Composite(Generic[P, R]):
     ) -> Callable[[Callable[Concatenate[Native, P], R | None]], Callable[Concatenate[Native, P], R | None]]:
         """Return a decorator for the body by kernels, which returns None for arguments that it does not serve.
 
-        `signatures` maps the kernels of `grace._native` that no other body runs to what they take and give, as in
+        `signatures` maps each kernel of `grace._native` that only this body runs to its signature, as in
         `kernels/include/grace/kernels.h`.
         """
 

@@ -19,7 +19,7 @@ class ConfigError(GraceError, ValueError):
 
 
 class IncompatibleError(GraceError, ValueError):
-    """Method that are valid alone but cannot work together; raised when they are combined."""
+    """Components that are valid alone but cannot work together; raised when they are combined."""
 
 
 class PayloadError(GraceError, ValueError):

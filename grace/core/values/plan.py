@@ -59,7 +59,7 @@ class Plan:
 
     @cached_property
     def stateful(self) -> dict[str, Unit]:
-        """Everything that has states, by name: the units, and those as which their means are sent on."""
+        """Everything that has states, by name: the units, and those with which their means are sent on."""
         onward = (other for unit in self.units for other in unit.chain)
         return {unit.spec.name: unit for unit in (*self.units, *onward)}
 
@@ -98,7 +98,7 @@ class Plan:
         return frozenset((*own, *of_means))
 
     def window(self, tensor: str, rank: int) -> tuple[int, int]:
-        """Return the first element of a tensor whose mean a rank gets, and the end of these elements."""
+        """Return the range of the elements of a tensor whose mean a rank gets: the first, and the end."""
         pieces = [piece for unit, _, piece in self.places[tensor] if unit.is_merged_by(rank)]
         return (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
 
@@ -258,7 +258,7 @@ def _check_units(names: Iterable[str]) -> None:
 
 
 def _rides(item: Assignment) -> bool:
-    """Return whether a dense tensor shares a collective with its kind: the many small biases and norms."""
+    """Return whether a dense tensor shares a collective with others like it: the many small biases and norms."""
     spec = item.spec
     return item.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype == spec.work_dtype
 

@@ -98,8 +98,8 @@ class Field(NamedTuple):
     field on the rank: it must be equal on all ranks, for instance indices drawn from the shared key. `below` marks
     int32 indices, strictly ascending and below that number, which may travel in fewer bytes. `coding` names how the
     field travels (see `grace.core.exchange.codings`; "none" or "int32": as it is), and `bits` is the width of the codes
-    that are packed into its bytes. `most` is the largest magnitude of integers that are added exactly: a
-    sum of them travels in as few bits as it needs on this number of ranks, `lanes` of them in a 32-bit word (see
+    that are packed into its bytes. `most` is the largest magnitude of integers that are added exactly: a sum of them
+    travels in as few bits as it needs on this number of ranks, `lanes` of them in a 32-bit word (see
     `grace.core.exchange.lanes`).
     """
 
@@ -153,8 +153,8 @@ class Site(NamedTuple):
     """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and negotiated values.
 
     For a compressor, `memory` is the state of the memory in the middle of the step: empty if it keeps nothing. `lr` is
-    the learning rate of this step as a 0-d float64 array, for memories with `needs_lr`; `norm` is in the same form that
-    of this rank's gradients of all tensors, for memories with `needs_norm`.
+    the learning rate of this step, for memories with `needs_lr`. `norm` is the norm of this rank's gradients of all
+    tensors together, for memories with `needs_norm`. Both are 0-d float64 arrays.
     """
 
     ops: ArrayOps

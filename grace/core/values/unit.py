@@ -158,7 +158,7 @@ class Unit(Assignment):
 
     @property
     def chain(self) -> Iterator[Unit]:
-        """The units as which the mean of this one is sent on, one after another."""
+        """The units with which the mean of this one is sent on, one after another."""
         onward = self.onward
         while onward is not None:
             yield onward

@@ -447,7 +447,7 @@ def _check_groups(groups: Sequence[_Group], where: str) -> None:
 
 
 def _check_config(config: Config, modules: Modules) -> None:
-    """Raise ConfigError if a communicator is named that FSDP's sharding does not leave open."""
+    """Raise ConfigError if the configuration names a communicator that FSDP's sharding does not allow."""
     if modules.communicator is None:
         return
     for method in (*(stage.method for _, stage in config.stages), *(rule.method for rule in config.rules)):

@@ -30,12 +30,12 @@ _transports: collections.Counter[str] = collections.Counter()
 class ProcessGroupTransport(OrderedTransport):
     """Collectives of torch.distributed on flat tensors among the ranks of `group`; all its ranks must create one.
 
-    It has connections of its own, so that what the program exchanges meanwhile does not disturb it: by Gloo for headers
-    and for data of the CPU, and by NCCL for data of a GPU if the group does so. A rank that waits longer than `timeout`
-    seconds raises WaitError, and so does one whose partner has ended. Data of the CPU start when their headers have
-    arrived, whatever the program does meanwhile. `name` must differ between transports, and be equal on all ranks;
-    without it, the transports of a group are numbered. `what` tells for what the ranks meet. Raises ConfigError outside
-    of the group.
+    It has connections of its own, so it does not interfere with what the program exchanges at the same time. Headers
+    and data on the CPU travel by Gloo. Data on a GPU travel by NCCL if the group uses NCCL for GPUs. A rank that waits
+    longer than `timeout` seconds raises WaitError, and so does one whose partner has ended. Data on the CPU start when
+    their headers have arrived, even while the program computes. `name` must differ between transports, and be equal on
+    all ranks; without it, the transports of a group are numbered. `what` says why the ranks meet. Raises ConfigError
+    outside of the group.
     """
 
     def __init__(

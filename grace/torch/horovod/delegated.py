@@ -31,7 +31,7 @@ class Delegated:
         return self._transport.delegated(name, handle).wait, context
 
     def forget(self) -> None:
-        """Forget nothing: the transport knows what is on its way."""
+        """Do nothing: the transport itself knows which collectives are under way."""
 
     def start_with_zeros(self, call: Mapping[str, Any]) -> None:
         """Start a reduction that other ranks have started and this one has not, with a gradient of zeros."""

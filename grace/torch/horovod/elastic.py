@@ -20,10 +20,10 @@ _WHERE = "grace.torch.horovod.TorchState"
 class TorchState(horovod.torch.elastic.TorchState):  # type: ignore[misc]
     """Horovod's elastic state, with the residuals of optimizers that grace has wrapped; the arguments are Horovod's.
 
-    If the ranks change, survivors keep what they hold back, in proportion: with N ranks before and M now, M / N of it,
-    so the mean over all ranks keeps the survivors' share. What an owner of a shard held back goes to its own residual.
-    New ranks hold back nothing, and what a rank that is gone held back is lost; the log says so. Raises ConfigError for
-    optimizers of grace whose states cannot go on with other ranks.
+    If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
+    in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks
+    hold back nothing. What a lost rank held back is lost, and the log says so. Raises ConfigError for optimizers of
+    grace whose states cannot go on with other ranks.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **more: Any) -> None:

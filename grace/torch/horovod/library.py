@@ -1,4 +1,4 @@
-"""`Horovod`: the optimizer of Horovod as the seam of the adapter.
+"""`Horovod`: the optimizer of Horovod as the entry point of the adapter.
 
 A hook of the backward pass calls its `_allreduce_grad_async(p)`, which starts the reduction of a gradient. Its
 `synchronize()` accepts a callable instead of a handle. A subclass would not work, because Horovod's methods use
