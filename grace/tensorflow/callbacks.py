@@ -8,17 +8,26 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
+from grace.core.exchange.transport import TIMEOUT
+from grace.core.guards.agreement import Meeting
 from grace.core.values.errors import ConfigError, MismatchError
 from grace.core.values.schedule import as_changes
 from grace.tensorflow.broadcast import broadcast
 from grace.tensorflow.waiting import gather
 
 
+def _gather(model: keras.Model, process_set: Any, purpose: str, where: str) -> Callable[[Any], list[Any]]:
+    """Return the function that gathers the values of all ranks, with the time limit of the model's exchange."""
+    exchange = getattr(model.optimizer, "grace", None)
+    return gather(process_set, purpose, where, TIMEOUT if exchange is None else exchange.timeout)
+
+
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """A callback that broadcasts the root's weights and optimizer state to all ranks before the first batch.
 
     If the first batch builds the model (a Sequential without Input, a subclassed Model), it broadcasts after that
-    batch. It does not change residuals, which differ between ranks, or the random seeds of layers and metrics.
+    batch. It does not change residuals, which differ between ranks, or the random seeds of layers and metrics. Raises
+    MismatchError on every rank if the ranks have different variables.
     """
 
     def __init__(self, root_rank: int = 0, process_set: Any = hvd.global_process_set) -> None:
@@ -39,11 +48,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
+        where = "BroadcastGlobalVariablesCallback"
         optimizer, exchange = self.model.optimizer, getattr(self.model.optimizer, "grace", None)
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        mine = {id(variable) for variable in exchange.of_this_rank} if exchange else set()
-        variables = [v.value for v in (*self.model.weights, *optimizer.variables) if id(v.value) not in mine]
+        # The broadcast itself has no time limit.
+        with Meeting(_gather(self.model, self.process_set, "broadcast", where), where) as meeting:
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            mine = {id(variable) for variable in exchange.of_this_rank} if exchange else set()
+            variables = [v.value for v in (*self.model.weights, *optimizer.variables) if id(v.value) not in mine]
+            meeting.mine.update({f"variable {i}": [list(v.shape), v.dtype.name] for i, v in enumerate(variables)})
         broadcast(variables, self.root_rank, self.process_set)
 
 
@@ -63,7 +76,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """Replace the metrics in `logs` by their mean over all ranks."""
         if logs is None:
             return
-        everyone = gather(self.process_set, "metrics", "MetricAverageCallback")(
+        everyone = _gather(self.model, self.process_set, "metrics", "MetricAverageCallback")(
             {name: float(value) for name, value in logs.items()}
         )
         different = sorted({name for other in everyone for name in set(other) ^ set(everyone[0])})

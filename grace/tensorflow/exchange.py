@@ -372,7 +372,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         # Horovod takes an error for one of its own only if the name of a collective says so, and swallows all others.
         kind = ".HorovodAllreduce" if self.elastic else ""
         self._transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}{kind}")
-        self._watch = Watch(self._transport.rank, self._transport.size, self._timeout, self._under_way)
+        self._watch = Watch(self._transport.rank, self._transport.size, self.timeout, self._under_way)
         self._kinds = common_kinds([other["of this rank"]["kinds"] for other in everyone])
         self._replicas = Replicas(self.config.check_replicas)
         rows = [name for name, kind in self._kinds.items() if kind not in (None, "dense")]
@@ -494,10 +494,11 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         return f"rows of {gradient.indices.dtype.name}" if rows else "dense"
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
-        return gather(self.process_set, purpose, what, self._timeout)(mine[0])
+        return gather(self.process_set, purpose, what, self.timeout)(mine[0])
 
     @property
-    def _timeout(self) -> float:
+    def timeout(self) -> float:
+        """The time limit in seconds of a wait for other ranks."""
         return elastic_timeout(self.config.timeout) if self.elastic else self.config.timeout
 
     def _plan_of(self, config: Config) -> Plan:

@@ -2705,8 +2705,8 @@ PATCHES = [
     Patch(
         "ddp-dense-tensors-not-awaited",
         DDP,
-        "                    reduction.wait()\n",
-        "                    pass\n",
+        "    work.wait()\n",
+        "    pass\n",
         "a bucket of DDP is complete before its dense tensors are summed",
         ("tests/adapters/torch/test_ddp.py -k as_with_a_wrapped",),
     ),

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from grace.core.exchange.transport import Transport
+from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import ConfigError, StepError
 from grace.torch.exchange import Exchange
 
@@ -48,8 +50,8 @@ class _Bucket:
     future: torch.futures.Future[torch.Tensor]
     # The names of the tensors that are not merged yet.
     missing: set[str]
-    # The reductions of tensors that stay dense.
-    reductions: list[dist.Work]
+    # The reductions of what stays dense: a tensor, or the whole bucket under the name of its first one.
+    reductions: dict[str, dist.Work]
 
 
 class GradientHook:
@@ -125,9 +127,10 @@ class GradientHook:
                 f"from compression by a rule, for example rules=[{{'match': '{names[0]}', 'compressor': 'none'}}]."
             )
         views = dict(zip(names, _gradients(bucket), strict=True)) if by_engine else {}
-        reductions = [self._reduce(view) for name, view in views.items() if name not in by_engine]
+        dense = {name: view for name, view in views.items() if name not in by_engine}
         if not by_engine:
-            reductions = [self._reduce(buffer)]
+            dense = {names[0]: buffer}
+        reductions = {name: self._reduce(x) for name, x in dense.items()}
         devices = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._buckets.append(_Bucket(buffer, future, by_engine, reductions))
@@ -210,8 +213,9 @@ class GradientHook:
     def _complete_buckets(self) -> None:
         for bucket in self._buckets:
             if not bucket.missing and not bucket.future.done():
-                for reduction in bucket.reductions:
-                    reduction.wait()
+                for name, work in bucket.reductions.items():
+                    what = f"step {int(self._engine.step)}, the gradient of '{name}', which stays dense"
+                    wait_for(work, bucket.buffer, self._engine.transport, what)
                 bucket.future.set_result(bucket.buffer)
 
     def _clear(self) -> None:
@@ -242,6 +246,17 @@ def _completed(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(x)
     return future
+
+
+def wait_for(work: dist.Work, x: torch.Tensor, transport: Transport, what: str) -> None:
+    """Wait for a collective on x that PyTorch runs, with the time limit of the transport.
+
+    `what` says what this rank waits for. Raises WaitError after the limit, or PyTorch's own error.
+    """
+    # On a GPU, the stream waits in place of this process.
+    if not x.is_cuda:
+        wait_until(work.is_completed, lambda: what, rank=transport.rank, size=transport.size, timeout=transport.timeout)
+    work.wait()
 
 
 def call_after_backward(call: Callable[[], None]) -> None:

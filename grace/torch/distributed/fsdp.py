@@ -34,7 +34,7 @@ from grace.core.values.plan import Modules, Plan, make_plans
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks, TensorSpec
 from grace.core.values.unit import Assignment
-from grace.torch.distributed.ddp import call_after_backward
+from grace.torch.distributed.ddp import call_after_backward, wait_for
 from grace.torch.distributed.library import TorchDistributed
 from grace.torch.loss_scale import LossScale, check_scaler
 from grace.torch.register import ModelExchange
@@ -219,6 +219,13 @@ class _Reduction:
                 if factor != 1:
                     into[name].mul_(factor)
 
+    def _wait(self, work: dist.Work | None, x: torch.Tensor) -> None:
+        """Wait for what PyTorch reduces, because all tensors of the module stay dense, and count the step."""
+        if work is not None:
+            what = f"step {int(self._engine.step)}, the dense gradients of module '{self._group.name}'"
+            wait_for(work, x, self._engine.transport, what)
+        self._engine.finish()
+
     def _unscale(self, x: torch.Tensor) -> None:
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.unscale_(x)
@@ -245,9 +252,9 @@ class GradientScatter(_Reduction):
         """Reduce the rows of the input, one per rank, and write this rank's to the output."""
         with self._exchange.attempt():
             if not self._engine.plan.buckets:
-                # It counts the step.
-                self._engine.finish()
-                return self._plain(output_tensor, input_tensor, group, op, async_op)
+                work = self._plain(output_tensor, input_tensor, group, op, async_op=True)
+                self._wait(work, output_tensor)
+                return None
             self._scatter(output_tensor, input_tensor, op)
             return None
 
@@ -289,10 +296,8 @@ class ReplicaSum(_Reduction):
             # FSDP does not divide further if it was given a factor.
             total = self._group.params.gradient_divide_factor is not None
             if not self._engine.plan.buckets:
-                dist.all_reduce(
-                    reduced, group=self._process_group, op=dist.ReduceOp.SUM if total else dist.ReduceOp.AVG
-                )
-                self._engine.finish()
+                mean_or_sum = dist.ReduceOp.SUM if total else dist.ReduceOp.AVG
+                self._wait(dist.all_reduce(reduced, mean_or_sum, self._process_group, async_op=True), reduced)
                 return
             present = self._present(len(reduced))
             self._unscale(reduced)

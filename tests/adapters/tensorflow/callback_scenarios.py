@@ -43,6 +43,8 @@ def broadcast() -> dict[str, Any]:
         mixed = net(seed=hvd.rank())
     mixed.compile(scaled(wrap(TOPK)), "mse")
     fit(mixed, 2, callbacks=[BroadcastGlobalVariablesCallback(0)])
+    plain = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, use_bias=hvd.rank() > 0)])
+    plain.compile(sgd(), "mse")
     return {
         "own": own,
         "first": [first.weights, first.optimizer],
@@ -50,6 +52,7 @@ def broadcast() -> dict[str, Any]:
         "second": [second.weights, second.optimizer],
         "states": second.states == before,
         "weights": [digest(fresh.weights), digest(mixed.weights)],
+        "different": error_of(lambda: fit(plain, 1, callbacks=[BroadcastGlobalVariablesCallback(0)])),
     }
 
 

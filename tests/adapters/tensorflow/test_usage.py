@@ -192,6 +192,7 @@ def test_ranks_start_alike_and_keep_their_memories(launch):
         assert rank["second"][0] == ranks[last]["apart"]
         assert rank["states"]
         assert rank["weights"] == ranks[0]["weights"]
+        assert rank["different"].startswith("MismatchError: rank 1 and rank 0 were started differently: variable 1 is ")
 
 
 @each_launcher

@@ -15,6 +15,8 @@ def test_a_rank_that_waits_says_for_what_and_ends(launch, tmp_path):
     first, second = scenario("waits", launch, str(tmp_path))
     for text, rank, other, what in (
         (second["wrap"], 1, 0, "grace.tensorflow.DistributedOptimizer()"),
+        (first["broadcast"], 0, 1, "BroadcastGlobalVariablesCallback"),
+        (first["metrics"], 0, 1, "MetricAverageCallback"),
         (first["change"], 0, 1, "optimizer.grace.change()"),
     ):
         assert f"WaitError: rank {rank} of 2 has waited 2 s for rank {other}: {what} (collective 'grace.0." in text

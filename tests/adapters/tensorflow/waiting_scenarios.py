@@ -10,9 +10,9 @@ from unittest import mock
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from grace.tensorflow import Exchange, waiting
+from grace.tensorflow import BroadcastGlobalVariablesCallback, Exchange, MetricAverageCallback, waiting
 from tests.adapters.tensorflow.model import wrap
-from tests.adapters.tensorflow.usage_model import error_of
+from tests.adapters.tensorflow.usage_model import error_of, net
 
 SHORT = {"compressor": "topk", "compress_ratio": 0.5, "default_rules": False, "timeout": 2}
 
@@ -22,13 +22,25 @@ def meet() -> None:
 
 
 def waits(folder: str) -> dict[str, Any]:
-    """Wrap, change and step on one rank only, and then on the others as well."""
+    """Wrap, use callbacks, change and step on one rank only, and then on the others as well."""
     first, ended = hvd.rank() == 0, Path(folder) / "ended"
     results = {"wrap": "" if first else error_of(lambda: wrap(SHORT))}
     meet()
     if first:
         # The other rank's message is still there.
         wrap(SHORT)
+    meet()
+    model = net()
+    model.compile(wrap(SHORT), "mse")
+    broadcast, average = BroadcastGlobalVariablesCallback(), MetricAverageCallback()
+    for callback in (broadcast, average):
+        callback.set_model(model)
+    results["broadcast"] = error_of(broadcast.on_train_begin) if first else ""
+    results["metrics"] = error_of(lambda: average.on_epoch_end(0, {"loss": 1.0})) if first else ""
+    meet()
+    if not first:
+        for purpose in ("broadcast", "metrics"):
+            waiting.gather(hvd.global_process_set, purpose, "this scenario")(None)
     meet()
     exchange, variable = Exchange(SHORT), tf.Variable(tf.zeros([40, 40]), name="w")
     exchange.build([variable])

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import grace.torch
 from grace.core.compressors.topk import TopK
-from tests.adapters.torch.launched import GROUPS, mean, my_rank
+from tests.adapters.torch.launched import GROUPS, mean, my_rank, world_size
 from tests.adapters.torch.model import batches, digest, flat, make_net, outcome, sgd, train, warned_of_scaler, wrap
 from tests.support.cases import EVERYTHING, LAYERS
 
@@ -54,6 +54,9 @@ class Late:
 
     def __init__(self, x: torch.Tensor, group: Any, async_op: bool) -> None:
         self._x, self._group = x, group
+
+    def is_completed(self) -> bool:
+        return True
 
     def wait(self) -> None:
         self.real(self._x, group=self._group)
@@ -399,6 +402,24 @@ def failed_by_ddp() -> dict[str, Any]:
     steps(ddp, optimizer, batches(2, my_rank(), seed=6))
     results["weights"] = digest(model.parameters())
     return results
+
+
+def waits_by_ddp() -> str:
+    """Let the last rank come late to a dense reduction; the error of each rank."""
+    late, tell, model = my_rank() == world_size() - 1, dist.new_group(), make_net()
+    ddp = parallel(model)
+    # The comparison of replicas would be the first to wait.
+    grace.torch.register(ddp, compressor="none", check_replicas=0, timeout=1)
+    # DDP itself exchanges something until its second step.
+    steps(ddp, sgd(model), batches(2, my_rank()))
+    x, y = next(batches(1, my_rank()))
+    loss = F.cross_entropy(ddp(x), y)
+    if late:
+        dist.barrier(tell)
+    error = outcome(loss.backward)
+    if not late:
+        dist.barrier(tell)
+    return error
 
 
 def on_device(device: str) -> dict[str, Any]:

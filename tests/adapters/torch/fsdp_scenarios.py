@@ -308,6 +308,24 @@ def discarded_by_fsdp() -> dict[str, Any]:
     return results | {"equal": digests[0] == digests[1]}
 
 
+def waits_by_fsdp(replicas: int) -> str:
+    """Let the last rank come late to a dense reduction; the error of each rank."""
+    late, tell = my_rank() == world_size() - 1, dist.new_group()
+    # It gathers its parameters in the forward pass only, which all ranks run together.
+    model = shard(make(), replicas=replicas, nested=False)
+    grace.torch.register(model, compressor="none", check_replicas=0, timeout=1)
+    one, other = batches(2)
+    backward(model, one)
+    x, y = other
+    loss = F.cross_entropy(model(x), y)
+    if late:
+        dist.barrier(tell)
+    error = outcome(loss.backward)
+    if not late:
+        dist.barrier(tell)
+    return error
+
+
 def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
     """Fail on the first rank in the second module; return the error, and that of another attempt."""
     real, calls = TopK.compress, itertools.count()

@@ -123,6 +123,18 @@ def test_bad_gradients_reach_all_ranks_and_failed_steps_are_dropped(launch):
         assert rank["states kept"]
 
 
+@both
+def test_a_rank_that_waits_for_a_dense_reduction_says_so_and_ends(launch):
+    *waiting, late = scenario("waits_by_ddp", launch)
+    assert late == ""
+    others = "rank 1" if launch.ranks == 2 else "one or more of the other 3 ranks"
+    for rank, error in enumerate(waiting):
+        assert error.startswith(
+            f"WaitError: rank {rank} of {launch.ranks} has waited 1 s for {others}: step 2, the gradient of '"
+        )
+        assert "', which stays dense. Expected all ranks to make the same calls within 'timeout' = 1 s" in error
+
+
 @on(TWO)
 def test_what_cannot_work_is_refused(launch):
     for number, rank in enumerate(scenario("refused_by_ddp", launch)):
