@@ -14,7 +14,7 @@ from grace.core.exchange.start import announce, begin, request
 from grace.core.guards.agreement import Meeting, check_steps
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
-from grace.core.values.config import Config, make_config
+from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import StepError
 from grace.core.values.spec import Array, TensorSpec, as_specs
 from grace.mpi.transport import MPITransport
@@ -26,9 +26,9 @@ _WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 class MPIExchange(Exchange[Engine]):
     """One rank's part in an exchange of NumPy gradients; like `grace.Simulation`, but with real processes.
 
-    A call with one gradient per tensor, which is only read, returns the merged gradients, equal on all ranks. `tensors`
-    and `config` are as for `grace.Simulation`. All ranks of `comm` must create the exchange and call it equally often.
-    `average=False` leaves sums undivided.
+    A call with one gradient per tensor, which is only read, returns the merged gradients, equal on all ranks.
+    `tensors`, `config` and `options` are as for `grace.Simulation`. All ranks of `comm` must create the exchange and
+    call it equally often. `average=False` leaves sums undivided.
 
         exchange = MPIExchange({"w": (64, 32)}, {"compressor": "topk", "compress_ratio": 0.01})
         w -= lr * exchange({"w": gradient})["w"]
@@ -45,8 +45,15 @@ class MPIExchange(Exchange[Engine]):
         *,
         comm: Any = MPI.COMM_WORLD,
         average: bool = True,
+        **options: Any,
     ) -> None:
-        requested, where = request(lambda: make_config(config)), "grace.mpi.MPIExchange"
+        where = "grace.mpi.MPIExchange"
+
+        def make() -> Config:
+            refuse_typos(options, type(self), where)
+            return make_config(config, **options)
+
+        requested = request(make)
         self.transport = MPITransport(comm, timeout=requested.timeout)
         gather = self.transport.gather_objects
         try:

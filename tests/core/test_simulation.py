@@ -11,7 +11,7 @@ import grace
 from grace.core.compressors.fp16 import FP16
 from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.ops import get_ops
-from grace.core.values.errors import StepError
+from grace.core.values.errors import ConfigError, StepError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Field, TensorSpec
 from grace.testing.harness import array, host
@@ -104,3 +104,12 @@ def test_all_of_a_payload_with_16_bit_fields_is_a_mean(monkeypatch):
         sim = grace.Simulation(4, {"w": (3,)}, {"compressor": HalfAndWide(), "default_rules": False}, average=average)
         merged = sim.step([{"w": np.full(3, rank + 1, np.float32)} for rank in range(4)])
         assert merged[0]["w"].tolist() == [expected] * 3
+
+
+def test_a_misspelled_argument_is_told_with_the_nearest_one():
+    shapes, topk = {"w": (2,)}, {"compressor": "topk"}
+    with pytest.raises(ConfigError, match=r"Simulation: there is no argument 'avrage'\. Did you mean 'average'"):
+        grace.Simulation(2, shapes, topk, avrage=False)
+    with pytest.raises(ConfigError, match="Did you mean 'compress_ratio'"):
+        grace.Simulation(2, shapes, topk, compress_rate=0.1)
+    assert grace.Simulation(2, shapes, topk, compress_ratio=0.1).config.method.compressor.compress_ratio == 0.1

@@ -18,7 +18,7 @@ from grace.core.exchange.unit_step import UnitStep
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.config import Config, make_config
+from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import ConfigError, StateError, StepError
 from grace.core.values.plan import make_plans
 from grace.core.values.spec import Array, Payload, Ranks, TensorSpec, as_specs
@@ -171,6 +171,8 @@ def poll_all(engines: Sequence[Engine]) -> None:
 class Simulation(Exchange[Engine]):
     """`size` ranks that train in lock step inside one process, with the numerics of a real run.
 
+    `tensors` has shapes by name, or specs. `options` are further keys of the configuration (see `grace.make_config`).
+
     >>> import numpy as np
     >>> sim = Simulation(2, {"w": (64, 32)}, {"compressor": "topk", "compress_ratio": 0.01})
     >>> gradients = [{"w": np.full((64, 32), float(rank), np.float32)} for rank in range(2)]
@@ -189,10 +191,12 @@ class Simulation(Exchange[Engine]):
         *,
         framework: str = "numpy",
         average: bool = True,
+        **options: Any,
     ) -> None:
         if size < 1:
             raise ConfigError(f"Simulation: expected at least 1 rank, received {size!r}.")
-        made = make_config(config)
+        refuse_typos(options, type(self), "Simulation")
+        made = make_config(config, **options)
         specs = as_specs(tensors)
         (_, plan), *later = make_plans(specs, made, ranks=Ranks(size))
         for text in dict.fromkeys(text for p in (plan, *(p for _, p in later)) for text in p.warnings):

@@ -305,6 +305,16 @@ def test_one_process_alone_compresses_too():
         mpi.MPIExchange(SPECS, {"compressor": "topk", "compress_ratio": 2.0}, comm=COMM_SELF)
 
 
+def test_a_misspelled_argument_is_told_with_the_nearest_one():
+    topk = {"compressor": "topk"}
+    with pytest.raises(ConfigError, match=r"MPIExchange: there is no argument 'avrage'\. Did you mean 'average'"):
+        mpi.MPIExchange(SPECS, topk, comm=COMM_SELF, avrage=False)
+    with pytest.raises(ConfigError, match="Did you mean 'compress_ratio'"):
+        mpi.MPIExchange(SPECS, topk, comm=COMM_SELF, compress_rate=0.1)
+    exchange = mpi.MPIExchange(SPECS, topk, comm=COMM_SELF, compress_ratio=0.1)
+    assert exchange.config.method.compressor.compress_ratio == 0.1
+
+
 def test_a_call_after_one_that_failed_exchanges_its_own_gradients(monkeypatch):
     simulation = simulate(METHODS["qsgd"], size=1)
     exchange = mpi.MPIExchange(SPECS, simulation.config, comm=COMM_SELF)
