@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "sanitized"
 MODULE = FOLDER / "modules" / "_native.so"
 FLAGS = "-fsanitize=address,undefined"
+# The kinds of the fuzzer's cases that reach kernels, with the number of an ordinary run: a second or two of work each.
+FUZZED = {"wire numpy": 1000, "checksum numpy": 500, "gradient": 100, "state": 1000}
 # Memory that CPython keeps until it ends is not a leak of the kernels.
 ASAN = "detect_leaks=0:detect_stack_use_after_return=1:strict_init_order=1:check_initialization_order=1"
 
@@ -99,9 +101,11 @@ def test_no_broken_argument_is_reported(environment):
     assert " passed" in tell([*command, *files], cwd=ROOT, env=environment)
 
 
-def test_no_damaged_wire_buffer_is_reported(environment):
-    """The wire buffers of the fuzzer, which asks for no more memory than its own limit."""
+@pytest.mark.parametrize("kind", FUZZED)
+def test_no_case_of_the_fuzzer_is_reported(environment, kind):
+    """The fuzzer, which asks for no more memory than its own limit."""
+    number = fuzz.count(kind) // 2 if ALL else FUZZED[kind]
     limits = {"ASAN_OPTIONS": f"{ASAN}:max_allocation_size_mb={fuzz.MEMORY >> 20}"}
-    command = [sys.executable, "-m", "tests.support.fuzz", "wire numpy", "0"]
-    told = tell([*command, str(fuzz.count("wire numpy") // 2)], cwd=ROOT, env=environment | limits)
-    assert " cases had a result" in told
+    command = [sys.executable, "-m", "tests.support.fuzz", kind, "0", str(number)]
+    told = tell(command, cwd=ROOT, env=environment | limits)
+    assert f" of {number} cases had a result" in told
