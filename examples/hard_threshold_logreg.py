@@ -2,7 +2,7 @@
 
     python examples/hard_threshold_logreg.py --output figure.png
     python examples/hard_threshold_logreg.py --data gisette_scale.bz2 --match
-    mpirun -np 4 python examples/hard_threshold_logreg.py --mpi --quick
+    mpirun -np 4 python -m mpi4py examples/hard_threshold_logreg.py --mpi --quick
 
 This is the experiment of Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021,
 Figure 1: minimise (1/N) sum_i log(1 + exp(-y_i <a_i, x>)) + l2/2 |x|^2 by SGD with one sample per worker and step. The

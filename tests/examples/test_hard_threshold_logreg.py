@@ -203,8 +203,9 @@ def test_processes_train_as_the_simulation_does(logreg, tmp_path):
     options = ["--quick", "--iterations", "80", "--match"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("GRACE_CONFIG", None)
+    words = [sys.executable, "-m", "mpi4py", str(SCRIPT), "--mpi", *options, "--json", str(tmp_path / "mpi.json")]
     done = subprocess.run(
-        [*command("mpirun", 2), sys.executable, str(SCRIPT), "--mpi", *options, "--json", str(tmp_path / "mpi.json")],
+        [*command("mpirun", 2), *words],
         cwd=ROOT,
         env=environment,
         capture_output=True,
