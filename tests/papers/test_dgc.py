@@ -245,23 +245,56 @@ def test_zeros_send_nothing():
     assert len(payload(make("dgc"), np.zeros(1000, np.float32))["values"]) == 0
 
 
-def optimum(masking, decay):
-    """Return the mean weights of the last third of a run on |w - a|^2 / 2 with weight decay, and a."""
+def optimum(update, decay):
+    """Return the mean weights of the last third of a run on |w - a|^2 / 2 with weight decay, and a.
+
+    `update` returns what the learning rate multiplies, given the gradients of two ranks.
+    """
     n, steps, rate = 200, 1200, 0.02
     rng = np.random.default_rng(0)
     a, w, total = rng.standard_normal(n) * np.exp(rng.standard_normal(n)), np.zeros(n), np.zeros(n)
-    sim = simulate(2, (n,), make("topk", compress_ratio=0.1), {"name": "dgc", "momentum_masking": masking})
     for number in range(steps):
         noise = rng.standard_normal((2, n)) / 4
-        w -= rate * (step(sim, [(w - a + mine).astype(np.float32) for mine in noise]) + decay * w)
+        gradients = [(w - a + mine).astype(np.float32) for mine in noise]
+        # Decoupled. Without momentum, the weight decay of an optimizer is the same.
+        w *= 1 - rate * decay
+        w -= rate * update(gradients)
         total += w * (number >= 800) / 400
     return total, a
+
+
+def by_dgc(masking):
+    """Return the update of `optimum` that SGD without momentum makes of what dgc exchanges."""
+    sim = simulate(2, (200,), make("topk", compress_ratio=0.1), {"name": "dgc", "momentum_masking": masking})
+    return lambda gradients: step(sim, gradients)
+
+
+def by_momentum():
+    """Return the update of dense SGD with momentum."""
+    u = np.zeros(200)
+
+    def update(gradients):
+        nonlocal u
+        u = 0.9 * u + np.mean(gradients, axis=0)
+        return u
+
+    return update
 
 
 @pytest.mark.parametrize(("masking", "factor", "kept"), [(False, 10, True), (False, 1, False), (True, 10, False)])
 def test_weight_decay_divided_by_one_minus_momentum_keeps_the_optimum(masking, factor, kept):
     """Dense training has its optimum at a / (1 + decay). A momentum of 0.9 amplifies gradients, but not the decay."""
     decay = 0.1
-    found, a = optimum(masking, factor * decay)
+    found, a = optimum(by_dgc(masking), factor * decay)
     distance = np.linalg.norm(found - a / (1 + decay)) / np.linalg.norm(a / (1 + decay))
+    assert distance < 0.01 if kept else 0.03 < distance < 0.5
+
+
+@pytest.mark.parametrize(("masking", "kept"), [(False, True), (True, False)])
+def test_decoupled_weight_decay_keeps_the_optimum_as_it_is(masking, kept):
+    """The momentum of dense training amplifies gradients as much as that of dgc, and neither amplifies the decay."""
+    dense, a = optimum(by_momentum(), 1.0)
+    assert np.linalg.norm(dense - a / 1.1) / np.linalg.norm(a) < 0.01
+    found, _ = optimum(by_dgc(masking), 1.0)
+    distance = np.linalg.norm(found - dense) / np.linalg.norm(dense)
     assert distance < 0.01 if kept else 0.03 < distance < 0.5
