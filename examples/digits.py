@@ -290,8 +290,8 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
     for source in sources:
         config = make_config(source, **dict(args.set))
         if not config.check_replicas and "check_replicas" not in dict(args.set):
-            # Every 100 steps the ranks compare their weights, by 8 bytes.
-            config = replace(config, check_replicas=100)
+            # Every 20 steps, about once per epoch, the ranks compare their weights, by 8 bytes.
+            config = replace(config, check_replicas=20)
         name = compressors.name_of(config.method.compressor)
         setting = SETTINGS.get(name, Setting())
         runs.append(Run(name, config, args.lr or setting.lr, setting.momentum))

@@ -38,6 +38,7 @@ import grace
 HARD_THRESHOLD = "hardthreshold"
 SAMPLES, FEATURES = 6000, 5000  # the size of gisette
 RECORDS = 150  # points per curve, in addition to the first hundred iterations
+CHECKED = 20  # steps between two comparisons of the weights
 SPLITS = {"iid": "i.i.d. split", "sorted": "split sorted by label"}
 
 
@@ -164,8 +165,11 @@ class Simulated:
         """Exchange the gradients, one row per worker of this process. Return the mean of the decoded gradients."""
         return self._simulation.step([{"x": gradient} for gradient in gradients])[0]["x"]
 
-    def finish(self, x: np.ndarray) -> None:
-        """End a run with the weights x, which must be equal on all workers."""
+    def check(self, x: np.ndarray) -> None:
+        """Raise MismatchError if the weights x, which must be equal on all workers, differ."""
+
+    def finish(self) -> None:
+        """End a run."""
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
         """Return the columns of all workers."""
@@ -195,8 +199,10 @@ class Processes:
     def exchange(self, gradients: np.ndarray) -> np.ndarray:
         return self._exchange({"x": gradients[0]})["x"]
 
-    def finish(self, x: np.ndarray) -> None:
+    def check(self, x: np.ndarray) -> None:
         self._exchange.check_replicas({"x": x})
+
+    def finish(self) -> None:
         self._exchange.close()
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
@@ -226,6 +232,8 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
     bar = tqdm(total=args.iterations, desc=f"{how:>6} {method.label}", unit="step", ncols=100, disable=disable)
     began = time.perf_counter()
     for t in range(args.iterations):
+        if t % CHECKED == 0:
+            workers.check(x)
         rows, labels = problem.samples[drawn[:, t]], problem.labels[drawn[:, t]]
         slopes = -labels * expit(-labels * (rows @ x))
         gradients = (slopes[:, None] * rows + problem.l2 * x).astype(np.float32)
@@ -246,7 +254,8 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
     bar.close()
     if bar.disable and not workers.rank:
         print(f"{how:>6} {method.label}: {args.iterations} steps in {seconds:.1f} s", flush=True)
-    workers.finish(x)
+    workers.check(x)
+    workers.finish()
     gaps = problem.losses(np.stack(points)) - problem.minimum
     series = [workers.gather(mine) for mine in (kept, sent, residuals, largest)]
     return Result(method, how, np.array(recorded), gaps, *series, seconds)

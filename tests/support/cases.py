@@ -12,8 +12,9 @@ from grace.core.values.registry import communicators, compressors
 from tests.support.covering import ALL, pairwise, product
 from tests.support.launch import TENSORFLOW, TORCH, Launch
 
-# Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it.
-EVERYTHING = {"default_rules": False}
+# Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it. The ranks compare
+# replicas before every second step; a scenario that must not says so.
+EVERYTHING = {"default_rules": False, "check_replicas": 2}
 LAYERS = {**EVERYTHING, "granularity": "layer"}
 # The large matrices of the models are split, and their remainders are fused with smaller tensors.
 UNITS = {

@@ -38,8 +38,11 @@ def joined(merged: dict[str, Any]) -> bytes:
 
 
 def kept(make: Make) -> dict[str, str]:
-    """Return the error of each promise, empty if it is kept. `make` returns the run of a configuration."""
-    return {promise.__name__: _error(promise, make) for promise in PROMISES}
+    """Return the error of each promise, empty if it is kept. `make` returns the run of a configuration.
+
+    The ranks compare replicas before every second step.
+    """
+    return {promise.__name__: _error(promise, lambda c: make({"check_replicas": 2, **c})) for promise in PROMISES}
 
 
 def _error(promise: Callable[[Make], None], make: Make) -> str:

@@ -48,6 +48,13 @@ def outcome(call: Any) -> str:
     return ""
 
 
+def make_exchange(tensors: Any, config: Any, **options: Any) -> mpi.MPIExchange:
+    """Return an exchange, which compares states before every second step unless the configuration says else."""
+    if isinstance(config, dict):
+        config = {"check_replicas": 2, **config}
+    return mpi.MPIExchange(tensors, config, **options)
+
+
 def digest(merged: dict[str, np.ndarray]) -> str:
     return hashlib.sha256(b"".join(merged[name].tobytes() for name in sorted(merged))).hexdigest()
 
@@ -84,9 +91,9 @@ def exchanges(rows: list[dict[str, Any]]) -> dict[str, Any]:
         plan = make_plan(steps.MIXED, config, ranks=Ranks(SIZE))
         refused = outcome(lambda p=plan: [item.compressor.check_ranks(SIZE) for item in p.assignments])
         if refused:
-            results[label] = {"refused": refused, "exchange": outcome(lambda c=config: mpi.MPIExchange(steps.MIXED, c))}
+            results[label] = {"refused": refused, "exchange": outcome(lambda c=config: make_exchange(steps.MIXED, c))}
             continue
-        exchange = mpi.MPIExchange(steps.MIXED, config)
+        exchange = make_exchange(steps.MIXED, config)
         sent = spy(exchange.transport)
         merged, lengths = [], []
         for step in range(STEPS):
@@ -220,7 +227,7 @@ def lengths() -> dict[str, Any]:
             results[f"broadcast/{root}/{n}"] = got.tolist() == [root] * n
     # Only rank 0's gradient reaches this threshold, and no gradient in the second step.
     config = {"compressor": "threshold", "threshold": 1.0, "memory": "none", "default_rules": False}
-    exchange = mpi.MPIExchange({"w": (50,)}, config, average=False)
+    exchange = make_exchange({"w": (50,)}, config, average=False)
     for step, large in enumerate((True, False, True)):
         mine = RANK == 0 and large
         merged = exchange({"w": np.full(50, 2.0 if mine else 0.01, np.float32)})["w"]
@@ -291,14 +298,14 @@ def different_configurations() -> dict[str, Any]:
     last = RANK == SIZE - 1
     shapes, topk = {"w": (40, 40), "v": (30,)}, {"compressor": "topk", "compress_ratio": 0.1}
     makes = {
-        "option": lambda: mpi.MPIExchange(shapes, {**topk, "compress_ratio": 0.2 if last else 0.1}),
-        "method": lambda: mpi.MPIExchange(shapes, {"compressor": "randomk" if last else "topk"}),
-        "seed": lambda: mpi.MPIExchange(shapes, {**topk, "seed": 1 if last else 0}),
-        "shape": lambda: mpi.MPIExchange({"w": (40, 41 if last else 40), "v": (30,)}, topk),
-        "order": lambda: mpi.MPIExchange(dict(reversed(shapes.items())) if last else shapes, topk),
-        "average": lambda: mpi.MPIExchange(shapes, topk, average=not last),
-        "invalid": lambda: mpi.MPIExchange(shapes, {**topk, "compress_ratio": 2.0 if last else 0.1}),
-        "none": lambda: mpi.MPIExchange(shapes, topk),
+        "option": lambda: make_exchange(shapes, {**topk, "compress_ratio": 0.2 if last else 0.1}),
+        "method": lambda: make_exchange(shapes, {"compressor": "randomk" if last else "topk"}),
+        "seed": lambda: make_exchange(shapes, {**topk, "seed": 1 if last else 0}),
+        "shape": lambda: make_exchange({"w": (40, 41 if last else 40), "v": (30,)}, topk),
+        "order": lambda: make_exchange(dict(reversed(shapes.items())) if last else shapes, topk),
+        "average": lambda: make_exchange(shapes, topk, average=not last),
+        "invalid": lambda: make_exchange(shapes, {**topk, "compress_ratio": 2.0 if last else 0.1}),
+        "none": lambda: make_exchange(shapes, topk),
     }
     found = {label: outcome(make) for label, make in makes.items()}
     with pytest.MonkeyPatch.context() as patch:
@@ -308,17 +315,17 @@ def different_configurations() -> dict[str, Any]:
         patch.undo()
         if last:
             patch.setattr(compressors.get("signsgd"), "payload_format", 2)
-        found["format"] = outcome(lambda: mpi.MPIExchange(shapes, {"compressor": "signsgd"}))
+        found["format"] = outcome(lambda: make_exchange(shapes, {"compressor": "signsgd"}))
         if last:
             patch.setenv("GRACE_NATIVE", "0")
         for name in ("topk", "powersgd"):
-            found[f"kernels, {name}"] = outcome(lambda n=name: mpi.MPIExchange(shapes, {"compressor": n}))
+            found[f"kernels, {name}"] = outcome(lambda n=name: make_exchange(shapes, {"compressor": n}))
     return found
 
 
 def wrong_gradients() -> dict[str, Any]:
     """Pass wrong gradients on one rank. They are refused before anything is sent, and the next call works."""
-    exchange = mpi.MPIExchange({"w": (40, 40), "v": (30,)}, {"compressor": "topk", "default_rules": False})
+    exchange = make_exchange({"w": (40, 40), "v": (30,)}, {"compressor": "topk", "default_rules": False})
     good = {"v": np.full(30, float(RANK), np.float32), "w": np.ones((40, 40), np.float32)}
     bad = {"missing": {"w": good["w"]}, "shape": {**good, "v": np.ones(31, np.float32)}, "unknown": {**good, "x": None}}
     bad["unknown"]["x"] = good["v"]
@@ -337,7 +344,7 @@ def wrong_gradients() -> dict[str, Any]:
 def scheduled() -> dict[str, Any]:
     """Return the method of every step of a schedule."""
     config = {"compressor": "none", "default_rules": False, "schedule": [{"step": 2, "compressor": "topk"}]}
-    exchange = mpi.MPIExchange({"w": (40, 50)}, config)
+    exchange = make_exchange({"w": (40, 50)}, config)
     methods = []
     for _ in range(3):
         exchange({"w": np.full((40, 50), RANK + 1.0, np.float32)})
@@ -357,14 +364,14 @@ def resume() -> dict[str, Any]:
             for n in numbers
         )
 
-    whole = run(mpi.MPIExchange(spec, config), range(6))
-    first = mpi.MPIExchange(spec, config)
+    whole = run(make_exchange(spec, config), range(6))
+    first = make_exchange(spec, config)
     begun = run(first, range(3))
-    second = mpi.MPIExchange(spec, config)
+    second = make_exchange(spec, config)
     results["mine"] = second.load_state_dict(first.state_dict())
     results["equal"] = begun + run(second, range(3, 6)) == whole
     # Only rank 0 loads: the stamps of the step differ.
-    third = mpi.MPIExchange(spec, config)
+    third = make_exchange(spec, config)
     if RANK == 0:
         third.load_state_dict(first.state_dict())
     results["partly"] = outcome(lambda: run(third, range(1)))
@@ -374,8 +381,8 @@ def resume() -> dict[str, Any]:
 def replicas() -> dict[str, Any]:
     """Compare shared states every second step and weights by hand, and change each of them on the last rank."""
     tensors = {"w": (20, 10)}
-    config = {"compressor": "powersgd", "default_rules": False, "check_replicas": 2}
-    exchange = mpi.MPIExchange(tensors, config)
+    config = {"compressor": "powersgd", "default_rules": False}
+    exchange = make_exchange(tensors, config)
     weights = {"w": np.ones(tensors["w"], np.float32)}
     results: dict[str, Any] = {"equal": outcome(lambda: [exchange(weights) for _ in range(4)])}
     results["weights"] = outcome(lambda: exchange.check_replicas(weights))
@@ -397,6 +404,8 @@ def discarded() -> dict[str, Any]:
         "compress_ratio": 0.05,
         "default_rules": False,
         "bucket_bytes": 0,
+        # Not before step 2, in which ranks wait for the gradients of others.
+        "check_replicas": 3,
     }
 
     def given(step: int) -> dict[str, np.ndarray]:
@@ -406,10 +415,10 @@ def discarded() -> dict[str, Any]:
     def run(exchange: mpi.MPIExchange, numbers: range) -> str:
         return "".join(digest(exchange(given(number))) for number in numbers)
 
-    whole, results = run(mpi.MPIExchange(spec, config), range(4)), {}
+    whole, results = run(make_exchange(spec, config), range(4)), {}
     real = TopK.compress, TopK.merge
     for label, method in {"compress": "compress", "merge": "merge", "skipped": "", "limit": ""}.items():
-        exchange = mpi.MPIExchange(spec, {**config, "timeout": 1 if label == "limit" else 60})
+        exchange = make_exchange(spec, {**config, "timeout": 1 if label == "limit" else 60})
         begun, calls = run(exchange, range(2)), []
 
         def fail(*arguments: Any, m: str = method, c: list[int] = calls) -> Any:
@@ -437,8 +446,8 @@ def discarded() -> dict[str, Any]:
 def communicators_apart() -> dict[str, Any]:
     """Run two exchanges within separate communicators, in opposite orders on even and odd ranks."""
     half = WORLD.Split(RANK % 2, RANK)
-    mine = mpi.MPIExchange({"w": (20,)}, {"compressor": "none"}, comm=half)
-    both = mpi.MPIExchange({"w": (20,)}, {"compressor": "none"})
+    mine = make_exchange({"w": (20,)}, {"compressor": "none"}, comm=half)
+    both = make_exchange({"w": (20,)}, {"compressor": "none"})
     x = np.full(20, float(RANK), np.float32)
     apart, together = mine({"w": x})["w"], both({"w": x})["w"]
     return {"apart": float(apart[0]), "together": float(together[0]), "sizes": [mine.size, both.size]}
@@ -450,7 +459,7 @@ def timeline() -> dict[str, Any]:
     gradients = {"w": np.ones((20, 10), np.float32)}
     with tempfile.TemporaryDirectory() as folder:
         with mock.patch.dict(os.environ, GRACE_TIMELINE=f"{folder}/told.json"):
-            exchange = mpi.MPIExchange({"w": (20, 10)}, config)
+            exchange = make_exchange({"w": (20, 10)}, config)
         exchange(gradients)
         results: dict[str, Any] = {"stats": exchange.stats()}
         exchange.start_timeline(f"{folder}/by hand.json")
@@ -461,7 +470,7 @@ def timeline() -> dict[str, Any]:
             results[name] = json.loads(Path(f"{folder}/{name}.rank{RANK}.json").read_text())
         path = f"{folder}/nowhere/trace.json" if RANK == 1 else ""
         with mock.patch.dict(os.environ, GRACE_TIMELINE=path):
-            results["refused"] = outcome(lambda: mpi.MPIExchange({"w": (20, 10)}, config))
+            results["refused"] = outcome(lambda: make_exchange({"w": (20, 10)}, config))
     return results
 
 
@@ -469,7 +478,7 @@ def promises() -> dict[str, str]:
     """Return the errors of the promises that every exchange keeps."""
 
     def make(config: dict[str, Any]) -> Run:
-        exchange = mpi.MPIExchange(TENSORS, config)
+        exchange = make_exchange(TENSORS, config)
         return Run(exchange, lambda number: joined(exchange(gradients(number, RANK))))
 
     return kept(make)

@@ -22,7 +22,7 @@ import grace.tensorflow
 from grace.tensorflow import KerasState
 
 STEPS, END = 14, 6
-CONFIG = {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot"}
+CONFIG = {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot", "check_replicas": 2}
 way, died, pause = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 logging.basicConfig(level=logging.WARNING)
 tf.config.threading.set_intra_op_parallelism_threads(1)

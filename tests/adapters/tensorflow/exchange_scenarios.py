@@ -93,7 +93,7 @@ def none_and_one_process() -> dict[str, Any]:
             with tf.GradientTape() as tape:
                 value = loss(y, model(x, training=True))
             if with_tape:
-                tape = grace.tensorflow.DistributedGradientTape(tape, {"compressor": "none"})
+                tape = grace.tensorflow.DistributedGradientTape(tape, {"compressor": "none", **EVERYTHING})
             gradients = tape.gradient(value, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
@@ -127,7 +127,7 @@ def none_and_horovod() -> dict[str, Any]:
         for make in (hvd.DistributedGradientTape, grace.tensorflow.DistributedGradientTape):
             with tf.GradientTape() as tape:
                 loss = loss_function()(y, model(x))
-            config = {} if make is hvd.DistributedGradientTape else {"compressor": "none"}
+            config = {} if make is hvd.DistributedGradientTape else {"compressor": "none", **EVERYTHING}
             # Horovod's tape needs the TensorFlow variables inside Keras' variables.
             variables = [v.value for v in model.trainable_variables]
             gradients.append(joined(make(tape, **config, **arguments).gradient(loss, variables)))

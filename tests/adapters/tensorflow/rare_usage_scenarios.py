@@ -124,7 +124,7 @@ def changing_kinds() -> dict[str, float]:
     results = {}
     for name in ("dense first", "rows first"):
         table = tf.Variable(tf.zeros((4, 2)), name="table")
-        exchange = Exchange({"compressor": "none"})
+        exchange = Exchange({"compressor": "none", **EVERYTHING})
         dense = tf.fill([4, 2], float(hvd.rank() + 1))
         forms = [dense, tf.IndexedSlices(dense, tf.range(4)), tf.IndexedSlices(dense, tf.range(4, dtype=tf.int64))]
         first = forms[0] if name == "dense first" else forms[1]

@@ -55,7 +55,7 @@ def tapes(methods: list[str]) -> dict[str, Any]:
     """Train by a tape, eagerly and in a graph, with a configuration and an Exchange. Compare with the optimizer."""
     results = {}
     for label in methods:
-        config = {"check_replicas": 2, **METHODS[label]}
+        config = METHODS[label]
         model, optimizer = net(), wrap(config)
         by_hand(model, applying(optimizer, model), 4)
         weights = {"optimizer": digest(model.weights)}

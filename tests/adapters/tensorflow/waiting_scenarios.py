@@ -13,8 +13,9 @@ import tensorflow as tf
 from grace.tensorflow import BroadcastGlobalVariablesCallback, Exchange, MetricAverageCallback, waiting
 from tests.adapters.tensorflow.model import wrap
 from tests.adapters.tensorflow.usage_model import error_of, net
+from tests.support.cases import EVERYTHING
 
-SHORT = {"compressor": "topk", "compress_ratio": 0.5, "default_rules": False, "timeout": 2}
+SHORT = {"compressor": "topk", "compress_ratio": 0.5, "timeout": 2, **EVERYTHING}
 
 
 def meet() -> None:

@@ -27,7 +27,7 @@ model = torch.nn.Linear(64, 32)
 optimizer = grace.torch.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),
     model.named_parameters(),
-    {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot"},
+    {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot", "check_replicas": 2},
 )
 
 

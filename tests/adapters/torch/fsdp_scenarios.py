@@ -22,11 +22,9 @@ from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import digest, outcome, warned_of_scaler
 from tests.support.cases import EVERYTHING
 
-# With replicas (HSDP), the ranks compare them before every second step.
-CHECKED = {**EVERYTHING, "check_replicas": 2}
-TOPK = {"compressor": "topk", "compress_ratio": 0.1, **CHECKED}
+TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
 # It sends everything by way of grace.
-ALL = {"compressor": "threshold", "threshold": 0.0, "memory": "none", "bucket_bytes": 4000, **CHECKED}
+ALL = {"compressor": "threshold", "threshold": 0.0, "memory": "none", "bucket_bytes": 4000, **EVERYTHING}
 POLICIES = {
     "float32": MixedPrecisionPolicy(),
     "bfloat16 parameters": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -100,7 +98,7 @@ def states_of(exchange: Any) -> list[str]:
 def means_by_fsdp() -> dict[str, Any]:
     """Compute gradients with each policy by plain FSDP and by grace, and return the largest difference."""
     configs: dict[str, dict[str, Any]] = {
-        "none": {"compressor": "none"},
+        "none": {"compressor": "none", **EVERYTHING},
         "all": ALL,
         "some dense": {**ALL, "rules": [{"match": "first.*", "compressor": "none"}]},
         "qsgd": {"compressor": "qsgd", **EVERYTHING},

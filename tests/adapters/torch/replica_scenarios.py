@@ -52,7 +52,7 @@ def compared_replicas() -> dict[str, Any]:
     weights, sent = [], []
     for every, checksum in ((0, False), (EVERY, True)):
         model = make_net()
-        config = {"compressor": "topk", "check_replicas": every, "checksum": checksum, **EVERYTHING}
+        config = {"compressor": "topk", "checksum": checksum, **EVERYTHING, "check_replicas": every}
         optimizer = wrap(model, config)
         with spy(optimizer, comparisons=True) as seen:
             train(model, optimizer, 5)
