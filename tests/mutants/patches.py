@@ -49,13 +49,13 @@ DDP = "grace/torch/distributed/ddp.py"
 FSDP = "grace/torch/distributed/fsdp.py"
 LOSS_SCALE = "grace/torch/loss_scale.py"
 REDUCE_SCATTER = "grace/core/communicators/reduce_scatter.py"
-WAY_BACK = "tests/adapters/torch/test_way_back.py"
+DISCARD = "tests/adapters/torch/test_discard.py"
 NONFINITE = "tests/core/test_nonfinite.py"
 SCHEDULE = "tests/core/test_schedule.py"
 GRANULARITY = "tests/core/test_granularity.py"
 UNIT_CHANGES = "tests/core/test_unit_changes.py"
 JOINT = "tests/core/test_joint_memories.py"
-OTHER_RANKS = "tests/core/test_other_ranks.py"
+OTHER_RANKS = "tests/core/test_checkpoint_on_other_ranks.py"
 DCP = "tests/adapters/torch/test_checkpoint.py"
 PLACEMENT = "tests/core/test_gradient_placement.py"
 ERRORS = "tests/core/test_errors.py"
@@ -108,7 +108,7 @@ PATCHES = [
         "if waited >= timeout:",
         "if waited >= 100 * timeout:",
         "a rank waits for others that will never come",
-        ("tests/core/test_waiting.py -k ends_at_the_limit", f"{WAY_BACK} -k waits"),
+        ("tests/core/test_waiting.py -k ends_at_the_limit", f"{DISCARD} -k waits"),
     ),
     Patch(
         "wait-counts-stops",
@@ -140,7 +140,7 @@ PATCHES = [
         "engine.restore(self._before)",
         "engine.drop()",
         "a dropped step leaves residuals and states that it has changed",
-        (f"{WAY_BACK} -k never_begun",),
+        (f"{DISCARD} -k never_begun",),
     ),
     Patch(
         "discard-leaves-collectives",
@@ -148,7 +148,7 @@ PATCHES = [
         "while self._counts[name] < max(counts):",
         "while False:",
         "a rank waits for ever for what only it has started",
-        (f"{WAY_BACK} -k never_begun",),
+        (f"{DISCARD} -k never_begun",),
     ),
     Patch(
         "agreement-without-the-wire-format",
@@ -172,7 +172,7 @@ PATCHES = [
         "if len(set(steps)) > 1:",
         "if len(set(steps)) > 2:",
         "ranks train on apart if only some have applied a step",
-        (f"{WAY_BACK} -k parted",),
+        (f"{DISCARD} -k parted",),
     ),
     Patch(
         "failed-step-goes-on",
@@ -180,7 +180,7 @@ PATCHES = [
         "            self._failed = True\n",
         "",
         "a step that failed goes on and ends with a KeyError",
-        (f"{WAY_BACK} -k refused",),
+        (f"{DISCARD} -k refused",),
     ),
     Patch(
         "dense-names-without-the-optimizer",
@@ -188,7 +188,7 @@ PATCHES = [
         '{p: f"{prefix}/{name}" for p, name in self._names.items()}',
         "dict(self._names)",
         "two models with equal names exchange gradients with each other",
-        (f"{WAY_BACK} -k waits",),
+        (f"{DISCARD} -k waits",),
     ),
     Patch(
         "mpi-ends-without-a-word",
@@ -236,7 +236,7 @@ PATCHES = [
         "self._begun.assign(step + 1)",
         "self._begun.assign(self._ended)",
         "a step in a graph waits for ever",
-        ("tests/adapters/tensorflow/test_watch.py", "tests/adapters/tensorflow/test_waiting.py"),
+        ("tests/adapters/tensorflow/test_step_watch.py", "tests/adapters/tensorflow/test_waiting.py"),
     ),
     Patch(
         "tensorflow-ends-after-an-error",
@@ -244,7 +244,7 @@ PATCHES = [
         "[call for call in calls if any(call is other for other in now)]",
         "[*calls, *now]",
         "a process that has caught the error of a step is ended later",
-        ("tests/adapters/tensorflow/test_watch.py",),
+        ("tests/adapters/tensorflow/test_step_watch.py",),
     ),
     Patch(
         "timeline-broken-by-a-full-disk",
@@ -462,7 +462,7 @@ PATCHES = [
         "already_mean = size == 1 or (self._average and unit.half_sum)",
         "already_mean = size == 1",
         "what was averaged on the way is divided by the number of ranks again",
-        ("tests/papers/test_half.py",),
+        ("tests/papers/test_fp16_bf16.py",),
     ),
     Patch(
         "step-finished-mean-not-summed",
@@ -1287,7 +1287,7 @@ PATCHES = [
         "factor = sizes[1] / sizes[0]",
         "factor = 1.0",
         "what survivors hold back counts more where fewer ranks are left",
-        ("tests/core/test_moves.py",),
+        ("tests/core/test_elastic_states.py",),
     ),
     Patch(
         "move-owners-go-on",
@@ -1295,7 +1295,7 @@ PATCHES = [
         "ops, sizes[0], same_ranks=False)",
         "ops, sizes[0])",
         "an owner that has another number now loses what it holds",
-        ("tests/core/test_moves.py",),
+        ("tests/core/test_elastic_states.py",),
     ),
     Patch(
         "elastic-step-of-its-own",
@@ -1319,7 +1319,7 @@ PATCHES = [
         "self.engine.move(old, average=self.op == hvd.Average)",
         "pass",
         "a rank loses what it holds back when the ranks change",
-        ("tests/adapters/tensorflow/test_moves.py",),
+        ("tests/adapters/tensorflow/test_elastic_states.py",),
     ),
     Patch(
         "keras-elastic-survivor-as-new",
@@ -1472,7 +1472,7 @@ PATCHES = [
         "            self._scaler._per_optimizer_states.pop(optimizer, None)\n",
         "            pass\n",
         "after discard(), a GradScaler believes that it has unscaled the next gradients",
-        ("tests/adapters/torch/test_way_back.py -k scaled",),
+        ("tests/adapters/torch/test_discard.py -k scaled",),
     ),
     Patch(
         "torch-replicas-differ-unnoticed",
@@ -1504,7 +1504,7 @@ PATCHES = [
         "self._engine.count_anew()",
         "pass",
         "after discard() the ranks compare their replicas before different steps",
-        ("tests/adapters/torch/test_way_back.py -k 'as_if_it_had_never_begun and horovodrun'",),
+        ("tests/adapters/torch/test_discard.py -k 'as_if_it_had_never_begun and horovodrun'",),
     ),
     Patch(
         "mpi-replicas-not-compared",
@@ -1741,7 +1741,7 @@ PATCHES = [
         "1 / at.size if at.mean else 1.0",
         "1.0",
         "the mean of 16-bit floats is their sum",
-        ("tests/papers/test_half.py",),
+        ("tests/papers/test_fp16_bf16.py",),
     ),
     Patch(
         "communicator-broadcast-of-own-buffer",
@@ -1927,7 +1927,7 @@ PATCHES = [
         'wire_dtype: ClassVar[str] = "bfloat16"',
         'wire_dtype: ClassVar[str] = "float16"',
         "bf16 is fp16",
-        ("tests/papers/test_half.py",),
+        ("tests/papers/test_fp16_bf16.py",),
     ),
     Patch(
         "fp16-claims-unbiased",
@@ -2239,7 +2239,7 @@ PATCHES = [
         "excess = sums[0] / number - bound",
         "excess = sums[0] / number",
         "a stage takes the magnitudes in the tail for their excess over the bound, and far too few elements travel",
-        ("tests/papers/test_estimated.py -k sidco",),
+        ("tests/papers/test_threshold_estimates.py -k sidco",),
     ),
     Patch(
         "estimated-threshold-that-none-reaches",
@@ -2247,7 +2247,7 @@ PATCHES = [
         "lambda: list(reaching(ops, x, ops.max_abs(x)))",
         "lambda: [values, indices]",
         "a tensor whose elements are equal never travels, and its residual grows for good",
-        ("tests/papers/test_estimated.py -k none_reaches",),
+        ("tests/papers/test_threshold_estimates.py -k none_reaches",),
     ),
     Patch(
         "gaussiank-swings",
@@ -2255,7 +2255,7 @@ PATCHES = [
         "ops.where(between, (low + high) / 2, scaled)",
         "scaled",
         "the threshold swings between too many and too few elements",
-        ("tests/papers/test_estimated.py -k gaussian",),
+        ("tests/papers/test_threshold_estimates.py -k gaussian",),
     ),
     Patch(
         "mstopk-all-above-the-lower-bound",
@@ -2263,7 +2263,7 @@ PATCHES = [
         '<= k - ops.sum(certain), "int64")',
         '<= k, "int64")',
         "more than k elements travel if the trials end early",
-        ("tests/papers/test_estimated.py -k mstop",),
+        ("tests/papers/test_threshold_estimates.py -k mstop",),
     ),
     Patch(
         "redsync-without-a-cut",
@@ -2271,7 +2271,7 @@ PATCHES = [
         "else 2 * k\n",
         "else n\n",
         "where no threshold fits, all elements travel",
-        ("tests/papers/test_estimated.py -k redsync",),
+        ("tests/papers/test_threshold_estimates.py -k redsync",),
     ),
     Patch(
         "dct-renews-always",
@@ -2279,7 +2279,7 @@ PATCHES = [
         'at.state["left"] <= 0',
         'at.state["left"] <= 1e9',
         "the selection runs in every step, as in topk",
-        ("tests/papers/test_estimated.py -k dct",),
+        ("tests/papers/test_threshold_estimates.py -k dct",),
     ),
     Patch(
         "deviation-around-zero",
@@ -2287,7 +2287,7 @@ PATCHES = [
         "1 - share * share",
         "1 - 0 * share",
         "the mean of the gradient counts as deviation",
-        ("tests/papers/test_estimated.py -k sdagc",),
+        ("tests/papers/test_threshold_estimates.py -k sdagc",),
     ),
     Patch(
         "adacomp-without-the-latest-gradient",
@@ -2904,7 +2904,7 @@ PATCHES = [
         "        while self._missed:\n            self._missed = False\n",
         "        if self._missed:\n            self._missed = False\n",
         "a phase that is done while others advance waits for the next call",
-        ("tests/core/test_ordered.py",),
+        ("tests/core/test_ordered_transport.py",),
     ),
     Patch(
         "torchrun-not-predivided",
@@ -2920,7 +2920,7 @@ PATCHES = [
         "        end = self._end if self._groups else None\n",
         "        end = None\n        self._disconnect()\n",
         "the backward pass of a rank fails because another one drops the step",
-        (f"{WAY_BACK} -k 'every_argument and torchrun'",),
+        (f"{DISCARD} -k 'every_argument and torchrun'",),
     ),
     Patch(
         "torchrun-groups-outlive-python",
@@ -2928,7 +2928,7 @@ PATCHES = [
         "    groups.clear()\n",
         "",
         "a thread of Gloo drops a tensor while Python ends, and the process aborts",
-        ("tests/adapters/torch/test_exit.py",),
+        ("tests/adapters/torch/test_thread_shutdown.py",),
     ),
     # --- TensorFlow -------------------------------------------------------------------------------------------------
     Patch(

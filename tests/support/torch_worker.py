@@ -14,6 +14,7 @@ from horovod.torch import mpi_ops
 from tests.adapters.torch import (
     checkpoint_scenarios,
     ddp_scenarios,
+    discard_scenarios,
     elastic_scenarios,
     exchange_scenarios,
     fsdp_scenarios,
@@ -24,7 +25,6 @@ from tests.adapters.torch import (
     schedule_scenarios,
     timeline_scenarios,
     usage_scenarios,
-    way_back_scenarios,
 )
 from tests.support import rank
 
@@ -59,6 +59,7 @@ def main() -> None:
     modules = (
         checkpoint_scenarios,
         ddp_scenarios,
+        discard_scenarios,
         elastic_scenarios,
         exchange_scenarios,
         fsdp_scenarios,
@@ -68,7 +69,6 @@ def main() -> None:
         schedule_scenarios,
         timeline_scenarios,
         usage_scenarios,
-        way_back_scenarios,
     )
     rank.serve(launched.my_rank(), modules)
     launched.end()

@@ -13,8 +13,8 @@ from grace.core.values.spec import Ranks  # noqa: E402
 from grace.tensorflow.exchange import Exchange  # noqa: E402
 from grace.tensorflow.optimizer import _distribute  # noqa: E402
 from grace.testing.harness import same  # noqa: E402
-from tests.adapters.tensorflow.test_other_ranks import SCHEDULE, TOPK, exchange_of, in_variables, trained  # noqa: E402
-from tests.core.test_moves import moved  # noqa: E402
+from tests.adapters.tensorflow.test_checkpoint_on_other_ranks import SCHEDULE, TOPK, exchange_of, in_variables, trained  # noqa: E402
+from tests.core.test_elastic_states import moved  # noqa: E402
 
 SHOTS = {**TOPK, "communicator": "two_shot"}
 # Which rank of how many stays, and which one of how many it is then.
