@@ -56,6 +56,20 @@ def test_the_compressor_of_the_documents_works():
     assert 0 < float(output) <= 5 / 127 / 2
 
 
+def test_the_communicator_of_the_documents_keeps_the_contract(tmp_path):
+    code = "\n".join(
+        re.findall(r"^```python\n(.*?)^```", read("docs/extend/communicator.md"), re.DOTALL | re.MULTILINE)
+    )
+    (tmp_path / "test_turns.py").write_text(code, encoding="utf-8")
+    # On 1 and on 3 ranks.
+    words = [sys.executable, "-m", "pytest", "-q", "-k", "1 or 3", "test_turns.py"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "10 passed" in done.stdout
+
+
 def built_in() -> list[str]:
     return [name for name in compressors if compressors.get(name).__module__.startswith("grace.")]
 
