@@ -26,13 +26,15 @@ def inline(text: str) -> str:
 
 
 def restructured(text: str) -> str:
-    """Return a docstring as reStructuredText: formulas as math, indented paragraphs as code, the rest as text."""
+    """Return a docstring as reStructuredText: formulas as math, indented paragraphs and sessions as code."""
     paragraphs = []
     for paragraph in text.split("\n\n"):
         lines = paragraph.splitlines()
         if paragraph.startswith("Formula: "):
             formula = " ".join(paragraph.removeprefix("Formula: ").split())
             paragraphs.append(f".. math:: {formula}")
+        elif paragraph.startswith(">>> "):
+            paragraphs.append(paragraph)
         elif any(line.startswith(" ") for line in lines) and not paragraph.lstrip().startswith("- "):
             paragraphs.append("::\n\n" + "\n".join(f"    {line}" for line in lines))
         else:

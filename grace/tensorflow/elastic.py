@@ -41,8 +41,9 @@ def _with_errors_of_horovod(function: Callable[..., Any]) -> Callable[..., Any]:
 class KerasState(ObjectState):  # type: ignore[misc]
     """Horovod's elastic state of a Keras model and its optimizer, with what grace holds back, for `hvd.elastic.run`.
 
-    `optimizer` is by default that of the compiled model. Pass the `Exchange` of tapes under any other name. All further
-    arguments become attributes that are synchronized, as in Horovod's states.
+    `commit()` and all else that is called on it are Horovod's. `optimizer` is by default that of the compiled model.
+    Pass the `Exchange` of tapes under any other name. All further arguments become attributes that are synchronized, as
+    in Horovod's states.
 
     If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
     in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks

@@ -61,11 +61,14 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
 
     An optimizer has its own exchange as the attribute `grace`. For tapes, make one exchange and pass it to every tape.
     It is a `tf.Module` and can be part of a `tf.train.Checkpoint`. `config` and `options` are those of
-    `grace.make_config`; the other arguments are those of Horovod. Raises ConfigError for a wrong configuration or
-    arguments that are not supported.
+    `grace.make_config`; the other arguments are those of Horovod. `plan`, `report`, `stats`, `check_replicas`,
+    `state_dict` and `load_state_dict` raise StepError until the variables are known, after `build` or the first step.
+    Raises ConfigError for a wrong configuration or arguments that are not supported.
     """
 
     called = "optimizer.grace"
+    #: The process set of Horovod whose ranks take part; an exchange that was loaded needs it before its first step.
+    process_set: Any
 
     def __init__(
         self,
@@ -159,8 +162,9 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
     def build(self, variables: Sequence[Any], gradients: Sequence[Gradient | None] | None = None) -> None:
         """Make the plan and the state for these variables.
 
-        It does not contact other ranks, so a single process can load a model. Raises StepError if the exchange is
-        built.
+        `gradients` tells by its `tf.IndexedSlices` whose gradients are rows; without it, those of embeddings are. It
+        does not contact other ranks, so a single process can load a model. Raises StepError if the exchange is built,
+        and ConfigError in a strategy of several replicas.
         """
         if self._stages is not None:
             raise StepError("this exchange is already built; make another Exchange for another list of variables.")
@@ -451,7 +455,9 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         `absent` holds the indices of variables that this step does not train; their memories do not change. With
         `loss_scale`, all memories are rolled back if a result times `loss_scale` is not finite, because the caller then
         skips the step. The step is traced once per pattern of dense and sparse gradients, in eager mode and inside a
-        `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first step. Raises the errors of `filled`.
+        `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first step. The first call contacts the
+        other ranks. Raises StepError for a wrong number of gradients, or for one that no rank had in the first step,
+        ConfigError inside `jit_compile=True`, and MismatchError on every rank if the ranks differ.
         """
         given = [
             tf.zeros(spec.shape, spec.dtype) if gradient is None else gradient

@@ -107,10 +107,10 @@ class Measured:
         self.times.track = value
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of all further steps; see `grace.core.observe.timeline.Times.start`.
+        """Write a Chrome trace of all further steps to `path`; several ranks add ".rankN" before its suffix.
 
         It sets `track_times`. Raises StepError after the first step unless `track_times` was set before, and
-        ConfigError if the path cannot be written.
+        ConfigError if the file cannot be written.
         """
         if not hvd.is_initialized():
             raise ConfigError("start_timeline: Horovod is not initialized; call hvd.init() first.")

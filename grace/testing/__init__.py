@@ -2,8 +2,6 @@
 
 They need pytest, but no framework. Example:
 
-import grace.testing, pytest, my_package
-
 class TestMine(grace.testing.CompressorContract):
     @pytest.fixture(params=[my_package.Mine(), my_package.Mine(bits=2)], ids=repr)
     def compressor(self, request):

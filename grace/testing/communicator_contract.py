@@ -28,7 +28,9 @@ class CommunicatorContract:
     test methods take their fixtures as plain arguments. So they can also be called directly, on a broken communicator.
     """
 
+    #: The numbers of ranks.
     sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 5)
+    #: The tensors of the tests.
     specs: ClassVar[tuple[TensorSpec, ...]] = (
         TensorSpec("long", (3, 1100)),
         TensorSpec("short", (131,)),

@@ -49,15 +49,17 @@ class CompressorContract(UnitContract):
     compressor.
     """
 
-    # The tensor of tests that need only one. All other tests use every shape and dtype that fits the compressor.
+    #: The shape of the tensor of tests that need only one.
     shape: ClassVar[tuple[int, ...]] = (24, 40)
+    #: The shapes of all other tests, as far as they fit the compressor.
     shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (0,), (1,), (7,), (24, 40), (130,), (0, 3), (13, 11))
-    # The shapes for other frameworks than NumPy. Their bytes are compared with NumPy's.
+    #: The shapes for other frameworks than NumPy. Their bytes are compared with NumPy's.
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]] = ((), (24, 40), (0,), (7,))
+    #: The dtypes of all other tests, as far as they fit the compressor.
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64", "float16", "bfloat16")
-    # The frameworks that must give the same bytes. NumPy is the reference.
+    #: The frameworks that must give the same bytes. NumPy is the reference.
     frameworks: ClassVar[tuple[str, ...]] = FRAMEWORKS
-    # The number of random keys in a statistical check.
+    #: The number of random keys in a statistical check.
     trials: ClassVar[int] = 200
 
     @pytest.fixture

@@ -32,6 +32,7 @@ class MemoryContract:
     The test methods take their fixtures as plain arguments. So they can also be called directly, on a broken memory.
     """
 
+    #: The tensor of the tests.
     spec: ClassVar[TensorSpec] = TensorSpec("t", (24, 40))
 
     @pytest.fixture

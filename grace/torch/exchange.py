@@ -28,7 +28,7 @@ from grace.torch.way_back import WayBack
 
 
 class Exchange(core.Exchange[Engine]):
-    """The plan, the statistics and the state of an optimizer's exchange, available as `optimizer.grace`."""
+    """The plan, the statistics and the state of an exchange: `optimizer.grace`, or what `register` returns."""
 
     called = "optimizer.grace"
 

@@ -50,7 +50,7 @@ def register(
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
     **options: Any,
-) -> ModelExchange:
+) -> Exchange:
     """Let grace compress and exchange the gradients of a model in `DistributedDataParallel` or `fully_shard` (FSDP2).
 
     Call it on all ranks, after the model is wrapped and before its first forward pass. The loss, the optimizer and the
@@ -63,9 +63,9 @@ def register(
     methods that need whole tensors, and communicators, cannot be chosen. On a mesh of replicas and shards (HSDP), FSDP
     reduces within each replica, and the ranks that hold the same part exchange it by any method.
 
-    Returns the exchange of the model, with `report()`, `stats()`, `change()`, `state_dict()` and so on. An error of the
-    exchange is raised by `backward()`. Raises TypeError for another model, ConfigError for a model or arguments that
-    are not supported, and MismatchError on every rank if the ranks differ in configuration or parameters.
+    Returns the exchange of the model. An error of the exchange is raised by `backward()`. Raises TypeError for another
+    model, ConfigError for a model or arguments that are not supported, and MismatchError on every rank if the ranks
+    differ in configuration or parameters.
     """
     # Not every PyTorch has torch.distributed.
     from grace.torch.distributed.ddp import GradientHook, check_model, trained_parameters

@@ -18,8 +18,8 @@ ProposalKind = tuple[Literal["sum", "max", "leader"], str]
 class BucketStep:
     """The units of a bucket in one step, for the program of its communicator.
 
-    `stamp` is the number of the step. `mean` says that 16-bit floats are averaged while they are added, because their
-    sum may overflow.
+    `steps` has the step of each unit, `ops` the array operations, and `stamp` is the number of the step. `mean` says
+    that 16-bit floats are averaged while they are added, because their sum may overflow.
     """
 
     def __init__(

@@ -37,7 +37,8 @@ class Collective(NamedTuple):
         return tuple({id(x): x for x in (*self.buffers[:rank], *self.buffers[rank + 1 :])}.values())
 
 
-# A program yields the collectives of a round, which start together, and gets their results in the same order.
+#: A generator that yields the collectives of a round, which start together, gets their results in the same order, and
+#: returns a result of its own.
 Program: TypeAlias = Generator[list[Collective], list[Array], T]
 
 

@@ -100,7 +100,7 @@ class Engine:
         self._average = average
         self._slots = slots or Slots()
         self._seed = seed
-        # True if a step measures the norms of compressed gradients and of their errors, for `stats`.
+        #: True if a step measures the norms of compressed gradients and of their errors, for `stats`.
         self.track_norms = False
         self._stages = [(0, plan), *later]
         for _, stage in self._stages:
@@ -108,8 +108,8 @@ class Engine:
                 item.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
         self._done = plan
-        # Steps that were completed in this process since `count_anew`. Unlike `step`, this number is equal on all
-        # ranks if only some have loaded a checkpoint.
+        #: Steps that were completed in this process since `count_anew`. Unlike `step`, this number is equal on all
+        #: ranks if only some have loaded a checkpoint.
         self.completed = 0
         self._outgoing: Outgoing | None = None
         # By tensor and unit, what `hold` has set aside.
@@ -233,7 +233,7 @@ class Engine:
             self._slots.forget(name)
 
     def snapshot(self) -> Snapshot:
-        """Return plan, step and states as they are now. The arrays are the live ones, which are never changed."""
+        """Return plan, step and states as they are now, for `restore`; the arrays are live, and never changed."""
         units = {name: self._slots.read(name) for name in self._units}
         return Snapshot(self.plan, self._done, self.step, units, dict(self._held))
 
@@ -404,7 +404,8 @@ class Engine:
 
         `into` maps tensors to contiguous arrays of that shape and dtype, which must not overlap; if arrays can be
         changed in place, the gradients are written there. Of a tensor of which this rank gets only some elements
-        (`Plan.window`), both are flat arrays of these; it has no result if it gets none.
+        (`Plan.window`), both are flat arrays of these; it has no result if it gets none. Raises StepError if a gradient
+        is missing, WaitError if other ranks do not come, and MismatchError if they are at another step.
         """
         self._check_complete()
         outgoing = self._outgoing_into(into)

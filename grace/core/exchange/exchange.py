@@ -57,6 +57,10 @@ class Exchange(ABC, Generic[D]):
 
     # The exchange as its users call it.
     called: ClassVar[str]
+    #: The configuration, with all changes so far.
+    config: Config
+    #: The number of this rank; -1 outside of the ranks that take part.
+    rank: int
 
     def __init__(
         self,
@@ -194,7 +198,10 @@ class Exchange(ABC, Generic[D]):
             engine.track_norms = value
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of all further steps; see `grace.core.observe.timeline.Times.start`."""
+        """Write a Chrome trace of all further steps to `path`; several ranks add ".rankN" before its suffix.
+
+        Raises ConfigError if the file cannot be written.
+        """
         for engine, (rank, size) in zip(self.engines, self._world, strict=True):
             engine.times.start(path, rank, size)
 

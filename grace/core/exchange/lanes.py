@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
 _WORD = 32
-# The largest magnitude of a sum.
+#: The largest magnitude of a sum of integers, which travels in words of 32 bits.
 MOST = 2 ** (_WORD - 1) - 1
 
 

@@ -17,7 +17,7 @@ from grace.core.values.spec import Array
 # Header of a collective: a length per rank, a digest of its description, and the beginning of the description.
 _DIGEST_BYTES, _TEXT_BYTES = 16, 104
 
-# The phases of a collective. Each yields a function that tells whether it is done; the result comes at the end.
+#: The phases of a collective: each yields a function that tells whether it is done; the result comes at the end.
 Phases = Generator[Callable[[], bool], None, Array]
 
 
@@ -90,23 +90,23 @@ class OrderedTransport(MeetingTransport):
 
     @abstractmethod
     def _reduce(self, x: Array, op: Reduction) -> Phases:
-        """Reduce x over all ranks."""
+        """Reduce x element by element over all ranks."""
 
     @abstractmethod
     def _gather(self, x: Array, lengths: Sequence[int]) -> Phases:
-        """Join the buffers of all ranks, of these lengths."""
+        """Join the buffers of all ranks in rank order; `lengths` are theirs, in elements."""
 
     @abstractmethod
     def _trade(self, x: Array, sent: Sequence[int], received: Sequence[int]) -> Phases:
-        """Send a piece of x to each rank and join what arrives; the lengths are known."""
+        """Send the pieces of x to their ranks and join what arrives; lengths are in elements, by rank."""
 
     @abstractmethod
     def _join(self, xs: Sequence[Array]) -> Array:
-        """Return a new buffer with all of xs."""
+        """Return a new buffer with all of xs, one after another."""
 
     @abstractmethod
     def _spread(self, x: Array, root: int) -> Phases:
-        """Send the root's buffer to every rank."""
+        """Send the root's buffer to every rank; the buffers of all ranks have one length."""
 
     # --- collectives ------------------------------------------------------------------------------------------------
 

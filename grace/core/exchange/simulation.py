@@ -171,7 +171,9 @@ def poll_all(engines: Sequence[Engine]) -> None:
 class Simulation(Exchange[Engine]):
     """`size` ranks that train in lock step inside one process, with the numerics of a real run.
 
-    `tensors` has shapes by name, or specs. `options` are further keys of the configuration (see `grace.make_config`).
+    `tensors` has the shapes of float32 tensors by name, or a `TensorSpec` for each. `config` is what `make_config`
+    takes, and `options` are further keys of it. `framework` names the kind of the arrays: "numpy", "torch", "tensorflow", or a backend of your own.
+    `average=False` leaves sums undivided. Raises ConfigError for fewer than one rank, and the errors of `make_config`.
 
     >>> import numpy as np
     >>> sim = Simulation(2, {"w": (64, 32)}, {"compressor": "topk", "compress_ratio": 0.01})
@@ -216,7 +218,8 @@ class Simulation(Exchange[Engine]):
     def step(self, gradients: Sequence[Mapping[str, Array]], lr: float | None = None) -> list[dict[str, Array]]:
         """Exchange one gradient per tensor and rank, which are only read; return the merged gradients per rank.
 
-        `lr` is the learning rate with which they will be applied, for memories that correct for it.
+        `lr` is the learning rate with which they will be applied, for memories that correct for it. Raises StepError
+        for a missing or unknown gradient, another shape or dtype, or a missing learning rate.
         """
         if is_due(self.engine.completed, self.config.check_replicas):
             self.check_replicas()

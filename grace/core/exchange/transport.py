@@ -19,7 +19,10 @@ class Handle(Protocol):
     """Collective under way."""
 
     def wait(self) -> Array:
-        """Block until the collective is done and return its result."""
+        """Block until the collective is done and return its result, a flat buffer.
+
+        Raises WaitError after the transport's `timeout`, if it can.
+        """
 
     def arrived(self) -> bool:
         """Return whether `wait` would return at once; False also if that is unknown."""
@@ -37,16 +40,20 @@ class Transport(ABC):
     Every call returns at once. Collectives are matched by name, so that ranks may start them in any order, or if the
     transport is `ordered`, by the order of the calls, which must then be the same on all ranks.
 
-    A handle's `wait` ends with WaitError after `timeout` seconds, if the transport can do that; `wait_until` in
-    `grace.core.guards.waiting` helps. The engine sets `explain`, which returns in words what a collective of a name
-    carries.
+    A handle's `wait` ends with WaitError after `timeout` seconds, if the transport can do that;
+    `grace.core.guards.waiting.wait_until` helps. The engine sets `explain`, which returns in words what a collective of
+    a name carries.
     """
 
+    #: True if ranks must start collectives in one order, by which they are matched.
     ordered: ClassVar[bool] = False
+    #: The number of this rank; -1 outside of the ranks that take part.
     rank: int
+    #: The number of ranks.
     size: int
-    # Ranks on each node, if they are numbered node by node; 0 if unknown.
+    #: Ranks on each node, if they are numbered node by node; 0 if unknown.
     local_size: int = 0
+    #: The seconds after which a rank that waits for others gives up.
     timeout: float = TIMEOUT
     explain: Callable[[str], str] = "collective '{}'".format
 
@@ -56,7 +63,7 @@ class Transport(ABC):
         return Ranks(self.size, self.local_size)
 
     def start(self, collective: Collective, name: str) -> Handle:
-        """Start a collective of a program."""
+        """Start a collective of a program under a name."""
         x, *_ = collective.buffers
         if collective.kind == "allreduce":
             return self.allreduce(x, op=collective.op, name=name)

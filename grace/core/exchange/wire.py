@@ -103,7 +103,10 @@ class Received(NamedTuple):
 
 
 class GatherLayout:
-    """Layout of a bucket whose payloads are gathered or broadcast: one byte buffer per rank."""
+    """Layout of a bucket whose payloads are gathered or broadcast: one byte buffer per rank.
+
+    `specs`, `fields` and `guarded` have an entry per unit. `checksum` gives every buffer a checksum.
+    """
 
     def __init__(
         self,
@@ -177,7 +180,7 @@ class GatherLayout:
         return _align(self._fixed_end, 8) if self.counts or self._coded else self._fixed_end
 
     def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int) -> Array:
-        """Return the buffer of this rank at the step `stamp`; fields may be coded already.
+        """Return the buffer of this rank at the step `stamp`, flat and uint8; fields may be coded already.
 
         Raises PayloadError if a payload is not what `wire` announced.
         """
@@ -228,7 +231,7 @@ class GatherLayout:
         return ops.concat([ops.to_bytes(checksum(ops, body)), body]) if self._start else body
 
     def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
-        """Return the contents of `size` buffers in a row.
+        """Return the contents of `size` buffers in a row, which `data` holds as flat uint8.
 
         Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
         """
@@ -353,7 +356,10 @@ def decode_rows(ops: ArrayOps, data: Array, layouts: Sequence[GatherLayout], sta
 
 
 class SumLayout:
-    """Layout of a bucket whose payloads are summed on the way: one flat buffer per dtype."""
+    """Layout of a bucket whose payloads are summed on the way: one flat buffer per dtype.
+
+    `specs`, `fields` and `guarded` have an entry per unit.
+    """
 
     def __init__(self, specs: Sequence[TensorSpec], fields: Sequence[Sequence[Field]], guarded: Sequence[bool]) -> None:
         self.specs = tuple(specs)
@@ -386,7 +392,7 @@ class SumLayout:
     def encode(
         self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int, size: int
     ) -> tuple[dict[str, Array], Lengths]:
-        """Return one buffer per dtype, for one of `size` ranks at the step `stamp`, and the run-time lengths.
+        """Return one flat buffer per dtype, for one of `size` ranks at the step `stamp`, and the run-time lengths.
 
         Raises PayloadError if a payload is not what `wire` announced.
         """

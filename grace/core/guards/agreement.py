@@ -52,7 +52,7 @@ def agree(
     """Return the descriptions of all ranks, in rank order, after checking that they are equal.
 
     `description` must be JSON-able and equal on every rank, except for the key "of this rank". `failure` is the error
-    that keeps this rank from taking item; passing it tells the other ranks, so that they do not wait. `gather`
+    that keeps this rank from taking part; passing it tells the other ranks, so that they do not wait. `gather`
     exchanges one object per rank. Raises the failure, or MismatchError on every rank if descriptions differ or another
     rank failed.
     """

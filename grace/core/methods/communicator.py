@@ -28,15 +28,15 @@ class Communicator(ABC):
     All ranks must yield the same kinds in the same order.
     """
 
-    # Payloads are added on the way.
+    #: Payloads are added on the way.
     sums: ClassVar[bool] = False
-    # Payloads may differ in length between ranks, which coded indices need.
+    #: Payloads may differ in length between ranks, which coded indices need.
     any_length: ClassVar[bool] = False
-    # Payloads may travel coded: the communicator, or each that it may become, brings them to other ranks as they are.
+    #: Payloads may travel coded: the communicator, or each that it may become, brings them to other ranks as they are.
     carries_codings: ClassVar[bool] = False
-    # The program updates the memories itself, because it may drop entries on the way.
+    #: The program updates the memories itself, because it may drop entries on the way.
     remembers: ClassVar[bool] = False
-    # The name in reports of a communicator that an adapter brings, and no configuration can name.
+    #: The name in reports of a communicator that an adapter brings, and no configuration can name.
     brought_as: ClassVar[str] = ""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
-        """Return the layout of a bucket's fields on the wire."""
+        """Return the layout of the fields of a bucket's units on the wire."""
 
     @abstractmethod
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:

@@ -15,7 +15,7 @@ class Compressor(ABC):
     """Base of compressors: a pure map between a flat gradient and a payload, configured by its fields only.
 
     A new method defines `wire`, `compress` and `decompress`. What only some methods do is a capability, a class that
-    they also derive from (`grace.core.methods.capabilities`). Gradients are flat, finite, of dtype `spec.work_dtype`,
+    they also derive from, such as `Negotiating`. Gradients are flat, finite, of dtype `spec.work_dtype`,
     and must not be changed. A rank usually decodes payloads of other ranks, so everything that `decompress` needs must
     be in the payload, be static, follow from the shared key, or be a field with `wire=False`.
     Plain class attributes may override the properties below.

@@ -117,7 +117,7 @@ class Memory(ABC):
         return
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
-        """Return zeroed buffers (default: none)."""
+        """Return the state before the first step: flat buffers of zeros (default: none)."""
         return {}
 
     @abstractmethod
@@ -132,7 +132,7 @@ class Memory(ABC):
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        """Turn the merged (averaged) gradient into the one for the optimizer; called only if `finishes` is True."""
+        """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`."""
         return merged, state
 
 

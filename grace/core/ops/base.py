@@ -20,16 +20,17 @@ Ops = TypeVar("Ops", bound="Primitives")
 class Primitives(ABC):
     """Operations that every framework defines, on one device."""
 
+    #: The name of the framework, as `grace.register_backend` announces it.
     name: ClassVar[str]
-    # True if operations compute at once, in arrays that can be changed: results may be written where the caller wants.
+    #: True if operations compute at once, in arrays that can be changed: results may be written where the caller wants.
     eager: ClassVar[bool] = True
-    # True if operations can run inside a graph that is traced once. An error in a graph is one of the framework.
+    #: True if operations can run inside a graph that is traced once. An error in a graph is one of the framework.
     traced: ClassVar[bool] = False
-    # True if lengths may be known only when a graph runs: `length` and `size` then return 0-d arrays.
+    #: True if lengths may be known only when a graph runs: `length` and `size` then return 0-d arrays.
     dynamic_shapes: ClassVar[bool] = False
     # True if composites of the table may run their bodies by kernels.
     runs_kernels: ClassVar[bool] = False
-    # "module:Class" of the class that replaces this one where it has kernels; it derives from `Native`, too.
+    #: "module:Class" of the class that replaces this one where it has kernels; it derives from `Native`, too.
     kernels: ClassVar[str | None] = None
 
     def __init__(self, device: str = "cpu") -> None:
@@ -73,7 +74,7 @@ class Primitives(ABC):
 
     @abstractmethod
     def dtype(self, x: Array) -> str:
-        """Return the name of the dtype, as in `spec.ITEMSIZE`."""
+        """Return the name of the dtype, such as "float32"."""
 
     @abstractmethod
     def to_bytes(self, x: Array) -> Array:
@@ -195,7 +196,7 @@ class Primitives(ABC):
 
     @abstractmethod
     def finite(self, x: Array) -> Array:
-        """Return whether no element is NaN or beyond `MAX_MAGNITUDE` of its dtype in magnitude, as a 0-d condition."""
+        """Return whether no element is NaN or so large that sums may overflow, as a 0-d condition."""
 
     @abstractmethod
     def any(self, condition: Array) -> Array:

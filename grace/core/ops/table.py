@@ -57,7 +57,7 @@ class Composite(Generic[P, R]):
         return decorate
 
 
-# By name, those of other packages included.
+#: All composites by name, those of other packages included.
 composites: dict[str, Composite[Any, Any]] = {}
 # What each kernel of a composite takes and gives.
 kernel_signatures: dict[str, str] = {}

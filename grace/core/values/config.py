@@ -149,10 +149,9 @@ class Config:
     share no scale compress several tensors together, and those that depend on a tensor's shape cut none. `bucket_bytes`
     is the number of gradient bytes that share one wire buffer and one collective (0: one collective per tensor); with
     "model" there is one per kind of collective. `index_coding` is the coding of gathered sparse indices: int32, delta,
-    golomb, bitmap, or the smallest of these (see `grace.core.exchange.indices`). `timeout` is the number of seconds
-    that a rank waits for the others before it raises WaitError. `checksum` gives every gathered buffer a checksum (see
-    `grace.core.exchange.checksum`). Every `check_replicas` steps the ranks compare a digest of their weights (see
-    `grace.core.guards.replicas`; 0: never).
+    golomb, bitmap, or the smallest of these. `timeout` is the number of seconds that a rank waits for the others before
+    it raises WaitError. `checksum` gives every gathered buffer a checksum. Every `check_replicas` steps the ranks
+    compare digests of their weights and shared states (0: never).
     """
 
     method: Method
@@ -225,11 +224,10 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     gaps.
 
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready component), `coding` (a name,
-    or a table of names by field, see `grace.core.exchange.codings`), `rules` (a list of tables with conditions and the
-    same keys), `schedule` (a list of tables with `step` and the options or components that change there),
-    `warmup_steps` (of DGC's falling compress_ratio, see `grace.core.values.schedule.ladder`),
-    `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`, `checksum`,
-    `check_replicas`, and the options of the chosen components, such as `compress_ratio`.
+    or a table of names by field), `rules` (a list of tables with conditions and the same keys), `schedule` (a list of
+    tables with `step` and the options or components that change there), `warmup_steps` (of DGC's falling
+    compress_ratio), `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`,
+    `checksum`, `check_replicas`, and the options of the chosen components, such as `compress_ratio`.
     Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for components that do not
     work together.
     """

@@ -23,7 +23,7 @@ class IncompatibleError(GraceError, ValueError):
 
 
 class PayloadError(GraceError, ValueError):
-    """Payload that differs from what the compressor's ``wire`` announced, or that is damaged."""
+    """Payload that differs from what the compressor's `wire` announced, or that is damaged."""
 
 
 class StepError(GraceError, RuntimeError):
@@ -39,7 +39,7 @@ class MismatchError(GraceError, RuntimeError):
 
 
 class WaitError(GraceError, TimeoutError):
-    """Rank that has waited for the others longer than the configuration's ``timeout``."""
+    """Rank that has waited for the others longer than the configuration's `timeout`."""
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

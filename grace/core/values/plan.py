@@ -40,6 +40,7 @@ class Plan:
     """Plan for every tensor: the buckets in the order in which gradients become ready, and the rest.
 
     `exchanged` are the tensors that the engine exchanges, in this order; `delegated` are those left to the caller.
+    `warnings` are about settings that are valid but probably not intended.
     """
 
     buckets: tuple[Bucket, ...]

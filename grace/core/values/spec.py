@@ -14,9 +14,11 @@ from grace.core.values.errors import ConfigError
 if TYPE_CHECKING:
     from grace.core.ops.composites import ArrayOps
 
-# An array of whichever framework is in use; only `grace.core.ops` knows more about it.
+#: An array of whichever framework is in use; only array operations know more about it.
 Array: TypeAlias = Any
+#: The arrays of a component that live between steps, by name.
 State: TypeAlias = dict[str, Array]
+# The flat arrays of a payload, by the names of its fields.
 Payload: TypeAlias = dict[str, Array]
 
 # The state of components that keep nothing; states are never changed.
@@ -97,10 +99,9 @@ class Field(NamedTuple):
     If payloads are summable, it must be equal on all ranks, for instance follow from the step. `wire=False` keeps the
     field on the rank: it must be equal on all ranks, for instance indices drawn from the shared key. `below` marks
     int32 indices, strictly ascending and below that number, which may travel in fewer bytes. `coding` names how the
-    field travels (see `grace.core.exchange.codings`; "none" or "int32": as it is), and `bits` is the width of the codes
-    that are packed into its bytes. `most` is the largest magnitude of integers that are added exactly: a sum of them
-    travels in as few bits as it needs on this number of ranks, `lanes` of them in a 32-bit word (see
-    `grace.core.exchange.lanes`).
+    field travels ("none" or "int32": as it is), and `bits` is the width of the codes that are packed into its bytes.
+    `most` is the largest magnitude of integers that are added exactly: a sum of them travels in as few bits as it needs
+    on this number of ranks, `lanes` of them in a 32-bit word.
     """
 
     name: str

@@ -133,13 +133,13 @@ class Unit(Assignment):
     """Pieces of tensors, laid end to end and compressed as one; `spec` describes them as one flat tensor."""
 
     pieces: tuple[Piece, ...] = ()
-    # The unit as which a communicator sends the mean of this one on; None if every rank makes the mean itself.
+    #: The unit as which a communicator sends the mean of this one on; None if every rank makes the mean itself.
     onward: Unit | None = None
-    # The ranks that exchange this unit and keep a memory for it; None if every rank does.
+    #: The ranks that exchange this unit and keep a memory for it; None if every rank does.
     owners: tuple[int, ...] | None = None
-    # The number of ranks whose payloads are added on the way; 0 if none are.
+    #: The number of ranks whose payloads are added on the way; 0 if none are.
     summed: int = 0
-    # The only rank that merges this unit and gets its mean; None if every rank does.
+    #: The only rank that merges this unit and gets its mean; None if every rank does.
     merged_by: int | None = None
 
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from grace.torch.distributed.checkpoint import ExchangeState
-from grace.torch.distributed.library import TorchDistributed
 from grace.torch.distributed.transport import ProcessGroupTransport
 
-__all__ = ["ExchangeState", "ProcessGroupTransport", "TorchDistributed"]
+__all__ = ["ExchangeState", "ProcessGroupTransport"]

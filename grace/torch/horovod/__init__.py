@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from grace.torch.horovod.elastic import TorchState
-from grace.torch.horovod.library import Horovod
 from grace.torch.horovod.transport import HorovodTransport
 
-__all__ = ["Horovod", "HorovodTransport", "TorchState"]
+__all__ = ["HorovodTransport", "TorchState"]

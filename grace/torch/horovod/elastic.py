@@ -18,7 +18,9 @@ _WHERE = "grace.torch.horovod.TorchState"
 
 
 class TorchState(horovod.torch.elastic.TorchState):  # type: ignore[misc]
-    """Horovod's elastic state, with the residuals of optimizers that grace has wrapped; the arguments are Horovod's.
+    """Horovod's elastic state, with the residuals of optimizers that grace has wrapped, for `hvd.elastic.run`.
+
+    The arguments, `commit()` and all else that is called on it are Horovod's.
 
     If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
     in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks
