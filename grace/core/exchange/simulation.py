@@ -172,8 +172,9 @@ class Simulation(Exchange[Engine]):
     """`size` ranks that train in lock step inside one process, with the numerics of a real run.
 
     `tensors` has the shapes of float32 tensors by name, or a `TensorSpec` for each. `config` is what `make_config`
-    takes, and `options` are further keys of it. `framework` names the kind of the arrays: "numpy", "torch", "tensorflow", or a backend of your own.
-    `average=False` leaves sums undivided. Raises ConfigError for fewer than one rank, and the errors of `make_config`.
+    takes, and `options` are further keys of it. `framework` names the kind of the arrays: "numpy", "torch",
+    "tensorflow", or a backend of your own. `average=False` leaves sums undivided. Raises ConfigError for fewer than one
+    rank, and the errors of `make_config`.
 
     >>> import numpy as np
     >>> sim = Simulation(2, {"w": (64, 32)}, {"compressor": "topk", "compress_ratio": 0.01})
