@@ -201,6 +201,27 @@ def test_files_named_in_prose_exist(name):
         assert (ROOT / path).exists(), f"{name} names {path}, which does not exist"
 
 
+def long_lines(text: str) -> list[int]:
+    """Return the numbers of the lines above 120 characters; tables, images and code cannot be broken."""
+    found, in_code = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        in_code ^= line.lstrip().startswith("```")
+        if len(line) > 120 and not in_code and not line.startswith(("|", "![")):
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "CHANGELOG.md"])
+def test_lines_have_at_most_120_characters(name):
+    assert long_lines(read(name)) == []
+
+
+def test_a_long_line_is_noticed():
+    word = "word " * 25
+    assert long_lines(f"{word[:120]}\n{word}\n- {word}\n") == [2, 3]
+    assert long_lines(f"| {word}\n![{word}]\n```bash\n{word}\n```\n") == []
+
+
 def test_example_configuration_is_valid():
     config = make_config(str(ROOT / "examples" / "grace.toml"))
     assert make_config(config.to_dict()) == config
