@@ -1,10 +1,11 @@
 """Count the bytes that leave a rank, for every method, communicator and number of ranks.
 
-    python benchmarks/moved_bytes.py docs/results/moved_bytes.json docs/moved_bytes.md
+    python benchmarks/moved_bytes.py docs/results/moved_bytes.json docs/moved_bytes.md docs/results/bytes_by_data.json
 
 All ranks live in one process (`grace.Simulation`) and exchange one float32 matrix of normal values, with the default
 options. What each rank hands to collectives is what a real run sends; an allreduce and an allgather count as rings.
-Nothing is timed. It takes some minutes.
+The third file has more steps of the methods whose bytes depend on the data, by `auto`. Nothing is timed. It takes half
+an hour.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ import numpy as np
 
 from grace.core.exchange.collectives import Collective
 from grace.core.exchange.simulation import Simulation
+from grace.core.exchange.wire import payload_bytes
 from grace.core.values.config import make_config
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.plan import make_plan
 from grace.core.values.registry import communicators, compressors
 from grace.core.values.spec import Ranks, TensorSpec
-from grace.listing import required
+from grace.listing import required, sent_fields
 
 SHAPE, RANKS, LOCAL_SIZE = (256, 256), (2, 4, 8, 16, 64), 4
+STEPS, DEVIATION = 100, 0.01
+# A step of one rank takes a quarter of a second.
+FEWER_STEPS = {"atomo": 4}
 PROGRAMS = ("allreduce", "allgather", "two_shot", "sparse_allreduce", "hierarchical")
 TEXT = """# Bytes over the number of ranks
 
-Bytes per element that leave a rank in a step, for a float32 matrix of 256 x 256 normal values and the default options.
-An uncompressed ring allreduce sends 8 (N - 1) / N of them. Bold figures are those of the communicator that `auto`, the
+Bytes per element that leave a rank in the first step, for a float32 matrix of 256 x 256 normal values and the default
+options. Where the bytes depend on the data, later steps differ: [Methods](methods/index.md) has means of many steps. An
+uncompressed ring allreduce sends 8 (N - 1) / N bytes. Bold figures are those of the communicator that `auto`, the
 default, chooses. Payloads that cannot be added travel by `allgather` or `two_shot`. On two ranks, both move equally
 many bytes; from three ranks on, `two_shot` moves fewer. Methods by which ranks vote (`signsgd`, `signum`) and methods
 with a fixed threshold stay with `allgather`, unless you name `two_shot`. `sparse_allreduce` moves about as many bytes
@@ -45,8 +51,8 @@ nodes, and those for ranks of its own node, which are not compressed. You must n
 """
 
 
-def moved(compressor: str, communicator: str, size: int) -> list[float] | None:
-    """Return the bytes per element that leave a rank, on average; None if the method cannot travel so.
+def moved(compressor: str, communicator: str, size: int, steps: int = 1, deviation: float = 1.0) -> list[float] | None:
+    """Return the bytes per element that leave a rank in a step, on average; None if the method cannot travel so.
 
     With hierarchical, the first number is of those for other nodes and the second of those for its own node.
     """
@@ -65,8 +71,10 @@ def moved(compressor: str, communicator: str, size: int) -> list[float] | None:
     for rank, engine in enumerate(simulation.engines):
         engine.transport.start = counted(engine.transport.start, rank, size, local_size, sent)  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
-    simulation.step([{"w": rng.standard_normal(SHAPE).astype(np.float32)} for _ in range(size)], lr=0.1)
-    return [round(total / size / (SHAPE[0] * SHAPE[1]), 4) for total in (sent if nodes else sent[:1])]
+    for _ in range(steps):
+        gradients = [(deviation * rng.standard_normal(SHAPE)).astype(np.float32) for _ in range(size)]
+        simulation.step([{"w": gradient} for gradient in gradients], lr=0.1)
+    return [round(total / steps / size / (SHAPE[0] * SHAPE[1]), 4) for total in (sent if nodes else sent[:1])]
 
 
 def counted(start: Callable[[Collective, str], Any], rank: int, size: int, local_size: int, sent: list[float]) -> Any:
@@ -93,12 +101,15 @@ def chosen(compressor: str, size: int) -> str:
     return communicators.name_of(item.communicator)
 
 
+def methods() -> list[str]:
+    """Return all methods without required options."""
+    return [name for name in compressors if not required(compressors.get(name))]
+
+
 def rows() -> list[dict[str, Any]]:
     """Return one row per method and communicator that fit."""
     found = []
-    for name in compressors:
-        if required(compressors.get(name)):
-            continue
+    for name in methods():
         for program in PROGRAMS:
             sent = {size: moved(name, program, size) for size in RANKS}
             if any(sent.values()):
@@ -106,6 +117,17 @@ def rows() -> list[dict[str, Any]]:
                 found.append({"method": name, "communicator": program, "bytes": sent, "auto": auto})
                 print(found[-1], flush=True)
     return found
+
+
+def by_data() -> list[str]:
+    """Return the methods whose bytes depend on the data."""
+    return [name for name in methods() if payload_bytes(sent_fields(compressors.make(name))) is None]
+
+
+def over_steps(name: str, size: int) -> float:
+    """Return the bytes per element that leave a rank by `auto`: the mean of many steps of small gradients."""
+    (sent,) = moved(name, "auto", size, FEWER_STEPS.get(name, STEPS), DEVIATION) or ()
+    return sent
 
 
 def page(found: list[dict[str, Any]]) -> str:
@@ -125,3 +147,9 @@ if __name__ == "__main__":
     lines = ",\n".join(json.dumps(row) for row in made)
     Path(sys.argv[1]).write_text(f"[\n{lines}\n]\n")
     Path(sys.argv[2]).write_text(page(made))
+    fewer = ", ".join(f"`{name}`: {steps}" for name, steps in FEWER_STEPS.items())
+    values = f"{SHAPE[0]} x {SHAPE[1]} normal values with standard deviation {DEVIATION}"
+    what = f"the mean of {STEPS} steps ({fewer}) on {values}"
+    over = [{"method": name, **{str(size): over_steps(name, size) for size in RANKS[:4]}} for name in by_data()]
+    lines = ",\n".join(json.dumps(row) for row in over)
+    Path(sys.argv[3]).write_text(f'{{"what": {json.dumps(what)}, "rows": [\n{lines}\n]}}\n')

@@ -15,6 +15,10 @@ moved_bytes = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(moved_bytes)
 
 FOUND = json.loads((ROOT / "docs/results/moved_bytes.json").read_text(encoding="utf-8"))
+OVER_STEPS = {
+    row["method"]: row
+    for row in json.loads((ROOT / "docs/results/bytes_by_data.json").read_text(encoding="utf-8"))["rows"]
+}
 BY_METHOD: dict[str, dict[str, dict]] = {}
 for row in FOUND:
     BY_METHOD.setdefault(row["method"], {})[row["communicator"]] = row
@@ -45,6 +49,15 @@ def test_it_says_what_ranks_send(name, communicator, size):
     row = BY_METHOD[name][communicator]
     assert row["bytes"][str(size)] == pytest.approx(moved_bytes.moved(name, communicator, size), rel=0.01)
     assert (size in row["auto"]) == (moved_bytes.chosen(name, size) == communicator)
+
+
+def test_methods_whose_bytes_depend_on_the_data_have_more_steps():
+    assert list(OVER_STEPS) == moved_bytes.by_data()
+
+
+@pytest.mark.parametrize(("name", "size"), [("adaptive", 4), ("gradiveq", 2), ("variance", 4), ("atomo", 2)])
+def test_more_steps_say_what_ranks_send(name, size):
+    assert OVER_STEPS[name][str(size)] == pytest.approx(moved_bytes.over_steps(name, size), rel=0.01)
 
 
 @pytest.mark.parametrize("name", sorted(set(BY_METHOD) - OTHERS))
