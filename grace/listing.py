@@ -12,8 +12,9 @@ from grace.core.exchange.lanes import in_lanes
 from grace.core.exchange.wire import payload_bytes
 from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, sparsifies
+from grace.core.values.config import Method
 from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
-from grace.core.values.spec import ITEMSIZE, Field, TensorSpec
+from grace.core.values.spec import ITEMSIZE, Field, Ranks, TensorSpec
 from grace.machine import FRAMEWORKS, installed
 
 
@@ -127,7 +128,7 @@ def _rows() -> list[list[str]]:
             continue
         c = compressors.make(name)
         words = ["yes" if flag else "no" for flag in (c.summable, c.unbiased, c.fixed_size, sparsifies(c))]
-        components = [c.default_memory, c.default_communicator]
+        components = [c.default_memory, communicator(c)]
         rows.append([name, *components, *words, feedback(c), _bits(c), runs_on])
     return rows
 
@@ -139,6 +140,19 @@ def feedback(compressor: Compressor) -> str:
     if compressor.contraction(EXAMPLE) == 1:
         return "not needed"
     return "optional" if compressor.default_memory == "none" else "recommended"
+
+
+def taken(compressor: Compressor, ranks: int) -> str:
+    """Return the name of the communicator that `auto` takes for a method with its default memory."""
+    auto = communicators.make("auto")
+    method = Method(compressor, memories.make(compressor.default_memory), auto)
+    return communicators.name_of(auto.resolve(method, Ranks(ranks)))
+
+
+def communicator(compressor: Compressor) -> str:
+    """Return what `auto` takes, in short."""
+    two, more = (taken(compressor, ranks) for ranks in (2, 3))
+    return two if two == more else f"{two}, {more} from 3 ranks"
 
 
 def sent_fields(compressor: Compressor, spec: TensorSpec = EXAMPLE, ranks: int = 2) -> list[Field]:
