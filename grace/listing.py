@@ -155,11 +155,11 @@ def communicator(compressor: Compressor) -> str:
     return two if two == more else f"{two}, {more} from 3 ranks"
 
 
-def sent_fields(compressor: Compressor, spec: TensorSpec = EXAMPLE, ranks: int = 2) -> list[Field]:
-    """Return what a rank sends of a tensor by the default communicator: proposal and payload, as they travel."""
+def sent_fields(compressor: Compressor, spec: TensorSpec = EXAMPLE) -> list[Field]:
+    """Return what one of two ranks sends of a tensor: proposal and payload, as they travel."""
     payload = compressor.wire(spec)
     if communicators.get(compressor.default_communicator).sums:
-        payload = in_lanes(payload, ranks)
+        payload = in_lanes(payload, 2)
     return [*proposed_fields(compressor, spec), *payload]
 
 

@@ -1,8 +1,8 @@
 """Up to which bandwidth a method pays: a chart and a table, from measured codec times and the bytes of the methods.
 
 A method pays if the time of its codec and of its bytes is less than the time of the bytes of a plain allreduce. The
-time of a codec is linear between the two sizes that were measured, with the payloads of 2 ranks. Bytes travel in rings:
-2 (n - 1) / n of the buffer in an allreduce among n ranks, n - 1 payloads in an allgather.
+time of a codec is linear between the two sizes that were measured, with the payloads of 2 ranks. The bytes are those of
+the communicator that `auto` takes for the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from matplotlib.figure import Figure
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from grace.core.values.registry import compressors
+from grace.listing import communicator, taken
+
 FIGURE = Path(__file__).parents[1] / "figures" / "generated" / "break_even.svg"
 SOURCE = "codec"
 METHODS = ("fp16", "topk", "randomk", "signsgd", "efsignsgd", "qsgd", "terngrad", "powersgd")
@@ -34,6 +37,9 @@ class Codec(NamedTuple):
 
     fixed: float
     per_element: float
+
+    def seconds(self, elements: float) -> float:
+        return self.fixed + self.per_element * elements
 
 
 @cache
@@ -53,14 +59,21 @@ def codecs() -> dict[str, Codec]:
 @cache
 def saved_bytes(method: str, ranks: int) -> float:
     """Return the bytes per element by which a rank receives less than in a plain allreduce of float32."""
-    return 4 * 2 * (ranks - 1) / ranks - methods.sent(method, ranks).received(ranks)
+    return 4 * 2 * (ranks - 1) / ranks - methods.received(method, ranks)
+
+
+def codec_seconds(method: str, ranks: int, parameters: float) -> float:
+    """Return the seconds that a rank compresses and merges in a step."""
+    codec = codecs()[method]
+    if taken(compressors.make(method), ranks) != "two_shot":
+        return codec.seconds(parameters)
+    # One shard for every rank, and once more the mean of the one that it owns.
+    return (ranks + 1) * codec.seconds(parameters / ranks)
 
 
 def break_even(method: str, ranks: int, parameters: float) -> float:
-    """Return the bandwidth in Gbit/s below which a method pays; 0 if it never does."""
-    codec = codecs()[method]
-    seconds = codec.fixed + codec.per_element * parameters
-    return max(0.0, 8e-9 * saved_bytes(method, ranks) * parameters / seconds)
+    """Return the bandwidth in Gbit/s below which a method pays."""
+    return 8e-9 * saved_bytes(method, ranks) * parameters / codec_seconds(method, ranks, parameters)
 
 
 def draw(path: Path) -> None:
@@ -69,15 +82,10 @@ def draw(path: Path) -> None:
     figure = Figure(figsize=(9, 7), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
     for axes, ranks in zip(panels, RANKS, strict=True):
-        never = []
         for method, color in zip(METHODS, COLORS, strict=True):
-            if saved_bytes(method, ranks) <= 0:
-                never.append(method)
-                continue
             line = [break_even(method, ranks, size) for size in sizes]
             axes.plot(sizes, line, color=color, label=method)
-        note = f"   never pays: {', '.join(never)}" if never else ""
-        axes.set_title(f"{ranks} ranks{note}", loc="left", fontsize=10)
+        axes.set_title(f"{ranks} ranks", loc="left", fontsize=10)
         axes.set(xscale="log", yscale="log", xlim=(1e4, 1e9), ylim=(1, 100))
         axes.grid(color="0.9", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -93,15 +101,14 @@ def draw(path: Path) -> None:
 
 def table() -> list[str]:
     """Return the lines of a Markdown table: break-even bandwidths by method, number of ranks and size."""
-    lines = [methods.row("method", "collective", *(f"{n} ranks" for n in RANKS))]
+    lines = [methods.row("method", "communicator", *(f"{n} ranks" for n in RANKS))]
     lines.append(methods.row("---", "---", *["---:"] * len(RANKS)))
     for method in METHODS:
         cells = []
         for n in RANKS:
             low, high = (f"{break_even(method, n, size):.2g}" for size in (SMALL, LARGE))
-            cells.append("never" if high == "0" else low if low == high else f"{low} to {high}")
-        collective = " + ".join(methods.sent(method).collectives)
-        lines.append(methods.row(f"[{method}](method-{method})", collective, *cells))
+            cells.append(low if low == high else f"{low} to {high}")
+        lines.append(methods.row(f"[{method}](method-{method})", communicator(compressors.make(method)), *cells))
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"sparsifier": {"name": "topk", "compress_ratio": 0.1}},
 }
 LATER = {"gradiveq": 2, "variance": 4}
-
-
-def normal(shape: tuple[int, ...], deviation: float, count: int) -> Iterator[np.ndarray]:
-    """Return so many arrays of normal values, the same ones in every call."""
-    generator = np.random.default_rng(0)
-    for _ in range(count):
-        yield (generator.standard_normal(shape) * deviation).astype(np.float32)
 
 
 def sample() -> np.ndarray:

@@ -17,20 +17,18 @@ import figures
 import measurements
 from sphinx.application import Sphinx
 
-from grace.core.exchange.simulation import Simulation
-from grace.core.exchange.wire import payload_bytes
-from grace.core.methods.capabilities import proposed_fields
 from grace.core.methods.compressor import Compressor
+from grace.core.values.config import make_config
 from grace.core.values.errors import ConfigError
-from grace.core.values.registry import Registry, compressors, fields_of
-from grace.core.values.spec import TensorSpec
-from grace.listing import EXAMPLE, FAMILIES, feedback, sent_fields
+from grace.core.values.plan import make_plan
+from grace.core.values.registry import Registry, communicators, compressors, fields_of
+from grace.core.values.spec import Ranks
+from grace.core.values.unit import Unit
+from grace.listing import EXAMPLE, FAMILIES, communicator, feedback, taken
 
 FOLDER = Path(__file__).parents[1] / "methods"
-# Bytes that depend on the data are the mean of so many steps on a matrix of normal values.
-SAMPLE, STEPS, DEVIATION = TensorSpec("sample", (256, 256)), 100, 0.01
-# A step of these takes a quarter of a second.
-FEWER_STEPS = {"atomo": 4}
+# The bytes that depend on the data, by method.
+SOURCE = "bytes_by_data"
 RANKS = (2, 4, 8, 16)
 BIAS = {
     "harms": "error feedback harms it",
@@ -41,7 +39,7 @@ BIAS = {
 
 
 class Sent(NamedTuple):
-    """Bytes per element that a rank hands to each collective; `exact` unless they depend on the data."""
+    """Bytes per element that one of two ranks hands to each collective; `exact` unless they depend on the data."""
 
     collectives: dict[str, float]
     exact: bool
@@ -50,34 +48,49 @@ class Sent(NamedTuple):
     def total(self) -> float:
         return sum(self.collectives.values())
 
-    def received(self, ranks: int) -> float:
-        """Return the bytes per element that a rank receives, with a ring for allreduce and for allgather."""
-        shares = {"allreduce": 2 * (ranks - 1) / ranks, "allgather": ranks - 1, "broadcast": ranks - 1}
-        return sum(bytes_ * shares[collective] for collective, bytes_ in self.collectives.items())
 
+def sent(name: str) -> Sent:
+    """Return what one of two ranks sends of a float32 matrix of 1,024 x 1,024 elements, with default options.
 
-def sent(name: str, ranks: int = 2) -> Sent:
-    """Return what one of some ranks sends of a float32 matrix of 1,024 x 1,024 elements, with default options.
-
-    If the bytes depend on the data, return about what it sends.
+    If the bytes depend on the data, return what it sent of a smaller one.
     """
-    compressor = compressors.make(name)
-    proposed = proposed_fields(compressor, EXAMPLE)
-    payload = payload_bytes(sent_fields(compressor, ranks=ranks)[len(proposed) :])
-    if payload is not None:
-        proposals = payload_bytes(proposed) or 0
-        collectives = {compressor.default_communicator: payload / EXAMPLE.numel}
-        if proposals:
-            collectives["allreduce"] = collectives.get("allreduce", 0) + proposals / EXAMPLE.numel
-        return Sent(collectives, exact=True)
-    totals: dict[str, float] = {}
-    simulation = Simulation(1, [SAMPLE], {"compressor": name})
-    steps = FEWER_STEPS.get(name, STEPS)
-    for gradient in figures.normal(SAMPLE.shape, DEVIATION, steps):
-        simulation.step([{SAMPLE.name: gradient}])
-        for collective, count in simulation.stats()["collectives"].items():
-            totals[collective] = totals.get(collective, 0) + count / steps / SAMPLE.numel
-    return Sent({collective: total for collective, total in totals.items() if total}, exact=False)
+    (unit,) = units(name, 2)
+    collective = communicators.name_of(unit.communicator)
+    if name in measured():
+        return Sent({collective: received(name, 2)}, exact=False)
+    collectives = {collective: (unit.wire_bytes - unit.negotiated_bytes) / EXAMPLE.numel}
+    if unit.negotiated_bytes:
+        collectives["allreduce"] = collectives.get("allreduce", 0) + unit.negotiated_bytes / EXAMPLE.numel
+    return Sent(collectives, exact=True)
+
+
+def received(name: str, ranks: int) -> float:
+    """Return the bytes per element of the same matrix that one of some ranks receives on average."""
+    if name in measured():
+        return measured()[name][str(ranks)]
+    return sum(received_of(unit, ranks) for unit in units(name, ranks)) / EXAMPLE.numel
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """Return the bytes of the methods whose bytes depend on the data."""
+    return measurements.rows_of(SOURCE)
+
+
+def units(name: str, ranks: int) -> list[Unit]:
+    """Return the units as which some ranks exchange the example by `auto`."""
+    config = make_config(compressor=name, default_rules=False)
+    return make_plan([EXAMPLE], config, ranks=Ranks(ranks)).units
+
+
+def received_of(unit: Unit, ranks: int) -> float:
+    """Return the bytes of a unit that a rank receives on average, with a ring for allreduce and for allgather."""
+    ring = 2 * (ranks - 1) / ranks
+    proposals = ring * unit.negotiated_bytes
+    payload = unit.wire_bytes - unit.negotiated_bytes
+    if unit.onward:
+        # All payloads go to the owner of the shard, and that of the mean comes back to all.
+        return proposals + (ranks - 1) / ranks * (payload + unit.onward.wire_bytes)
+    return proposals + payload * (ring if unit.communicator.sums else ranks - 1)
 
 
 class Text(NamedTuple):
@@ -141,7 +154,15 @@ def options(registry: Registry[Any], name: str) -> list[str]:
 
 def bytes_text(sent: Sent) -> str:
     about = "" if sent.exact else "about "
-    return " + ".join(f"{about}{value:.3g} by {collective}" for collective, value in sent.collectives.items())
+    parts = (f"{about}{value:.3g} by {collective}" for collective, value in sent.collectives.items())
+    return f"{' + '.join(parts)} on 2 ranks"
+
+
+def communicator_text(compressor: Compressor) -> str:
+    """Return what `auto` takes, in full."""
+    two, more = (taken(compressor, ranks) for ranks in (2, 3))
+    text = f"`auto`: `{two}`" + ("" if two == more else f" on 2 ranks, `{more}` from 3")
+    return text if compressor.summable else f"{text}; `allreduce` is not possible"
 
 
 def cost_text(name: str) -> str:
@@ -169,8 +190,7 @@ def section(name: str, sent: Sent) -> list[str]:
         bias += f"; {BIAS[feedback(compressor)]}"
     facts = {
         "bytes per element": f"{bytes_text(sent)}; uncompressed: 4",
-        "communicator": f"`{compressor.default_communicator}` by default"
-        + ("" if compressor.summable else "; `allreduce` is not possible"),
+        "communicator": communicator_text(compressor),
         "memory": f"`{compressor.default_memory}` by default",
         "bias": bias,
     }
@@ -236,13 +256,14 @@ def index(all_sent: dict[str, Sent]) -> str:
         *(family.page for family in FAMILIES),
         "```",
         "",
-        "`bytes` is what one rank sends per element of a float32 gradient with default options. It is computed for a "
-        f"matrix of {EXAMPLE.shape[0]:,} x {EXAMPLE.shape[1]:,} elements on 2 ranks. "
-        f"With *about*, it is the mean of {STEPS} steps "
-        f"({', '.join(f'`{name}`: {steps}' for name, steps in FEWER_STEPS.items())}) on {SAMPLE.shape[0]} x "
-        f"{SAMPLE.shape[1]} normal values with standard deviation {DEVIATION}. The columns after it are the bytes per "
-        "element that one rank receives among 2, 4, 8 and 16 ranks. With allgather they grow with the number of "
-        "ranks. With allreduce they do not: a ring sends 2 (n - 1) / n times the payload.",
+        "`bytes` is what one of 2 ranks sends per element of a float32 gradient with default options. The columns "
+        "after it are the bytes per element that one rank receives among 2, 4, 8 and 16 ranks. They are computed for a "
+        f"matrix of {EXAMPLE.shape[0]:,} x {EXAMPLE.shape[1]:,} elements. With *about*, the row depends on the data "
+        f"and is measured: {measurements.load(SOURCE)['what']}.",
+        "",
+        "Among n ranks, `allreduce` and `two_shot` bring 2 (n - 1) / n payloads to a rank, and `allgather` n - 1. "
+        "[Communicators](../communicators_and_memories.md#communicators) says how `auto` chooses. "
+        "[Bytes over the number of ranks](../moved_bytes.md) compares what it could choose.",
         "",
         "The pages state the error |x - C(x)|^2 of each method for a matrix x of 256 x 1,024 normal values. If the "
         "elements differ more in size, sparsifiers have smaller errors, and methods with one scale for all elements "
@@ -260,16 +281,14 @@ def index(all_sent: dict[str, Sent]) -> str:
         lines += [row(*head), row("---", "---", "---", *["---:"] * 5, "---", "---")]
         for name in family.methods:
             compressor, size = compressors.make(name), all_sent[name]
-            # Sums of integers take more bits on more ranks.
-            among = [(sent(name, n) if size.exact else size).received(n) for n in RANKS]
             about = "" if size.exact else "about "
             lines.append(
                 row(
                     f"[{name}]({family.page}.md#{name})",
                     compressor.default_memory,
-                    compressor.default_communicator,
+                    communicator(compressor),
                     f"{about}{size.total:.3g}",
-                    *(f"{received:.3g}" for received in among),
+                    *(f"{received(name, n):.3g}" for n in RANKS),
                     "unbiased" if compressor.unbiased else "biased",
                     feedback(compressor),
                 )

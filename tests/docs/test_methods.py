@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import json
+import math
 from pathlib import Path
 
 import pytest
 
 from grace import compressors
+from grace.core.values.spec import TensorSpec
 from grace.listing import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 # These three round to a common format, which no paper introduced, or send the gradient as it is.
 WITHOUT_REFERENCE = {"none", "fp16", "bf16"}
+MOVED, SHAPE = json.loads((ROOT / "docs/results/moved_bytes.json").read_text(encoding="utf-8")), (256, 256)
+# Their bytes depend on the data: moved_bytes.json has the first step only, of larger gradients.
+BY_DATA = [
+    row["method"] for row in json.loads((ROOT / "docs/results/bytes_by_data.json").read_text(encoding="utf-8"))["rows"]
+]
 BUILT_IN = [name for name in compressors if compressors.get(name).__module__.startswith("grace.")]
 
 
@@ -40,9 +48,57 @@ def test_computed_bytes_name_their_collective(methods):
     assert methods.sent("signsgd") == methods.Sent({"allgather": 1 / 8}, exact=True)
     # Two factors of rank 4 of a square of 1,024: one as a proposal, one as the payload.
     assert methods.sent("powersgd") == methods.Sent({"allreduce": 2 * 4 * 4 / 1024}, exact=True)
-    assert methods.sent("none").received(2) == 4
-    assert methods.sent("none").received(16) == 7.5
-    assert methods.sent("signsgd").received(16) == 15 / 8
+
+
+def test_received_bytes_follow_what_auto_takes(methods):
+    assert methods.received("none", 2) == 4
+    assert methods.received("none", 16) == 7.5
+    assert methods.received("signsgd", 16) == 15 / 8
+    assert methods.received("qsgd", 2) == 1 + 4 / 512
+    assert methods.received("qsgd", 16) == 2 * 15 / 16 * (1 + 4 / 512)
+    # Sums of 8-bit integers: three share a word on 2 ranks, and two on 16.
+    assert methods.received("uniform", 2) == pytest.approx(4 / 3, rel=1e-4)
+    assert methods.received("uniform", 16) == pytest.approx(2 * 15 / 16 * 2, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def index(methods):
+    """The cells of the table of all methods, by method, for the tensor of docs/results/moved_bytes.json."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "EXAMPLE", TensorSpec("example", SHAPE))
+        lines = methods.index({name: methods.sent(name) for name in BUILT_IN}).splitlines()
+    return {line.split("]")[0][3:]: line.strip("| ").split(" | ") for line in lines if line.startswith("| [")}
+
+
+def by_auto(name):
+    """Return the row of docs/results/moved_bytes.json that `auto` takes, by the number of ranks."""
+    return {size: row for row in MOVED if row["method"] == name for size in row["auto"]}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_index_names_what_auto_takes(index, name):
+    two, *more = (row["communicator"] for _, row in sorted(by_auto(name).items()))
+    (others,) = set(more)
+    assert index[name][2] == (two if two == others else f"{two}, {others} from 3 ranks")
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in BY_DATA])
+def test_the_index_agrees_with_the_bytes_over_the_number_of_ranks(methods, index, name):
+    for n, cell in zip(methods.RANKS, index[name][4:8], strict=True):
+        (moved,) = by_auto(name)[n]["bytes"][str(n)]
+        # Buffers have headers as well: up to 32 bytes, and up to two buffers for every other rank.
+        headers = 2 * (n - 1) * 32 / math.prod(SHAPE)
+        assert 0.99 * (moved - headers) <= float(cell) <= 1.01 * moved, n
+
+
+def test_a_section_says_what_auto_takes(methods):
+    def row(name):
+        lines = methods.section(name, methods.sent(name))
+        return next(line for line in lines if line.startswith("| communicator"))
+
+    assert "| `auto`: `allgather` on 2 ranks, `two_shot` from 3; `allreduce` is not possible |" in row("topk")
+    assert "| `auto`: `allgather`; `allreduce` is not possible |" in row("signsgd")
+    assert "| `auto`: `allreduce` |" in row("fp16")
 
 
 def test_a_docstring_is_taken_apart(methods):
