@@ -48,8 +48,8 @@ class Homomorphic(Compressor):
     filter per element, and a few rounds over the elements that pass. A rank decodes its own payload as well.
 
     When: gradients that are sparse at places that the ranks share, or a network that adds on the way (the switches of
-    the publication). Where the places differ, `topk` by `allgather` moves fewer bytes for the same elements.
-    `sketchedsgd` finds the largest elements of a sum that is not sparse.
+    the publication). Where the places differ, `topk` moves fewer bytes for the same elements. `sketchedsgd` finds the
+    largest elements of a sum that is not sparse.
 
     Reference: Li et al., "Accelerating distributed deep learning using lossless homomorphic compression", 2024;
     peeling: Goodrich and Mitzenmacher, "Invertible Bloom lookup tables", Allerton 2011.

@@ -37,9 +37,9 @@ class TernGrad(Compressor, Negotiating):
 
     Cost: one pass for the norm and one for the maximum; one random number per element; no sorting, no state.
 
-    When: 2 bits without memory or error feedback; a smaller learning rate may help. Use `shared_scale` with many ranks
-    whose gradients are alike in size: with more than 8 ranks, gathering 2 bits per element from each brings more bytes
-    to receive than a ring allreduce of 1 byte per element.
+    When: 2 bits without memory or error feedback; a smaller learning rate may help. From three ranks on it travels by
+    `two_shot`, which rounds the mean once more. `shared_scale` rounds once only and sends 4 times the bytes; use it
+    with many ranks whose gradients are alike in size.
 
     Reference: Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", NIPS
     2017.

@@ -42,8 +42,8 @@ class TopK(Sparsifier):
 
     Cost: a partial sort of the magnitudes, three passes and a sort of k indices; no random numbers, no state.
 
-    When: slow networks; the usual first choice. Use error feedback. Not with many ranks: the bytes that each of them
-    receives grow with their number. On large tensors the selection takes time; dgc estimates the threshold instead.
+    When: slow networks and any number of ranks; the usual first choice. Use error feedback. On large tensors the
+    selection takes time; dgc estimates the threshold instead.
 
     Reference: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; Stich et al.,
     "Sparsified SGD with memory", NeurIPS 2018.
