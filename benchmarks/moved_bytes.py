@@ -46,7 +46,7 @@ as `two_shot`, and you must name it.
 With `hierarchical`, four ranks share a node. A cell has two figures: the bytes per element that leave a rank for other
 nodes, and those for ranks of its own node, which are not compressed. You must name it, too.
 
-`python benchmarks/moved_bytes.py docs/results/moved_bytes.json docs/moved_bytes.md` writes this page.
+`benchmarks/moved_bytes.py` writes this page.
 
 """
 
