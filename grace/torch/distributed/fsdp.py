@@ -219,13 +219,6 @@ class _Reduction:
                 if factor != 1:
                     into[name].mul_(factor)
 
-    def _wait(self, work: dist.Work | None, x: torch.Tensor) -> None:
-        """Wait for what PyTorch reduces, because all tensors of the module stay dense, and count the step."""
-        if work is not None:
-            what = f"step {int(self._engine.step)}, the dense gradients of module '{self._group.name}'"
-            wait_for(work, x, self._engine.transport, what)
-        self._engine.finish()
-
     def _unscale(self, x: torch.Tensor) -> None:
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.unscale_(x)
@@ -252,9 +245,10 @@ class GradientScatter(_Reduction):
         """Reduce the rows of the input, one per rank, and write this rank's to the output."""
         with self._exchange.attempt():
             if not self._engine.plan.buckets:
-                work = self._plain(output_tensor, input_tensor, group, op, async_op=True)
-                self._wait(work, output_tensor)
-                return None
+                # It counts the step.
+                self._engine.finish()
+                # Gloo's reduce-scatter does not tell when it is done, so that grace cannot limit the wait.
+                return self._plain(output_tensor, input_tensor, group, op, async_op)
             self._scatter(output_tensor, input_tensor, op)
             return None
 
@@ -297,7 +291,11 @@ class ReplicaSum(_Reduction):
             total = self._group.params.gradient_divide_factor is not None
             if not self._engine.plan.buckets:
                 mean_or_sum = dist.ReduceOp.SUM if total else dist.ReduceOp.AVG
-                self._wait(dist.all_reduce(reduced, mean_or_sum, self._process_group, async_op=True), reduced)
+                work = dist.all_reduce(reduced, mean_or_sum, self._process_group, async_op=True)
+                assert work is not None
+                what = f"step {int(self._engine.step)}, the dense gradients of module '{self._group.name}'"
+                wait_for(work, reduced, self._engine.transport, what)
+                self._engine.finish()
                 return
             present = self._present(len(reduced))
             self._unscale(reduced)

@@ -306,11 +306,12 @@ def discarded_by_fsdp() -> dict[str, Any]:
     return results | {"equal": digests[0] == digests[1]}
 
 
-def waits_by_fsdp(replicas: int) -> str:
-    """Let the last rank come late to a dense reduction; the error of each rank."""
+def waits_by_fsdp() -> str:
+    """Let the last rank come late to a dense reduction over replicas; the error of each rank."""
     late, tell = my_rank() == world_size() - 1, dist.new_group()
     # It gathers its parameters in the forward pass only, which all ranks run together.
-    model = shard(make(), replicas=replicas, nested=False)
+    model = shard(make(), replicas=world_size(), nested=False)
+    # The comparison of replicas would be the first to wait.
     grace.torch.register(model, compressor="none", check_replicas=0, timeout=1)
     one, other = batches(2)
     backward(model, one)

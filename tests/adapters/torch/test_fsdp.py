@@ -83,9 +83,9 @@ def test_a_failed_step_is_dropped_and_taken_again(launch):
         assert rank["finished"]
 
 
-@pytest.mark.parametrize(("launch", "replicas"), [(TWO, 1), (TWO, 2)], ids=str)
-def test_a_rank_that_waits_for_a_dense_reduction_says_so_and_ends(launch, replicas):
-    first, late = scenario("waits_by_fsdp", launch, replicas)
+@on(TWO)
+def test_a_rank_that_waits_for_a_dense_reduction_says_so_and_ends(launch):
+    first, late = scenario("waits_by_fsdp", launch)
     assert late == ""
     what = "step 1, the dense gradients of module ''"
     assert first.startswith(f"WaitError: rank 0 of 2 has waited 1 s for rank 1: {what}. Expected all ranks")
