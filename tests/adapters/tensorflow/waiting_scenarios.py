@@ -36,13 +36,13 @@ def waits(folder: str) -> dict[str, Any]:
     broadcast, average = BroadcastGlobalVariablesCallback(), MetricAverageCallback()
     for callback in (broadcast, average):
         callback.set_model(model)
-    results["broadcast"] = error_of(broadcast.on_train_begin) if first else ""
-    results["metrics"] = error_of(lambda: average.on_epoch_end(0, {"loss": 1.0})) if first else ""
-    meet()
-    if not first:
-        for purpose in ("broadcast", "metrics"):
+    calls = {"broadcast": broadcast.on_train_begin, "metrics": lambda: average.on_epoch_end(0, {"loss": 1.0})}
+    for purpose, call in calls.items():
+        results[purpose] = error_of(call) if first else ""
+        meet()
+        if not first:
             waiting.gather(hvd.global_process_set, purpose, "this scenario")(None)
-    meet()
+        meet()
     exchange, variable = Exchange(SHORT), tf.Variable(tf.zeros([40, 40]), name="w")
     exchange.build([variable])
     gradient = tf.fill([40, 40], 1.0 + hvd.rank())
