@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,12 +63,20 @@ def local_names(
     return {p: names[p] for group in groups for p in group["params"]}
 
 
-def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchange: Exchange, every: int) -> None:
+def step_locally(
+    optimizer: Any,
+    names: Mapping[torch.nn.Parameter, str],
+    exchange: Exchange,
+    every: int,
+    check_frozen: Callable[[], None],
+) -> None:
     """Change the optimizer in place so that it exchanges weights instead of gradients, after every `every`-th step.
 
     Each rank sends d = (weights after the last exchange - weights now), compressed with error feedback. All ranks then
     set their weights to (weights after the last exchange - mean of the decoded d). The residual is in units of the
     weights. Momentum stays local. Basu et al., "Qsparse-local-SGD", NeurIPS 2019, Algorithm 1.
+
+    `names` has the parameters that train. `check_frozen` raises StepError if another one has a gradient.
     """
     engine, plain_class = exchange.engine, type(optimizer)
     plain_step = optimizer.step
@@ -104,6 +113,11 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
         meeting = False
         optimizer.zero_grad()
 
+    def evaluate(closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        check_frozen()
+        return loss
+
     def step(self: Any, closure: Any = None) -> Any:
         nonlocal steps
         exchange.way_back.check()
@@ -112,7 +126,11 @@ def step_locally(optimizer: Any, names: Mapping[torch.nn.Parameter, str], exchan
             # The weights may have been loaded or broadcast since the last exchange.
             for p in names:
                 met[p].copy_(p.detach())
-        loss = plain_step(closure)
+        if closure is None:
+            check_frozen()
+            loss = plain_step()
+        else:
+            loss = plain_step(functools.partial(evaluate, closure))
         steps += 1
         if steps % every == 0:
             meet()

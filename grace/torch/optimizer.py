@@ -26,7 +26,7 @@ from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated, Library
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.tensors import is_delegated, is_registered, is_sharded, spec_of
+from grace.torch.tensors import is_delegated, is_registered, is_sharded, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
 _WHERE = "grace.torch.DistributedOptimizer"
@@ -159,9 +159,15 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             delegate=delegate,
         )
     parameters = {name: p for p, name in names.items()}
+    check_frozen = functools.partial(
+        refuse_unfrozen,
+        {names[p]: p for group in wrapped.param_groups for p in group["params"] if not p.requires_grad},
+        "the optimizer was wrapped",
+        "Wrap a new optimizer after you unfreeze parameters.",
+    )
     exchange = Exchange(made, specs, engine, library, parameters, prefix=prefix, delegate=delegate)
     if local_steps > 1:
-        step_locally(wrapped, {p: name for p, name in names.items() if p.requires_grad}, exchange, local_steps)
+        step_locally(wrapped, {p: names[p] for p in trained}, exchange, local_steps, check_frozen)
     else:
         wrapped.grace = exchange
         views = GradientViews(engine.plan, parameters) if gradient_as_bucket_view else None
@@ -170,7 +176,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             exchange.loss_scale = loss_scale = LossScale(grad_scaler, engine)
         plain_class = type(optimizer)
         delegated = library.begin(wrapped, names, engine, prefix)
-        _attach(wrapped, plain_class, names, delegated, sparse_as_dense, views, loss_scale)
+        _attach(wrapped, plain_class, names, delegated, sparse_as_dense, views, loss_scale, check_frozen)
     _refuse_copies(wrapped)
     announce(engine.plan, transport)
     return wrapped
@@ -271,18 +277,18 @@ def _attach(
     sparse_as_dense: bool,
     views: GradientViews | None,
     loss_scale: LossScale | None,
+    check_frozen: Callable[[], None],
 ) -> None:
     """Replace methods of the library's optimizer, so that it uses the exchange and works with current PyTorch.
 
-    `plain_class` is the class of the optimizer before the library wrapped it.
+    `plain_class` is the class of the optimizer before the library wrapped it. `check_frozen` raises StepError if a
+    parameter trains that has no hook, because it was frozen.
     """
     exchange: Exchange = wrapped.grace
     engine, way_back = exchange.engine, exchange.way_back
     # Keep the index of the group, because loading a checkpoint replaces the group objects.
     group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
     plain_load, plain_synchronize, plain_step = wrapped.load_state_dict, wrapped.synchronize, wrapped.step
-    # They have no hooks.
-    frozen = [p for group in wrapped.param_groups for p in group["params"] if not p.requires_grad]
     # The gradients that the exchange has taken in this step, each with its version.
     taken: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
     # The gradients that frozen parameters had before zeros took their place, mostly None.
@@ -344,7 +350,7 @@ def _attach(
         # A second synchronize() would exchange the merged gradients again, and momentum and residuals would count
         # another step.
         if wrapped._handles or not wrapped._synchronized:
-            refuse_unfrozen()
+            check_frozen()
             refuse_changed_gradients()
             alone = not engine.plan.buckets
             exchange.finish_comparing()
@@ -371,15 +377,6 @@ def _attach(
         if loss_scale is not None:
             loss_scale.applied(wrapped)
         return result if closure is None else loss
-
-    def refuse_unfrozen() -> None:
-        for p in frozen:
-            if p.requires_grad and p.grad is not None:
-                raise StepError(
-                    f"parameter '{names.get(p, 'without a name')}' was frozen when the optimizer was wrapped, and has "
-                    "a gradient now. It is not exchanged, so the ranks would train apart. Wrap a new optimizer after "
-                    "you unfreeze parameters."
-                )
 
     def refuse_changed_gradients() -> None:
         for p, (gradient, version) in taken.items():

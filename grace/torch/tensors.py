@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from grace.core.values.errors import StepError
 from grace.core.values.spec import TensorSpec
 from grace.core.values.unit import Assignment
 
@@ -33,6 +34,16 @@ def is_sharded(p: torch.Tensor) -> bool:
     """Return whether the tensor is a `DTensor`, of which each rank has a part."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(p, kind)
+
+
+def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], when: str, instead: str) -> None:
+    """Raise StepError if one of the parameters that were frozen at the time `when` has a gradient now."""
+    for name, p in frozen.items():
+        if p.requires_grad and p.grad is not None:
+            raise StepError(
+                f"parameter '{name}' was frozen when {when}, and has a gradient now. It is not exchanged, so the ranks "
+                f"would train apart. {instead}"
+            )
 
 
 def spec_of(name: str, p: torch.Tensor) -> TensorSpec:

@@ -1405,10 +1405,26 @@ PATCHES = [
     Patch(
         "torch-unfrozen-trains-apart",
         "grace/torch/optimizer.py",
-        "            refuse_unfrozen()\n",
+        "            check_frozen()\n",
         "",
         "parameters that are unfrozen in mid-run train on each rank's own gradient",
         ("tests/adapters/torch/test_optimizer.py -k unfrozen",),
+    ),
+    Patch(
+        "torch-local-unfrozen-trains-apart",
+        "grace/torch/local.py",
+        "            check_frozen()\n            loss",
+        "            loss",
+        "with local steps, parameters that are unfrozen in mid-run are never exchanged",
+        ("tests/adapters/torch/test_optimizer.py -k 'unfrozen and gloo-2'",),
+    ),
+    Patch(
+        "torch-local-closure-unfreezes",
+        "grace/torch/local.py",
+        "        check_frozen()\n        return loss",
+        "        return loss",
+        "with local steps and a closure, parameters that are unfrozen in mid-run are never exchanged",
+        ("tests/adapters/torch/test_optimizer.py -k 'unfrozen and gloo-2'",),
     ),
     Patch(
         "torch-frozen-residual-drains",

@@ -26,6 +26,7 @@ from tests.adapters.torch.model import (
     digest,
     flat,
     make_net,
+    outcome,
     sgd,
     spy,
     train,
@@ -297,18 +298,28 @@ def forgotten_broadcast() -> dict[str, str]:
     return errors
 
 
-def unfrozen() -> str:
-    """Let a parameter train that was frozen when the optimizer was wrapped, and return the error of the step."""
-    model = make_net()
-    model.left.weight.requires_grad_(False)
-    optimizer = wrap(model, {"compressor": "topk", **EVERYTHING})
-    train(model, optimizer, 2)
-    model.left.weight.requires_grad_(True)
-    try:
-        train(model, optimizer, 1)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def unfrozen() -> dict[str, Any]:
+    """Let a parameter train that was frozen when the optimizer was wrapped: the error of the step, and if it moved."""
+
+    def by_closure(model: Net, optimizer: Any, steps: int) -> None:
+        for x, y in batches(steps, my_rank()):
+            optimizer.step(functools.partial(_evaluate, model, optimizer, x, y))
+
+    results = {}
+    for label, go, options in (
+        ("gradients", train, {}),
+        ("local", train, {"local_steps": 2}),
+        ("local, closure", by_closure, {"local_steps": 2}),
+    ):
+        model = make_net()
+        weight = model.left.weight.requires_grad_(False)
+        optimizer = wrap(model, {"compressor": "topk", **EVERYTHING}, **options)
+        train(model, optimizer, 2)
+        before = digest([weight])
+        weight.requires_grad_(True)
+        error = outcome(functools.partial(go, model, optimizer, 1))
+        results[label] = {"error": error, "kept": digest([weight]) == before}
+    return results
 
 
 def frozen_in_mid_run() -> dict[str, Any]:
