@@ -68,7 +68,7 @@ def register(
     differ in configuration or parameters.
     """
     # Not every PyTorch has torch.distributed.
-    from grace.torch.distributed.ddp import GradientHook, check_model, trained_parameters
+    from grace.torch.distributed.ddp import GradientHook, check_model, parameters_of
     from grace.torch.distributed.library import TorchDistributed
 
     # A compiled model has the model that it was made from.
@@ -102,11 +102,12 @@ def register(
     ) as meeting:
         made = requested.config()
         check_model(model, _WHERE)
-        parameters = trained_parameters(model)
+        parameters = parameters_of(model)
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if grad_scaler is not None:
-            check_scaler(grad_scaler, parameters.values(), _WHERE)
+            check_scaler(grad_scaler, trained.values(), _WHERE)
         scaled = grad_scaler is not None and grad_scaler.is_enabled()
-        specs = [spec_of(name, p) for name, p in parameters.items()]
+        specs = [spec_of(name, p) for name, p in trained.items()]
         meeting.mine = {"model number": number, "grad_scaler": scaled}
         engine = begin(
             meeting,
@@ -124,7 +125,7 @@ def register(
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, engine)
     GradientHook(model, parameters, exchange).attach(model)
-    note_registered(parameters.values(), exchange)
+    note_registered(trained.values(), exchange)
     announce(engine.plan, transport)
     return exchange
 

@@ -13,15 +13,16 @@ from grace.core.exchange.transport import Transport
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import ConfigError, StepError
 from grace.torch.exchange import Exchange
+from grace.torch.tensors import refuse_unfrozen
 
 
-def trained_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters whose gradients DDP exchanges, by their names in the plain model."""
+def parameters_of(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that DDP does not ignore, by their names in the plain model."""
     return {
         # torch.compile() adds this to names.
         name.replace("_orig_mod.", ""): p
         for name, p in model.module.named_parameters()
-        if p.requires_grad and name not in model.parameters_to_ignore
+        if name not in model.parameters_to_ignore
     }
 
 
@@ -60,6 +61,8 @@ class GradientHook:
     DDP calls it with each bucket of gradients during the backward pass. It compresses them and starts their exchange,
     and waits for nothing. At the end of the backward pass, before DDP waits for the results, the engine completes its
     own buckets. DDP makes new buckets after the first step, so everything goes by the names of parameters.
+
+    `parameters` are those of `parameters_of`. DDP passes no gradient of a parameter that was frozen when it was made.
     """
 
     def __init__(
@@ -67,10 +70,13 @@ class GradientHook:
     ) -> None:
         # Not the model, which owns this object in C++: Python would never free the two.
         self._group, self._exchange = model.process_group, exchange
-        self._names = {p: name for name, p in parameters.items()}
+        self._parameters = parameters
+        self._names = {p: name for name, p in parameters.items() if p.requires_grad}
         self._engine, self._way_back = exchange.engine, exchange.way_back
         # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass.
         self._delayed = model.static_graph
+        # The names of the gradients that DDP has passed in this step.
+        self._passed: set[str] = set()
         # The buckets and the gradients that the engine exchanges in this step.
         self._buckets: list[_Bucket] = []
         self._gradients: dict[str, torch.Tensor] = {}
@@ -120,6 +126,7 @@ class GradientHook:
             self._exchange.meet()
             self._way_back.keep()
         names = [self._names[p] for p in bucket.parameters()]  # type: ignore[index]
+        self._passed.update(names)
         buffer, by_engine = bucket.buffer(), {name for name in names if self._engine.exchanges(name)}
         if by_engine and buffer.is_sparse:
             raise StepError(
@@ -188,6 +195,11 @@ class GradientHook:
         self._clear()
 
     def _finish(self) -> None:
+        refuse_unfrozen(
+            {name: p for name, p in self._parameters.items() if name not in self._passed},
+            "the model was wrapped in DistributedDataParallel",
+            "Wrap the plain model anew after you unfreeze parameters, and register it.",
+        )
         into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
         for bucket in self._engine.plan.buckets:
             self._take(self._engine.complete(bucket.name, into))
@@ -220,6 +232,7 @@ class GradientHook:
 
     def _clear(self) -> None:
         self._buckets, self._gradients = [], {}
+        self._passed.clear()
         if self._used is not None:
             self._used.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import time
 import warnings
@@ -27,6 +28,7 @@ from tests.adapters.torch.model import batches, digest, flat, make_net, outcome,
 from tests.support.cases import EVERYTHING, LAYERS
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
+NONE = {"compressor": "none", "check_replicas": 2}
 # One method of each collective, and one that negotiates. Of the last, only matrices are compressed.
 METHODS: dict[str, dict[str, Any]] = {
     "topk": TOPK,
@@ -277,6 +279,45 @@ def scaled_by_ddp() -> dict[str, Any]:
     for label, config in {"not passed": TOPK, "nothing to scale": {"compressor": "none", **EVERYTHING}}.items():
         data = list(batches(2, my_rank()))
         results[label] = [warned_of_scaler(parallel(make_net()), config, data, used) for used in (False, True)]
+    return results
+
+
+def unfrozen_by_ddp() -> dict[str, Any]:
+    """Freeze a parameter, and let it train at some time: the errors, and the weights after a way back."""
+    results: dict[str, Any] = {}
+    for label, config, early in (("topk", TOPK, False), ("none", NONE, False), ("before register", NONE, True)):
+        model = make_net()
+        weight = model.left.weight.requires_grad_(False)
+        ddp = parallel(model)
+        weight.requires_grad_(early)
+        exchange = grace.torch.register(ddp, config)
+        optimizer = sgd(model)
+        if not early:
+            steps(ddp, optimizer, batches(2, my_rank()))
+        weight.requires_grad_(True)
+        error = outcome(functools.partial(steps, ddp, optimizer, batches(1, my_rank())))
+        weight.requires_grad_(False)
+        exchange.discard()
+        steps(ddp, optimizer, batches(3, my_rank(), seed=1))
+        results[label] = {"error": error, "weights": digest(model.parameters())}
+    model = make_net()
+    model.left.weight.requires_grad_(False)
+    # DDP takes note of it on the model itself.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["left.weight"])
+    ddp = parallel(model)
+    grace.torch.register(ddp, TOPK)
+    model.left.weight.requires_grad_(True)
+    # It trains apart, as was asked for, and is not compared.
+    results["ignored"] = outcome(lambda: steps(ddp, sgd(model), batches(4, my_rank())))
+    for label, before in (("differing", 0), ("differing later", 2)):
+        model = make_net()
+        weight = model.left.weight.requires_grad_(False)
+        ddp = parallel(model)
+        grace.torch.register(ddp, TOPK)
+        optimizer = sgd(model)
+        steps(ddp, optimizer, batches(before, my_rank()))
+        weight[0, 0] += my_rank()
+        results[label] = outcome(functools.partial(steps, ddp, optimizer, batches(1, my_rank())))
     return results
 
 

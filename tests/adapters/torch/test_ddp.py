@@ -136,6 +136,28 @@ def test_a_rank_that_waits_for_a_dense_reduction_says_so_and_ends(launch):
 
 
 @on(TWO)
+def test_a_parameter_that_ddp_does_not_exchange_is_refused_by_name(launch):
+    ranks = scenario("unfrozen_by_ddp", launch)
+    for label in ("topk", "none", "before register"):
+        for rank in ranks:
+            expected = "StepError: parameter 'left.weight' was frozen when the model was wrapped in Distributed"
+            assert rank[label]["error"].startswith(expected), label
+        assert same([rank[label]["weights"] for rank in ranks]), label
+    assert [rank["ignored"] for rank in ranks] == ["", ""]
+
+
+@on(TWO)
+def test_frozen_parameters_that_differ_are_named(launch):
+    for rank in scenario("unfrozen_by_ddp", launch):
+        for label, what, step in (
+            ("differing", "weights", "the first step"),
+            ("differing later", "weights or shared states", "step 2"),
+        ):
+            expected = f"MismatchError: the {what} of rank 1 and rank 0 differ before {step}, in 'left.weight' and"
+            assert rank[label].startswith(expected), label
+
+
+@on(TWO)
 def test_what_cannot_work_is_refused(launch):
     for number, rank in enumerate(scenario("refused_by_ddp", launch)):
         assert "grace.torch.register() exchanges the gradients of these parameters already" in rank["wrapped"]
