@@ -22,7 +22,7 @@ from grace.core.values.errors import StateError, StepError
 from grace.core.values.spec import TensorSpec
 from grace.core.values.unit import Assignment
 from grace.torch.library import Library
-from grace.torch.loss_scale import LossScale
+from grace.torch.loss_scale import LossScale, unknown_scaler_scales
 from grace.torch.views import apart
 from grace.torch.way_back import WayBack
 
@@ -67,6 +67,8 @@ class Exchange(core.Exchange[Engine]):
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
+        # True as soon as a GradScaler that was not passed has been looked for.
+        self._scaler_sought = False
         self.way_back = WayBack(engine, lambda step: library.drop(f"{prefix}/discard", step), self.called)
 
     def discard(self) -> None:
@@ -86,6 +88,11 @@ class Exchange(core.Exchange[Engine]):
     def transport(self) -> Any:
         """The transport of its library."""
         return self._library.transport
+
+    @property
+    def all_dense(self) -> bool:
+        """True if no tensor is compressed now."""
+        return all(item.dense for item in self.plan.assignments)
 
     def described(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
@@ -185,6 +192,18 @@ class Exchange(core.Exchange[Engine]):
                 rows = handle.wait().view(-1, SUMMARY_BYTES)
             if not bool((rows == rows[0]).all()):
                 in_detail()
+
+    def warn_of_scaler(self, where: str) -> None:
+        """Warn of a GradScaler that has scaled a loss and was not passed to the function `where`; look for it once."""
+        if self._scaler_sought or self.loss_scale is not None:
+            return
+        self._scaler_sought = True
+        if unknown_scaler_scales():
+            self._warn(
+                f"{where}: a torch.amp.GradScaler scales a loss in this process, and was not passed. If it scales the "
+                "loss of this model, residuals and thresholds are wrong after each change of the scale, and with a "
+                "wrapped optimizer the ranks may skip different steps: pass it as grad_scaler."
+            )
 
     def _start_gathering(
         self, digests: Mapping[str, int], purpose: str, what: str, in_detail: Callable[[], None]

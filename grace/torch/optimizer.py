@@ -376,6 +376,10 @@ def _attach(
         way_back.let_go()
         if loss_scale is not None:
             loss_scale.applied(wrapped)
+        # A scaler looks at gradients before step() exchanges them, or after synchronize(). The samples have shown the
+        # former if any is compressed, and the latter does no harm if none is.
+        if wrapped._should_synchronize == exchange.all_dense:
+            exchange.warn_of_scaler(_WHERE)
         return result if closure is None else loss
 
     def refuse_changed_gradients() -> None:

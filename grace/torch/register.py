@@ -17,7 +17,7 @@ from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.torch.exchange import Exchange
-from grace.torch.loss_scale import LossScale, check_scaler, unknown_scaler_scales
+from grace.torch.loss_scale import LossScale, check_scaler
 from grace.torch.tensors import is_delegated, note_registered, spec_of
 
 _WHERE = "grace.torch.register"
@@ -32,16 +32,9 @@ class ModelExchange(Exchange):
 
     def meet(self) -> None:
         """Compare the ranks at once; see `start_comparing`. Warn in the first step of an unknown GradScaler."""
-        first = self._first is not None
         super().meet()
-        if not first or self.loss_scale is not None or all(item.dense for item in self.plan.assignments):
-            return
-        if unknown_scaler_scales():
-            self._warn(
-                f"{_WHERE}: a torch.amp.GradScaler scales a loss in this process, and register() was called without "
-                "it. If it scales the loss of this model, residuals and thresholds are wrong after each change of the "
-                "scale: pass it as grad_scaler."
-            )
+        if not self.all_dense:
+            self.warn_of_scaler(_WHERE)
 
 
 def register(

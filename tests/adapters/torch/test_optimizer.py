@@ -343,10 +343,21 @@ def test_training_does_not_depend_on_the_loss_scale(launch):
 @some_launches
 def test_loss_scalers_that_cannot_work_are_refused(launch):
     for rank in scenario("mixed_precision", launch):
-        assert rank["not told"].startswith("StepError: gradients were changed between backward() and step()")
-        assert "grad_scaler=scaler" in rank["not told"]
+        (error,) = rank["not told, topk, usual"]
+        assert error.startswith("StepError: gradients were changed between backward() and step()")
+        assert "grad_scaler=scaler" in error
         assert "ConfigError: grace.torch.DistributedOptimizer: local_steps cannot be combined" in rank["local steps"]
         assert "expected a torch.amp.GradScaler as grad_scaler, received float" in rank["no scaler"]
+
+
+@some_launches
+def test_a_loss_scaler_that_was_not_passed_is_told_once(launch):
+    for rank in scenario("mixed_precision", launch):
+        for label in ("topk, clipped", "none, usual"):
+            (warning,) = rank[f"not told, {label}"]
+            assert warning.startswith("GraceWarning: grace.torch.DistributedOptimizer: a torch.amp.GradScaler"), label
+        # The mean of scaled gradients is complete, and nothing depends on the scale.
+        assert rank["not told, none, clipped"] == []
 
 
 @usual_launches
