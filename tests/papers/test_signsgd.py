@@ -21,8 +21,10 @@ def test_majority_vote_over_all_outcomes(ranks, average):
     assert (0 in merged) == (ranks % 2 == 0)
 
 
-def test_zero_counts_as_positive():
-    assert send(make("signsgd"), np.array([0.0, -0.0, -1e-45, 1e-45], np.float32)).tolist() == [1, 1, -1, 1]
+def test_zeros_of_both_signs_count_as_positive_in_one_of_two_steps():
+    x = np.array([0.0, -0.0, -1e-45, 1e-45], np.float32)
+    sent = [send(make("signsgd"), x, step=step).tolist() for step in range(2)]
+    assert sorted(sent) == [[-1, -1, -1, 1], [1, 1, -1, 1]]
 
 
 def test_only_the_sign_matters():
