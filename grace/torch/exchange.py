@@ -68,7 +68,7 @@ class Exchange(core.Exchange[Engine]):
         self._gradients: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
         # True as soon as a GradScaler that was not passed has been looked for.
-        self._scaler_sought = False
+        self.scaler_sought = False
         self.way_back = WayBack(engine, lambda step: library.drop(f"{prefix}/discard", step), self.called)
 
     def discard(self) -> None:
@@ -195,9 +195,9 @@ class Exchange(core.Exchange[Engine]):
 
     def warn_of_scaler(self, where: str) -> None:
         """Warn of a GradScaler that has scaled a loss and was not passed to the function `where`; look for it once."""
-        if self._scaler_sought or self.loss_scale is not None:
+        if self.scaler_sought or self.loss_scale is not None:
             return
-        self._scaler_sought = True
+        self.scaler_sought = True
         if unknown_scaler_scales():
             self._warn(
                 f"{where}: a torch.amp.GradScaler scales a loss in this process, and was not passed. If it scales the "

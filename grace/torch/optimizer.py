@@ -378,7 +378,7 @@ def _attach(
             loss_scale.applied(wrapped)
         # A scaler looks at gradients before step() exchanges them, or after synchronize(). The samples have shown the
         # former if any is compressed, and the latter does no harm if none is.
-        if wrapped._should_synchronize == exchange.all_dense:
+        if not exchange.scaler_sought and wrapped._should_synchronize == exchange.all_dense:
             exchange.warn_of_scaler(_WHERE)
         return result if closure is None else loss
 

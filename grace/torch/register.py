@@ -33,7 +33,7 @@ class ModelExchange(Exchange):
     def meet(self) -> None:
         """Compare the ranks at once; see `start_comparing`. Warn in the first step of an unknown GradScaler."""
         super().meet()
-        if not self.all_dense:
+        if not self.scaler_sought and not self.all_dense:
             self.warn_of_scaler(_WHERE)
 
 

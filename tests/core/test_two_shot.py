@@ -11,11 +11,14 @@ import grace
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.exchange.simulation import poll_all
 from grace.core.exchange.state import held_onward
+from grace.core.methods.capabilities import Stateful
+from grace.core.ops import get_ops
 from grace.core.values.config import Method
 from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, PayloadError, StateError
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same
+from tests.support.registered import all_compressors
 from tests.support.steps import (
     CUTS,
     METHODS,
@@ -371,3 +374,11 @@ def test_sums_are_the_size_times_the_average(average):
     total = sum(gradient(MIXED[0], 0, rank).astype(np.float64) for rank in range(4)) / (4 if average else 1)
     finite = np.isfinite(total)
     assert np.abs(merged - total)[finite].max() <= np.abs(total[finite]).max() / 20
+
+
+def test_compressors_know_whether_they_keep_a_state():
+    learning = compressors.make({"name": "chain", "sparsifier": "dct", "quantizer": "qsgd"})
+    stateful = [compressor for compressor in (*all_compressors(), learning) if isinstance(compressor, Stateful)]
+    kept = [bool(compressor.init(TensorSpec("w", (64, 32)), get_ops("numpy"), 0)) for compressor in stateful]
+    assert [compressor.keeps_state for compressor in stateful] == kept
+    assert {True, False} == set(kept)

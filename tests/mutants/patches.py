@@ -1589,7 +1589,7 @@ PATCHES = [
     Patch(
         "torch-scaler-of-dense-gradients-unnoticed",
         "grace/torch/optimizer.py",
-        "if wrapped._should_synchronize == exchange.all_dense:",
+        "if not exchange.scaler_sought and wrapped._should_synchronize == exchange.all_dense:",
         "if not wrapped._should_synchronize and not exchange.all_dense:",
         "with compressor none, each rank unscales its own gradients and skips its own steps",
         ("tests/adapters/torch/test_optimizer.py -k 'told_once and gloo-2'",),
@@ -1597,7 +1597,7 @@ PATCHES = [
     Patch(
         "torch-scaler-without-harm-is-told",
         "grace/torch/optimizer.py",
-        "if wrapped._should_synchronize == exchange.all_dense:",
+        "if not exchange.scaler_sought and wrapped._should_synchronize == exchange.all_dense:",
         "if True:",
         "a warning about a scaler that only sees the complete mean of dense gradients",
         ("tests/adapters/torch/test_optimizer.py -k 'told_once and gloo-2'",),
@@ -1605,7 +1605,7 @@ PATCHES = [
     Patch(
         "torch-scaler-sought-in-every-step",
         "grace/torch/exchange.py",
-        "        self._scaler_sought = True\n",
+        "        self.scaler_sought = True\n",
         "",
         "the warning about a scaler that was not passed comes in every step",
         ("tests/adapters/torch/test_optimizer.py -k 'told_once and gloo-2'",),
@@ -2216,6 +2216,14 @@ PATCHES = [
         "at.ops.finite(mean * 2.0**20)",
         "a large gradient counts as NaN",
         ("tests/core/test_contracts.py -k 'signsgd and not graph and Compressors'",),
+    ),
+    Patch(
+        "chain-keeps-no-state",
+        "grace/core/methods/quantized.py",
+        "return isinstance(self.pair[0], Learning) and self.pair[0].keeps_state",
+        "return False",
+        "two_shot takes a chain whose sparsifier learns from all ranks",
+        ("tests/core/test_two_shot.py -k keep_a_state",),
     ),
     Patch(
         "signsgd-zeros-drift",

@@ -18,7 +18,6 @@ from grace.core.methods.capabilities import Stateful, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.ops import get_ops
 from grace.core.values.config import Method
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators, memories
@@ -197,7 +196,7 @@ def by_unit(rows: Sequence[Received], owned: Sequence[Sequence[int]], in_step: S
 
 def keeps_state(compressor: Compressor) -> bool:
     """Return whether it learns with its options, or tunes a value across tensors."""
-    return isinstance(compressor, Stateful) and bool(compressor.init(_EXAMPLE, get_ops("numpy"), 0))
+    return isinstance(compressor, Stateful) and compressor.keeps_state
 
 
 def _why_not_first(compressor: Compressor) -> str | None:

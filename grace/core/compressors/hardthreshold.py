@@ -77,6 +77,10 @@ class HardThreshold(Sparsifier, Tuning):
             return self.threshold
         return 1.0 / (2.0 * math.sqrt(max(1.0, self.compress_ratio * (spec.model_numel or spec.numel))))
 
+    @property
+    def keeps_state(self) -> bool:
+        return self._tunes
+
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
         if not self._tunes:
             return {}

@@ -59,6 +59,11 @@ class Stateful(ABC):
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
         """Return arrays that live across steps, available as `at.state`; {} if there are none with these options."""
 
+    @property
+    def keeps_state(self) -> bool:
+        """True if `init` returns any array with these options."""
+        return True
+
 
 class Learning(Stateful):
     """Capability to learn from what all ranks sent of a tensor."""

@@ -71,6 +71,10 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
         for inner in self.pair:
             inner.check_ranks(size)
 
+    @property
+    def keeps_state(self) -> bool:
+        return isinstance(self.pair[0], Learning) and self.pair[0].keeps_state
+
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
         sparsifier = self.pair[0]
         return sparsifier.init(spec, ops, key_seed) if isinstance(sparsifier, Learning) else {}

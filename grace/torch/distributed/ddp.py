@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -222,12 +223,14 @@ class GradientHook:
             bucket.missing -= merged.keys()
         self._complete_buckets()
 
+    def _dense(self, name: str) -> str:
+        return f"step {int(self._engine.step)}, the gradient of '{name}', which stays dense"
+
     def _complete_buckets(self) -> None:
         for bucket in self._buckets:
             if not bucket.missing and not bucket.future.done():
                 for name, work in bucket.reductions.items():
-                    what = f"step {int(self._engine.step)}, the gradient of '{name}', which stays dense"
-                    wait_for(work, bucket.buffer, self._engine.transport, what)
+                    wait_for(work, bucket.buffer, self._engine.transport, functools.partial(self._dense, name))
                 bucket.future.set_result(bucket.buffer)
 
     def _clear(self) -> None:
@@ -261,14 +264,15 @@ def _completed(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def wait_for(work: dist.Work, x: torch.Tensor, transport: Transport, what: str) -> None:
+def wait_for(work: dist.Work, x: torch.Tensor, transport: Transport, what: Callable[[], str]) -> None:
     """Wait for a collective on x that PyTorch runs, with the time limit of the transport.
 
-    `what` says what this rank waits for. Raises WaitError after the limit, or PyTorch's own error.
+    `what` says what this rank waits for; it is called only if the wait is long. Raises WaitError after the limit, or
+    PyTorch's own error.
     """
     # On a GPU, the stream waits in place of this process.
     if not x.is_cuda:
-        wait_until(work.is_completed, lambda: what, rank=transport.rank, size=transport.size, timeout=transport.timeout)
+        wait_until(work.is_completed, what, rank=transport.rank, size=transport.size, timeout=transport.timeout)
     work.wait()
 
 

@@ -219,6 +219,9 @@ class _Reduction:
                 if factor != 1:
                     into[name].mul_(factor)
 
+    def _dense(self) -> str:
+        return f"step {int(self._engine.step)}, the dense gradients of module '{self._group.name}'"
+
     def _unscale(self, x: torch.Tensor) -> None:
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.unscale_(x)
@@ -247,7 +250,7 @@ class GradientScatter(_Reduction):
             if not self._engine.plan.buckets:
                 # It counts the step.
                 self._engine.finish()
-                # Gloo's reduce-scatter does not tell when it is done, so that grace cannot limit the wait.
+                # Gloo's reduce-scatter does not tell when it is done, so grace cannot limit the wait.
                 return self._plain(output_tensor, input_tensor, group, op, async_op)
             self._scatter(output_tensor, input_tensor, op)
             return None
@@ -293,8 +296,7 @@ class ReplicaSum(_Reduction):
                 mean_or_sum = dist.ReduceOp.SUM if total else dist.ReduceOp.AVG
                 work = dist.all_reduce(reduced, mean_or_sum, self._process_group, async_op=True)
                 assert work is not None
-                what = f"step {int(self._engine.step)}, the dense gradients of module '{self._group.name}'"
-                wait_for(work, reduced, self._engine.transport, what)
+                wait_for(work, reduced, self._engine.transport, self._dense)
                 self._engine.finish()
                 return
             present = self._present(len(reduced))

@@ -23,8 +23,19 @@ from torch.utils.checkpoint import checkpoint
 
 import grace.torch
 from grace.core.compressors.topk import TopK
-from tests.adapters.torch.launched import GROUPS, mean, my_rank, world_size
-from tests.adapters.torch.model import batches, digest, flat, make_net, outcome, sgd, train, warned_of_scaler, wrap
+from tests.adapters.torch.launched import GROUPS, mean, my_rank
+from tests.adapters.torch.model import (
+    backward_of_a_late_rank,
+    batches,
+    digest,
+    flat,
+    make_net,
+    outcome,
+    sgd,
+    train,
+    warned_of_scaler,
+    wrap,
+)
 from tests.support.cases import EVERYTHING, LAYERS
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
@@ -450,20 +461,14 @@ def failed_by_ddp() -> dict[str, Any]:
 
 def waits_by_ddp() -> str:
     """Let the last rank come late to a dense reduction; the error of each rank."""
-    late, tell, model = my_rank() == world_size() - 1, dist.new_group(), make_net()
+    model = make_net()
     ddp = parallel(model)
     # The comparison of replicas would be the first to wait.
     grace.torch.register(ddp, compressor="none", check_replicas=0, timeout=1)
     # DDP itself exchanges something until its second step.
     steps(ddp, sgd(model), batches(2, my_rank()))
     x, y = next(batches(1, my_rank()))
-    loss = F.cross_entropy(ddp(x), y)
-    if late:
-        dist.barrier(tell)
-    error = outcome(loss.backward)
-    if not late:
-        dist.barrier(tell)
-    return error
+    return backward_of_a_late_rank(F.cross_entropy(ddp(x), y))
 
 
 def on_device(device: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import grace.torch
 from grace.core.compressors.topk import TopK
 from grace.core.values.unit import offsets
 from tests.adapters.torch.launched import my_rank, world_size
-from tests.adapters.torch.model import digest, outcome, warned_of_scaler
+from tests.adapters.torch.model import backward_of_a_late_rank, digest, outcome, warned_of_scaler
 from tests.support.cases import EVERYTHING
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
@@ -308,7 +308,6 @@ def discarded_by_fsdp() -> dict[str, Any]:
 
 def waits_by_fsdp() -> str:
     """Let the last rank come late to a dense reduction over replicas; the error of each rank."""
-    late, tell = my_rank() == world_size() - 1, dist.new_group()
     # It gathers its parameters in the forward pass only, which all ranks run together.
     model = shard(make(), replicas=world_size(), nested=False)
     # The comparison of replicas would be the first to wait.
@@ -316,13 +315,7 @@ def waits_by_fsdp() -> str:
     one, other = batches(2)
     backward(model, one)
     x, y = other
-    loss = F.cross_entropy(model(x), y)
-    if late:
-        dist.barrier(tell)
-    error = outcome(loss.backward)
-    if not late:
-        dist.barrier(tell)
-    return error
+    return backward_of_a_late_rank(F.cross_entropy(model(x), y))
 
 
 def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:

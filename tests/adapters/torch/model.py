@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import grace.torch
-from tests.adapters.torch.launched import my_rank
+from tests.adapters.torch.launched import my_rank, world_size
 
 
 class Net(torch.nn.Module):
@@ -142,3 +143,14 @@ def warned_of_scaler(model: Any, config: Any, data: Any, used: bool = True) -> l
             loss = F.cross_entropy(model(x), y)
             (scaler.scale(loss) if used else loss).backward()
     return [str(warning.message) for warning in caught if "GradScaler" in str(warning.message)]
+
+
+def backward_of_a_late_rank(loss: torch.Tensor) -> str:
+    """Run the backward pass on the last rank after all others have waited for it in vain; the error of this rank."""
+    late, tell = my_rank() == world_size() - 1, dist.new_group()
+    if late:
+        dist.barrier(tell)
+    error = outcome(loss.backward)
+    if not late:
+        dist.barrier(tell)
+    return error
