@@ -115,7 +115,7 @@ def test_without_shaping(framework, tmp_path):
     figure, model, numbers = ["--plot", str(picture)], "resnet", 269_722
     if framework == "tensorflow":
         # Every round of a method traces its graph anew, which takes seconds. test_models.py has TensorFlow's resnet.
-        baselines, rounds, steps, figure = ["horovod"], 1, 4, []
+        baselines, rounds, steps, figure = ["horovod"], 1, 2, []
         if not ALL:
             model, numbers = "mlp", 25_175_040
     methods = ["topk", "none"] if ALL or framework == "torch" else ["topk"]
@@ -133,7 +133,7 @@ def test_without_shaping(framework, tmp_path):
         assert result["ranks"] == 2
         assert result["link"] == "none"
         assert result["model"] == model
-        assert len(result["times"]) == 4
+        assert len(result["times"]) == rounds * steps
         assert 0 < result["spread"][0] <= result["median_s"] <= result["spread"][1]
         assert result["compute_s"] == results[0]["median_s"]
         assert result["speedup_over_horovod"] == results[1]["median_s"] / result["median_s"]
@@ -155,11 +155,12 @@ def test_sweep(tmp_path):
     path = tmp_path / "sweep.json"
     given = ["--link", "none", "--model", "resnet", "--compressors", "topk", "--rounds", "1", "--steps", "1"]
     given += ["--options", "compress_ratio=0.1", "--sweep", "--bucket-bytes", "0,4194304"]
-    given += ["--split-bytes", "0", "--cycle-times", "1", "2.5"]
+    cycles = [1, 2.5] if ALL else [1]
+    given += ["--split-bytes", "0", "--cycle-times", *map(str, cycles)]
     output, _ = finished(*given, "--json", str(path))
     trials = json.loads(path.read_text())
     tried = {"bucket_bytes": [0, 4194304], "split_bytes": [0]}
-    tried |= {"granularity": list(sweep.GRANULARITIES), "cycle_time_ms": [1, 2.5]}
+    tried |= {"granularity": list(sweep.GRANULARITIES), "cycle_time_ms": cycles}
     assert [(trial["swept"], trial["options"].get(trial["swept"], trial["cycle_time_ms"])) for trial in trials] == [
         (kind, value) for kind, values in tried.items() for value in values
     ]
@@ -426,11 +427,11 @@ def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
 def test_ranks_of_a_node_share_a_link_that_they_use_between_nodes_only(tmp_path):
     """Two nodes of two ranks: each rank sends the payload of its half, the node as much as one rank alone."""
     path = tmp_path / "step.json"
-    given = ["--nodes", "2x2", "--link", "10gbit", "--rounds", "1", "--steps", "1", "--options"]
+    given = ["--nodes", "2x2", "--link", "10gbit", "--model", "resnet", "--rounds", "1", "--steps", "1", "--options"]
     finished(*given, "communicator=hierarchical", "--compressors", "topk", "--json", str(path))
     found = {result["method"]: result for result in json.loads(path.read_text())}
-    # 1 % of the elements at 8 bytes each, and small dense tensors.
-    assert found["topk"]["wire_bytes"] < 0.1 * found["horovod"]["wire_bytes"]
+    # 1 % of the elements at 8 bytes each, the small dense tensors, and the messages of Horovod and Gloo.
+    assert found["topk"]["wire_bytes"] < 0.3 * found["horovod"]["wire_bytes"]
 
 
 @needs_shaping

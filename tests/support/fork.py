@@ -2,9 +2,9 @@
 
 `python -m tests.support.fork serve WORKER SOCKET` imports a worker and forks it for every connection. What a launcher
 starts is `python -m tests.support.fork start FOLDER ARGUMENTS`, or `run FOLDER SCRIPT ARGUMENTS`, which runs a script
-in place of the worker. It hands its environment, its working directory and its output to the server of its rank, whose
-socket is FOLDER/RANK, and ends as the fork does. Every rank has a server of its own, so that ranks still differ in the
-seeds of Python's hashes and generators.
+in place of the worker. It hands its environment, its working directory and its output to the server of its rank, and
+ends as the fork does. Neighbouring ranks have different servers, so that they differ in the seeds of Python's hashes
+and generators. More servers would only import the framework again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from typing import Any
 
 # Where launchers tell a process its rank; without any of them there is only one.
 RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+# The number of servers. That of a rank has the socket FOLDER/(rank % SERVERS).
+SERVERS = 2
 _NO_ORDER = b""
 
 
 def order(verb: str, folder: str, *arguments: str) -> int:
     """Let the server of this rank fork a worker ("start") or a script ("run"). End as it does, by exit or by signal."""
-    rank = next((os.environ[name] for name in RANK if name in os.environ), "0")
+    rank = int(next((os.environ[name] for name in RANK if name in os.environ), 0))
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"{folder}/{rank}")
+        connection.connect(f"{folder}/{rank % SERVERS}")
         words = {"verb": verb, "environment": dict(os.environ), "folder": os.getcwd(), "arguments": arguments}
         socket.send_fds(connection, [json.dumps(words).encode() + b"\n"], [sys.stdout.fileno(), sys.stderr.fileno()])
         told = connection.makefile().readline()

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import fork
 from tests.support.covering import ALL
 from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command, environment
 
@@ -205,7 +206,7 @@ def _failed(result: Any) -> bool:
 
 
 class Servers:
-    """The processes that fork the ranks of a worker, one per rank, or launchers; see fork.py."""
+    """The processes that fork the ranks of a worker, or launchers; see fork.py."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -215,12 +216,12 @@ class Servers:
     def start(self, ranks: int) -> str:
         """Start the servers that are missing, and return the folder of their sockets."""
         words = [sys.executable, "-m", "tests.support.fork", "serve", self._worker]
-        for rank in range(len(self._processes), ranks):
-            path = f"{self._folder.name}/{rank}"
+        for number in range(len(self._processes), min(ranks, fork.SERVERS)):
+            path = f"{self._folder.name}/{number}"
             self._processes.append(subprocess.Popen([*words, path], cwd=ROOT, env=environment(), stdin=subprocess.PIPE))
         deadline = time.monotonic() + START_S
-        for rank, process in enumerate(self._processes):
-            while not Path(f"{self._folder.name}/{rank}.ready").exists():
+        for number, process in enumerate(self._processes):
+            while not Path(f"{self._folder.name}/{number}.ready").exists():
                 assert process.poll() is None, f"{' '.join(words)} exited with {process.returncode}"
                 assert time.monotonic() < deadline, f"{' '.join(words)} did not start in {START_S} s"
                 time.sleep(0.02)

@@ -113,7 +113,7 @@ def test_one_bad_tensor_rolls_back_all_of_them(launch):
 
 @on(TWO)
 def test_memories_do_not_depend_on_the_scale(launch):
-    ranks = scenario("scale_of_the_day", launch, ["none", *SCALED] if ALL else SCALED)
+    ranks = scenario("scale_of_the_day", launch, ["none", *SCALED] if ALL else ["topk"])
     for rank in ranks:
         for label, kinds in rank.items():
             assert [kinds[kind][2] for kind in ("without", "fixed", "growing")] == [1.0, 2.0**10, 2.0**12], label

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.distributed
 def _possible(row):
     """Return whether a row is possible and worth its time.
 
-    Without --all, only the methods of WAYS meet every launch, communicator and granularity. Contracts and simulations
-    have all methods; here it matters which collectives are used.
+    Without --all, only the methods of WAYS meet every launch, communicator and granularity; all others have one row.
+    Contracts and simulations have all methods; here it matters which collectives are used.
     """
     if not cases.possible(row) or ALL or row["method"] in WAYS:
         return cases.possible(row)
-    usual = row.get("communicator", "auto") == "auto" and row.get("granularity", "default") in ("default", "bucket")
-    return usual and (row["launcher"], row["ranks"]) == ("horovodrun-gloo", 2)
+    usual = {"communicator": "auto", "granularity": "bucket", "view": False, "launcher": "horovodrun-gloo", "ranks": 2}
+    return all(row.get(factor, value) == value for factor, value in usual.items())
 
 
 # The trained cases: methods and communicators with granularities of the model and launches.
@@ -38,6 +38,8 @@ EXCHANGES = cases.rows(
     },
     _possible,
 ) + cases.rows_of_combinations([("horovodrun-gloo", 2), ("mpirun", 4)], granularity="bucket", view=False)
+# Models are trained and resumed with the methods of WAYS and the combinations. The others exchange given gradients.
+TRAINED = [row for row in EXCHANGES if ALL or row["method"] in WAYS or row["method"] not in compressors]
 # The dtypes of every method are tested in one process (tests/support/steps.py).
 DTYPES = cases.rows(
     {
@@ -64,7 +66,7 @@ four_ranks = on(*(launch for launch in cases.launches(TORCH, EXCHANGES) if launc
 
 def exchanges(name, launch):
     """Return the rows of a launch by label, and the reports of all ranks about each row."""
-    chosen = cases.rows_of(launch, EXCHANGES)
+    chosen = cases.rows_of(launch, TRAINED if name == "trained" else EXCHANGES)
     return {cases.label_of(row): row for row in chosen}, scenario(name, launch, chosen)
 
 
