@@ -50,6 +50,7 @@ SETTINGS = {
     "qcs": [{}, {"bits": 2}, {"compress_ratio": 1.0}, {"unbiased": True}],
     "hgc": [{}, {"alpha": 1.0}, {"quantum_num": 127}],
     "homomorphic": [{}, {"compress_ratio": 0.1}],
+    "deepreduce": [*({"policy": policy} for policy in ("p0", "p1", "p2")), {"pieces": 16}],
     "uniform": [{"bits": bits} for bits in (4, 8)],
     "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
     "natural": [{}, {"clipped": True}],

@@ -79,6 +79,7 @@ SETTINGS = {
     "qsparse": Setting(options={"compress_ratio": 0.01}),
     "m22": Setting(options={"compress_ratio": 0.01}),
     "hgc": Setting(),
+    "deepreduce": Setting(options={"pieces": 16}),
     "3lc": Setting(),
     "adaptive": Setting(options={"compress_ratio": 0.01}),
     "adacomp": Setting(),

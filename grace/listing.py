@@ -86,7 +86,20 @@ FAMILIES = (
     Family(
         "Hybrid",
         "you want fewer bytes than a sparsifier sends",
-        ("adaptive", "adacomp", "sbc", "strom", "variance", "3lc", "qsparse", "m22", "sketchml", "hgc", "chain"),
+        (
+            "adaptive",
+            "adacomp",
+            "sbc",
+            "strom",
+            "variance",
+            "3lc",
+            "qsparse",
+            "m22",
+            "sketchml",
+            "hgc",
+            "deepreduce",
+            "chain",
+        ),
     ),
     Family(
         "Low rank",

@@ -21,12 +21,17 @@ SPEC = TensorSpec("w", (12, 25))
 # The counts in a header are in the order of the fields; the words of coded fields come next.
 SKETCHML = {"name": "sketchml", "compress_ratio": 0.3}
 QSGD = {"name": "qsgd", "quantum_num": 3}
+DEEPREDUCE = {"name": "deepreduce", "policy": "p0", "compress_ratio": 0.1, "false_positives": 0.1}
 CASES = {
     "atomo: part of a vector": ("atomo", "int32", {0: 23}, "left vectors"),
     "atomo: a vector too few": ("atomo", "int32", {0: 12}, "left vectors"),
     "atomo: no right vectors": ("atomo", "int32", {1: 0}, "left vectors"),
     "sketchml: fewer widths": (SKETCHML, "int32", {0: 20}, "keys"),
     "sketchml: another sketch": (SKETCHML, "int32", {2: 7}, "sketch"),
+    "deepreduce: fewer values": (DEEPREDUCE, "int32", {0: 20}, "as many values as the filter"),
+    "deepreduce: a shorter order": ({**DEEPREDUCE, "pieces": 4}, "int32", {0: 20}, "as many values as the filter"),
+    # The filter is behind the stamp.
+    "deepreduce: another filter": ("deepreduce", "int32", {1: 0}, "at least 3 positions"),
     "gradiveq: fewer values": ("gradiveq", "int32", {0: 299}, "299|300 values"),
     "delta: 2^31 indices": ("adaptive", "delta", {0: 2**31 - 1, 2: 1}, "at most 300 indices"),
     "delta: one index too many": ("adaptive", "delta", {0: 301, 2: 1}, "at most 300 indices"),

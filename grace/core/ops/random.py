@@ -7,6 +7,8 @@ stream, rank), key = the tensor's 64-bit seed.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from grace.core.values.spec import Array, Key
@@ -104,7 +106,12 @@ def mix(ops: ArrayOps, value: Array, key: Array) -> Array:
 
 
 def hash_words(ops: ArrayOps, items: Array, count: int, key: Key) -> list[Array]:
-    """Return for each hash function one 32-bit word per int64 item: the upper half of a * item + b modulo 2^64.
+    """Return for each of `hash_functions` one 32-bit word per int64 item."""
+    return [function(items) for function in hash_functions(ops, count, key)]
+
+
+def hash_functions(ops: ArrayOps, count: int, key: Key) -> list[Callable[[Array], Array]]:
+    """Return functions of int64 items whose 32-bit words are the upper half of a * item + b modulo 2^64.
 
     a and b are drawn from the key, so the words of two different items below 2^32 are independent (multiply-shift;
     Dietzfelbinger, "Universal hashing and k-wise independent random variables", STACS 1996).
@@ -112,6 +119,9 @@ def hash_words(ops: ArrayOps, items: Array, count: int, key: Key) -> list[Array]
     parts = ops.reshape(ops.cast(ops.uniform(6 * count, key) * 2.0**24, "int64"), (2 * count, 3))
     high, middle = ops.shift_left(parts[:, 0], 40), ops.shift_left(parts[:, 1], 16)
     drawn = ops.bit_xor(ops.bit_xor(high, middle), ops.shift_right(parts[:, 2], 8))
-    # Products wrap around on purpose.
-    words = (items * drawn[2 * i] + drawn[2 * i + 1] for i in range(count))
-    return [ops.bit_and(ops.shift_right(word, 32), MASK) for word in words]
+
+    def word(items: Array, i: int) -> Array:
+        # Products wrap around on purpose.
+        return ops.bit_and(ops.shift_right(items * drawn[2 * i] + drawn[2 * i + 1], 32), MASK)
+
+    return [functools.partial(word, i=i) for i in range(count)]
