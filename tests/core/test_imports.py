@@ -75,7 +75,7 @@ def code_of(source):
 
 
 def test_the_core_names_no_framework():
-    named = re.compile("torch|tensorflow|keras", re.IGNORECASE)
+    named = re.compile(r"torch|tensorflow|keras|horovod|\bhvd\b|mpi4py", re.IGNORECASE)
     files = sorted(Path(grace.core.__file__).parent.rglob("*.py"))
     assert len(files) > 60
     found = [

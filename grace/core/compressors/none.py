@@ -16,7 +16,7 @@ class NoCompression(Compressor):
 
     Formula: C(x) = x
 
-    A bfloat16 gradient travels as float32, because Horovod cannot add bfloat16.
+    A bfloat16 gradient travels as float32, because not every library of collectives can add bfloat16.
 
     Error: 0 |x|^2 for normal x.
 

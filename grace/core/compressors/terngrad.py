@@ -31,7 +31,7 @@ class TernGrad(Compressor, Negotiating):
     away. Unbiased without clipping, with variance s |x|_1 - |x|^2; clipping trades bias for a smaller s.
     With `shared_scale` all ranks use the largest s of any rank (scaler sharing): the ranks negotiate one float first,
     and an allreduce adds the codes b_i sign(x_i): 1 byte per element for any number of ranks up to 127. The variance is
-    that of the larger s. Four codes share an int32, because Horovod cannot add PyTorch's int8.
+    that of the larger s. Four codes share an int32, because not every library of collectives adds 8-bit integers.
 
     Error: 1 |x|^2 for normal x; 2.5 |x|^2 with `clip_factor=null`.
 

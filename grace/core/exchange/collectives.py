@@ -130,9 +130,9 @@ def _in_group(collective: Collective, group: Sequence[int], ops: ArrayOps, rank:
 def sum_halves(ops: ArrayOps, x: Array, rank: int, size: int, factor: float) -> Program[Array]:
     """Add 16-bit floats of all ranks in float32, in rank order; multiply by the factor and round once.
 
-    MPI cannot add them, Gloo adds them one by one in software, and Horovod does not know bfloat16. Two ranks exchange
-    their buffers. More ranks exchange slices, add these and gather the sums. Either way a rank sends as many bytes as
-    in a ring allreduce, 2 (size - 1) / size of x.
+    Some libraries cannot add them, or only one of the two dtypes; others add them one by one in software. Two ranks
+    exchange their buffers. More ranks exchange slices, add these and gather the sums. Either way a rank sends as many
+    bytes as in a ring allreduce, 2 (size - 1) / size of x.
     """
     if size == 1:
         (x,) = yield [allreduce(x)]

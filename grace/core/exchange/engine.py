@@ -543,8 +543,8 @@ class Engine:
                 MismatchError(
                     f"the ranks are not at the same step (seen by rank {self.transport.rank}): "
                     "only some of them loaded a checkpoint, they loaded checkpoints of different steps, or a rank "
-                    "called hvd.join(). Let every rank load its own file of the same step, or all ranks the same "
-                    "file; instead of hvd.join(), which is not supported, let all ranks take equally many steps."
+                    "called the join() of its library. Let every rank load its own file of the same step, or all ranks "
+                    "the same file; instead of calling join(), let all ranks take equally many steps."
                 ),
             )
         for unit, payloads, flags in zip(bucket.units, received.payloads, received.flags, strict=True):

@@ -1,8 +1,8 @@
 """Integers that are added on the way: as many share a 32-bit word as the bits of their sum over all ranks allow.
 
-Horovod adds integers of 32 and 64 bits in every framework, of 8 bits only in TensorFlow, of 16 bits in none. A word
-with the integers c_0, c_1, ... in lanes of b bits is c_0 + 2^b c_1 + 2^2b c_2 + ..., so the sum of words is the word of
-sums. It is exact, and no sum on the way overflows, if every lane holds the magnitude of the largest sum and a sign.
+Every library of collectives adds integers of 32 bits, but not all add shorter ones. A word with the integers c_0, c_1,
+... in lanes of b bits is c_0 + 2^b c_1 + 2^2b c_2 + ..., so the sum of words is the word of sums. It is exact, and no
+sum on the way overflows, if every lane holds the magnitude of the largest sum and a sign.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base class of transports: named, non-blocking collectives on flat buffers. Only transports know Horovod or MPI."""
+"""Base class of transports: named, non-blocking collectives on flat buffers. Only transports know a library."""
 
 from __future__ import annotations
 

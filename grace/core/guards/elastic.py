@@ -16,7 +16,7 @@ def refusal_of_local_steps(where: str) -> ConfigError:
 
 def refusal_of_process_sets(where: str) -> ConfigError:
     """Return the error of an exchange among some of the ranks only."""
-    return ConfigError(f"{where}: elastic Horovod supports no process sets; leave process_set out.")
+    return ConfigError(f"{where}: process_set is not supported in elastic mode; leave it out.")
 
 
 def check_plan(plan: Plan, where: str) -> None:
@@ -47,7 +47,7 @@ class Crew:
         self._before = before
         _log(
             rank,
-            "elastic Horovod: %d ranks before, %d now. Ranks that stay keep what they hold back; what a rank that is "
+            "elastic mode: %d ranks before, %d now. Ranks that stay keep what they hold back; what a rank that is "
             "gone held back is lost.",
             before,
             after,
@@ -64,7 +64,7 @@ class Crew:
         if before:
             _log(
                 rank,
-                "elastic Horovod: of %d ranks, %d have stayed and %d are new. What the other %d held back is lost.",
+                "elastic mode: of %d ranks, %d have stayed and %d are new. What the other %d held back is lost.",
                 before,
                 stayed,
                 known.count(None),

@@ -29,7 +29,7 @@ def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(launch):
     assert ranks[1]["nothing"]
     for key in ("momentum", "weights"):
         assert ranks[0][key] == ranks[1][key]
-    first, *others = [text for text in ranks[0]["told"] if text.startswith("elastic Horovod")]
+    first, *others = [text for text in ranks[0]["told"] if text.startswith("elastic mode")]
     assert "2 ranks before, 2 now" in first
     assert any("of 2 ranks, 1 have stayed and 1 are new. What the other 1 held back is lost" in text for text in others)
 
