@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 from grace.core.exchange.simulation import Simulation
-from grace.core.methods.capabilities import Checking, Learning, Negotiating, Selecting, Stateful, Tuning
+from grace.core.methods.capabilities import Checking, Learning, Negotiating, Selecting, Stateful, Thinning, Tuning
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.memory import Memory
@@ -48,6 +48,7 @@ __all__ = [
     "Sparsifier",
     "Stateful",
     "TensorSpec",
+    "Thinning",
     "Tuning",
     "__version__",
     "communicators",

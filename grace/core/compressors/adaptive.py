@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.capabilities import Selecting
+from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @compressors.register("adaptive")
 @dataclass(frozen=True)
-class Adaptive(Compressor, Selecting):
+class Adaptive(Compressor, Selecting, Thinning):
     r"""Adaptive threshold: the largest elements of each sign, all sent as the mean of their sign.
 
     Formula: C(x)_i = \begin{cases} \mu_+ & i \in P \\ \mu_- & i \in N \\ 0 & \text{otherwise} \end{cases}

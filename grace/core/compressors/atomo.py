@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.methods.lowrank import matrix_shape, unfit_matrix
 from grace.core.ops.composites import ArrayOps
@@ -19,7 +20,7 @@ _EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
 
 @compressors.register("atomo")
 @dataclass(frozen=True)
-class Atomo(Compressor):
+class Atomo(Compressor, Thinning):
     r"""ATOMO: a random choice of singular triples or entries; unbiased, the least variance for its budget.
 
     Formula: C(x) = \sum_{a \in A} \frac{\lambda_a}{p_a} a, \quad P(a \in A) = p_a = \min(1, |\lambda_a| / t)

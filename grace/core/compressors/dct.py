@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.compressors.hardthreshold import smallest_magnitude
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.capabilities import Learning
+from grace.core.methods.capabilities import Learning, Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.methods.estimated import EstimatedThreshold
 from grace.core.ops.composites import ArrayOps
@@ -18,7 +18,7 @@ from grace.core.values.spec import MAX_MAGNITUDE, Array, Payload, Site, State, T
 
 @compressors.register("dct")
 @dataclass(frozen=True)
-class DCT(EstimatedThreshold, Learning):
+class DCT(EstimatedThreshold, Learning, Thinning):
     r"""Dynamic communication thresholding: elements above the k-th magnitude of an earlier step.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau = |x|_{(k)} \;\text{at the last renewal}

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
@@ -14,7 +15,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 @compressors.register("dgc")
 @dataclass(frozen=True)
-class DGC(Sparsifier):
+class DGC(Sparsifier, Thinning):
     r"""Deep Gradient Compression: top-k with a threshold estimated from a sample; its memory corrects the momentum.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau \approx \text{the $k$-th largest of}\; |x_1|, \dots, |x_d|

@@ -8,6 +8,7 @@ from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.compressors.wangni import Wangni, sparse_entries
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -18,7 +19,7 @@ _STEP = 2.0**-24
 
 @compressors.register("dme")
 @dataclass(frozen=True)
-class DME(Compressor):
+class DME(Compressor, Thinning):
     r"""Randomized distributed mean estimation: random coordinates, and for all others the mean of the gradient.
 
     Formula: C(x)_i = \frac{x_i}{p_i} - \frac{1 - p_i}{p_i} \mu \;\text{with probability } p_i, \;\text{else}\; \mu

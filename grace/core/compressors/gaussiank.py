@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.methods.estimated import EstimatedThreshold, above, deviation
 from grace.core.values.errors import ConfigError
@@ -15,7 +16,7 @@ from grace.core.values.spec import Array, Site
 
 @compressors.register("gaussiank")
 @dataclass(frozen=True)
-class GaussianK(EstimatedThreshold):
+class GaussianK(EstimatedThreshold, Thinning):
     r"""Gaussian-k: elements above the percent point of a fitted normal distribution, corrected by their number.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau = |\mu| + \sigma \Phi^{-1}(1 - \delta / 2)

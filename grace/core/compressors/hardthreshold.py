@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.capabilities import Tuning
+from grace.core.methods.capabilities import Thinning, Tuning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
@@ -21,7 +21,7 @@ _GAIN, _HORIZON = 0.05, 20.0
 
 @compressors.register("hardthreshold")
 @dataclass(frozen=True)
-class HardThreshold(Sparsifier, Tuning):
+class HardThreshold(Sparsifier, Tuning, Thinning):
     r"""Hard-threshold sparsifier: every element at or above one magnitude, equal for all layers and steps.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \lambda}

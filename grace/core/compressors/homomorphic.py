@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.methods.peeling import ROWS, Sizes, fewest_words, peel, sketch_sparse
 from grace.core.values.errors import ConfigError
@@ -15,7 +16,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 @compressors.register("homomorphic")
 @dataclass(frozen=True)
-class Homomorphic(Compressor):
+class Homomorphic(Compressor, Thinning):
     r"""Lossless homomorphic compression: sketches of sparse gradients are added, and peeling recovers the exact sum.
 
     Formula: S[j, h_j(i)] = \sum_{i \in K} s_j(i) \, x_i, \quad B[l, b_l(i)] = 1 \;\text{for}\; i \in K, \; x_i \ne 0

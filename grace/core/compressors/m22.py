@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from grace.core.compressors.topk import TopK, check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.centroids import both_signs, fitted
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.listed import levels_sum, round_packed
@@ -21,7 +22,7 @@ _MOST_POWER = 8
 
 @compressors.register("m22")
 @dataclass(frozen=True)
-class M22(QuantizedSparsifier):
+class M22(QuantizedSparsifier, Thinning):
     r"""M22: top-k, its values rounded to the levels with the least error weighted by a power of their magnitude.
 
     Formula: C(x) = Q(S(x)), \; \min_{q} \sum_{i \in S} |x_i|^M \, (|x_i| - q_i)^2

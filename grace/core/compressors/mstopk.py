@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.estimated import mean_above, tried, unsearched
 from grace.core.values.errors import ConfigError
@@ -15,7 +16,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 @compressors.register("mstopk")
 @dataclass(frozen=True)
-class MSTopK(Sparsifier):
+class MSTopK(Sparsifier, Thinning):
     r"""MSTop-k: k large elements, found by some trials of a threshold and not by sorting.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad |x_i| \ge u \Rightarrow i \in K \Rightarrow |x_i| \ge l, \quad |K| = k

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.levels import bucket_norms, rows_of
 from grace.core.methods.rotation import LONGEST, SHORTEST, rotate, rotated_widths
@@ -21,7 +22,7 @@ _LEAST_BITS, _MOST_BITS = 2, 8
 
 @compressors.register("qcs")
 @dataclass(frozen=True)
-class QCS(Compressor):
+class QCS(Compressor, Thinning):
     r"""Quantized compressive sampling: random mixtures of the elements of a block, dithered, rounded, and transposed.
 
     Formula: C(x) = g \Delta \, A^T (\lfloor A x / \Delta + u \rfloor + 1/2 - u)

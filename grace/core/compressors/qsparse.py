@@ -11,6 +11,7 @@ from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.topk import TopK, check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.quantized import QuantizedSparsifier
 from grace.core.values.registry import compressors
@@ -21,7 +22,7 @@ _SPARSIFIERS: dict[str, type[TopK | RandomK]] = {"topk": TopK, "randomk": Random
 
 @compressors.register("qsparse")
 @dataclass(frozen=True)
-class QSparse(QuantizedSparsifier):
+class QSparse(QuantizedSparsifier, Thinning):
     r"""Qsparse: top-k or random-k, its values quantized by QSGD and scaled to a contraction.
 
     Formula: C(x) = \frac{Q(S(x))}{1 + \beta}, \quad \beta = \min(k / s^2, \sqrt{k} / s)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -14,7 +15,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 @compressors.register("randomk")
 @dataclass(frozen=True)
-class RandomK(Sparsifier):
+class RandomK(Sparsifier, Thinning):
     r"""Random-k sparsifier: k coordinates drawn at random, equal on all ranks.
 
     Formula: C(x)_i = c \, x_i \, 1_{i \in K}, \quad c = d / k \;\text{if scaled, else}\; 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.methods.estimated import EstimatedThreshold, mean_above, reaching, tried, unsearched
 from grace.core.values.registry import compressors
@@ -17,7 +18,7 @@ _HALVINGS, _STEP = 10, 0.2
 
 @compressors.register("redsync")
 @dataclass(frozen=True)
-class RedSync(EstimatedThreshold):
+class RedSync(EstimatedThreshold, Thinning):
     r"""RedSync: elements above a threshold between mean and maximum, at least k and at most 2 k of them.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau = \bar m + r (\max_i |x_i| - \bar m)

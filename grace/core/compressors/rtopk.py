@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
@@ -13,7 +14,7 @@ from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
 @compressors.register("rtopk")
 @dataclass(frozen=True)
-class RTopK(Sparsifier):
+class RTopK(Sparsifier, Thinning):
     r"""Random top-k (rTop-k): k elements drawn at random among the r of largest magnitude.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K \subset R \;\text{random}, \; |K| = k, \; R: \text{the $r$ largest}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.capabilities import Negotiating
+from grace.core.methods.capabilities import Negotiating, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Proposal, Site, TensorSpec
@@ -13,7 +13,7 @@ from grace.core.values.spec import Array, Field, Payload, Proposal, Site, Tensor
 
 @compressors.register("scalecom")
 @dataclass(frozen=True)
-class ScaleCom(Sparsifier, Negotiating):
+class ScaleCom(Sparsifier, Negotiating, Thinning):
     r"""ScaleCom's cyclic local top-k: all ranks send the coordinates that one rank chose, and the ranks take turns.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K = \text{the indices of the $k$ largest}\; |x_i| \;\text{of the leader}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.estimated import EstimatedThreshold, above, reaching
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
@@ -18,7 +19,7 @@ _FIRST = 0.25  # share of the elements that a stage leaves to the next one
 
 @compressors.register("sidco")
 @dataclass(frozen=True)
-class SIDCo(EstimatedThreshold):
+class SIDCo(EstimatedThreshold, Thinning):
     r"""SIDCo: elements above a threshold that a fitted distribution gives, in several stages.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau_M}, \quad \tau_m = \tau_{m-1} + \mu_m \ln(1 / \delta_m), \; \tau_0 = 0

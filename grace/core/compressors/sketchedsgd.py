@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.capabilities import Negotiating
+from grace.core.methods.capabilities import Negotiating, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_words
@@ -26,7 +26,7 @@ SKETCH_BLOCK = 16
 
 @compressors.register("sketchedsgd")
 @dataclass(frozen=True)
-class SketchedSGD(Sparsifier, Negotiating):
+class SketchedSGD(Sparsifier, Negotiating, Thinning):
     r"""Sketched-SGD: the k largest elements of the summed gradient, found in a Count-Sketch that allreduce adds.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \; K = \mathrm{top}_k |e|, \; e_i = \mathrm{median}_j \, s_j(i) S[j, h_j(i)]

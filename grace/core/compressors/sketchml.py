@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.capabilities import Selecting
+from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.sketch import decode_keys, encode_keys
 from grace.core.ops.base import packed_size
@@ -31,7 +31,7 @@ class _Places(NamedTuple):
 
 @compressors.register("sketchml")
 @dataclass(frozen=True)
-class SketchML(Compressor, Selecting):
+class SketchML(Compressor, Selecting, Thinning):
     r"""SketchML: the largest elements as quantile buckets in a sketch, with delta-coded indices.
 
     Formula: C(x)_i = \mathrm{sign}(x_i) \, \mathrm{mean}(b'), \quad b' \le b

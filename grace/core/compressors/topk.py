@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
@@ -29,7 +30,7 @@ def advice_on_ratio(ratio: float) -> str | None:
 
 @compressors.register("topk")
 @dataclass(frozen=True)
-class TopK(Sparsifier):
+class TopK(Sparsifier, Thinning):
     r"""Top-k sparsifier: the k elements of largest magnitude; needs error feedback.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K = \text{the indices of the $k$ largest}\; |x_i|

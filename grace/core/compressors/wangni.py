@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @compressors.register("wangni")
 @dataclass(frozen=True)
-class Wangni(Compressor):
+class Wangni(Compressor, Thinning):
     r"""Wangni sparsifier: random elements, large ones more often; unbiased, the fewest for a given variance.
 
     Formula: C(x)_i = \frac{x_i}{p_i} b_i, \quad b_i \sim \mathrm{Bernoulli}(p_i), \quad p_i = \min(1, \lambda |x_i|)

@@ -52,6 +52,13 @@ class Selecting(ABC):
         return at.ops.scale_(self.erase_(x, payload, at), factor)
 
 
+class Thinning(ABC):
+    """Capability to send a share of the elements that an option sets, so that a warm-up can lower it."""
+
+    #: Share of the elements that a payload aims at, above 0 and at most 1.
+    compress_ratio: float
+
+
 class Stateful(ABC):
     """Capability to keep a state across steps, equal on all ranks; base of `Learning` and `Tuning`, which change it."""
 

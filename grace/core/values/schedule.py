@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor
 from grace.core.values.errors import ConfigError
 
@@ -34,13 +35,12 @@ def ladder(compress_ratio: float, steps: int) -> list[tuple[int, float]]:
 
 def ratio_of(compressor: Compressor) -> float:
     """Return the compressor's compress_ratio. Raises ConfigError if it has none."""
-    ratio = getattr(compressor, "compress_ratio", None)
-    if not isinstance(ratio, float | int):
+    if not isinstance(compressor, Thinning):
         raise ConfigError(
             f"warmup_steps: a warm-up lowers compress_ratio, and {compressor} has no such option; "
             "write a schedule of its options instead."
         )
-    return float(ratio)
+    return float(compressor.compress_ratio)
 
 
 def as_changes(value: Any) -> dict[str, Any]:
