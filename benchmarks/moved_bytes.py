@@ -38,10 +38,12 @@ TEXT = """# Bytes over the number of ranks
 Bytes per element that leave a rank in the first step, for a float32 matrix of 256 x 256 normal values and the default
 options. Where the bytes depend on the data, later steps differ: [Methods](methods/index.md) has means of many steps. An
 uncompressed ring allreduce sends 8 (N - 1) / N bytes. Bold figures are those of the communicator that `auto`, the
-default, chooses. Payloads that cannot be added travel by `allgather` or `two_shot`. On two ranks, both move equally
-many bytes; from three ranks on, `two_shot` moves fewer. Methods by which ranks vote (`signsgd`, `signum`) and methods
-with a fixed threshold stay with `allgather`, unless you name `two_shot`. `sparse_allreduce` moves about as many bytes
-as `two_shot`, and you must name it.
+default, chooses: it counts the bytes of a payload, without headers, before the first step. Payloads that cannot be
+added travel by `allgather` or `two_shot`. On two ranks, both move equally many bytes; from three ranks on, `two_shot`
+moves fewer. Payloads that can be added travel by `allreduce`, except that two ranks gather those of `uniform`: its sums
+take more bits than its integers. Methods by which ranks vote (`signsgd`, `signum`) and methods with a fixed threshold
+stay with `allgather`, unless you name `two_shot`. `sparse_allreduce` moves about as many bytes as `two_shot`, and you
+must name it.
 
 With `hierarchical`, four ranks share a node. A cell has two figures: the bytes per element that leave a rank for other
 nodes, and those for ranks of its own node, which are not compressed. You must name it, too.

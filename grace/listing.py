@@ -15,6 +15,7 @@ from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.values.config import Method
 from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
 from grace.core.values.spec import ITEMSIZE, Field, Ranks, TensorSpec
+from grace.core.values.unit import Assignment
 from grace.machine import FRAMEWORKS, installed
 
 
@@ -158,8 +159,8 @@ def feedback(compressor: Compressor) -> str:
 def taken(compressor: Compressor, ranks: int) -> str:
     """Return the name of the communicator that `auto` takes for a method with its default memory."""
     auto = communicators.make("auto")
-    method = Method(compressor, memories.make(compressor.default_memory), auto)
-    return communicators.name_of(auto.resolve(method, Ranks(ranks)))
+    item = Assignment(EXAMPLE, Method(compressor, memories.make(compressor.default_memory), auto))
+    return communicators.name_of(auto.resolve(item, Ranks(ranks))[0])
 
 
 def communicator(compressor: Compressor) -> str:
@@ -171,7 +172,7 @@ def communicator(compressor: Compressor) -> str:
 def sent_fields(compressor: Compressor, spec: TensorSpec = EXAMPLE) -> list[Field]:
     """Return what one of two ranks sends of a tensor: proposal and payload, as they travel."""
     payload = compressor.wire(spec)
-    if communicators.get(compressor.default_communicator).sums:
+    if communicators.get(taken(compressor, 2)).sums:
         payload = in_lanes(payload, 2)
     return [*proposed_fields(compressor, spec), *payload]
 

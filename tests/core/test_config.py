@@ -230,11 +230,21 @@ def test_a_wrong_configuration_is_refused_with_what_would_be_right(config, told)
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"compressor": "qsgd", "communicator": "allreduce"}, r"'allreduce'.*QSGD.*Valid .*: allgather, broadcast\."),
-        ({"compressor": "dgc", "communicator": "allreduce"}, r"'allreduce'.*DGC.*Valid communicators: allgather\."),
-        ({"compressor": "threshold", "communicator": "broadcast"}, r"'broadcast'.*Valid communicators: allgather"),
+        (
+            {"compressor": "qsgd", "communicator": "allreduce"},
+            r"Allreduce\(\).*QSGD.*Valid .*: allgather, auto, broadcast, hierarchical, two_shot\.",
+        ),
+        (
+            {"compressor": "dgc", "communicator": "allreduce"},
+            r"Allreduce\(\).*DGC.*Valid .*: allgather, auto, hierarchical, sparse_allreduce, two_shot\.",
+        ),
+        (
+            {"compressor": "topk", "memory": "diana", "communicator": "allreduce"},
+            r"Allreduce\(\).*TopK.*Valid .*: allgather, auto, broadcast, hierarchical\.",
+        ),
+        ({"compressor": "threshold", "communicator": "broadcast"}, r"Broadcast\(\).*the size of .*Valid .*: allgather"),
         ({"compressor": "qsgd", "memory": "dgc"}, r"'dgc'.*QSGD.*Valid memories: none, residual"),
-        ({"compressor": "topk", "rules": [{"compressor": "signsgd", "communicator": "allreduce"}]}, r"'allreduce'"),
+        ({"compressor": "topk", "rules": [{"compressor": "signsgd", "communicator": "allreduce"}]}, r"Allreduce"),
     ],
     ids=str,
 )

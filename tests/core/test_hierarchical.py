@@ -180,7 +180,7 @@ def test_a_change_keeps_what_the_owners_hold(name, after):
         ({"compressor": "powersgd"}, "it needs a whole tensor"),
         ({"compressor": "hardthreshold"}, "learns from the payloads"),
         ({"compressor": "sketchedsgd"}, "cannot compress empty tensors"),
-        ({"compressor": "qsgd", "within": "topk"}, "no error feedback, which it needs"),
+        ({"compressor": "qsgd", "within": "topk"}, "needs error feedback, and within a node there is none"),
         ({"compressor": "qsgd", "between": "allreduce"}, "cannot be added"),
     ],
 )

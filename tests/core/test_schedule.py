@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.values.config import make_config
 from grace.core.values.errors import ConfigError, StateError, StepError
+from grace.core.values.registry import compressors, fields_of
 from grace.core.values.schedule import ladder
 from grace.core.values.spec import TensorSpec
 
@@ -44,6 +46,12 @@ def test_warm_up_of_the_configuration():
     assert make_config(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ConfigError, match="compress_ratio"):
         make_config({"compressor": "onebit", "warmup_steps": 30})
+
+
+def test_every_method_with_a_ratio_says_so():
+    named = {name for name in compressors if "compress_ratio" in fields_of(compressors.get(name))}
+    assert named == {name for name in compressors if issubclass(compressors.get(name), Thinning)}
+    assert "topk" in named
 
 
 def test_stages_change_options_or_parts():

@@ -56,8 +56,9 @@ def test_received_bytes_follow_what_auto_takes(methods):
     assert methods.received("signsgd", 16) == 15 / 8
     assert methods.received("qsgd", 2) == 1 + 4 / 512
     assert methods.received("qsgd", 16) == 2 * 15 / 16 * (1 + 4 / 512)
-    # Sums of 8-bit integers: three share a word on 2 ranks, and two on 16.
-    assert methods.received("uniform", 2) == pytest.approx(4 / 3, rel=1e-4)
+    # 2 ranks gather 8-bit integers, and more add them: three share a word on 4 ranks, and two on 16.
+    assert methods.received("uniform", 2) == pytest.approx(1, rel=1e-4)
+    assert methods.received("uniform", 4) == pytest.approx(2 * 3 / 4 * 4 / 3, rel=1e-4)
     assert methods.received("uniform", 16) == pytest.approx(2 * 15 / 16 * 2, rel=1e-4)
 
 

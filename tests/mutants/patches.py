@@ -1053,6 +1053,22 @@ PATCHES = [
         (f"{JOINT} -k auto",),
     ),
     Patch(
+        "auto-counts-sums-as-if-gathered",
+        "grace/core/communicators/auto.py",
+        "summed=size if program.sums else 0",
+        "summed=0",
+        "auto adds integers on two ranks, where gathering moves fewer bytes",
+        ("tests/core/test_auto.py -k 'report_names or more_bits'",),
+    ),
+    Patch(
+        "refusal-lists-what-the-memory-forbids",
+        "grace/core/values/config.py",
+        "if not communicator.obstacle(self.compressor) and not communicator.memory_obstacle(self.memory)",
+        "if not communicator.obstacle(self.compressor)",
+        "the error of a refused communicator names others that refuse the memory",
+        ("tests/core/test_config.py -k refused_with_those",),
+    ),
+    Patch(
         "diana-shifts-of-ranks-only",
         "grace/core/memories/diana.py",
         "weighted_sum(mean, 1, merged, self.alpha)",

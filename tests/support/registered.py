@@ -197,7 +197,7 @@ def valid_methods() -> list[Method]:
             for communicator in sorted(set(communicators) - OF_SHARDS - {"auto"}):
                 try:
                     method = Method(compressor, memories.make(memory), communicators.make(communicator))
-                    method.communicator.check_memory(method.memory)
+                    method.check_memory()
                 except IncompatibleError:
                     continue
                 parts.append(method)

@@ -11,7 +11,6 @@ from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
 from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.communicator import Communicator
-from grace.core.methods.compressor import Compressor
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks
 from grace.core.values.unit import Unit
@@ -27,9 +26,6 @@ class Allgather(Communicator):
 
     any_length: ClassVar[bool] = True
     carries_codings: ClassVar[bool] = True
-
-    def check(self, compressor: Compressor) -> None:
-        return None
 
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> GatherLayout:
         return GatherLayout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])

@@ -13,7 +13,6 @@ from grace.core.exchange.collectives import Program, sum_halves, together
 from grace.core.exchange.wire import Layout, Received, SumLayout
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
-from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators
 from grace.core.values.spec import HALF_DTYPES, Array, Ranks
 from grace.core.values.unit import Unit
@@ -29,12 +28,8 @@ class Allreduce(Communicator):
 
     sums: ClassVar[bool] = True
 
-    def check(self, compressor: Compressor) -> None:
-        if not compressor.summable:
-            raise IncompatibleError(
-                f"communicator 'allreduce' adds payloads, but those of {compressor} cannot be added. "
-                f"Valid communicators: allgather{', broadcast' if compressor.fixed_size else ''}."
-            )
+    def obstacle(self, compressor: Compressor) -> str | None:
+        return None if compressor.summable else "its payloads cannot be added"
 
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
         return [dataclasses.replace(unit, summed=ranks.size) for unit in units]

@@ -11,7 +11,6 @@ from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
 from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.compressor import Compressor
-from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators
 
 
@@ -26,12 +25,8 @@ class Broadcast(Allgather):
     any_length: ClassVar[bool] = False
     carries_codings: ClassVar[bool] = False
 
-    def check(self, compressor: Compressor) -> None:
-        if not compressor.fixed_size:
-            raise IncompatibleError(
-                f"communicator 'broadcast' needs payloads of one size, but those of {compressor} depend on the data. "
-                "Valid communicators: allgather."
-            )
+    def obstacle(self, compressor: Compressor) -> str | None:
+        return None if compressor.fixed_size else "the size of its payloads depends on the data"
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         assert isinstance(layout, GatherLayout)

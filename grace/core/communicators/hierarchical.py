@@ -18,10 +18,10 @@ from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.values.config import Method
-from grace.core.values.errors import ConfigError, IncompatibleError
+from grace.core.values.errors import ConfigError
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import Array, Ranks, TensorSpec
-from grace.core.values.unit import Unit, empty_shard, shards
+from grace.core.values.unit import Assignment, Unit, empty_shard, shards
 
 _EMPTY = TensorSpec("empty", (0,))
 
@@ -63,30 +63,23 @@ class Hierarchical(Communicator):
         if isinstance(self.between, Hierarchical):
             raise ConfigError("communicator hierarchical: between cannot be hierarchical itself; name another one.")
 
-    def check(self, compressor: Compressor) -> None:
-        for reason in (_why_not_between(compressor), _why_not_within(self._within)):
-            if reason:
-                raise IncompatibleError(
-                    f"communicator 'hierarchical' cannot carry {compressor} with within={self._within}: {reason}. "
-                    f"Valid communicators: {compressor.default_communicator}."
-                )
-        if self.between is not None:
-            self.between.check(compressor)
+    def obstacle(self, compressor: Compressor) -> str | None:
+        return _why_not_between(compressor) or _why_not_within(self._within) or self._between.obstacle(compressor)
 
-    def check_memory(self, memory: Memory) -> None:
+    def memory_obstacle(self, memory: Memory) -> str | None:
         if memory.needs_norm:
-            raise IncompatibleError(
-                f"{memory} limits the norm of all gradients of a rank, and communicator 'hierarchical' compresses the "
-                'mean of a node, shard by shard. Set clipping_norm = "tensor", or use another communicator.'
+            return (
+                "limits the norm of all gradients of a rank; this communicator compresses the mean of a node, shard by "
+                'shard. Set clipping_norm = "tensor"'
             )
-        self._between.check_memory(memory)
+        return self._between.memory_obstacle(memory)
 
-    def resolve(self, method: Method, ranks: Ranks) -> Communicator:
-        nodes = Ranks(ranks.size // self._local_size(ranks))
-        return dataclasses.replace(self, between=self._between.resolve(method, nodes))
-
-    def why(self, method: Method, ranks: Ranks) -> str:
-        return self._between.why(method, Ranks(ranks.size // self._local_size(ranks)))
+    def resolve(self, item: Assignment, ranks: Ranks) -> tuple[Communicator, str]:
+        local_size = self._local_size(ranks)
+        # What a rank exchanges between nodes: the largest of the shards.
+        shard = dataclasses.replace(item.spec, shape=(-(-item.spec.numel // local_size),)) if item.flat else item.spec
+        between, why = self._between.resolve(dataclasses.replace(item, spec=shard), Ranks(ranks.size // local_size))
+        return dataclasses.replace(self, between=between), why and f"between nodes, {why}"
 
     @property
     def _between(self) -> Communicator:
@@ -280,5 +273,6 @@ def _why_not_between(compressor: Compressor) -> str | None:
 
 def _why_not_within(within: Compressor) -> str | None:
     if memories.make(within.default_memory).feeds_back:
-        return "within a node there is no error feedback, which it needs"
-    return why_not_second(within)
+        return f"{within} needs error feedback, and within a node there is none"
+    reason = why_not_second(within)
+    return reason and f"{within} cannot compress within a node: {reason}"

@@ -14,7 +14,6 @@ from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.errors import IncompatibleError
 from grace.core.values.spec import Ranks
 from grace.core.values.unit import Unit, scattered
 
@@ -39,32 +38,21 @@ class ReduceScatter(Communicator):
 
     chunks: tuple[tuple[str, int], ...] = ()
 
-    def check(self, compressor: Compressor) -> None:
-        reason = None
+    def obstacle(self, compressor: Compressor) -> str | None:
         if not compressor.flat:
-            reason = "it needs a whole tensor, and a rank gets parts of tensors"
-        elif keeps_state(compressor):
-            reason = "it learns from the payloads of all ranks, and a rank gets only those of its own parts"
-        if reason:
-            raise IncompatibleError(
-                f"parameters that are sharded over the ranks cannot be exchanged by {compressor}: {reason}. Use a "
-                "compressor that works element by element or block by block, such as eightbit, qsgd or topk, or let a "
-                "rule name one for these tensors."
-            )
+            return "it needs a whole tensor, and a rank gets parts of tensors"
+        if keeps_state(compressor):
+            return "it learns from the payloads of all ranks, and a rank gets only those of its own parts"
+        return None
 
-    def check_memory(self, memory: Memory) -> None:
-        reason = None
+    def memory_obstacle(self, memory: Memory) -> str | None:
         if memory.joint or memory.finishes:
-            reason = "follows the mean of what all ranks have sent, and a rank gets only its own parts of the mean"
-        elif memory.whole:
-            reason = "needs the norm of a whole tensor, and shards are compressed one by one"
-        elif memory.needs_lr:
-            reason = "corrects for the learning rate, which a model does not know"
-        if reason:
-            raise IncompatibleError(
-                f"parameters that are sharded over the ranks cannot be exchanged with {memory}: it {reason}. Valid "
-                "memories: residual, none."
-            )
+            return "follows the mean of what all ranks have sent, and a rank gets only its own parts of the mean"
+        if memory.whole:
+            return "needs the norm of a whole tensor, and shards are compressed one by one"
+        if memory.needs_lr:
+            return "corrects for the learning rate, which a model does not know"
+        return None
 
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
         chunks = dict(self.chunks)

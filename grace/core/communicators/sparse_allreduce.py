@@ -12,11 +12,11 @@ from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
 from grace.core.exchange.wire import GatherLayout, Layout, Received
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Array, Field, Payload, Ranks, TensorSpec
 from grace.core.values.unit import Unit
@@ -25,6 +25,8 @@ _EXAMPLE = TensorSpec("example", (1024,))
 # Magnitudes are counted by their exponent and two more bits. Units that send fewer entries than there are counts do
 # without: the counts would be more bytes than the entries.
 _BINS, _SHIFT = 1024, 21
+# For methods whose options do not say which share of the elements they send.
+_USUAL_RATIO = 0.01
 
 
 @communicators.register("sparse_allreduce")
@@ -59,13 +61,17 @@ class SparseAllreduce(Communicator):
 
     reduction: Literal["split", "union", "tree"] = "split"
 
-    def check(self, compressor: Compressor) -> None:
-        reason = _why_not(compressor)
-        if reason:
-            raise IncompatibleError(
-                f"communicator 'sparse_allreduce' cannot carry {compressor}: {reason}. "
-                f"Valid communicators: {'allreduce, allgather' if compressor.summable else 'allgather'}."
-            )
+    def obstacle(self, compressor: Compressor) -> str | None:
+        if not sparsifies(compressor):
+            return "its payload is not a list of exact values and their indices"
+        if any(not f.wire for f in compressor.wire(_EXAMPLE)):
+            return "all ranks send the same indices, and the values can be added"
+        return None
+
+    def memory_obstacle(self, memory: Memory) -> str | None:
+        if memory.joint:
+            return "must receive the mean of what all ranks have sent; this communicator drops a part of it"
+        return None
 
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> SparseLayout:
         return SparseLayout(
@@ -73,13 +79,6 @@ class SparseAllreduce(Communicator):
             [_entries(u, self.reduction) for u in units],
             [u.guarded for u in units],
         )
-
-    def check_memory(self, memory: Memory) -> None:
-        if memory.joint:
-            raise IncompatibleError(
-                f"{memory} must receive the mean of what all ranks have sent, and communicator 'sparse_allreduce' "
-                "drops a part of it. Valid communicators: allgather."
-            )
 
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         assert isinstance(layout, SparseLayout)
@@ -94,14 +93,6 @@ class SparseLayout(GatherLayout):
         return SparseLayout(self.specs, self.fields, self.guarded, checksum=True)
 
 
-def _why_not(compressor: Compressor) -> str | None:
-    if not sparsifies(compressor):
-        return "its payload is not a list of exact values and their indices"
-    if any(not f.wire for f in compressor.wire(_EXAMPLE)):
-        return "all ranks send the same indices, and the values can be added"
-    return None
-
-
 def _entries(unit: Unit, reduction: str) -> tuple[Field, ...]:
     fields = {f.name: f for f in unit.fields}
     # A whole range of sums has no indices.
@@ -113,7 +104,8 @@ def _is_counted(unit: Unit) -> bool:
     """Return whether the ranks count magnitudes to find the k-th largest sum of a unit."""
     length = next(f.length for f in unit.fields if f.name == "indices")
     if isinstance(length, str):
-        length = keep_count(getattr(unit.compressor, "compress_ratio", 0.01), unit.spec.numel)
+        ratio = unit.compressor.compress_ratio if isinstance(unit.compressor, Thinning) else _USUAL_RATIO
+        length = keep_count(ratio, unit.spec.numel)
     return length >= _BINS
 
 

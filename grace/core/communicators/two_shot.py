@@ -56,17 +56,7 @@ class TwoShot(Communicator):
     second: Compressor | None = None
     shard_memory: Memory | None = None
 
-    def obstacle(self, compressor: Compressor) -> str | None:
-        """Return the reason why it cannot carry the compressor; None if it can."""
-        return _why_not_first(compressor) or why_not_second(self.second or compressor)
-
-    def check(self, compressor: Compressor) -> None:
-        reason = self.obstacle(compressor)
-        if reason:
-            raise IncompatibleError(
-                f"communicator 'two_shot' cannot carry {compressor} with second={self.second or compressor}: {reason}. "
-                f"Valid communicators: {'allreduce, allgather' if compressor.summable else 'allgather'}."
-            )
+    def __post_init__(self) -> None:
         there = self.shard_memory
         if there is not None and (there.whole or there.needs_norm or there.needs_lr):
             raise IncompatibleError(
@@ -74,17 +64,18 @@ class TwoShot(Communicator):
                 "and the owner of a shard has neither. Valid: residual, none."
             )
 
-    def check_memory(self, memory: Memory) -> None:
+    def obstacle(self, compressor: Compressor) -> str | None:
+        return _why_not_first(compressor) or why_not_second(self.second or compressor)
+
+    def memory_obstacle(self, memory: Memory) -> str | None:
         if memory.joint and memory.at_owner is None:
-            raise IncompatibleError(
-                f"{memory} must receive the mean of what all ranks have sent, and communicator 'two_shot' compresses "
-                "it again. Valid memories: dore, which needs two_shot, and those that follow no mean, such as residual."
-            )
+            return "must receive the mean of what all ranks have sent; this communicator compresses it again"
         if memory.at_owner is not None and self.shard_memory is not None:
-            raise IncompatibleError(
-                f"{memory} brings the memory that the owner of a shard needs, but shard_memory names "
-                f"{self.shard_memory}; leave shard_memory out."
+            return (
+                f"brings the memory that the owner of a shard needs, while shard_memory names {self.shard_memory}: "
+                "leave shard_memory out"
             )
+        return None
 
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
         divided = []
@@ -201,7 +192,7 @@ def keeps_state(compressor: Compressor) -> bool:
 
 def _why_not_first(compressor: Compressor) -> str | None:
     if compressor.summable:
-        return "its payloads can be added, and allreduce sends no more bytes and compresses once only"
+        return "its payloads can be added, so that they need not be compressed a second time"
     if not compressor.flat:
         return "it needs a whole tensor, and shards are parts of tensors"
     if keeps_state(compressor):
@@ -212,11 +203,11 @@ def _why_not_first(compressor: Compressor) -> str | None:
 def why_not_second(compressor: Compressor) -> str | None:
     """Return the reason why it cannot compress a mean that one rank owns; None if it can."""
     if not compressor.flat:
-        return "the second one needs a whole tensor"
+        return "the compressor of the mean needs a whole tensor"
     if proposed_fields(compressor, _EXAMPLE):
-        return "the second one negotiates, and the owner of a shard is alone"
+        return "the compressor of the mean negotiates, and the owner of a shard is alone"
     if any(not f.wire for f in compressor.wire(_EXAMPLE)):
-        return "the second one keeps a field on the rank that other ranks do not know"
+        return "the compressor of the mean keeps a field on the rank that other ranks do not know"
     if keeps_state(compressor):
-        return "the second one learns from the payloads of all ranks"
+        return "the compressor of the mean learns from the payloads of all ranks"
     return None

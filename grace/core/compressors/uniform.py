@@ -32,7 +32,8 @@ class Uniform(Compressor, Negotiating):
     An allreduce adds the integers exactly, in any order. As many share a 32-bit word as the bits of the largest sum
     over N ranks allow: floor(32 / w), where w - 1 is the number of bits of N (2^(b-1) - 1). With 8 bits these are 3 on
     2 to 4 ranks, and 2 on up to 258; with 4 bits 6 on 2 ranks, 5 on 4, and 4 on up to 18. Ranks whose sum would not fit
-    into 32 bits are refused.
+    into 32 bits are refused. Where gathering moves fewer bytes, `auto` gathers the integers, and each rank adds them: 8
+    bits on 2 ranks, for example. The result is the same.
 
     Error: 0.0001 |x|^2 for normal x; 0.033 |x|^2 with `bits=4`; 0.0002 |x|^2 with `stochastic=true`.
 

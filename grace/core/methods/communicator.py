@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.errors import IncompatibleError
 from grace.core.values.spec import Ranks
 
 if TYPE_CHECKING:
     from grace.core.exchange.bucket_step import BucketStep
     from grace.core.exchange.collectives import Program
     from grace.core.exchange.wire import Layout, Received
-    from grace.core.values.config import Method
-    from grace.core.values.unit import Unit
+    from grace.core.values.unit import Assignment, Unit
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,8 @@ class Communicator(ABC):
     """Base of communicators, which sum payloads on the way or bring them to other ranks.
 
     A communicator is a program of rounds: a generator that yields the collectives of a round and gets their results.
-    All ranks must yield the same kinds in the same order.
+    All ranks must yield the same kinds in the same order. The errors about what an obstacle keeps from working together
+    are raised elsewhere, because they list the registered communicators that have none.
     """
 
     #: Payloads are added on the way.
@@ -39,28 +38,25 @@ class Communicator(ABC):
     #: The name in reports of a communicator that an adapter brings, and no configuration can name.
     brought_as: ClassVar[str] = ""
 
-    @abstractmethod
-    def check(self, compressor: Compressor) -> None:
-        """Raise IncompatibleError if this communicator cannot carry the compressor's payloads."""
+    def obstacle(self, compressor: Compressor) -> str | None:
+        """Return the reason why it cannot carry the compressor's payloads; None if it can (default: it can)."""
+        return None
 
-    def check_memory(self, memory: Memory) -> None:
-        """Raise IncompatibleError if this communicator cannot serve the memory.
+    def memory_obstacle(self, memory: Memory) -> str | None:
+        """Return what the memory does that keeps this communicator from serving it; None if it can serve it.
 
         By default every rank merges, so a memory that follows the mean must do so in `finish`.
         """
         if memory.joint and not memory.finishes:
-            raise IncompatibleError(
-                f"{memory} needs one rank that owns each mean, and {self} has none. Valid communicators: two_shot, and "
-                "hierarchical with between = 'two_shot'."
-            )
+            return "needs one rank that owns each mean; here every rank merges"
+        return None
 
-    def resolve(self, method: Method, ranks: Ranks) -> Communicator:
-        """Return the communicator for a method, which names this one, and these ranks (default: this one)."""
-        return self
+    def resolve(self, item: Assignment, ranks: Ranks) -> tuple[Communicator, str]:
+        """Return the communicator for a tensor whose method names this one, and the reason for the report.
 
-    def why(self, method: Method, ranks: Ranks) -> str:
-        """Return the reason for the result of `resolve`, for the report; empty if there is nothing to say."""
-        return ""
+        By default it is this one, and the reason is empty.
+        """
+        return self, ""
 
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> Sequence[Unit]:
         """Return the units as which the ranks exchange these units of a bucket (default: as they are)."""

@@ -94,7 +94,7 @@ class Compressor(ABC):
 
     @property
     def default_communicator(self) -> str:
-        """Name of the communicator that `auto` chooses for two ranks; for more ranks it may choose another."""
+        """Name of the simplest communicator that carries the payloads; `auto` may take one that moves fewer bytes."""
         return "allreduce" if self.summable else "allgather"
 
     @property

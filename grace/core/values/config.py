@@ -51,13 +51,32 @@ class Method:
 
     def __post_init__(self) -> None:
         self.memory.check(self.compressor)
-        self.communicator.check(self.compressor)
+        if reason := self.communicator.obstacle(self.compressor):
+            raise IncompatibleError(
+                f"communicator {self.communicator} cannot carry {self.compressor}: {reason}. {self._served()}"
+            )
         if self.coding and not self.communicator.carries_codings:
             why = "adds payloads on the way" if self.communicator.sums else "cannot carry payloads of other lengths"
             raise IncompatibleError(
                 f"coding {self.coding.to_config()!r}: {self.communicator} {why}, and coded fields differ in length and "
-                "cannot be added. Set communicator = 'allgather' or 'two_shot', or leave coding out."
+                "cannot be added. Set communicator = 'allgather', or leave coding out."
             )
+
+    def check_memory(self) -> None:
+        """Raise IncompatibleError if the communicator, as it was chosen for the ranks, cannot serve the memory."""
+        if reason := self.communicator.memory_obstacle(self.memory):
+            raise IncompatibleError(
+                f"communicator {self.communicator} cannot serve {self.memory}, which {reason}. {self._served()}"
+            )
+
+    def _served(self) -> str:
+        """Return the sentence of an error that names the registered communicators without an obstacle."""
+        names = [
+            name
+            for name, communicator in communicators.ready()
+            if not communicator.obstacle(self.compressor) and not communicator.memory_obstacle(self.memory)
+        ]
+        return f"Valid communicators: {', '.join(names)}." if names else "No communicator can: choose another memory."
 
 
 @dataclass(frozen=True)
@@ -416,9 +435,7 @@ def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -
 
 def _default(kind: str, made: Mapping[str, Any]) -> str:
     """Return the name of a component that the user does not name."""
-    if kind == "communicator":
-        return "auto"
-    name: str = getattr(made["compressor"], f"default_{kind}")
+    name: str = "auto" if kind == "communicator" else made["compressor"].default_memory
     return name
 
 

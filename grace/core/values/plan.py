@@ -12,11 +12,11 @@ from typing import NamedTuple
 from grace.core.exchange.codings import PLAIN
 from grace.core.exchange.wire import Layout
 from grace.core.methods.communicator import Communicator
-from grace.core.methods.compressor import Compressor, keep_count
+from grace.core.methods.compressor import Compressor
 from grace.core.values.config import Config, Method, dense_method
 from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleError
 from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import ITEMSIZE, ONE_RANK, Ranks, TensorSpec
+from grace.core.values.spec import ONE_RANK, Ranks, TensorSpec
 from grace.core.values.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
 
 
@@ -313,7 +313,7 @@ def _swollen(units: Sequence[Unit]) -> list[str]:
     """Return warnings about compressors whose payloads are larger than the gradients."""
     found: dict[Compressor, list[tuple[int, Unit]]] = {}
     for unit in units:
-        sent = _expected_bytes(unit)
+        sent = unit.expected_bytes
         # A header of some bytes swells a short vector, and no option of the method changes that.
         if not unit.dense and unit.spec.numel >= 1024 and sent is not None and sent > unit.spec.nbytes:
             found.setdefault(unit.compressor, []).append((sent, unit))
@@ -322,17 +322,6 @@ def _swollen(units: Sequence[Unit]) -> list[str]:
         f"for '{units[0][1].pieces[0].tensor}'; choose options that send less, or compressor 'none'"
         for compressor, units in found.items()
     ]
-
-
-def _expected_bytes(unit: Unit) -> int | None:
-    """Return the bytes of a unit's payload, or about how many if the method aims at a ratio; None if unknown."""
-    if unit.wire_bytes is not None:
-        return unit.wire_bytes
-    ratio = getattr(unit.compressor, "compress_ratio", None)
-    sent = [field for field in unit.fields if field.wire]
-    if ratio is None or any(field.length != "kept" or field.coding not in PLAIN for field in sent):
-        return None
-    return keep_count(ratio, unit.spec.numel) * sum(ITEMSIZE[field.dtype] for field in sent)
 
 
 def warn_of_momentum(config: Config, momentum: float) -> None:
@@ -396,14 +385,27 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
     unfit = method.compressor.unfit(spec)
     if unfit:
         method = dense_method()
-    brought = modules and modules.communicator
-    why = "" if brought else method.communicator.why(method, ranks)
+    brought = modules.communicator if modules else None
     if brought:
-        brought.check(method.compressor)
-    method = dataclasses.replace(method, communicator=brought or method.communicator.resolve(method, ranks))
+        communicator, why = brought, ""
+        if obstacle := brought.obstacle(method.compressor):
+            raise IncompatibleError(
+                f"parameters that are sharded over the ranks cannot be exchanged by {method.compressor}: {obstacle}. "
+                "Use a compressor that works element by element or block by block, such as eightbit, qsgd or topk, or "
+                "let a rule name one for these tensors."
+            )
+    else:
+        item = Assignment(spec, method, index_coding=config.index_coding)
+        communicator, why = method.communicator.resolve(item, ranks)
+    method = dataclasses.replace(method, communicator=communicator)
     if holding and method.memory.stateless:
         method = dataclasses.replace(method, memory=memories.make("leftover"))
-    method.communicator.check_memory(method.memory)
+    if brought and (obstacle := brought.memory_obstacle(method.memory)):
+        raise IncompatibleError(
+            f"parameters that are sharded over the ranks cannot be exchanged with {method.memory}: it {obstacle}. "
+            "Valid memories: residual, none."
+        )
+    method.check_memory()
     method.coding.check(method.compressor.wire(spec), method.compressor)
     if modules and method.memory.needs_norm:
         raise IncompatibleError(

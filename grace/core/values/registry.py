@@ -111,6 +111,13 @@ class Registry(Generic[T]):
         self.name_of(config)
         return config
 
+    def ready(self) -> Iterator[tuple[str, T]]:
+        """Yield the name of every component that needs no options, and one with its default options."""
+        for name in self:
+            cls = self.get(name)
+            if not any(_required(f) for f in dataclasses.fields(cls) if f.init):  # type: ignore[arg-type]
+                yield name, self.make(name)
+
     def config_of(self, component: T) -> dict[str, Any]:
         """Return a JSON-able description, nested components included; make(config_of(component)) == component."""
         values = {f.name: getattr(component, f.name) for f in dataclasses.fields(component)}  # type: ignore[arg-type]

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from grace.core.exchange.codings import PLAIN
 from grace.core.exchange.lanes import in_lanes
 from grace.core.exchange.wire import payload_bytes
-from grace.core.methods.capabilities import Checking, proposed_fields
+from grace.core.methods.capabilities import Checking, Thinning, proposed_fields
 from grace.core.methods.communicator import Communicator
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.memory import Memory
 from grace.core.values.config import Method, dense_method
-from grace.core.values.spec import HALF_DTYPES, Field, TensorSpec
+from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
 
 # Smallest number of elements of a cut tensor in a unit; pieces start at multiples of it.
 GRAIN = 4096
@@ -93,6 +94,16 @@ class Assignment:
         """Bytes per step of its fields and its proposal; None if they depend on the data."""
         fields = payload_bytes(self.fields)
         return None if fields is None else fields + self.negotiated_bytes
+
+    @property
+    def expected_bytes(self) -> int | None:
+        """Bytes per step, or about how many if the method aims at a ratio; None if unknown."""
+        if self.wire_bytes is not None:
+            return self.wire_bytes
+        sent, compressor = [f for f in self.fields if f.wire], self.compressor
+        if not isinstance(compressor, Thinning) or any(f.length != "kept" or f.coding not in PLAIN for f in sent):
+            return None
+        return keep_count(compressor.compress_ratio, self.spec.numel) * sum(ITEMSIZE[f.dtype] for f in sent)
 
     @cached_property
     def dense(self) -> bool:
