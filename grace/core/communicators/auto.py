@@ -30,8 +30,8 @@ _PROGRAMS = (Allreduce(), Allgather(), TwoShot())
 class Auto(Communicator):
     r"""The communicator that moves the fewest bytes for the method and the number of ranks.
 
-    Formula: \tfrac{2 (N - 1)}{N} B_+ \;\text{by allreduce}, \quad (N - 1) B \;\text{by allgather}, \quad
-    \tfrac{2 (N - 1)}{N} B \;\text{by two\_shot}
+    Formula: 2 (N - 1) / N \; B_+ \;\text{by allreduce}, \quad (N - 1) B \;\text{by allgather}, \quad
+    2 (N - 1) / N \; B \;\text{by two\_shot}
 
     B are the bytes of a payload of the tensor as a whole, and B_+ those of one that can be added on N ranks: integers
     of a sum take more bits. Of those programs that can carry the method, the one that moves the fewest bytes is chosen

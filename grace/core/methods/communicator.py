@@ -23,8 +23,8 @@ class Communicator(ABC):
     """Base of communicators, which sum payloads on the way or bring them to other ranks.
 
     A communicator is a program of rounds: a generator that yields the collectives of a round and gets their results.
-    All ranks must yield the same kinds in the same order. The errors about what an obstacle keeps from working together
-    are raised elsewhere, because they list the registered communicators that have none.
+    All ranks must yield the same kinds in the same order. The errors about obstacles are raised where the registered
+    communicators are known, because they list those without an obstacle.
     """
 
     #: Payloads are added on the way.
