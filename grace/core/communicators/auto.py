@@ -69,7 +69,7 @@ class Auto(Communicator):
 
 
 class _Count(NamedTuple):
-    """What leaves a rank per step by a program, with rings: payloads, and their bytes if they are known.
+    """Payloads that leave a rank per step by a program, with rings, and their bytes if these are known.
 
     `about` says that the bytes are those that a method aims at.
     """
