@@ -751,8 +751,8 @@ PATCHES = [
     Patch(
         "two-shot-flags-stop-at-the-owner",
         TWO_SHOT,
-        "step.bad = ops.bit_or(step.bad, flag)",
-        "step.bad = ops.bit_or(step.bad, step.bad)",
+        "step.begin(at.steps[i].merged(theirs), flags=bad)",
+        "step.begin(at.steps[i].merged(theirs))",
         "NaN on one rank enters the states of all others",
         ("tests/core/test_two_shot.py -k bad_gradient",),
     ),
@@ -783,7 +783,7 @@ PATCHES = [
     Patch(
         "sparse-tree-forgets-what-it-drops",
         SPARSE,
-        'step.x = ops.scatter_add_(step.x, entries["indices"], entries["values"])',
+        'x = ops.scatter_add_(x, entries["indices"], entries["values"])',
         "pass",
         "sums that a rank of the tree drops are lost",
         ("tests/core/test_sparse_allreduce.py -k nothing_is_lost",),
@@ -823,8 +823,8 @@ PATCHES = [
     Patch(
         "hierarchical-flags-stop-at-the-owner",
         HIERARCHICAL,
-        "step.onward.bad = ops.bit_or(step.onward.bad, flag)",
-        "pass",
+        "step.onward.begin(step.merged(theirs), step.lr, flags=bad)",
+        "step.onward.begin(step.merged(theirs), step.lr)",
         "NaN that a lossy method within a node replaces by zeros enters the states of the owners",
         ("tests/core/test_hierarchical.py -k bad_gradient",),
     ),

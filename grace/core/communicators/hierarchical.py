@@ -186,26 +186,21 @@ class Hierarchical(Communicator):
         inner = []
         for step, theirs, bad in zip(mine, arrived.payloads, arrived.flags, strict=True):
             assert step.onward is not None
-            step.onward.begin(step.merged(theirs), step.lr)
-            for flag in bad:
-                step.onward.bad = ops.bit_or(step.onward.bad, flag)
+            step.onward.begin(step.merged(theirs), step.lr, flags=bad)
             inner.append(step.onward)
         nodes = BucketStep(inner, ops, rank=node, size=len(peers), stamp=at.stamp, mean=True)
         received = yield from among(
             peers, nodes.run(inner[0].unit.communicator, layout.between[local]), ops, at.rank, at.size
         )
         for every in at.steps:
-            every.bringing = every.of_mean()
+            every.bring_by(every.of_mean())
         back: list[UnitStep] = []
         for step, theirs, bad in zip(mine, received.payloads, received.flags, strict=True):
             assert step.onward is not None
             assert step.bringing is not None
             done = step.onward.conclude(theirs, bad)
-            step.onward.concluded = done.states
             back.append(step.bringing)
-            back[-1].begin(done.x if done.factor == 1 else ops.scale_(done.x, done.factor))
-            for flag in bad:
-                back[-1].bad = ops.bit_or(back[-1].bad, flag)
+            back[-1].begin(done.x if done.factor == 1 else ops.scale_(done.x, done.factor), flags=bad)
         buffer = layout.first[local].encode(ops, [b.payload for b in back], [b.bad for b in back], at.stamp)
         data = yield from among(here, _alone(collectives.allgather(buffer)), ops, at.rank, at.size)
         rows = decode_rows(ops, data, layout.first, at.stamp)

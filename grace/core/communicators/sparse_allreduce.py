@@ -193,14 +193,14 @@ def _tree(at: BucketStep, layout: SparseLayout) -> Program[Received]:
     (data,) = yield [collectives.allgather(layout.encode(ops, sums, flags, at.stamp) if rank == 0 else nothing)]
     received = layout.decode(ops, data, 1, at.stamp)
     for step, lost in zip(at.steps, dropped, strict=True):
-        sent = step.payload
+        sent, x = step.payload, step.x
         if not step.unit.memory.stateless:
             # All that this rank has sent is on its way, except what it has dropped itself, of its own and of others.
-            step.x = ops.put_(step.x, sent["indices"], 0.0)
+            x = ops.put_(x, sent["indices"], 0.0)
             for entries in lost:
-                step.x = ops.scatter_add_(step.x, entries["indices"], entries["values"])
+                x = ops.scatter_add_(x, entries["indices"], entries["values"])
                 sent = _chosen(ops, sent, ~_among(ops, sent["indices"], entries["indices"]))
-        step.remember(sent)
+        step.remember(sent, x)
     return received._replace(in_step=[*in_step, *received.in_step])
 
 

@@ -127,9 +127,7 @@ class TwoShot(Communicator):
         for i, theirs, bad in zip(owned[at.rank], arrived.payloads, arrived.flags, strict=True):
             step = at.steps[i].onward
             assert step is not None
-            step.begin(at.steps[i].merged(theirs))
-            for flag in bad:
-                step.bad = ops.bit_or(step.bad, flag)
+            step.begin(at.steps[i].merged(theirs), flags=bad)
             onward.append(step)
         buffer = layout.second[at.rank].encode(
             ops, [step.coded for step in onward], [step.bad for step in onward], at.stamp
@@ -137,7 +135,7 @@ class TwoShot(Communicator):
         for step in onward:
             step.remember()
         for every in at.steps:
-            every.bringing = every.onward
+            every.bring_by(every.onward)
         (data,) = yield [collectives.allgather(buffer, equal=layout.equal)]
         return by_unit(decode_rows(ops, data, layout.second, at.stamp), owned, arrived.in_step)
 

@@ -452,7 +452,7 @@ class Engine:
         rank, size = self.transport.rank, self.transport.size
         if unit.owners is not None:
             rank, size = unit.owners.index(rank) if rank in unit.owners else 0, len(unit.owners)
-        step = UnitStep(
+        return UnitStep(
             unit,
             self._slots.read(unit.spec.name),
             self._ops(unit.spec.device),
@@ -461,10 +461,8 @@ class Engine:
             rank=rank,
             size=size,
             average=self._average or unit.owners is not None,
+            onward=None if unit.onward is None else self._step_of(unit.onward),
         )
-        if unit.onward is not None:
-            step.onward = self._step_of(unit.onward)
-        return step
 
     def _program(self, bucket: Bucket, run: BucketRun) -> Program[Received]:
         steps = [run.steps[unit.spec.name] for unit in bucket.units]

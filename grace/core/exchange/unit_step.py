@@ -33,8 +33,9 @@ class Concluded(NamedTuple):
 class UnitStep:
     """One rank's step of a unit: states and a gradient in; a payload, the merged gradient and new states out.
 
-    It changes nothing but itself. The calls are `begin`, `compress` if the ranks negotiate, `remember`, and `conclude`.
-    `seed` is that of the run. `average=False` leaves sums undivided.
+    It changes nothing but itself, and nothing else changes it. The calls are `begin`, `compress` if the ranks
+    negotiate, `remember`, `bring_by` if the mean is sent on, and `conclude`. `seed` is that of the run.
+    `average=False` leaves sums undivided. `onward` is the step of the unit as which the mean is sent on.
     """
 
     x: Array
@@ -43,11 +44,9 @@ class UnitStep:
     lr: Any = None
     # A 0-d condition: this rank's gradient, or its payload, is not finite.
     bad: Array = False
-    # The step of the unit as which the mean is sent on.
-    onward: UnitStep | None = None
     # The step whose payload brings the mean of all ranks, if the communicator sends it on.
     bringing: UnitStep | None = None
-    # The new states, if the communicator itself has concluded the step.
+    # The new states, once the step is concluded.
     concluded: dict[str, State] | None = None
     proposal: Proposal | None = None
     _coded: Payload | None = None
@@ -63,8 +62,9 @@ class UnitStep:
         rank: int,
         size: int,
         average: bool = True,
+        onward: UnitStep | None = None,
     ) -> None:
-        self.unit, self.states = unit, states
+        self.unit, self.states, self.onward = unit, states, onward
         self.site = Site(
             ops=ops,
             spec=unit.spec,
@@ -77,10 +77,11 @@ class UnitStep:
         self.memory: State = states["memory"]
         self._average = average
 
-    def begin(self, gradient: Array, lr: Any = None, norm: Array | None = None) -> None:
+    def begin(self, gradient: Array, lr: Any = None, norm: Array | None = None, flags: Sequence[Array] = ()) -> None:
         """Compensate a flat gradient, which is only read; compress it unless the ranks must negotiate first.
 
-        `norm` is that of all gradients, if the memory needs it; without it, this is the only one.
+        `norm` is that of all gradients, if the memory needs it; without it, this is the only one. `flags` are the
+        conditions of the ranks whose mean the gradient is; they count as those of this rank.
         """
         unit, ops, spec = self.unit, self.site.ops, self.unit.spec
         self.lr = lr
@@ -107,6 +108,8 @@ class UnitStep:
             self._check_proposal(self.proposal)
         else:
             self.compress()
+        for flag in flags:
+            self.bad = ops.bit_or(self.bad, flag)
 
     def compress(self, negotiated: Array | None = None) -> None:
         """Make the payload, with what the ranks negotiated."""
@@ -152,11 +155,18 @@ class UnitStep:
         cast = self.site.ops.cast
         return {**self.payload, **{f.name: self.payload[f.name] * cast(1.0 / self.site.size, f.dtype) for f in wide}}
 
-    def remember(self, sent: Payload | None = None) -> None:
-        """Update the memory with the payload, or with what was sent of it; the buffer of x becomes the new residual."""
-        sent = self.payload if sent is None else sent
-        self.memory = self.unit.memory.update(self.x, sent, self.unit.compressor, self.memory, self.site)
+    def remember(self, sent: Payload | None = None, x_: Array | None = None) -> None:
+        """Update the memory with the payload, or with what was sent of it; the buffer of x becomes the new residual.
+
+        `x_` takes the place of x, if entries of other ranks came back to it.
+        """
+        sent, x_ = self.payload if sent is None else sent, self.x if x_ is None else x_
+        self.memory = self.unit.memory.update(x_, sent, self.unit.compressor, self.memory, self.site)
         del self.x
+
+    def bring_by(self, step: UnitStep | None) -> None:
+        """Take the mean of all ranks from the payload of another step; call it before `conclude`."""
+        self.bringing = step
 
     def commit_memory(self, flags: Sequence[Array]) -> dict[str, State] | None:
         """Return the states with the new memory if no rank saw NaN or infinity, so that the old one can be freed.
@@ -213,6 +223,7 @@ class UnitStep:
             gradient, states = self._unless(bad, gradient, states)
             if tally is not None:
                 tally = ops.where(bad, float("nan"), tally[0]), tally[1]
+        self.concluded = states
         return Concluded(gradient, factor * back, states, tally)
 
     def _conclude_mean(
@@ -234,6 +245,7 @@ class UnitStep:
         states = {"memory": memory, "compressor": self.states["compressor"]}
         if flags:
             gradient, states = self._unless(self._any(flags), gradient, states)
+        self.concluded = states
         return Concluded(gradient, factor * back, states, None)
 
     @property
