@@ -109,3 +109,27 @@ def traffic(monkeypatch):
     for kind in ("allreduce", "allgather", "alltoall", "broadcast"):
         spy(kind)
     return sent
+
+
+@pytest.fixture
+def crossed(monkeypatch):
+    """Return the bytes that leave each simulated rank, in words of 4 bytes: rings for what all ranks get."""
+    from grace.core.exchange.simulation import SimulatedTransport
+
+    words: dict[int, float] = {}
+
+    def count(name, share):
+        original = getattr(SimulatedTransport, name)
+
+        def counted(self, x, **options):
+            words[self.rank] = words.get(self.rank, 0.0) + share(self, x, **options) / 4
+            return original(self, x, **options)
+
+        monkeypatch.setattr(SimulatedTransport, name, counted)
+
+    count("alltoall", lambda at, xs, **_: sum(x.nbytes for rank, x in enumerate(xs) if rank != at.rank))
+    count("allreduce", lambda at, x, **_: 2 * (at.size - 1) / at.size * x.nbytes)
+    # Each rank passes on what it gets, except the last.
+    count("allgather", lambda at, x, **_: (at.size - 1) * x.nbytes)
+    count("broadcast", lambda at, x, root, **_: (at.size - 1) * x.nbytes if at.rank == root else 0)
+    return words

@@ -11,7 +11,6 @@ import pytest
 import grace
 from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.exchange.codings import Coding
-from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.values.config import Method
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators, compressors, memories
@@ -40,27 +39,6 @@ class TestSparseAllreduce(CommunicatorContract):
     @pytest.fixture
     def communicator(self, reduction):
         return SparseAllreduce(reduction)
-
-
-@pytest.fixture
-def crossed(monkeypatch):
-    """Return the bytes that leave each rank, in words of 4 bytes: rings for what all ranks get."""
-    words: dict[int, float] = {}
-
-    def count(name, share):
-        original = getattr(SimulatedTransport, name)
-
-        def counted(self, x, **options):
-            words[self.rank] = words.get(self.rank, 0.0) + share(self, x) / 4
-            return original(self, x, **options)
-
-        monkeypatch.setattr(SimulatedTransport, name, counted)
-
-    count("alltoall", lambda at, xs: sum(x.nbytes for rank, x in enumerate(xs) if rank != at.rank))
-    count("allreduce", lambda at, x: 2 * (at.size - 1) / at.size * x.nbytes)
-    # Each rank passes on what it gets, except the last.
-    count("allgather", lambda at, x: (at.size - 1) * x.nbytes)
-    return words
 
 
 def payload_of_sums(sim, given):

@@ -222,9 +222,9 @@ class HierarchicalLayout:
     @property
     def nbytes(self) -> int:
         """Bytes that a rank sends per step, on average, with every run-time length taken as zero."""
-        count = len(self.owned)
-        within = 2 * (count - 1) * sum(shot.nbytes for shot in self.first)
-        return (within + sum(layout.nbytes for layout in self.between) + self.negotiated) // count
+        # There, all shards but its own leave a rank; back, its own one, which counts once however many ranks get it.
+        within = sum(shot.nbytes for shot in self.first)
+        return within + (sum(layout.nbytes for layout in self.between) + self.negotiated) // len(self.owned)
 
     @property
     def fixed(self) -> bool:
