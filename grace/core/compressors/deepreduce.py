@@ -8,7 +8,7 @@ from typing import Any
 
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.bloom import BloomFilter, filter_for, insert, reported, smallest_conflict
-from grace.core.methods.capabilities import Selecting
+from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.methods.curve import along, free_knots
 from grace.core.ops.base import packed_size
@@ -27,7 +27,7 @@ _CHOICE = 1
 
 @compressors.register("deepreduce")
 @dataclass(frozen=True)
-class DeepReduce(Compressor, Selecting):
+class DeepReduce(Compressor, Selecting, Thinning):
     r"""DeepReduce: top-k with its indices in a Bloom filter, and its values exact or on a fitted curve.
 
     Formula: C(x)_i = x_i \, 1_{i \in R}, \; R \subseteq P = \{i : B[h_1(i)] = \dots = B[h_j(i)] = 1\} \supseteq S
