@@ -18,9 +18,9 @@ import measurements
 import numpy as np
 import torch
 
-from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.spec import Field, TensorSpec
+from grace.core.wire.layout import GatherLayout
 
 REPETITIONS = 15
 FRAMEWORKS = {"numpy": "NumPy", "torch": "PyTorch"}

@@ -20,12 +20,12 @@ import numpy as np
 
 from grace.core.exchange.collectives import Collective
 from grace.core.exchange.simulation import Simulation
-from grace.core.exchange.wire import payload_bytes
 from grace.core.values.config import make_config
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.plan import make_plan
 from grace.core.values.registry import communicators, compressors
 from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.wire.layout import payload_bytes
 from grace.listing import required, sent_fields
 
 SHAPE, RANKS, LOCAL_SIZE = (256, 256), (2, 4, 8, 16, 64), 4

@@ -8,14 +8,14 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from grace.core.exchange.lanes import in_lanes
-from grace.core.exchange.wire import payload_bytes
 from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.values.config import Method
 from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
 from grace.core.values.spec import ITEMSIZE, Field, Ranks, TensorSpec
 from grace.core.values.unit import Assignment
+from grace.core.wire.lanes import in_lanes
+from grace.core.wire.layout import payload_bytes
 from grace.machine import FRAMEWORKS, installed
 
 

@@ -16,8 +16,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grace.core.exchange.wire import payload_bytes  # noqa: E402
 from grace.core.values.registry import compressors  # noqa: E402 - found by the path above
+from grace.core.wire.layout import payload_bytes  # noqa: E402
 from grace.listing import EXAMPLE, FAMILIES, sent_fields  # noqa: E402
 
 README = ROOT / "README.md"

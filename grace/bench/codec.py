@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from grace.core.exchange.simulation import deliver, negotiate
 from grace.core.exchange.state import initial
 from grace.core.exchange.unit_step import UnitStep, retuned
-from grace.core.exchange.wire import sent_bytes
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import make_config
 from grace.core.values.plan import make_plan
 from grace.core.values.spec import Array, Payload, Ranks, State, TensorSpec
 from grace.core.values.unit import Unit
+from grace.core.wire.layout import sent_bytes
 
 SEED = 0
 # The learning rate for memories that need one.

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from grace.core.exchange.wire import GatherLayout, payload_bytes
 from grace.core.methods.capabilities import Negotiating, Selecting, proposed_fields
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.ops import get_ops
@@ -18,6 +17,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
+from grace.core.wire.layout import GatherLayout, payload_bytes
 from grace.testing.harness import (
     EPS,
     FRAMEWORKS,

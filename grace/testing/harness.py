@@ -15,7 +15,6 @@ from grace.core.exchange.simulation import negotiate, run_programs
 from grace.core.exchange.state import initial
 from grace.core.exchange.transport import Transport
 from grace.core.exchange.unit_step import UnitStep
-from grace.core.exchange.wire import GatherLayout
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
@@ -25,6 +24,7 @@ from grace.core.values.config import Method
 from grace.core.values.registry import communicators, memories
 from grace.core.values.spec import Array, Field, Payload, Site, State, TensorSpec
 from grace.core.values.unit import Assignment, Unit, whole
+from grace.core.wire.layout import GatherLayout
 
 FRAMEWORKS = tuple(name for name in ("numpy", "torch", "tensorflow") if importlib.util.find_spec(name) is not None)
 # The seed of the run in which components are tested.

@@ -14,9 +14,9 @@ from grace import Simulation, cli, compressors
 from grace.bench import command, frameworks, measure, table
 from grace.bench.codec import LocalStep, make_unit, near_square
 from grace.bench.gradients import DEVIATION, Gradients
-from grace.core.exchange.wire import payload_bytes
 from grace.core.ops import get_ops, serves
 from grace.core.values.spec import Ranks
+from grace.core.wire.layout import payload_bytes
 from grace.testing.harness import same
 
 KEYS = {"compressor", "numel", "median_s", "copy_s", "ratio_to_copy", "wire_bytes"} | {

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange.checksum import checksum
 from grace.core.exchange.simulation import poll_all
-from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Field, TensorSpec
+from grace.core.wire.checksum import checksum
+from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import array, host
 from tests.support.registered import BACKENDS, every_framework, ops_of
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange import codings
-from grace.core.exchange.codings import CODECS, NONE, SMALLEST, Coding
-from grace.core.exchange.huffman import huffman_encode
-from grace.core.exchange.rans import rans_decode, rans_encode
-from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.config import make_config
 from grace.core.values.errors import ConfigError, IncompatibleError, PayloadError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import ITEMSIZE, Field, TensorSpec
+from grace.core.wire import codings
+from grace.core.wire.codings import CODECS, NONE, SMALLEST, Coding
+from grace.core.wire.huffman import huffman_encode
+from grace.core.wire.layout import GatherLayout
+from grace.core.wire.rans import rans_decode, rans_encode
 from grace.testing.harness import array, draw, exchange, host
 from tests.support.registered import BACKENDS, all_compressors, every_framework, ops_of
 

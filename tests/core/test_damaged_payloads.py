@@ -7,13 +7,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from grace.core.exchange import indices
-from grace.core.exchange.codings import NONE, Coding
-from grace.core.exchange.wire import GatherLayout
 from grace.core.ops import get_ops
 from grace.core.values.errors import PayloadError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
+from grace.core.wire import indices
+from grace.core.wire.codings import NONE, Coding
+from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import draw, exchange, host
 from tests.support.registered import BACKENDS, ops_of
 

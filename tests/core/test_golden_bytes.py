@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.exchange.wire import GatherLayout
 from grace.core.values.registry import compressors
+from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import host
 from tests import golden
 from tests.core.test_contracts import REORDERED

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from grace.core.communicators.reduce_scatter import ReduceScatter
-from grace.core.exchange.codings import Coding
 from grace.core.exchange.simulation import Simulation, poll_all
 from grace.core.values.config import Config, Method, make_config
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.plan import Modules, make_plan
 from grace.core.values.registry import compressors, memories
 from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.wire.codings import Coding
 from grace.testing import CommunicatorContract
 
 SPECS = [TensorSpec("a", (7, 300)), TensorSpec("b", (5,)), TensorSpec("c", (4, 2000)), TensorSpec("d", (1,))]

@@ -10,11 +10,11 @@ import pytest
 
 import grace
 from grace.core.communicators.sparse_allreduce import SparseAllreduce
-from grace.core.exchange.codings import Coding
 from grace.core.values.config import Method
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import TensorSpec
+from grace.core.wire.codings import Coding
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS

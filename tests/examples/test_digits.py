@@ -12,9 +12,9 @@ import pytest
 
 from examples import digits
 from grace import make_config
-from grace.core.exchange.wire import payload_bytes
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
+from grace.core.wire.layout import payload_bytes
 from grace.listing import sent_fields
 from tests.support.covering import ALL
 from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command

@@ -27,7 +27,6 @@ from grace.core.compressors import (
     wangni,
 )
 from grace.core.compressors import uniform as integers
-from grace.core.exchange import codings, huffman, indices, lanes, rans, runs, shuffle
 from grace.core.memories import variance as squares
 from grace.core.methods import estimated, levels, listed, rotation, signs, tables
 from grace.core.ops import get_ops, native
@@ -35,6 +34,7 @@ from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import DTYPES
 from grace.core.values.spec import MAX_MAGNITUDE, Array, Key
+from grace.core.wire import codings, huffman, indices, lanes, rans, runs, shuffle
 from grace.testing.harness import LARGEST, SMALLEST, host
 from tests.support import covering
 

@@ -9,10 +9,10 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 
-from grace.core.exchange.wire import GatherLayout
 from grace.core.methods.compressor import Compressor
 from grace.core.ops import get_ops
 from grace.core.values.errors import PayloadError
+from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import host
 from tests import golden
 from tests.kernels import BACKENDS, needs_kernels

@@ -14,12 +14,6 @@ from grace.core.compressors.threelc import ternary_sum
 from grace.core.compressors.uniform import from_integers, to_integers
 from grace.core.compressors.variance import power_fade_, power_sum, power_words
 from grace.core.compressors.wangni import draw_kept, drawn_entries, keep_odds
-from grace.core.exchange.huffman import huffman_decode, huffman_encode
-from grace.core.exchange.indices import decode_gaps, encode_gaps, gap_facts
-from grace.core.exchange.lanes import pack_lanes, unpack_lanes
-from grace.core.exchange.rans import rans_decode, rans_encode
-from grace.core.exchange.runs import run_length_decode
-from grace.core.exchange.shuffle import bitshuffle_decode
 from grace.core.memories.variance import square_sum
 from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.methods.listed import levels_sum, round_packed
@@ -29,6 +23,12 @@ from grace.core.methods.tables import table_sum
 from grace.core.ops import get_ops, native
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Key
+from grace.core.wire.huffman import huffman_decode, huffman_encode
+from grace.core.wire.indices import decode_gaps, encode_gaps, gap_facts
+from grace.core.wire.lanes import pack_lanes, unpack_lanes
+from grace.core.wire.rans import rans_decode, rans_encode
+from grace.core.wire.runs import run_length_decode
+from grace.core.wire.shuffle import bitshuffle_decode
 from grace.testing.harness import FRAMEWORKS, array
 from tests.kernels import BACKENDS, needs_kernels, ops_of
 

@@ -30,8 +30,8 @@ HIERARCHICAL = "grace/core/communicators/hierarchical.py"
 ASSEMBLY = "grace/core/exchange/assembly.py"
 STATE = "grace/core/exchange/state.py"
 MERGE = "grace/core/exchange/merge.py"
-WIRE = "grace/core/exchange/wire.py"
-LANES = "grace/core/exchange/lanes.py"
+WIRE = "grace/core/wire/layout.py"
+LANES = "grace/core/wire/lanes.py"
 UNIFORM = "grace/core/compressors/uniform.py"
 PLAN = "grace/core/values/plan.py"
 REPLICAS = "grace/core/guards/replicas.py"
@@ -685,7 +685,7 @@ PATCHES = [
     ),
     Patch(
         "wire-bitmap-not-counted",
-        "grace/core/exchange/indices.py",
+        "grace/core/wire/indices.py",
         "ops.require(fits, PayloadError(_OTHER_NUMBER), bits)",
         "bits",
         "a bitmap of fewer indices than values passes",
@@ -693,7 +693,7 @@ PATCHES = [
     ),
     Patch(
         "indices-all-planes-at-once",
-        "grace/core/exchange/indices.py",
+        "grace/core/wire/indices.py",
         "    for j in range(planes):\n        steps = ops.add_(steps,",
         "    held = [ops.unpack(padded[j * m : (j + 1) * m], 1, k) for j in range(planes)]\n"
         "    for j in range(len(held)):\n        steps = ops.add_(steps,",
@@ -886,7 +886,7 @@ PATCHES = [
     ),
     Patch(
         "checksum-of-rows-in-any-order",
-        "grace/core/exchange/checksum.py",
+        "grace/core/wire/checksum.py",
         "ops.wrapping_sum(ops.concat(sums) * _weights(ops, rows + 1, _COLUMNS))",
         "ops.wrapping_sum(ops.concat(sums))",
         "rows of a buffer may change places, and two signs may change",
@@ -942,7 +942,7 @@ PATCHES = [
     ),
     Patch(
         "codings-longer-than-the-field",
-        "grace/core/exchange/codings.py",
+        "grace/core/wire/codings.py",
         "shorter = ops.bit_and(there < size, whole <= MOST_BYTES)",
         "shorter = whole <= MOST_BYTES",
         "a field travels coded even if that makes it longer",
@@ -958,7 +958,7 @@ PATCHES = [
     ),
     Patch(
         "rans-words-left-over",
-        "grace/core/exchange/rans.py",
+        "grace/core/wire/rans.py",
         "good = ops.bit_and(done[0] == there, at_start)",
         "good = at_start",
         "words that no state has taken are not noticed",
@@ -966,7 +966,7 @@ PATCHES = [
     ),
     Patch(
         "indices-width-one-short",
-        "grace/core/exchange/indices.py",
+        "grace/core/wire/indices.py",
         "widest >= _powers",
         "widest > _powers",
         "a widest gap that is a power of two loses its highest bit",
@@ -974,7 +974,7 @@ PATCHES = [
     ),
     Patch(
         "indices-golomb-one-bit-off",
-        "grace/core/exchange/indices.py",
+        "grace/core/wire/indices.py",
         "< 481 * (last + 1 - k)",
         "< 240 * (last + 1 - k)",
         "gaps keep half of the low bits that pay, and take more bytes",

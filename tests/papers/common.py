@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 import grace
-from grace.core.exchange.wire import payload_bytes
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.config import Config, Method
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import TensorSpec
+from grace.core.wire.layout import payload_bytes
 from grace.testing.harness import exchange, wide
 
 OPS = NumpyOps()

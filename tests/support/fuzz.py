@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import grace
-from grace.core.exchange.codings import CODECS, NAMES, Coding, valid
-from grace.core.exchange.wire import GatherLayout
 from grace.core.methods.capabilities import Tuning
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
@@ -31,6 +29,8 @@ from grace.core.values.errors import GraceError, PayloadError, StateError
 from grace.core.values.plan import make_plans
 from grace.core.values.registry import communicators, compressors, fields_of, memories
 from grace.core.values.spec import TensorSpec
+from grace.core.wire.codings import CODECS, NAMES, Coding, valid
+from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import Exchange, draw, exchange, host, learnt
 from tests.support import covering
 from tests.support.registered import all_compressors, ops_of

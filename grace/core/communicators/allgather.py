@@ -9,11 +9,11 @@ from typing import ClassVar
 from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
-from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.communicator import Communicator
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks
 from grace.core.values.unit import Unit
+from grace.core.wire.layout import GatherLayout, Layout, Received
 
 
 @communicators.register("allgather")

@@ -10,12 +10,12 @@ from typing import ClassVar
 from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program, sum_halves, together
-from grace.core.exchange.wire import Layout, Received, SumLayout
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.values.registry import communicators
 from grace.core.values.spec import HALF_DTYPES, Array, Ranks
 from grace.core.values.unit import Unit
+from grace.core.wire.layout import Layout, Received, SumLayout
 
 
 @communicators.register("allreduce")

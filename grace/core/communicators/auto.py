@@ -12,12 +12,12 @@ from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.allreduce import Allreduce
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.wire import Layout
 from grace.core.methods.communicator import Communicator
 from grace.core.values.config import Method
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks
 from grace.core.values.unit import Assignment, Unit, whole
+from grace.core.wire.layout import Layout
 
 # The programs that are compared, the simplest first. They lose nothing but what the method itself loses: two_shot
 # compresses the mean by the same method, for which `_obstacle` adds conditions. Lossy sums of sparse payloads and nodes

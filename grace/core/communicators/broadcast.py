@@ -9,9 +9,9 @@ from grace.core.communicators.allgather import Allgather
 from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
-from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.compressor import Compressor
 from grace.core.values.registry import communicators
+from grace.core.wire.layout import GatherLayout, Layout, Received
 
 
 @communicators.register("broadcast")

@@ -13,7 +13,6 @@ from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Collective, Program, among
 from grace.core.exchange.unit_step import UnitStep
-from grace.core.exchange.wire import GatherLayout, Layout, Received, decode_rows
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
@@ -22,6 +21,7 @@ from grace.core.values.errors import ConfigError
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import Array, Ranks, TensorSpec
 from grace.core.values.unit import Assignment, Unit, empty_shard, shards
+from grace.core.wire.layout import GatherLayout, Layout, Received, decode_rows
 
 _EMPTY = TensorSpec("empty", (0,))
 

@@ -10,12 +10,12 @@ from grace.core.communicators.two_shot import keeps_state
 from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
-from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.values.spec import Ranks
 from grace.core.values.unit import Unit, scattered
+from grace.core.wire.layout import GatherLayout, Layout, Received
 
 
 @dataclass(frozen=True)

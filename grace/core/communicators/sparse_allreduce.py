@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
-from grace.core.exchange.wire import GatherLayout, Layout, Received
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
@@ -20,6 +19,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Array, Field, Payload, Ranks, TensorSpec
 from grace.core.values.unit import Unit
+from grace.core.wire.layout import GatherLayout, Layout, Received
 
 _EXAMPLE = TensorSpec("example", (1024,))
 # Magnitudes are counted by their exponent and two more bits. Units that send fewer entries than there are counts do

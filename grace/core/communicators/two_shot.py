@@ -13,7 +13,6 @@ from grace.core.communicators.allgather import Allgather
 from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
-from grace.core.exchange.wire import GatherLayout, Layout, Received, decode_rows
 from grace.core.methods.capabilities import Stateful, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
@@ -23,6 +22,7 @@ from grace.core.values.errors import IncompatibleError
 from grace.core.values.registry import communicators, memories
 from grace.core.values.spec import Array, Ranks, TensorSpec
 from grace.core.values.unit import Unit, shards
+from grace.core.wire.layout import GatherLayout, Layout, Received, decode_rows
 
 _EXAMPLE = TensorSpec("example", (1024,))
 

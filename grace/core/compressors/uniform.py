@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grace.core.exchange.lanes import MOST
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
@@ -14,6 +13,7 @@ from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Key, Payload, Proposal, Site, TensorSpec
+from grace.core.wire.lanes import MOST
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

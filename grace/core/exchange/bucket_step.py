@@ -7,10 +7,10 @@ from typing import Literal
 
 from grace.core.exchange.collectives import Program, allreduce
 from grace.core.exchange.unit_step import UnitStep
-from grace.core.exchange.wire import Layout, Received
 from grace.core.methods.communicator import Communicator
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.spec import Array, Payload
+from grace.core.wire.layout import Layout, Received
 
 ProposalKind = tuple[Literal["sum", "max", "leader"], str]
 

@@ -35,7 +35,6 @@ from grace.core.exchange.state import (
 )
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.exchange.unit_step import Concluded, UnitStep, retuned
-from grace.core.exchange.wire import Received
 from grace.core.guards.waiting import explained
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import wide_norm
@@ -47,6 +46,7 @@ from grace.core.values.plan import Bucket, Plan
 from grace.core.values.registry import memories
 from grace.core.values.spec import ITEMSIZE, Array, State
 from grace.core.values.unit import Assignment, Unit
+from grace.core.wire.layout import Received
 
 
 class Snapshot(NamedTuple):

@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.exchange.codings import coded
-from grace.core.exchange.wire import sent_bytes
 from grace.core.methods.capabilities import Checking, Learning, Negotiating, Tuning
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
@@ -16,6 +14,8 @@ from grace.core.values.errors import PayloadError
 from grace.core.values.registry import memories
 from grace.core.values.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State
 from grace.core.values.unit import Unit
+from grace.core.wire.codings import coded
+from grace.core.wire.layout import sent_bytes
 
 # The states of a unit between two steps: {"memory": ..., "compressor": ...}.
 States = Mapping[str, State]

@@ -7,12 +7,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from grace.core.exchange.wire import WIRE_FORMAT
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import MismatchError
 from grace.core.values.plan import Plan
 from grace.core.values.registry import compressors
+from grace.core.wire.layout import WIRE_FORMAT
 
 
 def formats(plans: Sequence[Plan], ops: Callable[[str], ArrayOps]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grace.core.exchange.checksum import checksum
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import MismatchError
 from grace.core.values.spec import Array
+from grace.core.wire.checksum import checksum
 
 # Bytes that each rank sends for a comparison of replicas that are equal.
 SUMMARY_BYTES = 8

@@ -14,8 +14,8 @@ from grace.core.values.spec import Ranks
 if TYPE_CHECKING:
     from grace.core.exchange.bucket_step import BucketStep
     from grace.core.exchange.collectives import Program
-    from grace.core.exchange.wire import Layout, Received
     from grace.core.values.unit import Assignment, Unit
+    from grace.core.wire.layout import Layout, Received
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grace.core.exchange.codings import AS_IT_IS, NONE, Coding, make_coding
-from grace.core.exchange.indices import CODINGS
 from grace.core.exchange.transport import TIMEOUT
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
@@ -25,6 +23,8 @@ from grace.core.values.errors import ConfigError, IncompatibleError, nearest
 from grace.core.values.registry import build, communicators, compressors, fields_of, memories
 from grace.core.values.schedule import ladder, ratio_of
 from grace.core.values.spec import GRADIENT_DTYPES, TensorSpec
+from grace.core.wire.codings import AS_IT_IS, NONE, Coding, make_coding
+from grace.core.wire.indices import CODINGS
 
 if sys.version_info >= (3, 11):
     import tomllib

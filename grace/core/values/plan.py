@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from grace.core.exchange.codings import PLAIN
-from grace.core.exchange.wire import Layout
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.values.config import Config, Method, dense_method
@@ -18,6 +16,8 @@ from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleErro
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import ONE_RANK, Ranks, TensorSpec
 from grace.core.values.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
+from grace.core.wire.codings import PLAIN
+from grace.core.wire.layout import Layout
 
 
 @dataclass(frozen=True)

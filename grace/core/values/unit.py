@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from grace.core.exchange.codings import PLAIN
-from grace.core.exchange.lanes import in_lanes
-from grace.core.exchange.wire import payload_bytes
 from grace.core.methods.capabilities import Checking, Thinning, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.memory import Memory
 from grace.core.values.config import Method, dense_method
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
+from grace.core.wire.codings import PLAIN
+from grace.core.wire.lanes import in_lanes
+from grace.core.wire.layout import payload_bytes
 
 # Smallest number of elements of a cut tensor in a unit; pieces start at multiples of it.
 GRAIN = 4096

@@ -137,7 +137,7 @@ template <class T> GRACE_HD T limited(T x, T limit) {
 
 // --- integers in lanes of a word -------------------------------------------------------------------------------------
 
-// The word of integers in lanes, see grace/core/exchange/lanes.py. In a sum of words, half a lane is added to each lane
+// The word of integers in lanes, see grace/core/wire/lanes.py. In a sum of words, half a lane is added to each lane
 // but the last, so that none is negative.
 GRACE_HD uint32_t halves_of(int lanes) {
     const int bits = 32 / lanes;

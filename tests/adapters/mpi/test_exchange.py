@@ -11,10 +11,10 @@ import pytest
 from mpi4py.MPI import COMM_SELF
 
 from grace import mpi
-from grace.core.exchange.wire import WIRE_FORMAT
 from grace.core.ops import native
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
+from grace.core.wire.layout import WIRE_FORMAT
 from tests.support import cases, half_precision, registered
 from tests.support.covering import ALL, rows
 from tests.support.launch import MPI, ROOT, Launch, command

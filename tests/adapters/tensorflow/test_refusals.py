@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grace.core.exchange.wire import WIRE_FORMAT
+from grace.core.wire.layout import WIRE_FORMAT
 from tests.support.cases import MORE_OF_TENSORFLOW
 from tests.support.launch import TENSORFLOW, TORCH, Launch
 from tests.support.ranks import on, same, scenario

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grace.core.exchange.wire import WIRE_FORMAT
 from grace.core.values.registry import compressors
+from grace.core.wire.layout import WIRE_FORMAT
 from tests.support import cases, half_precision
 from tests.support.covering import ALL
 from tests.support.launch import SUMMED, TORCH, Launch

@@ -2,10 +2,10 @@
 
 Fields of integers without `below` travel as bytes, which a coding makes fewer:
 
-    huffman     Huffman's code of the symbols (`grace.core.exchange.huffman`)
-    rans        range asymmetric numeral systems, near the entropy (`grace.core.exchange.rans`)
-    run_length  runs of the most frequent byte (`grace.core.exchange.runs`)
-    bitshuffle  bit planes without zero blocks, as FZ-GPU does it (`grace.core.exchange.shuffle`)
+    huffman     Huffman's code of the symbols (`grace.core.wire.huffman`)
+    rans        range asymmetric numeral systems, near the entropy (`grace.core.wire.rans`)
+    run_length  runs of the most frequent byte (`grace.core.wire.runs`)
+    bitshuffle  bit planes without zero blocks, as FZ-GPU does it (`grace.core.wire.shuffle`)
     smallest    the shortest of all, for each field and step, after a byte with its number
 
 The symbols of huffman and rans are packed codes that straddle bytes, or bytes; those of bitshuffle are packed codes.
@@ -14,7 +14,7 @@ Integers of 16 and 32 bits travel byte plane by byte plane.
 A word of the header holds the number of bytes that travel. Where a coding would not make a field shorter, the field
 travels as it is, and its own number of bytes says so.
 
-Fields with `below` are ascending indices, which have codings of their own (`grace.core.exchange.indices`).
+Fields with `below` are ascending indices, which have codings of their own (`grace.core.wire.indices`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from grace.core.exchange import indices
-from grace.core.exchange.huffman import huffman_decode, huffman_encode
-from grace.core.exchange.rans import rans_decode, rans_encode
-from grace.core.exchange.runs import run_length_decode, run_length_encode
-from grace.core.exchange.shuffle import bitshuffle_decode, bitshuffle_encode
-from grace.core.exchange.symbols import as_size, number, symbol_bits
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, PayloadError, nearest
 from grace.core.values.spec import ITEMSIZE, Array, Field, Payload
+from grace.core.wire import indices
+from grace.core.wire.huffman import huffman_decode, huffman_encode
+from grace.core.wire.rans import rans_decode, rans_encode
+from grace.core.wire.runs import run_length_decode, run_length_encode
+from grace.core.wire.shuffle import bitshuffle_decode, bitshuffle_encode
+from grace.core.wire.symbols import as_size, number, symbol_bits
 
 
 class Codec(NamedTuple):

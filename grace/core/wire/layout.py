@@ -11,7 +11,7 @@ receiver finds the end of each rank's buffer without another exchange, and a ran
 header. The checksum is that of the rest of the rank's buffer; its 8 bytes leave all fields aligned.
 
 Summed buckets travel as one flat buffer per dtype, because bytes cannot be added; their flags are float32 elements.
-Integers of a known largest magnitude travel in int32 words, several of them in each (`grace.core.exchange.lanes`). A
+Integers of a known largest magnitude travel in int32 words, several of them in each (`grace.core.wire.lanes`). A
 flag means that this rank's gradient was not finite. The stamp is the step number: random numbers follow from it, so
 payloads of ranks at different steps (after only one of them loaded a checkpoint) must not be added.
 """
@@ -22,12 +22,12 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from grace.core.exchange import codings, indices
-from grace.core.exchange.checksum import CHECKSUM_BYTES, checksum
-from grace.core.exchange.lanes import pack_lanes, unpack_lanes, words
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
+from grace.core.wire import codings, indices
+from grace.core.wire.checksum import CHECKSUM_BYTES, checksum
+from grace.core.wire.lanes import pack_lanes, unpack_lanes, words
 
 # Version of the layouts below: raise it when the bytes change, so that ranks of both versions do not mix.
 WIRE_FORMAT = 3

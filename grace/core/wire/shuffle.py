@@ -13,7 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from grace.core.exchange.symbols import (
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
+from grace.core.values.errors import PayloadError
+from grace.core.values.spec import Array
+from grace.core.wire.symbols import (
     bytes_of,
     counts_of,
     most_frequent,
@@ -22,10 +26,6 @@ from grace.core.exchange.symbols import (
     symbol_count,
     symbols_of,
 )
-from grace.core.ops.composites import ArrayOps
-from grace.core.ops.table import composite
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
