@@ -18,7 +18,7 @@ from grace.core.values.config import Config, Method
 from grace.core.values.errors import GraceWarning, IncompatibleError
 from grace.core.values.registry import compressors, memories
 from grace.core.values.spec import HALF_DTYPES, Ranks, TensorSpec
-from grace.core.values.unit import Unit
+from grace.core.values.unit import Assignment, Unit
 from grace.testing.harness import EPS, host, same
 
 Gradients = list[dict[str, "np.ndarray[Any, Any]"]]
@@ -87,7 +87,7 @@ class CommunicatorContract:
                 yield method
             else:
                 fed = dataclasses.replace(method, memory=residual)
-                resolved = communicator.resolve(fed, Ranks(size))
+                resolved, _ = communicator.resolve(Assignment(self.specs[0], fed), Ranks(size))
                 yield dataclasses.replace(fed, communicator=_with_owners_that_hold(resolved))
 
     def simulation(self, method: Method, size: int) -> Simulation:
