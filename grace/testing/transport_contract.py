@@ -38,7 +38,7 @@ class TransportContract:
         for dtype in ("float32", "float64", "int32"):
             for op in ("sum", "max"):
                 for length in (1, 5, 1000):
-                    name = f"allreduce {op} {dtype} {length}"
+                    name = f"allreduce_{op}_{dtype}_{length}"
                     handles = [
                         t.allreduce(self._given(ops, t.rank, length, dtype), op=op, name=name) for t in transports
                     ]
@@ -76,7 +76,7 @@ class TransportContract:
 
     def test_broadcast(self, transports: Sequence[Transport], ops: ArrayOps) -> None:
         for root in range(transports[0].size):
-            name = f"broadcast {root}"
+            name = f"broadcast_{root}"
             handles = [
                 t.broadcast(_row(ops, root, 33) if t.rank == root else ops.zeros(33, "uint8"), root=root, name=name)
                 for t in transports
@@ -88,7 +88,7 @@ class TransportContract:
         """Several are under way at a time, and a name comes again in the next step."""
         for step in range(3):
             handles = [
-                [t.allgather(_row(ops, t.rank + 10 * step + 100 * i, 7), name=f"bucket {i}") for i in range(3)]
+                [t.allgather(_row(ops, t.rank + 10 * step + 100 * i, 7), name=f"bucket_{i}") for i in range(3)]
                 for t in transports
             ]
             for mine in handles:
@@ -108,9 +108,9 @@ def run_transport_contract(transport: Transport, ops: ArrayOps) -> list[str]:
 
 def _lengths(size: int) -> dict[str, list[int]]:
     return {
-        "equal 64": [64] * size,
-        "equal 7": [7] * size,
-        "by rank": list(range(size)),
+        "equal_64": [64] * size,
+        "equal_7": [7] * size,
+        "by_rank": list(range(size)),
         "one": [0] * (size - 1) + [100],
     }
 

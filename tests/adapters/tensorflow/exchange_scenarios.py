@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,6 +15,10 @@ import tensorflow as tf
 
 import grace.tensorflow
 from grace.core.exchange.simulation import Simulation
+from grace.core.exchange.transport import Handle, Transport
+from grace.core.ops import get_ops
+from grace.tensorflow.transport import HorovodTransport
+from grace.testing.transport_contract import run_transport_contract
 from tests.adapters.tensorflow.model import (
     BATCH,
     PROCESS_SETS,
@@ -409,4 +413,44 @@ def dtypes(methods: list[str]) -> dict[str, Any]:
         "kept": digest(model.get_layer("hidden").variables) == frozen,
         "planned": any("hidden" in item.spec.name for item in model.optimizer.grace.plan.assignments),
     }
+    return results
+
+
+class _Ended(Handle):
+    def __init__(self, result: tf.Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> tf.Tensor:
+        return self._result
+
+
+class _InGraphs(Transport):
+    """A transport that runs every collective in a graph of its own."""
+
+    def __init__(self, transport: HorovodTransport) -> None:
+        self.rank, self.size, self._transport = transport.rank, transport.size, transport
+
+    def _run(self, start: Callable[..., Handle], *arrays: tf.Tensor) -> Handle:
+        return _Ended(tf.function(lambda *xs: start(*xs).wait(), autograph=False)(*arrays))
+
+    def allreduce(self, x: tf.Tensor, **options: Any) -> Handle:
+        return self._run(lambda x: self._transport.allreduce(x, **options), x)
+
+    def allgather(self, x: tf.Tensor, **options: Any) -> Handle:
+        return self._run(lambda x: self._transport.allgather(x, **options), x)
+
+    def alltoall(self, xs: Sequence[tf.Tensor], **options: Any) -> Handle:
+        return self._run(lambda *xs: self._transport.alltoall(xs, **options), *xs)
+
+    def broadcast(self, x: tf.Tensor, **options: Any) -> Handle:
+        return self._run(lambda x: self._transport.broadcast(x, **options), x)
+
+
+def transport_contract() -> dict[str, list[str]]:
+    """Run the contract of transports among all ranks and in each process set of this rank; return the tests' names."""
+    ops, results = get_ops("tensorflow"), {}
+    for process_set in (hvd.global_process_set, *(mine for mine in PROCESS_SETS if mine.included())):
+        transport = HorovodTransport(process_set, f"contract.{process_set.process_set_id}")
+        for label, each in {"eager": transport, "graph": _InGraphs(transport)}.items():
+            results[f"{process_set.ranks}, {label}"] = run_transport_contract(each, ops)
     return results

@@ -290,6 +290,14 @@ def test_a_tape_goes_on_from_a_checkpoint(launch):
         assert result["equal"], label
 
 
+@on(GLOO_2, *([MPI_2, GLOO_4] if ALL else []))
+def test_the_transport_keeps_its_contract(launch):
+    """Eagerly and in graphs, among all ranks and in process sets of some of them."""
+    for rank in scenario("transport_contract", launch):
+        assert len(rank) >= 2
+        assert all(len(ran) == 5 for ran in rank.values())
+
+
 @on(MPI_2, GLOO_4)
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))
