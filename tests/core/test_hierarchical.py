@@ -11,6 +11,7 @@ import grace
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.exchange.simulation import SimulatedTransport
+from grace.core.exchange.transport import known_local_size
 from grace.core.guards.agreement import formats
 from grace.core.ops import get_ops
 from grace.core.values.config import Method
@@ -21,6 +22,7 @@ from grace.core.values.spec import Ranks, TensorSpec
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS
+from tests.support import nodes
 from tests.support.covering import ALL
 from tests.support.steps import assert_same, gradient, gradients, in_a_graph, simulate, states, step
 
@@ -204,8 +206,7 @@ def test_nodes_must_be_known_and_equal():
 
 
 def test_the_launcher_tells_the_nodes_and_the_option_wins():
-    for known, named, nodes in itertools.product((1, 2, 4), (None, 1, 2, 4), "n"):
-        del nodes
+    for known, named in itertools.product((1, 2, 4), (None, 1, 2, 4)):
         config = grace.make_config(
             compressor="topk",
             communicator={"name": "hierarchical", "local_size": named, "between": "allgather"},
@@ -214,6 +215,24 @@ def test_the_launcher_tells_the_nodes_and_the_option_wins():
         plan = make_plan(SPECS[:1], config, ranks=Ranks(4, known))
         owners = {unit.onward.owners for unit in plan.units if unit.onward}
         assert owners == ({(0, 2), (1, 3)} if (named or known) == 2 else set())
+
+
+@pytest.mark.parametrize("size", nodes.FOUND)
+def test_ranks_of_a_node_are_known_if_their_numbers_fit(size):
+    for placed, found in nodes.FOUND[size].items():
+        assert [known_local_size(rank, *nodes.told(placed, rank)) for rank in range(size)] == found, placed
+
+
+def test_a_launcher_that_tells_only_a_part_tells_nothing(monkeypatch):
+    transport = pytest.importorskip("grace.torch.distributed.transport")
+    told = {"RANK": "3", "GROUP_RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert transport._local_size() == 2
+    for name, value in told.items():
+        monkeypatch.delenv(name)
+        assert transport._local_size() == 0
+        monkeypatch.setenv(name, value)
 
 
 def test_ranks_that_divide_tensors_differently_are_noticed():

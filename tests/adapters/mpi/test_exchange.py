@@ -15,7 +15,7 @@ from grace.core.ops import native
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.wire.layout import WIRE_FORMAT
-from tests.support import cases, half_precision, registered
+from tests.support import cases, half_precision, nodes, registered
 from tests.support.covering import ALL, rows
 from tests.support.launch import MPI, ROOT, Launch, command
 from tests.support.ranks import on, scenario
@@ -100,6 +100,21 @@ def test_reported_bytes_are_those_handed_to_collectives(launch):
 @each_size
 def test_the_transport_keeps_its_contract(launch):
     assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
+
+
+@each_size
+def test_names_of_processors_tell_the_ranks_of_a_node(launch):
+    """All ranks know all names. So all know whether the ranks are numbered node by node, equally many on each."""
+    ranks = scenario("ranks_of_nodes", launch)
+    for rank in ranks:
+        assert rank["here"] == launch.ranks
+        for placed, found in nodes.FOUND[launch.ranks].items():
+            alike = found[0] if len(set(found)) == 1 else 0
+            expected = 1 if placed == "ba" else alike
+            assert rank[placed]["local_size"] == expected, placed
+            unknown = "" if expected else nodes.UNKNOWN.format(launch.ranks)
+            assert rank[placed]["error"].startswith(unknown), placed
+            assert bool(rank[placed]["error"]) == (not expected), placed
 
 
 @each_size

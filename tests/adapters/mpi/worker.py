@@ -29,7 +29,7 @@ from grace.core.values.registry import communicators, compressors
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Ranks
 from grace.testing.harness import array, run_program, same
 from grace.testing.transport_contract import run_transport_contract
-from tests.support import cases, half_precision, registered, steps
+from tests.support import cases, half_precision, nodes, registered, steps
 from tests.support.promises import TENSORS, Run, gradients, joined, kept
 from tests.support.rank import serve
 from tests.support.records import Records
@@ -190,6 +190,17 @@ def _total(transport: Any, x: np.ndarray) -> np.ndarray:
 def transport_contract() -> list[str]:
     """Run the contract of transports with the one of this rank. Return the names of its tests."""
     return run_transport_contract(mpi.MPITransport(), get_ops("numpy"))
+
+
+def ranks_of_nodes() -> dict[str, Any]:
+    """Return the ranks on a node that the transport finds here, and on other nodes, where an exchange needs them."""
+    results: dict[str, Any] = {"here": mpi.MPITransport().local_size}
+    config = {"compressor": "topk", "communicator": "hierarchical", "default_rules": False}
+    for placed in nodes.FOUND[SIZE]:
+        with mock.patch.object(MPI, "Get_processor_name", lambda mine=placed[RANK]: mine):
+            found = mpi.MPITransport().local_size
+            results[placed] = {"local_size": found, "error": outcome(lambda: mpi.MPIExchange({"w": (40, 32)}, config))}
+    return results
 
 
 def half_sums() -> dict[str, Any]:

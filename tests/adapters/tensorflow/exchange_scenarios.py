@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras
@@ -36,6 +37,8 @@ from tests.adapters.tensorflow.model import (
     through_tape,
     wrap,
 )
+from tests.adapters.tensorflow.usage_model import error_of
+from tests.support import nodes
 from tests.support.cases import EVERYTHING, config_of, label_of
 
 # Every tensor takes time to trace. So use one that is a matrix only to methods that reshape it, and one scalar.
@@ -453,4 +456,27 @@ def transport_contract() -> dict[str, list[str]]:
         transport = HorovodTransport(process_set, f"contract.{process_set.process_set_id}")
         for label, each in {"eager": transport, "graph": _InGraphs(transport)}.items():
             results[f"{process_set.ranks}, {label}"] = run_transport_contract(each, ops)
+    return results
+
+
+def ranks_of_nodes() -> dict[str, Any]:
+    """Return the ranks on a node that the exchange finds here, and on other nodes, and the error of a plan for them."""
+
+    def built(**options: Any) -> grace.tensorflow.Exchange:
+        exchange = grace.tensorflow.Exchange({"compressor": "topk", **options, **EVERYTHING})
+        exchange.build([tf.Variable(tf.zeros((40, 32)), name="w")])
+        return exchange
+
+    results: dict[str, Any] = {"here": built().ranks.local_size}
+    for process_set in PROCESS_SETS:
+        results[f"set {process_set.ranks}"] = HorovodTransport(process_set, "nodes").local_size
+    for placed in nodes.FOUND[hvd.size()]:
+        told = dict(zip(("cross_rank", "local_rank", "local_size"), nodes.told(placed, hvd.rank()), strict=True))
+        with mock.patch.multiple(hvd, **{key: lambda value=value: value for key, value in told.items()}):
+            found = built().ranks.local_size
+            results[placed] = {
+                "local_size": found,
+                "error": error_of(lambda: built(communicator="hierarchical")),
+                "named": error_of(lambda: built(communicator="hierarchical", local_size=2)),
+            }
     return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grace.core.values.registry import compressors
-from tests.support import cases, half_precision
+from tests.support import cases, half_precision, nodes
 from tests.support.cases import MORE_OF_TENSORFLOW, TENSORFLOW_MPI
 from tests.support.covering import ALL
 from tests.support.launch import SUMMED, TENSORFLOW, Launch
@@ -296,6 +296,18 @@ def test_the_transport_keeps_its_contract(launch):
     for rank in scenario("transport_contract", launch):
         assert len(rank) >= 2
         assert all(len(ran) == 5 for ran in rank.values())
+
+
+@on(GLOO_2, GLOO_4)
+def test_horovod_tells_the_ranks_of_a_node(launch):
+    """Ranks that are not numbered node by node, or not equally many on each node, are refused. An option wins."""
+    ranks = scenario("ranks_of_nodes", launch)
+    nodes.check(ranks, together=False)
+    for rank in ranks:
+        assert rank["here"] == launch.ranks
+        # The numbers of the ranks of a process set say nothing about nodes.
+        assert all(found == 0 for label, found in rank.items() if label.startswith("set"))
+        assert all(rank[placed]["named"] == "" for placed in nodes.FOUND[launch.ranks])
 
 
 @on(MPI_2, GLOO_4)

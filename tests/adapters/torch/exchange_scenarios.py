@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import horovod.torch as hvd
 import numpy as np
@@ -39,12 +41,13 @@ from tests.adapters.torch.model import (
     exchange,
     flat,
     make_net,
+    outcome,
     sgd,
     spy,
     train,
     wrap,
 )
-from tests.support import half_precision
+from tests.support import half_precision, nodes
 from tests.support.cases import EVERYTHING, config_of, label_of
 
 # More steps than the phases of every method (see cases.py), two of them after the checkpoint, which is within a phase.
@@ -142,6 +145,21 @@ def none_and_horovod() -> dict[str, Any]:
 def transport_contract() -> list[str]:
     """Run the contract of transports with the one of this rank. Return the names of its tests."""
     return run_transport_contract(transport_of(everyone()), get_ops("torch"))
+
+
+def ranks_of_nodes() -> dict[str, Any]:
+    """Return the ranks on a node that the transport finds here, and on other nodes, where an exchange needs them."""
+    results: dict[str, Any] = {"here": transport_of(everyone()).local_size}
+    config = {"compressor": "topk", "communicator": "hierarchical", **EVERYTHING}
+    for placed in nodes.FOUND[world_size()]:
+        told = dict(zip(("cross_rank", "local_rank", "local_size"), nodes.told(placed, my_rank()), strict=True))
+        names = {"GROUP_RANK": "cross_rank", "LOCAL_RANK": "local_rank", "LOCAL_WORLD_SIZE": "local_size"}
+        by_environment = mock.patch.dict(os.environ, {name: str(told[key]) for name, key in names.items()})
+        by_horovod = mock.patch.multiple(hvd, **{key: lambda value=value: value for key, value in told.items()})
+        with by_environment if by_torchrun() else by_horovod:
+            found = transport_of(everyone()).local_size
+            results[placed] = {"local_size": found, "error": outcome(lambda: wrap(make_net(), config))}
+    return results
 
 
 def data_without_calls() -> list[bool]:

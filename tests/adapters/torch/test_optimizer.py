@@ -6,7 +6,7 @@ import pytest
 
 from grace.core.values.registry import compressors
 from grace.core.wire.layout import WIRE_FORMAT
-from tests.support import cases, half_precision
+from tests.support import cases, half_precision, nodes
 from tests.support.covering import ALL
 from tests.support.launch import SUMMED, TORCH, Launch
 from tests.support.ranks import on, same, scenario
@@ -168,6 +168,14 @@ def test_none_equals_plain_reductions(launch):
 )
 def test_the_transport_keeps_its_contract(launch):
     assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
+
+
+@on(*(Launch(TORCH, *launch) for launch in (("mpirun", 2), ("horovodrun-gloo", 4), ("torchrun", 2), ("torchrun", 4))))
+def test_the_launcher_tells_the_ranks_of_a_node(launch):
+    """Ranks that are not numbered node by node, or not equally many on each node, are refused on all ranks."""
+    ranks = scenario("ranks_of_nodes", launch)
+    assert [rank["here"] for rank in ranks] == [launch.ranks] * launch.ranks
+    nodes.check(ranks, together=True)
 
 
 @on(Launch(TORCH, "torchrun", 2), Launch(TORCH, "torchrun", 4))
