@@ -112,12 +112,11 @@ def ways_in_tensorflow(row):
 
 
 def specs_in(framework, chosen):
-    """Return the tensors for steps in a framework: in TensorFlow, which is slow, the matrix and two others in turn."""
+    """Return the tensors for steps in a framework: in TensorFlow, which is slow, the matrix and another one in turn."""
     if framework != "tensorflow" or covering.ALL:
         return SPECS
     matrix, *others = SPECS
-    first = list(compressors).index(compressors.name_of(chosen.compressor))
-    return [matrix, *(others[(first + i) % len(others)] for i in range(2))]
+    return [matrix, others[list(compressors).index(compressors.name_of(chosen.compressor)) % len(others)]]
 
 
 def in_turn(factor, values, names=EXTRAS):
