@@ -76,7 +76,9 @@ def test_the_timed_step_is_that_of_the_engine(name):
     numel = 2000
     unit = make_unit(name, numel)
     step = LocalStep(unit, get_ops("numpy"), RANKS)
-    simulation = Simulation(RANKS, [unit.spec], {"compressor": name, "default_rules": False})
+    # Where a payload can be added, it is timed as a summed one. On two ranks, "auto" gathers that of `uniform`.
+    travels = {"communicator": compressors.make(name).default_communicator}
+    simulation = Simulation(RANKS, [unit.spec], {"compressor": name, "default_rules": False, **travels})
     # gradiveq starts to compress after ten steps.
     for number in range(12):
         gradients = drawn(numel, number)

@@ -67,7 +67,7 @@ def test_the_communicator_of_the_documents_keeps_the_contract(tmp_path):
         words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
-    assert "10 passed" in done.stdout
+    assert "12 passed" in done.stdout
 
 
 def built_in() -> list[str]:
