@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from grace.core.exchange.collectives import Collective
-from grace.core.exchange.simulation import Simulation
-from grace.core.values.config import make_config
+from grace.core.exchange.simulation import Simulation, poll_all
+from grace.core.values.config import Config, make_config
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.plan import make_plan
 from grace.core.values.registry import communicators, compressors
@@ -32,7 +32,11 @@ SHAPE, RANKS, LOCAL_SIZE = (256, 256), (2, 4, 8, 16, 64), 4
 STEPS, DEVIATION = 100, 0.01
 # A step of one rank takes a quarter of a second.
 FEWER_STEPS = {"atomo": 4}
-PROGRAMS = ("allreduce", "allgather", "two_shot", "sparse_allreduce", "hierarchical")
+PROGRAMS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in ("allreduce", "allgather", "broadcast", "two_shot", "sparse_allreduce")},
+    **{f"sparse_allreduce, {kind}": {"name": "sparse_allreduce", "reduction": kind} for kind in ("union", "tree")},
+    "hierarchical": {"name": "hierarchical", "local_size": LOCAL_SIZE},
+}
 TEXT = """# Bytes over the number of ranks
 
 Bytes per element that leave a rank in the first step, for a float32 matrix of 256 x 256 normal values and the default
@@ -42,8 +46,9 @@ default, chooses: it counts the bytes of a payload, without headers, before the 
 added travel by `allgather` or `two_shot`. On two ranks, both move equally many bytes; from three ranks on, `two_shot`
 moves fewer. Payloads that can be added travel by `allreduce`, except that two ranks gather those of `uniform`: its sums
 take more bits than its integers. Methods by which ranks vote (`signsgd`, `signum`) and methods with a fixed threshold
-stay with `allgather`, unless you name `two_shot`. `sparse_allreduce` moves about as many bytes as `two_shot`, and you
-must name it.
+stay with `allgather`, unless you name `two_shot`. `broadcast` moves as many bytes as `allgather`. `sparse_allreduce`
+moves about as many as `two_shot`, and more with the reduction `union`. With `tree`, the ranks send no more, but the
+first one receives a payload in each of log2(N) rounds. You must name both.
 
 With `hierarchical`, four ranks share a node. A cell has two figures: the bytes per element that leave a rank for other
 nodes, and those for ranks of its own node, which are not compressed. You must name it, too.
@@ -58,25 +63,41 @@ def moved(compressor: str, communicator: str, size: int, steps: int = 1, deviati
 
     With hierarchical, the first number is of those for other nodes and the second of those for its own node.
     """
+    if not fits(compressor, communicator, size):
+        return None
     nodes = communicator == "hierarchical"
     local_size = LOCAL_SIZE if nodes else 1
-    if nodes and size <= LOCAL_SIZE:
-        return None
-    options = {"local_size": LOCAL_SIZE} if nodes else {}
-    try:
-        config = make_config(compressor=compressor, communicator={"name": communicator, **options}, default_rules=False)
-        compressors.make(compressor).check_ranks(size)
-    except IncompatibleError:
-        return None
-    simulation = Simulation(size, {"w": SHAPE}, config)
+    simulation = Simulation(size, {"w": SHAPE}, configured(compressor, communicator))
     sent = [0.0, 0.0]
     for rank, engine in enumerate(simulation.engines):
         engine.transport.start = counted(engine.transport.start, rank, size, local_size, sent)  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
-    for _ in range(steps):
-        gradients = [(deviation * rng.standard_normal(SHAPE)).astype(np.float32) for _ in range(size)]
-        simulation.step([{"w": gradient} for gradient in gradients], lr=0.1)
+    for step in range(steps):
+        for engine in simulation.engines:
+            # The last step need not be finished: nothing more is sent.
+            if step:
+                engine.finish()
+            engine.ready("w", (deviation * rng.standard_normal(SHAPE)).astype(np.float32), 0.1)
+        poll_all(simulation.engines)
     return [round(total / steps / size / (SHAPE[0] * SHAPE[1]), 4) for total in (sent if nodes else sent[:1])]
+
+
+def configured(compressor: str, communicator: str) -> Config:
+    """Return the configuration of a method by a program, or by another communicator. Raises IncompatibleError."""
+    program = PROGRAMS.get(communicator, communicator)
+    return make_config(compressor=compressor, communicator=program, default_rules=False)
+
+
+def fits(compressor: str, communicator: str, size: int) -> bool:
+    """Return whether the method can travel so among these ranks; with hierarchical among several nodes."""
+    if communicator == "hierarchical" and size <= LOCAL_SIZE:
+        return False
+    try:
+        configured(compressor, communicator)
+        compressors.make(compressor).check_ranks(size)
+    except IncompatibleError:
+        return False
+    return True
 
 
 def counted(start: Callable[[Collective, str], Any], rank: int, size: int, local_size: int, sent: list[float]) -> Any:
@@ -133,14 +154,20 @@ def over_steps(name: str, size: int) -> float:
 
 
 def page(found: list[dict[str, Any]]) -> str:
-    """Return the rows as a page."""
+    """Return the rows as a page. Broadcasts share the row of allgather, because they send the same buffers."""
+    by_broadcasts = {row["method"]: row["bytes"] for row in found if row["communicator"] == "broadcast"}
+    gathered = {row["method"]: row["bytes"] for row in found if row["communicator"] == "allgather"}
     lines = ["| method | communicator | " + " | ".join(f"{size} ranks" for size in RANKS) + " |", "|---" * 7 + "|"]
     for row in found:
-        cells = []
+        name, cells = "`, `".join(row["communicator"].split(", ")), []
+        if by_broadcasts.get(row["method"]) == gathered.get(row["method"]):
+            if row["communicator"] == "broadcast":
+                continue
+            name = name.replace("allgather", "allgather`, `broadcast")
         for size, sent in row["bytes"].items():
             text = " + ".join(f"{part:.3g}" for part in sent or ())
             cells.append(f"**{text}**" if int(size) in row["auto"] else text)
-        lines.append(f"| `{row['method']}` | `{row['communicator']}` | " + " | ".join(cells) + " |")
+        lines.append(f"| `{row['method']}` | `{name}` | " + " | ".join(cells) + " |")
     return TEXT + "\n".join(lines) + "\n"
 
 
