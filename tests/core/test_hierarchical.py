@@ -41,7 +41,7 @@ class TestHierarchical(CommunicatorContract):
     def communicator(self, request):
         return request.param
 
-    @pytest.fixture(params=[1, 2, 4, 6] if ALL else [1, 2, 6])
+    @pytest.fixture(params=[1, 2, 4, 6] if ALL else [1, 2, 4])
     def size(self, request):
         return request.param
 
