@@ -253,6 +253,10 @@ class TestCommunicators(CommunicatorContract):
     def communicator(self, request):
         return communicators.make(request.param)
 
+    @pytest.fixture(params=[1, 2, 3, 5] if covering.ALL else [1, 2, 3])
+    def size(self, request):
+        return request.param
+
 
 class TestSimulatedTransport(TransportContract):
     @pytest.fixture(params=[1, 2, 5])
