@@ -30,6 +30,7 @@ from grace.machine import python
 from tests.support.covering import ALL
 from tests.support.launch import ROOT
 from tests.support.poisoned import imported, poison
+from tests.support.ranks import with_all
 
 pytestmark = pytest.mark.distributed
 
@@ -421,6 +422,27 @@ def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
         if result["method"] == "compute":
             # Horovod's ranks exchange messages all the time.
             assert sent < 200_000
+
+
+@needs_shaping
+@with_all
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("compressor", ["qsgd", "topk"])
+def test_the_interface_sends_no_more_than_the_program_promises(compressor, ranks, tmp_path):
+    """two_shot: 1.03 x 2 (N - 1) / N payloads; sparse_allreduce: 6 k (N - 1) / N words; and what Horovod itself sends.
+
+    The tests of these programs count the same in simulations.
+    """
+    path, n = tmp_path / "step.json", 25_175_040
+    communicator = "two_shot" if compressor == "qsgd" else "sparse_allreduce"
+    given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "2", "--compressors", compressor]
+    finished(*given, "--options", f"communicator={communicator}", "default_rules=false", "--json", str(path))
+    found = {result["method"]: result for result in json.loads(path.read_text())}
+    # Horovod's ranks exchange messages all the time, also while a step takes longer.
+    control = found["compute"]["wire_bytes"] * found[compressor]["median_s"] / found["compute"]["median_s"]
+    # A byte per element and a scale per 512, or one of a hundred elements.
+    promised = 1.03 * 2 * (n + n / 512 * 4) if compressor == "qsgd" else 6 * 4 * 0.01 * n
+    assert found[compressor]["wire_bytes"] - control <= promised * (ranks - 1) / ranks
 
 
 @needs_shaping
