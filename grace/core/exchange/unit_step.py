@@ -160,7 +160,8 @@ class UnitStep:
 
         `x_` takes the place of x, if entries of other ranks came back to it.
         """
-        sent, x_ = self.payload if sent is None else sent, self.x if x_ is None else x_
+        sent = self.payload if sent is None else sent
+        x_ = self.x if x_ is None else x_
         self.memory = self.unit.memory.update(x_, sent, self.unit.compressor, self.memory, self.site)
         del self.x
 
