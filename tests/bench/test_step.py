@@ -452,8 +452,10 @@ def test_ranks_of_a_node_share_a_link_that_they_use_between_nodes_only(tmp_path)
     given = ["--nodes", "2x2", "--link", "10gbit", "--model", "resnet", "--rounds", "1", "--steps", "1", "--options"]
     finished(*given, "communicator=hierarchical", "--compressors", "topk", "--json", str(path))
     found = {result["method"]: result for result in json.loads(path.read_text())}
-    # 1 % of the elements at 8 bytes each, the small dense tensors, and the messages of Horovod and Gloo.
-    assert found["topk"]["wire_bytes"] < 0.3 * found["horovod"]["wire_bytes"]
+    # Horovod's ranks exchange messages all the time, also while a step takes longer.
+    control = found["compute"]["wire_bytes"] * found["topk"]["median_s"] / found["compute"]["median_s"]
+    # 1 % of the elements at 8 bytes each, and small dense tensors.
+    assert found["topk"]["wire_bytes"] - control < 0.1 * found["horovod"]["wire_bytes"]
 
 
 @needs_shaping
