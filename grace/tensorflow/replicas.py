@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.core.guards.replicas import ADVICE, STATES, SUMMARY_BYTES, WEIGHTS, check_digests, digest, summary
+from grace.core.guards.replicas import (
+    ADVICE,
+    STATES,
+    SUMMARY_BYTES,
+    WEIGHTS,
+    at_other_steps,
+    check_digests,
+    digest,
+    summary,
+)
 from grace.core.ops import get_ops
 from grace.core.values.errors import MismatchError
 from grace.tensorflow.transport import HorovodTransport
@@ -67,8 +76,8 @@ def _compared(
     brief = _gathered(mine[-1:], "replicas", transport)
 
     def explain() -> tf.Tensor:
-        everyone = _gathered(mine[:-1], "replicas.detail", transport)
-        text = _in_python(functools.partial(_explained, names, weights), [everyone, moment], tf.string, [])
+        everyone = _gathered(tf.concat([mine[:-1], moment], 0), "replicas.detail", transport)
+        text = _in_python(functools.partial(_explained, names, weights, transport.rank), [everyone], tf.string, [])
         check = tf.debugging.Assert(tf.equal(text, ""), [text])
         with tf.control_dependencies([check]):
             return tf.constant(False)
@@ -93,11 +102,18 @@ def _digests(names: list[str], *arrays: np.ndarray[Any, Any]) -> np.ndarray[Any,
     return np.array([*found.values(), int.from_bytes(summary(found), "little", signed=True)], np.int64)
 
 
-def _explained(names: list[str], weights: int, everyone: np.ndarray[Any, Any], moment: np.ndarray[Any, Any]) -> bytes:
-    """Return the text of the error. The first `weights` digests of a rank are those of weights."""
-    taken, step = map(int, moment)
-    ranks = [dict(zip(names, map(int, mine), strict=True)) for mine in everyone.reshape(-1, len(names))]
+def _explained(names: list[str], weights: int, rank: int, everyone: np.ndarray[Any, Any]) -> bytes:
+    """Return the text of the error.
+
+    Every rank tells the digests of `names`, the first `weights` of which are weights, its steps in this process, and
+    its step. If the steps differ, this is why the weights do: the error is then the one that the exchange would raise.
+    """
+    told = everyone.reshape(-1, len(names) + 2)
+    taken, step = map(int, told[rank, -2:])
+    ranks = [dict(zip(names, map(int, mine[:-2]), strict=True)) for mine in told]
     try:
+        if (told[:, -1] != step).any():
+            raise at_other_steps(rank)
         if taken == 1:
             first = [dict([*mine.items()][:weights]) for mine in ranks]
             check_digests(first, WEIGHTS, "before the second step", _BROADCAST)

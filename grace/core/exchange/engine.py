@@ -35,13 +35,14 @@ from grace.core.exchange.state import (
 )
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.exchange.unit_step import Concluded, UnitStep, retuned
+from grace.core.guards.replicas import at_other_steps
 from grace.core.guards.waiting import explained
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import wide_norm
 from grace.core.observe.statistics import statistics
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import MismatchError, StepError
+from grace.core.values.errors import StepError
 from grace.core.values.plan import Bucket, Plan
 from grace.core.values.registry import memories
 from grace.core.values.spec import ITEMSIZE, Array, State
@@ -536,15 +537,7 @@ class Engine:
         for kind in KINDS:
             self._slots.note(kind, bucket.name, run.nbytes.get(kind, 0))
         for in_step in received.in_step:
-            self._ops(bucket.units[0].spec.device).require(
-                in_step,
-                MismatchError(
-                    f"the ranks are not at the same step (seen by rank {self.transport.rank}): "
-                    "only some of them loaded a checkpoint, they loaded checkpoints of different steps, or a rank "
-                    "called the join() of its library. Let every rank load its own file of the same step, or all ranks "
-                    "the same file; instead of calling join(), let all ranks take equally many steps."
-                ),
-            )
+            self._ops(bucket.units[0].spec.device).require(in_step, at_other_steps(self.transport.rank))
         for unit, payloads, flags in zip(bucket.units, received.payloads, received.flags, strict=True):
             name, step = unit.spec.name, run.steps[unit.spec.name]
             if not unit.is_merged_by(self.transport.rank):

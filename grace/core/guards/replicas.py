@@ -42,6 +42,16 @@ def is_due(completed: int, every: int) -> bool:
     return every > 0 and completed % every == 0
 
 
+def at_other_steps(rank: int) -> MismatchError:
+    """Return the error for ranks that are not at the same step, as a rank has noticed."""
+    return MismatchError(
+        f"the ranks are not at the same step (seen by rank {rank}): only some of them loaded a checkpoint, they loaded "
+        "checkpoints of different steps, or a rank called the join() of its library. Let every rank load its own file "
+        "of the same step, or all ranks the same file; instead of calling join(), let all ranks take equally many "
+        "steps."
+    )
+
+
 def check_digests(digests: Sequence[Mapping[str, int]], what: str, when: str, advice: str) -> None:
     """Raise MismatchError unless the digests of all ranks, by tensor and in rank order, are those of rank 0."""
     for rank, mine in enumerate(digests):

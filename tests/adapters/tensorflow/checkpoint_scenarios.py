@@ -206,9 +206,9 @@ def partly_loaded(names: list[str]) -> dict[str, Any]:
     results = {}
     for name in names:
         rules = {"compressor": "topk", "rules": [{"match": "*bias", "compressor": "none"}]}
-        # A comparison of replicas would fail as well, and either error may come first in a graph.
+        # The weights differ as well. Whichever comparison comes first in a graph, the error is the one about the steps.
         config = {**(rules if name == "rules" else {"compressor": name}), "bucket_bytes": 0, **EVERYTHING}
-        model = compiled({**config, "check_replicas": 0}, make_small())
+        model = compiled(config, make_small())
         with _folder() as folder:
             fit(model, 2)
             path = tf.train.Checkpoint(optimizer=model.optimizer).save(str(folder / "part"))
