@@ -44,12 +44,12 @@ tests() {
 tests "tests, one process" -n auto -m "not distributed and not kernels" "$@"
 # Ranks leave a tenth of the processor unused. The docs and the tests of kernels take it, at the lowest priority. Linux
 # shares the processor among sessions first, so they run in a session of their own. Their output is printed afterwards.
-printf '\ntest: beside the next step: bash scripts/docs.sh -q; python -m pytest -q -rs --durations=5 -m kernels%s\n' "${*:+ $*}"
+printf '\ntest: beside the next step: bash scripts/docs.sh -q; python -m pytest -q -rs --durations=5 -n auto -m kernels%s\n' "${*:+ $*}"
 setsid bash -ec '
     { echo 19 >/proc/self/autogroup; } 2>/dev/null || true
     renice -n 19 $$ >/dev/null
     bash scripts/docs.sh -q
-    exec python -m pytest -q -rs --durations=5 -m kernels "$@"
+    exec python -m pytest -q -rs --durations=5 -n auto -m kernels "$@"
 ' beside "$@" >"$output" 2>&1 &
 beside=$!
 tests "tests, several processes" -m distributed "$@"

@@ -20,8 +20,10 @@ from grace.core.wire.codings import CODECS, NONE, SMALLEST, Coding
 from grace.core.wire.huffman import huffman_encode
 from grace.core.wire.layout import GatherLayout
 from grace.core.wire.rans import rans_decode, rans_encode
-from grace.testing.harness import array, draw, exchange, host
-from tests.support.registered import BACKENDS, all_compressors, every_framework, ops_of
+from grace.testing.harness import FRAMEWORKS, array, draw, exchange, host
+from tests.support.covering import ALL
+from tests.support.registered import BACKENDS, all_compressors, ops_of
+from tests.support.steps import each
 
 NAMES = (*CODECS, SMALLEST)
 SPEC = TensorSpec("w", (40, 50))
@@ -181,8 +183,12 @@ def test_every_method_gets_its_payload_back(coding):
     assert coded > 15
 
 
-@every_framework
-@pytest.mark.parametrize("communicator", ["allgather", "two_shot", "hierarchical"])
+# Eager TensorFlow takes ten times as long, and graphs of coded steps are in test_graphs.py.
+@each(
+    lambda row: ALL or row["framework"] != "tensorflow" or row["communicator"] == "allgather",
+    framework=FRAMEWORKS,
+    communicator=["allgather", "two_shot", "hierarchical"],
+)
 def test_training_is_the_same_with_fewer_bytes(framework, communicator):
     place = {"name": communicator, **({"local_size": 2} if communicator == "hierarchical" else {})}
     for name, coding in (("terngrad", "huffman"), ("qsgd", "rans"), ("qsgd", SMALLEST)):

@@ -213,7 +213,8 @@ def test_extra_configurations_keep_promises_in_graphs(compressor):
     pytest.importorskip("tensorflow")
     contract, component = OneTensor(), traced(compressor)
     contract.test_bytes_are_equal_in_every_framework(component)
-    contract.test_kept_plus_residual_is_the_gradient(component, get_ops("tensorflow"))
+    if covering.ALL:
+        contract.test_kept_plus_residual_is_the_gradient(component, get_ops("tensorflow"))
 
 
 class TestTracedMemories(Traced, TestMemories):

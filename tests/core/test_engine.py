@@ -119,7 +119,7 @@ FEEDBACK = ["residual", "powersgd", "efsignsgd", "lowpass"]
 AVERAGED = {name: parts for name, parts in DEFAULTS.items() if parts.compressor.averages}
 
 
-@each(in_turn("memory", FEEDBACK), chosen=AVERAGED, memory=FEEDBACK)
+@each(in_turn(memory=FEEDBACK), chosen=AVERAGED, memory=FEEDBACK)
 def test_error_feedback_loses_nothing(chosen, memory):
     """Applied gradients plus residuals equal the given gradients, in the mean over ranks.
 

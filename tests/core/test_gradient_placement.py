@@ -36,7 +36,7 @@ CUTS = ["layer", "small buckets", "model"]
 
 
 @each(
-    lambda row: in_turn("cut", CUTS, METHODS)(row) and in_turn("size", [1, 2, 3, 2], METHODS)(row),
+    in_turn(METHODS, cut=CUTS, size=[1, 2, 3, 2]),
     chosen=METHODS,
     cut=CUTS,
     size=[1, 2, 3],
@@ -58,7 +58,7 @@ def test_results_are_written_where_they_belong(chosen, cut, size, framework):
     assert_same(states(plain), states(placed))
 
 
-@each(in_turn("cut", CUTS, METHODS), chosen=METHODS, cut=CUTS, framework=IN_PLACE)
+@each(in_turn(METHODS, cut=CUTS), chosen=METHODS, cut=CUTS, framework=IN_PLACE)
 def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
     sim = simulate(chosen, framework, size=2, specs=MIXED, **LAYOUTS[cut])
 
@@ -221,7 +221,7 @@ def test_buffers_that_overlap_are_not_written_to():
 
 
 @pytest.mark.skipif("torch" not in FRAMEWORKS, reason="PyTorch is not installed")
-@each(chosen=METHODS, cut=["layer", "small buckets", "model"])
+@each(in_turn(METHODS, cut=CUTS), chosen=METHODS, cut=CUTS)
 def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
     """If gradients are views into one storage, they are compressed in place and overwritten with the results."""
     import torch

@@ -48,6 +48,7 @@ from tests.support.steps import (
 )
 
 FLAT = {name: chosen for name, chosen in DEFAULTS.items() if chosen.compressor.flat}
+BAD = {"nan": np.nan, "inf": np.inf}
 OTHERS = [framework for framework in FRAMEWORKS if framework != "numpy"]
 
 
@@ -144,7 +145,7 @@ def lost_of_tensors(name, cut):
 DENSE = [name for name, chosen in DEFAULTS.items() if not sparsifies(chosen.compressor)]
 
 
-@each(in_turn("cut", CUTS), chosen=DENSE, cut=list(CUTS))
+@each(in_turn(DENSE, cut=CUTS), chosen=DENSE, cut=list(CUTS))
 def test_tensors_of_unlike_scale_keep_the_error_they_have_alone(chosen, cut):
     """One scale for all of them would ruin those with small gradients. Sparsifiers choose among all elements."""
     alone, together = lost_of_tensors(chosen, None), lost_of_tensors(chosen, cut)
@@ -190,7 +191,7 @@ def test_tensors_of_different_learning_rates_are_not_compressed_as_one():
 # --- layers -----------------------------------------------------------------------------------------------------
 
 
-@each(in_turn("size", [2, 3, 4], DEFAULTS), chosen=DEFAULTS, size=[2, 3, 4])
+@each(in_turn(DEFAULTS, size=[2, 3, 4]), chosen=DEFAULTS, size=[2, 3, 4])
 def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
     sim, by_hand = simulate(chosen, size=size), reference(SPECS, config(chosen), get_ops("numpy"), size)
     for number in range(3):
@@ -219,7 +220,7 @@ def units_by_hand(sim, ops, size=RANKS):
     return Reference(ops, sim.plan.units, size, sim.config.seed)
 
 
-@each(in_turn("cut", CUTS), chosen=DEFAULTS, cut=list(CUTS))
+@each(in_turn(DEFAULTS, cut=CUTS), chosen=DEFAULTS, cut=list(CUTS))
 def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
     sim = simulate(chosen, specs=MIXED, **CUTS[cut])
     by_hand = units_by_hand(sim, get_ops("numpy"))
@@ -277,7 +278,7 @@ def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, framewo
         assert predicted <= sum(traffic[0].values())
 
 
-@each(in_turn("cut", CUTS), chosen=FLAT, cut=list(CUTS))
+@each(in_turn(FLAT, cut=CUTS), chosen=FLAT, cut=list(CUTS))
 def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
     sim = simulate(chosen, specs=[*SPECS[:2], LONG], **CUTS[cut])
     for engine in sim.engines:
@@ -295,7 +296,7 @@ def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
         assert all(tensor["relative_error"] is not None for tensor in tensors.values())
 
 
-@each(in_turn("cut", ["layer", *CUTS], DEFAULTS), chosen=DEFAULTS, cut=["layer", *CUTS])
+@each(in_turn(DEFAULTS, cut=["layer", *CUTS]), chosen=DEFAULTS, cut=["layer", *CUTS])
 def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
     forward, shuffled = (simulate(chosen, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
     rng = np.random.default_rng(0)
@@ -336,7 +337,7 @@ def test_a_sparsifier_moves_values_without_rounding(chosen, cut, framework):
         old = new
 
 
-@each(chosen=METHODS, cut=list(CUTS), bad=[np.nan, np.inf])
+@each(in_turn(METHODS, cut=CUTS, bad=BAD), chosen=METHODS, cut=list(CUTS), bad=BAD)
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, cut, bad):
     clean, hit = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     for sim in (clean, hit):

@@ -26,8 +26,8 @@ from tests.support.steps import (
     ways_in_tensorflow,
 )
 
-BAD = [np.nan, np.inf]
-ALONE, IN_TURN = extras_on("numpy"), in_turn("bad", BAD)
+BAD = {"nan": np.nan, "inf": np.inf}
+ALONE, IN_TURN = extras_on("numpy"), in_turn(bad=BAD)
 
 
 @each(

@@ -84,7 +84,7 @@ def test_most_methods_travel_so():
 
 # Every size meets every cut, because 5 and 4 have no common divisor. The cuts in shards are the same for all methods.
 @each(
-    lambda row: in_turn("size", [2, 3, 5, 1, 3], CHOSEN)(row) and in_turn("cut", ["layer", *CUTS], CHOSEN)(row),
+    in_turn(CHOSEN, size=[2, 3, 5, 1, 3], cut=["layer", *CUTS]),
     chosen=CHOSEN,
     size=[1, 2, 3, 5],
     cut=["layer", *CUTS],
@@ -110,7 +110,12 @@ def test_all_ranks_get_the_same_bits_and_send_what_is_predicted(chosen, size, cu
         assert abs(sum(bucket.nbytes for bucket in sim.plan.buckets) - mean) <= len(sim.plan.buckets)
 
 
-@each(chosen=FEEDBACK, size=[2, 3, 5], cut=["layer", *CUTS])
+@each(
+    in_turn(CHOSEN, size=[2, 3, 5], cut=["layer", *CUTS]),
+    chosen=FEEDBACK,
+    size=[2, 3, 5],
+    cut=["layer", *CUTS],
+)
 def test_nothing_is_lost(chosen, size, cut):
     """Applied plus what all ranks hold back is what was given."""
     options = CUTS.get(cut, {"granularity": "layer"})
@@ -138,7 +143,7 @@ def test_frameworks_agree(chosen, framework):
     assert_same(states(numpy), states(other))
 
 
-@each(chosen=CHOSEN, size=[2, 3])
+@each(in_turn(CHOSEN, size=[2, 3]), chosen=CHOSEN, size=[2, 3])
 def test_results_do_not_depend_on_buckets_or_on_the_order_of_gradients(chosen, size):
     alone, together, shuffled = (
         simulate(chosen, size=size, specs=SPECS, bucket_bytes=n) for n in (0, 4 * 2**20, 4 * 2**20)
@@ -159,7 +164,12 @@ def test_results_do_not_depend_on_buckets_or_on_the_order_of_gradients(chosen, s
     assert_same(states(alone), states(shuffled))
 
 
-@each(chosen=CHOSEN, framework=["numpy", "torch"], value=[np.nan, -np.inf])
+@each(
+    in_turn(CHOSEN, framework=["numpy", "torch"], value=["nan", "nan", "-inf"]),
+    chosen=CHOSEN,
+    framework=["numpy", "torch"],
+    value={"nan": np.nan, "-inf": -np.inf},
+)
 def test_a_bad_gradient_rolls_its_shard_back_on_all_ranks(chosen, framework, value):
     """The owner passes the flag on, so that its own memory of the mean is rolled back, too."""
     sim = simulate(chosen, framework, size=3, specs=SPECS[:2])
@@ -185,7 +195,7 @@ def test_a_bad_gradient_rolls_its_shard_back_on_all_ranks(chosen, framework, val
     assert all(np.isfinite(x).all() for mine in step(sim, 2) for x in mine.values())
 
 
-@each(chosen=CHOSEN, framework=["numpy", "torch"])
+@each(in_turn(CHOSEN, framework=["numpy", "torch"]), chosen=CHOSEN, framework=["numpy", "torch"])
 def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
     whole, begun, resumed = (simulate(chosen, framework, size=3, specs=SPECS) for _ in "abc")
     for number in range(2):

@@ -25,6 +25,7 @@ from tests.support.steps import (
     each,
     each_cut,
     gradients,
+    in_turn,
     on_host,
     simulate,
     states,
@@ -162,7 +163,7 @@ def load(sim, other):
         )
 
 
-@each(chosen=METHODS, cut=list(CUTS))
+@each(in_turn(METHODS, cut=CUTS), chosen=METHODS, cut=list(CUTS))
 def test_a_checkpoint_continues_bit_for_bit(chosen, cut):
     sim, fresh = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     for number in range(2):

@@ -38,9 +38,27 @@ LAYOUTS = {
     "whole tensors": {"granularity": "bucket", "bucket_bytes": 0, "split_bytes": 0},
     "fewer pieces": {"granularity": "bucket", "bucket_bytes": 40_000, "split_bytes": 40_000},
 }
-# With the parts that a user gets who names only the compressor: every method, and the extra configurations.
+
+
+def other_form(chosen: Method) -> bool:
+    """Return whether an extra configuration differs from its method's defaults in what the engine sees of it."""
+
+    def form(compressor):
+        fields = [
+            [(f.name, f.dtype, f.wire, f.length if isinstance(f.length, str) else "fixed") for f in compressor.wire(s)]
+            for s in SPECS[:2]
+            if compressor.unfit(s) is None
+        ]
+        return fields, compressor.averages, compressor.flat, compressor.summable, compressor.default_memory
+
+    return form(chosen.compressor) != form(compressors.make(compressors.name_of(chosen.compressor)))
+
+
+# With the parts that a user gets who names only the compressor: every method, and extra configurations. Contracts of
+# compressors have all of these. Steps of the engine have those that take another way through it, and all under `--all`.
 METHODS = registered.by_name([registered.default_method(c) for c in registered.default_compressors()], "compressor")
 EXTRAS = registered.by_name([registered.default_method(c) for c in registered.extra_compressors()], "compressor")
+EXTRAS = {name: chosen for name, chosen in EXTRAS.items() if covering.ALL or other_form(chosen)}
 DEFAULTS = METHODS | EXTRAS
 PARTS = {"compressor": list(compressors), "memory": list(memories), "communicator": list(communicators)}
 COMBINATIONS = {tuple(registered.name(parts).split("-")): parts for parts in registered.valid_methods()}
@@ -60,13 +78,16 @@ def each(valid=lambda row: True, **factors):
 each_cut = each(cut=list(CUTS))
 
 
-def each_combination(valid=lambda row: True, **factors):
-    """Parametrize a test by pairs of compressor, memory, communicator and the factors; `chosen` are the parts."""
+def each_combination(**factors):
+    """Parametrize a test by pairs of compressor, memory, communicator and the factors; `chosen` are the parts.
+
+    Compressor and memory do not meet in pairs here, but in `each_combination_for`.
+    """
 
     def possible(row):
-        return combination(row) in COMBINATIONS and valid(row)
+        return combination(row) in COMBINATIONS
 
-    rows = covering.rows({**PARTS, **factors}, possible)
+    rows = covering.rows({**PARTS, **factors}, possible, apart=[("compressor", "memory")])
     cases = [
         pytest.param(COMBINATIONS[combination(row)], *(row[f] for f in factors), id="-".join(map(str, row.values())))
         for row in rows
@@ -112,18 +133,28 @@ def ways_in_tensorflow(row):
 
 
 def specs_in(framework, chosen):
-    """Return the tensors for steps in a framework: in TensorFlow, which is slow, the matrix and another one in turn."""
+    """Return the tensors for steps in a framework.
+
+    In TensorFlow, which is slow, these are the matrix and, with the methods of WAYS, another one in turn. The contract
+    of compressors has tensors of every kind in graphs.
+    """
     if framework != "tensorflow" or covering.ALL:
         return SPECS
     matrix, *others = SPECS
-    return [matrix, others[list(compressors).index(compressors.name_of(chosen.compressor)) % len(others)]]
+    name = compressors.name_of(chosen.compressor)
+    return [matrix, others[WAYS.index(name) % len(others)]] if name in WAYS else [matrix]
 
 
-def in_turn(factor, values, names=EXTRAS):
-    """Return the condition that each named configuration meets one of the values, in turn; all under `--all`."""
-    values = list(values)
-    meets = {name: values[i % len(values)] for i, name in enumerate(names)}
-    return lambda row: covering.ALL or meets.get(row["chosen"], row[factor]) == row[factor]
+def in_turn(names=EXTRAS, **factors):
+    """Return the condition that each named configuration meets one value per factor, in turn; all under `--all`.
+
+    Two factors meet in every pair if their numbers of values have no common divisor. A value may occur twice for this.
+    """
+    meets = {
+        name: {factor: list(values)[i % len(values)] for factor, values in factors.items()}
+        for i, name in enumerate(names)
+    }
+    return lambda row: covering.ALL or row["chosen"] not in meets or meets[row["chosen"]].items() <= row.items()
 
 
 def config(chosen: Method, granularity="layer", **options) -> Config:

@@ -21,6 +21,8 @@ ALONE, GLOO_2, MPI_2, GLOO_4 = (
 )
 # Away from two ranks of horovodrun, without --all, only these methods, in graphs and in buckets.
 ELSEWHERE = ("fp16", "threshold", "powersgd")
+# By mpirun, only the collectives that the three usually need.
+BY_MPIRUN = {(name, compressors.make(name).default_communicator) for name in ELSEWHERE}
 # On four ranks, only what has more rounds or other partners than on two.
 ON_FOUR = {("threshold", "hierarchical"), ("powersgd", "allreduce")}
 
@@ -41,7 +43,7 @@ def _exchanges(row):
         return False
     if launch == ("horovodrun-gloo", 4):
         return (row["method"], row["communicator"]) in ON_FOUR
-    return launch == ("mpirun", 2) and row["method"] in ELSEWHERE
+    return launch == ("mpirun", 2) and (row["method"], row["communicator"]) in BY_MPIRUN
 
 
 # For Keras, only the path of a method through the engine matters. One process exchanges nothing.

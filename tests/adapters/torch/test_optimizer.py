@@ -19,16 +19,13 @@ pytestmark = pytest.mark.distributed
 def _possible(row):
     """Return whether a row is possible and worth its time.
 
-    Without --all, only the methods of WAYS meet every launch, communicator and granularity; all others have one row.
-    Contracts and simulations have all methods; here it matters which collectives are used.
+    Without --all, these are the methods of WAYS: here it matters which collectives are used. Contracts and simulations
+    have all methods, and grace.mpi has all of them on real ranks.
     """
-    if not cases.possible(row) or ALL or row["method"] in WAYS:
-        return cases.possible(row)
-    usual = {"communicator": "auto", "granularity": "bucket", "view": False, "launcher": "horovodrun-gloo", "ranks": 2}
-    return all(row.get(factor, value) == value for factor, value in usual.items())
+    return cases.possible(row) and (ALL or row["method"] in WAYS)
 
 
-# The trained cases: methods and communicators with granularities of the model and launches.
+# Methods and communicators with granularities of the model and launches.
 EXCHANGES = cases.rows(
     {
         **cases.method_factors(),
@@ -38,8 +35,6 @@ EXCHANGES = cases.rows(
     },
     _possible,
 ) + cases.rows_of_combinations([("horovodrun-gloo", 2), ("mpirun", 4)], granularity="bucket", view=False)
-# Models are trained and resumed with the methods of WAYS and the combinations. The others exchange given gradients.
-TRAINED = [row for row in EXCHANGES if ALL or row["method"] in WAYS or row["method"] not in compressors]
 # The dtypes of every method are tested in one process (tests/support/steps.py).
 DTYPES = cases.rows(
     {
@@ -47,7 +42,7 @@ DTYPES = cases.rows(
         "dtype": ["float16", "bfloat16", "float64"],
         **cases.launch_factors(TORCH),
     },
-    lambda row: _possible(row) and (ALL or row["method"] in WAYS),
+    _possible,
 )
 ALONE = Launch(TORCH, "python", 1)
 # Methods that do not depend on shapes.
@@ -66,7 +61,7 @@ four_ranks = on(*(launch for launch in cases.launches(TORCH, EXCHANGES) if launc
 
 def exchanges(name, launch):
     """Return the rows of a launch by label, and the reports of all ranks about each row."""
-    chosen = cases.rows_of(launch, TRAINED if name == "trained" else EXCHANGES)
+    chosen = cases.rows_of(launch, EXCHANGES)
     return {cases.label_of(row): row for row in chosen}, scenario(name, launch, chosen)
 
 
