@@ -23,7 +23,7 @@ from grace.testing import (
 )
 from grace.testing.harness import FRAMEWORKS
 from tests.mutants.communicators import ranks_of
-from tests.support import covering, registered
+from tests.support import covering, registered, steps
 
 # Methods whose payloads may differ between frameworks, with the reason: for all gradients, and for float64 only.
 REORDERED = {
@@ -58,14 +58,17 @@ def of_ops(contract):
 
 # On NumPy, every promise is tested with every configuration. Other frameworks and graphs run the same code of a method,
 # and one promise and the tests of the engine compare their bytes with NumPy's. So there, every promise meets some
-# configurations, and every configuration some promise.
+# configurations, and on PyTorch every configuration some promise. TensorFlow, which is slow, has the methods of WAYS.
 WAYS = [*FRAMEWORKS[1:], *(["graph"] if "tensorflow" in FRAMEWORKS else [])]
 PARTS = registered.by_name(registered.all_compressors() if covering.ALL else registered.default_compressors())
 EXTRAS = registered.by_name(registered.extra_compressors())
 ELSEWHERE = covering.rows(
     {"promise": of_ops(CompressorContract), "name": list(PARTS), "way": WAYS},
     # In graphs, a separate test covers the extra configurations, on fewer tensors.
-    lambda row: row["way"] != "graph" or row["name"] not in EXTRAS,
+    lambda row: (
+        (row["way"] == "torch" or row["name"] in (PARTS if covering.ALL else steps.WAYS))
+        and (row["way"] != "graph" or row["name"] not in EXTRAS)
+    ),
     apart=[("promise", "name")],
 )
 
