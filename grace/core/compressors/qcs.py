@@ -146,9 +146,16 @@ def _spread(ops: ArrayOps, y: Array, block: int, measured: list[int], widths: li
     dtype, whole, width = ops.dtype(y), widths.count(block), measured[0]
     if not whole:
         return ops.concat([y, ops.zeros(widths[-1] - measured[-1], dtype)])
-    columns = ops.reshape(ops.transpose(ops.reshape(y[: whole * width], (whole, width))), (-1,))
-    filled = ops.reshape(ops.concat([columns, ops.zeros(whole * (block - width), dtype)]), (block, whole))
-    blocks = ops.reshape(ops.transpose(filled), (-1,))
+    rows = ops.reshape(y[: whole * width], (whole, width))
+    if block % width == 0:
+        # Transposing takes ten times as long.
+        empty = ops.zeros(whole * width, dtype)
+        blocks = ops.stack([rows, *[ops.reshape(empty, (whole, width))] * (block // width - 1)], axis=1)
+    else:
+        columns = ops.reshape(ops.transpose(rows), (-1,))
+        filled = ops.reshape(ops.concat([columns, ops.zeros(whole * (block - width), dtype)]), (block, whole))
+        blocks = ops.transpose(filled)
+    blocks = ops.reshape(blocks, (-1,))
     if whole == len(widths):
         return blocks
     return ops.concat([blocks, y[whole * width :], ops.zeros(widths[-1] - measured[-1], dtype)])
