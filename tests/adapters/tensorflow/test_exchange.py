@@ -312,7 +312,7 @@ def test_horovod_tells_the_ranks_of_a_node(launch):
         assert all(rank[placed]["named"] == "" for placed in nodes.FOUND[launch.ranks])
 
 
-# The sum of two halves is rounded once in any case. PyTorch has four ranks without --all, too.
+# Without --all, only PyTorch has four ranks.
 @on(MPI_2, *([GLOO_4] if ALL else []))
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))

@@ -242,7 +242,7 @@ def test_statistics_reach_history_and_tensorboard(launch):
         assert rank["refused"].startswith("ConfigError: StatisticsCallback")
 
 
-# The tests of exchanges have process sets without --all, too.
+# Without --all, the tests of exchanges have process sets.
 @with_all
 @on(Launch(TENSORFLOW, "horovodrun-gloo", 4))
 def test_process_sets_train_apart(launch):
