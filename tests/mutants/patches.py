@@ -3449,8 +3449,8 @@ PATCHES = [
     Patch(
         "qcs-dither-not-subtracted",
         "grace/core/compressors/qcs.py",
-        "0.5 - self._dither(at) - float",
-        "0.0 * self._dither(at) - float",
+        "0.5 - self._dither(at)",
+        "0.0 * self._dither(at)",
         "the dither stays in the decoded measurements as noise",
         ("tests/papers/test_qcs.py -k half_a_step",),
     ),

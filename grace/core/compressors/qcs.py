@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
-from grace.core.methods.levels import bucket_norms, rows_of
+from grace.core.methods.levels import bucket_norms, dequantize_sum, rows_of
 from grace.core.methods.rotation import LONGEST, SHORTEST, rotate, rotated_widths
 from grace.core.ops.base import packed_size
-from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -124,12 +124,21 @@ class QCS(Compressor, Thinning):
         ops, n, measured = at.ops, at.spec.numel, self._measured(at.spec.numel)
         if not measured:
             return ops.zeros(0, at.spec.work_dtype)
-        width, count, total = measured[0], sum(measured), None
-        centre = rows_of(ops, 0.5 - self._dither(at) - float(self._steps), width)
-        for payload in payloads:
-            codes = ops.cast(ops.unpack(payload["codes"], self.bits, count), at.spec.work_dtype)
-            rows = (rows_of(ops, codes, width) + centre) * ops.reshape(payload["scales"], (-1, 1))
-            total = plus(ops, total, ops.reshape(rows, (-1,))[:count])
+        width, count = measured[0], sum(measured)
+        scales = [payload["scales"] for payload in payloads]
+        # The shared part of all ranks, once: the middle of a step, without the dither.
+        together = ops.reshape(sum(scales[1:], scales[0]), (-1, 1))
+        shared = ops.reshape(rows_of(ops, 0.5 - self._dither(at), width) * together, (-1,))[:count]
+        total = dequantize_sum(
+            ops,
+            [payload["codes"] for payload in payloads],
+            [scale * float(self._steps) for scale in scales],
+            width,
+            self._steps,
+            self.bits,
+            count,
+            onto=shared,
+        )
         whole = _spread(ops, total, self.block_size, measured, rotated_widths(n, self.block_size))
         return rotate(ops, whole, self.block_size, at.key, back=True)[:n]
 
