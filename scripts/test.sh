@@ -44,6 +44,7 @@ tests() {
 tests "tests, one process" -n auto -m "not distributed and not kernels" "$@"
 # Ranks leave a tenth of the processor unused. The docs and the tests of kernels take it, at the lowest priority. Linux
 # shares the processor among sessions first, so they run in a session of their own. Their output is printed afterwards.
+# The tests of kernels go on when the ranks have ended, and then use all cores.
 printf '\ntest: beside the next step: bash scripts/docs.sh -q; python -m pytest -q -rs --durations=5 -n auto -m kernels%s\n' "${*:+ $*}"
 setsid bash -ec '
     { echo 19 >/proc/self/autogroup; } 2>/dev/null || true

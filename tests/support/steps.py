@@ -136,7 +136,7 @@ def specs_in(framework, chosen):
     """Return the tensors for steps in a framework.
 
     In TensorFlow, which is slow, these are the matrix and, with the methods of WAYS, another one in turn. The contract
-    of compressors has tensors of every kind in graphs.
+    of compressors has an empty tensor, a scalar and other dtypes in graphs.
     """
     if framework != "tensorflow" or covering.ALL:
         return SPECS

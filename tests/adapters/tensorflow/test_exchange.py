@@ -312,7 +312,6 @@ def test_horovod_tells_the_ranks_of_a_node(launch):
         assert all(rank[placed]["named"] == "" for placed in nodes.FOUND[launch.ranks])
 
 
-# Without --all, only PyTorch has four ranks.
-@on(MPI_2, *([GLOO_4] if ALL else []))
+@on(MPI_2, GLOO_4)
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))

@@ -242,8 +242,6 @@ def test_statistics_reach_history_and_tensorboard(launch):
         assert rank["refused"].startswith("ConfigError: StatisticsCallback")
 
 
-# Without --all, the tests of exchanges have process sets.
-@with_all
 @on(Launch(TENSORFLOW, "horovodrun-gloo", 4))
 def test_process_sets_train_apart(launch):
     ranks = scenario("apart", launch)
