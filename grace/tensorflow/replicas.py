@@ -14,8 +14,8 @@ from grace.core.guards.replicas import (
     STATES,
     SUMMARY_BYTES,
     WEIGHTS,
-    at_other_steps,
     check_digests,
+    check_same_step,
     digest,
     summary,
 )
@@ -106,18 +106,18 @@ def _explained(names: list[str], weights: int, rank: int, everyone: np.ndarray[A
     """Return the text of the error.
 
     Every rank tells the digests of `names`, the first `weights` of which are weights, its steps in this process, and
-    its step. If the steps differ, this is why the weights do: the error is then the one that the exchange would raise.
+    its step.
     """
     told = everyone.reshape(-1, len(names) + 2)
-    taken, step = map(int, told[rank, -2:])
+    taken = int(told[rank, -2])
+    steps = [int(step) for step in told[:, -1]]
     ranks = [dict(zip(names, map(int, mine[:-2]), strict=True)) for mine in told]
     try:
-        if (told[:, -1] != step).any():
-            raise at_other_steps(rank)
+        check_same_step(steps, rank)
         if taken == 1:
             first = [dict([*mine.items()][:weights]) for mine in ranks]
             check_digests(first, WEIGHTS, "before the second step", _BROADCAST)
-        check_digests(ranks, STATES, f"before step {step}", ADVICE)
+        check_digests(ranks, STATES, f"before step {steps[0]}", ADVICE)
     except MismatchError as error:
         return f"{MismatchError.__name__}: {error}".encode()
     return b""

@@ -15,7 +15,15 @@ from grace.core.exchange.start import announce, described
 from grace.core.exchange.state import check_mapping
 from grace.core.exchange.transport import Handle
 from grace.core.guards.agreement import agree
-from grace.core.guards.replicas import ADVICE, STATES, SUMMARY_BYTES, WEIGHTS, check_digests, digest, is_due, summary
+from grace.core.guards.replicas import (
+    SUMMARY_BYTES,
+    WEIGHTS,
+    check_digests,
+    check_equal,
+    digest,
+    is_due,
+    summary,
+)
 from grace.core.ops import get_ops
 from grace.core.values.config import Config
 from grace.core.values.errors import StateError, StepError
@@ -220,8 +228,7 @@ class Exchange(core.Exchange[Engine]):
         check_digests([other["of this rank"] for other in everyone], WEIGHTS, f"before {what}", self._library.advice)
 
     def _compare_all(self, step: int, digests: Mapping[str, int], what: str) -> None:
-        everyone = self._gather([digests], "replicas in detail", what)
-        check_digests(everyone, STATES, f"before step {step}", ADVICE)
+        check_equal(self._gather([(step, digests)], "replicas in detail", what), self.rank)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return self._library.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)

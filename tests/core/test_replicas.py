@@ -34,16 +34,17 @@ def test_a_summary_depends_on_names_values_and_order():
     assert {len(s) for s in summaries} == {SUMMARY_BYTES}
 
 
-def met(others):
+def met(others, steps=(7, 7)):
     """Compare with other ranks. Return the text of the error, and what was sent."""
     sent = []
 
     def gather(mine, purpose):
         sent.extend(mine)
-        return [*mine, *others] if mine == [MINE] else [*mine, *(summary(other).hex() for other in others)]
+        in_detail = [(step, other) for step, other in zip(steps, others, strict=True)]
+        return [*mine, *(in_detail if mine == [(7, MINE)] else (summary(other).hex() for other in others))]
 
     try:
-        compare([MINE], gather, "before step 7")
+        compare([(7, MINE)], gather, 0)
     except MismatchError as error:
         return str(error), sent
     return "", sent
@@ -52,10 +53,16 @@ def met(others):
 def test_digests_are_sent_only_if_the_summaries_differ():
     assert met([MINE, MINE]) == ("", [summary(MINE).hex()])
     text, sent = met([MINE, {**MINE, "b": 2, "c": 4}])
-    assert sent == [summary(MINE).hex(), MINE]
+    assert sent == [summary(MINE).hex(), (7, MINE)]
     assert text.startswith(
         "the weights or shared states of rank 2 and rank 0 differ before step 7, in 'b' and 1 other tensors: expected "
     )
+
+
+def test_ranks_at_other_steps_get_the_error_about_their_steps():
+    """Their weights differ as well, because only some of them have loaded a checkpoint."""
+    text, _ = met([MINE, {**MINE, "b": 2}], steps=(7, 5))
+    assert text.startswith("the ranks are not at the same step (seen by rank 0)")
 
 
 def test_steps_that_are_due():

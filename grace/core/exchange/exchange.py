@@ -171,16 +171,16 @@ class Exchange(ABC, Generic[D]):
     def check_replicas(self) -> None:
         """Compare the weights and the shared states of all ranks now; all ranks must call it between the same steps.
 
-        The option `check_replicas` does it every so many steps. Raises MismatchError, which names the first tensor that
-        differs, on every rank.
+        The option `check_replicas` does it every so many steps. Raises MismatchError on every rank. It names the first
+        tensor that differs, or says that the ranks are at different steps.
         """
         self._compare(self._weights())
 
     def _compare(self, weights: Mapping[str, Array]) -> None:
         compare(
-            [self._digests(engine, weights) for engine in self.engines],
+            [(int(engine.step), self._digests(engine, weights)) for engine in self.engines],
             lambda values, purpose: self._gather(values, purpose, "the comparison of replicas"),
-            f"before step {int(self.engine.step)}",
+            self.rank,
         )
 
     def _digests(self, engine: D, weights: Mapping[str, Array]) -> dict[str, int]:

@@ -52,6 +52,15 @@ def at_other_steps(rank: int) -> MismatchError:
     )
 
 
+def check_same_step(steps: Sequence[int], rank: int) -> None:
+    """Raise MismatchError, as `rank`, unless all ranks are at the same step.
+
+    Check this before digests: ranks at different steps have different weights, too, and the steps are the cause.
+    """
+    if len(set(steps)) > 1:
+        raise at_other_steps(rank)
+
+
 def check_digests(digests: Sequence[Mapping[str, int]], what: str, when: str, advice: str) -> None:
     """Raise MismatchError unless the digests of all ranks, by tensor and in rank order, are those of rank 0."""
     for rank, mine in enumerate(digests):
@@ -63,11 +72,20 @@ def check_digests(digests: Sequence[Mapping[str, int]], what: str, when: str, ad
             )
 
 
-def compare(mine: Sequence[Mapping[str, int]], gather: Callable[[Sequence[Any], str], list[Any]], when: str) -> None:
-    """Raise MismatchError, which names the first tensor that differs, on every rank if digests differ.
+def check_equal(everyone: Sequence[tuple[int, Mapping[str, int]]], rank: int) -> None:
+    """Raise MismatchError, as `rank`, unless the steps and the digests of all ranks are equal."""
+    steps, digests = zip(*everyone, strict=True)
+    check_same_step(steps, rank)
+    check_digests(digests, STATES, f"before step {steps[0]}", ADVICE)
 
-    `mine` has the digests of each rank in this process. `gather(values, purpose)` returns one value per rank of all
-    ranks. The digests themselves are sent only if the digests of all of them differ.
+
+def compare(
+    mine: Sequence[tuple[int, Mapping[str, int]]], gather: Callable[[Sequence[Any], str], list[Any]], rank: int
+) -> None:
+    """Raise MismatchError, as `rank`, if digests differ; it names the first such tensor, or says that steps differ.
+
+    `mine` has the step and the digests of each rank in this process. `gather(values, purpose)` returns one value per
+    rank of all ranks. The digests themselves are sent only if the digests of all of them differ.
     """
-    if len(set(gather([summary(digests).hex() for digests in mine], "replicas"))) > 1:
-        check_digests(gather(mine, "replicas in detail"), STATES, when, ADVICE)
+    if len(set(gather([summary(digests).hex() for _, digests in mine], "replicas"))) > 1:
+        check_equal(gather(mine, "replicas in detail"), rank)

@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_of_it_loaded(launch):
 def test_checkpoint_that_only_some_ranks_load_is_noticed_by_all(launch):
     for rank in scenario("partly_loaded", launch):
         for label, error in rank.items():
-            assert error.startswith("MismatchError"), (label, error)
+            assert error.startswith("MismatchError: the ranks are not at the same step"), (label, error)
             assert "Let every rank load" in error
 
 

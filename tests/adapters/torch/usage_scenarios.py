@@ -126,7 +126,8 @@ def partly_loaded() -> dict[str, str]:
         optimizer = wrap(model, {"compressor": name, **EVERYTHING})
         train(model, optimizer, 2)
         state = copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer, 3)
+        # After four steps the ranks compare their replicas. The error must be about their steps all the same.
+        train(model, optimizer, 2)
         if my_rank() == 0:
             optimizer.load_state_dict(state)
         broadcast_state(optimizer)
