@@ -1,4 +1,4 @@
-// Rotations in blocks, with the rotated elements rounded to a few levels.
+// Rotations in blocks, with the rotated elements rounded to a few levels, and redundant frames.
 #include "grace/kernels.h"
 
 namespace grace {
@@ -26,6 +26,17 @@ int64_t tail_of(int64_t n, int64_t block) {
 template <class T> Rotation<T> rotation_of(const Call& call, int i, int64_t block, int64_t n, const RandomKey& key) {
     const int bits = level_bits(call, i);
     return {n, block, tail_of(n, block), call.input<T>(i), bits, signs_of(key, key.rank)};
+}
+
+// The frame whose block, redundancy and key begin at integer `first`.
+Frame frame_at(const Call& call, int first, int64_t n) {
+    const int64_t block = block_at(call, first), redundancy = call.integer(first + 1);
+    if (redundancy < 2 || redundancy > block || (redundancy & (redundancy - 1)) != 0) {
+        call.fail(Error::Kind::value, "expected a redundancy of 2 to " + std::to_string(block) +
+                                          ", a power of two, received " + std::to_string(redundancy));
+    }
+    const RandomKey key = key_at(call, first + 2);
+    return {n, block, block / redundancy, signs_of(key, key.rank)};
 }
 
 // The blocks of a task.
@@ -93,6 +104,44 @@ void rotated_sum_kernel(Call& call) {
         call.parallel(divide_up(by.blocks(), each(block)), [&](int64_t task) {
             loops<T>().rotated_sum(payloads.data(), keys.data(), ranks, &by, to.onto, to.out, task * each(block),
                                    std::min(by.blocks(), (task + 1) * each(block)), to.around);
+        });
+    });
+}
+
+void spread_in_frame_kernel(Call& call) {
+    call.expect(2, 6, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const Frame frame = frame_at(call, 0, n);
+        const T* x = call.input<T>(0);
+        const T* norms = call.input<T>(1, buckets_of(n, frame.width));
+        T* out = call.output<T>(frame.blocks() * frame.block);
+        GRACE_GPU(call, spread_in_frame, x, norms, frame, out);
+        call.parallel(divide_up(frame.blocks(), each(frame.block)), [&](int64_t task) {
+            loops<T>().spread_in_frame(x, norms, &frame, out, task * each(frame.block),
+                                       std::min(frame.blocks(), (task + 1) * each(frame.block)));
+        });
+    });
+}
+
+void project_from_frame_kernel(Call& call) {
+    call.expect(1, 6, 0);
+    const int64_t block = block_at(call, 0), size = call.input(0).size;
+    if (size % block != 0) {
+        call.fail(Error::Kind::value, "expected whole blocks of " + std::to_string(block) + " coefficients, received " +
+                                          std::to_string(size));
+    }
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        Frame frame = frame_at(call, 0, 0);
+        frame.n = size / block * frame.width;
+        const T* coefficients = call.input<T>(0);
+        T* out = call.output<T>(frame.n);
+        GRACE_GPU(call, project_from_frame, coefficients, frame, out);
+        call.parallel(divide_up(frame.blocks(), each(block)), [&](int64_t task) {
+            loops<T>().project_from_frame(coefficients, &frame, out, task * each(block),
+                                          std::min(frame.blocks(), (task + 1) * each(block)));
         });
     });
 }

@@ -1,5 +1,5 @@
-// Count-Sketches.
-#include "grace/kernels.h"
+// Count-Sketches and Bloom filters.
+#include "selection.h"
 
 namespace grace {
 namespace {
@@ -16,6 +16,14 @@ int rows_at(const Call& call, int i) {
         call.fail(Error::Kind::value, "expected 1 to 65536 rows, received " + std::to_string(rows));
     }
     return static_cast<int>(rows);
+}
+
+int hashes_at(const Call& call, int i) {
+    const int64_t hashes = call.integer(i);
+    if (hashes < 1 || hashes > 1 << 16) {
+        call.fail(Error::Kind::value, "expected 1 to 65536 hash functions, received " + std::to_string(hashes));
+    }
+    return static_cast<int>(hashes);
 }
 
 int64_t columns_at(const Call& call, int i) {
@@ -73,6 +81,39 @@ void sketch_estimate_kernel(Call& call) {
             loops<T>().sketch_medians(sketch, hashes.data(), rows, static_cast<uint32_t>(columns), begin, end,
                                       places.data(), found.data(), out, is_large<T>(n));
         });
+    });
+}
+
+void filter_positions_kernel(Call& call) {
+    call.expect(1, 7, 0);
+    const int64_t bits = call.integer(0), n = call.length(2);
+    if (bits < 1 || bits > INT32_MAX) {
+        call.fail(Error::Kind::value, "expected a filter of 1 to 2^31 - 1 bits, received " + std::to_string(bits));
+    }
+    const int count = hashes_at(call, 1);
+    check_addressable(call, n);
+    const RandomKey key = key_at(call, 3);
+    const uint8_t* filter = call.input<uint8_t>(0, divide_up(bits, 8));
+    const auto room = [&](int64_t reported) { return call.output<int32_t>(reported); };
+    GRACE_GPU(call, filter_positions, filter, bits, count, key, n, room);
+    std::vector<ItemHash> hashes;
+    for (int i = 0; i < count; ++i) hashes.push_back(hash_of_items(key, i));
+    Scratch<uint8_t> marks(divide_up(n, 8));
+    // The number of positions before each piece.
+    std::vector<int64_t> before(static_cast<size_t>(divide_up(n, kPiece)) + 1, 0);
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        before[static_cast<size_t>(begin / kPiece) + 1] = integer_loops().filter_marks(
+            filter, static_cast<uint32_t>(bits), hashes.data(), count, begin, end, marks.data() + begin / 8);
+    });
+    for (size_t i = 1; i < before.size(); ++i) before[i] += before[i - 1];
+    int32_t* out = room(before.back());
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        int32_t* to = out + before[static_cast<size_t>(begin / kPiece)];
+        for (int64_t at = begin; at < end; at += 8) {
+            for (uint32_t mask = marks[at / 8]; mask != 0; mask &= mask - 1) {
+                *to++ = static_cast<int32_t>(at + __builtin_ctz(mask));
+            }
+        }
     });
 }
 

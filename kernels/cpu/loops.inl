@@ -398,6 +398,8 @@ template <class T> static constexpr Loops<T> make_loops() {
             level_codes<T>,
             levels_sum<T>,
             rotate<T>,
+            spread_in_frame<T>,
+            project_from_frame<T>,
             rotated_codes<T>,
             rotated_sum<T>,
             select<T>,
@@ -406,6 +408,8 @@ template <class T> static constexpr Loops<T> make_loops() {
             moments_below<T>,
             draw<T>,
             drawn_entries<T>,
+            draw_vertices<T>,
+            vertices_sum<T>,
             select_sides<T>,
             to_half<T>,
             from_half<T>,
@@ -438,6 +442,6 @@ const IntegerLoops GRACE_NAME(integer_loops_, GRACE_ISA) = {
     GRACE_ISA::stream_words, GRACE_ISA::uniforms, GRACE_ISA::sample, GRACE_ISA::pack, GRACE_ISA::unpack,
     GRACE_ISA::pack_lanes<int8_t>, GRACE_ISA::pack_lanes<int16_t>, GRACE_ISA::pack_lanes<int32_t>,
     GRACE_ISA::unpack_lanes<int8_t>, GRACE_ISA::unpack_lanes<int16_t>, GRACE_ISA::unpack_lanes<int32_t>,
-    GRACE_ISA::count_tags};
+    GRACE_ISA::filter_marks, GRACE_ISA::count_tags};
 
 }  // namespace grace

@@ -270,6 +270,14 @@ GRACE_LOCAL void rotate_block(const T* x, const RotationKey& key, int64_t first,
     hadamard(y, width);
 }
 
+// The inverse of `rotate_block` on a whole block, in place.
+template <class T> GRACE_LOCAL void rotate_back(const RotationKey& key, int64_t first, int64_t width, T* y) {
+    hadamard(y, width);
+    flip_signs(key.second, first, y, T(1) / T(width), y, width);
+    hadamard(y, width);
+    flip_signs(key.first, first, y, T(1), y, width);
+}
+
 template <class T>
 static void rotate(const T* x, const Rotation<T>* by, bool back, T* out, int64_t begin, int64_t end) {
     alignas(64) T held[kRotation];
@@ -280,12 +288,42 @@ static void rotate(const T* x, const Rotation<T>* by, bool back, T* out, int64_t
         } else {
             memcpy(held, x + first, size_t(length) * sizeof(T));
             for (int64_t i = length; i < width; ++i) held[i] = T(0);
-            hadamard(held, width);
-            flip_signs(by->key.second, first, held, T(1) / T(width), held, width);
-            hadamard(held, width);
-            flip_signs(by->key.first, first, held, T(1), held, width);
+            rotate_back(by->key, first, width, held);
         }
         memcpy(out + first, held, size_t(width) * sizeof(T));
+    }
+}
+
+template <class T>
+static void spread_in_frame(const T* x, const T* norms, const Frame* frame, T* out, int64_t begin, int64_t end) {
+    alignas(64) T rest[kRotation], found[kRotation], sums[kRotation];
+    const int64_t size = frame->block, width = frame->width;
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * size, length = lesser(width, frame->n - block * width);
+        memcpy(rest, x + block * width, size_t(length) * sizeof(T));
+        for (int64_t i = length; i < size; ++i) rest[i] = T(0);
+        T bound = norms[block] * T(1 / __builtin_sqrt(double(size)));
+        for (int64_t i = 0; i < size; ++i) sums[i] = T(0);
+        for (int projection = 0; projection < kProjections; ++projection, bound *= T(0.5)) {
+            rotate_block(rest, frame->key, first, size, size, found);
+            for (int64_t i = 0; i < size; ++i) found[i] = clipped(found[i], bound);
+            for (int64_t i = 0; i < size; ++i) sums[i] += found[i];
+            rotate_back(frame->key, first, size, found);
+            for (int64_t i = 0; i < width; ++i) rest[i] -= found[i];
+        }
+        rotate_block(rest, frame->key, first, size, size, found);
+        for (int64_t i = 0; i < size; ++i) out[first + i] = sums[i] + found[i];
+    }
+}
+
+template <class T>
+static void project_from_frame(const T* coefficients, const Frame* frame, T* out, int64_t begin, int64_t end) {
+    alignas(64) T held[kRotation];
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * frame->block;
+        memcpy(held, coefficients + first, size_t(frame->block) * sizeof(T));
+        rotate_back(frame->key, first, frame->block, held);
+        memcpy(out + block * frame->width, held, size_t(frame->width) * sizeof(T));
     }
 }
 

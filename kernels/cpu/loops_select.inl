@@ -140,6 +140,61 @@ static void drawn_entries(const int32_t* drawn, T scale, T* values, int32_t* ind
 }
 
 template <class T>
+static void draw_vertices(const T* x, const T* norms, const Vertices* by, int64_t* ends, int64_t* codes,
+                          int64_t* masses, int64_t begin, int64_t end) {
+    const int64_t width = by->width, samples = by->samples;
+    const int shift = 32 - __builtin_ctzll(uint64_t(width)) - 1;
+    // The random words from the vertex `first` on.
+    alignas(64) uint32_t random[kBlock];
+    int64_t first = -kBlock;
+    for (int64_t bucket = begin; bucket < end; ++bucket) {
+        const T* mine = x + bucket * width;
+        const int64_t length = lesser(width, by->n - bucket * width);
+        for (int64_t i = 0; i < length; ++i) ends[i] = share_of(mine[i], norms[bucket]);
+        int64_t mass = 0;
+        for (int64_t i = 0; i < length; ++i) ends[i] = mass += ends[i];
+        for (int64_t i = length; i < width; ++i) ends[i] = mass;
+        masses[bucket] = mass;
+        const int64_t reach = mass < by->least ? by->least : mass;
+        for (int64_t i = bucket * samples; i < (bucket + 1) * samples; ++i) {
+            if (i - first >= kBlock) {
+                first = i / 4 * 4;
+                words(by->key, uint32_t(first / 4), kBlock / 4, random);
+            }
+            const int64_t point = point_of(random[i - first], reach);
+            if (by->least > 0 && point >= mass) {
+                uint32_t other[4];
+                words(by->rest, uint32_t(i / 4), 1, other);
+                codes[i] = int64_t(other[i % 4] >> shift);
+            } else {
+                codes[i] = vertex_at(point, ends, width, mine, length);
+            }
+        }
+    }
+}
+
+template <class T>
+static void vertices_sum(const VertexCodes<T>* ranks, int count, const Vertices* by, const T* onto, T* out,
+                         int32_t* counts, int64_t begin, int64_t end) {
+    const int64_t width = by->width, samples = by->samples;
+    for (int64_t bucket = begin; bucket < end; ++bucket) {
+        const int64_t at = bucket * width, length = lesser(width, by->n - at);
+        for (int r = 0; r < count; ++r) {
+            memset(counts, 0, size_t(width) * sizeof(int32_t));
+            const int64_t* codes = ranks[r].codes + bucket * samples;
+            for (int64_t i = 0; i < samples; ++i) counts[codes[i] & (width - 1)] += (codes[i] & width) != 0 ? -1 : 1;
+            const T scale = ranks[r].scales[bucket];
+            const T* base = r > 0 ? out + at : onto == nullptr ? nullptr : onto + at;
+            if (base == nullptr) {
+                for (int64_t i = 0; i < length; ++i) out[at + i] = T(counts[i]) * scale;
+            } else {
+                for (int64_t i = 0; i < length; ++i) out[at + i] = base[i] + T(counts[i]) * scale;
+            }
+        }
+    }
+}
+
+template <class T>
 static void select_sides(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts) {
     int64_t count = into->count;
     for (int64_t i = 0; i < n; i += 64) {

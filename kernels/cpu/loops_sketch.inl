@@ -1,4 +1,4 @@
-// Count-Sketches. Included by loops.inl.
+// Count-Sketches and Bloom filters. Included by loops.inl.
 
 constexpr int64_t kSketchAhead = 8;  // prefetch distance in blocks
 
@@ -184,4 +184,37 @@ static void sketch_medians(const T* sketch, const SketchHash* hashes, int rows, 
         case 7: return estimates<7>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
         default: return estimates<0>(sketch, hashes, rows, columns, begin, end, places, found, out, around);
     }
+}
+
+static int64_t filter_marks(const uint8_t* filter, uint32_t bits, const ItemHash* hashes, int count, int64_t begin,
+                            int64_t end, uint8_t* marks) {
+    alignas(64) uint32_t places[kBlock], left[kBlock];
+    int64_t found = 0;
+    for (int64_t at = begin; at < end; at += kBlock, marks += kBlock / 8) {
+        const int64_t length = lesser(kBlock, end - at);
+        // The first function is asked for every item. One addition per item takes the place of a product of 64 bits.
+        uint64_t word = uint64_t(at) * hashes[0].factor + hashes[0].term;
+        const uint64_t step = hashes[0].factor;
+        for (int64_t i = 0; i < length; ++i, word += step) places[i] = uint32_t(word >> 32);
+        for (int64_t i = 0; i < length; ++i) places[i] = uint32_t(uint64_t(places[i]) * bits >> 32);
+        int64_t here = 0;
+        for (int64_t i = 0; i < length; ++i) {
+            left[here] = uint32_t(i);
+            here += bit_at(filter, places[i]);
+        }
+        // Each further function leaves about half of the false ones to the next.
+        for (int j = 1; j < count && here > 0; ++j) {
+            const int64_t asked = here;
+            here = 0;
+            for (int64_t i = 0; i < asked; ++i) {
+                const uint32_t item = left[i];
+                left[here] = item;
+                here += bit_at(filter, filter_place(hashes[j], uint64_t(at) + item, bits));
+            }
+        }
+        memset(marks, 0, size_t(length + 7) / 8);
+        for (int64_t i = 0; i < here; ++i) marks[left[i] / 8] |= uint8_t(1u << left[i] % 8);
+        found += here;
+    }
+    return found;
 }

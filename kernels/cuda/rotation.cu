@@ -40,16 +40,62 @@ template <class V> __device__ V of_first(V mine) {
     return held;
 }
 
-// y = H D' H D x / d of a block in shared memory, with zeros from `by.n` on. All threads must take part.
-template <class T> __device__ void rotate_block(const T* x, const Rotation<T>& by, int64_t first, int64_t width, T* y) {
+// y = H D' H D x / d of a block in shared memory, with zeros from `length` on. All threads must take part.
+template <class T>
+__device__ void rotate_block(const T* x, const RotationKey& key, int64_t first, int64_t length, int64_t width, T* y) {
     for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-        y[i] = first + i < by.n ? with_sign(by.key.first, first + i, x[first + i]) : T(0);
+        y[i] = i < length ? with_sign(key.first, first + i, x[i]) : T(0);
     }
     hadamard(y, width);
     for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-        y[i] = with_sign(by.key.second, first + i, y[i]) * (T(1) / T(width));
+        y[i] = with_sign(key.second, first + i, y[i]) * (T(1) / T(width));
     }
     hadamard(y, width);
+}
+
+// The inverse of `rotate_block` on a whole block, in place. All threads must take part.
+template <class T> __device__ void rotate_back(const RotationKey& key, int64_t first, int64_t width, T* y) {
+    hadamard(y, width);
+    for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+        y[i] = with_sign(key.second, first + i, y[i]) * (T(1) / T(width));
+    }
+    hadamard(y, width);
+    for (int64_t i = threadIdx.x; i < width; i += kThreads) y[i] = with_sign(key.first, first + i, y[i]);
+}
+
+// Each coefficient is added up where it is returned, by one thread.
+template <class T> __global__ void spread_kernel(const T* x, const T* norms, Frame frame, T* out) {
+    __shared__ T rest[kRotation / 2], found[kRotation];
+    const int64_t size = frame.block, width = frame.width;
+    for (int64_t block = blockIdx.x; block < frame.blocks(); block += gridDim.x) {
+        const int64_t first = block * size, from = block * width;
+        __syncthreads();
+        for (int64_t i = threadIdx.x; i < width; i += kThreads) rest[i] = from + i < frame.n ? x[from + i] : T(0);
+        T bound = norms[block] * T(1 / sqrt(double(size)));
+        for (int projection = 0; projection <= kProjections; ++projection, bound *= T(0.5)) {
+            const bool last = projection == kProjections;
+            __syncthreads();
+            rotate_block(rest, frame.key, first, width, size, found);
+            for (int64_t i = threadIdx.x; i < size; i += kThreads) {
+                if (!last) found[i] = clipped(found[i], bound);
+                out[first + i] = (projection == 0 ? T(0) : out[first + i]) + found[i];
+            }
+            if (last) break;
+            rotate_back(frame.key, first, size, found);
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) rest[i] -= found[i];
+        }
+    }
+}
+
+template <class T> __global__ void project_kernel(const T* coefficients, Frame frame, T* out) {
+    __shared__ T held[kRotation];
+    for (int64_t block = blockIdx.x; block < frame.blocks(); block += gridDim.x) {
+        const int64_t first = block * frame.block;
+        __syncthreads();
+        for (int64_t i = threadIdx.x; i < frame.block; i += kThreads) held[i] = coefficients[first + i];
+        rotate_back(frame.key, first, frame.block, held);
+        for (int64_t i = threadIdx.x; i < frame.width; i += kThreads) out[block * frame.width + i] = held[i];
+    }
 }
 
 template <class T> __global__ void rotate_kernel(const T* x, Rotation<T> by, bool back, T* out) {
@@ -59,16 +105,12 @@ template <class T> __global__ void rotate_kernel(const T* x, Rotation<T> by, boo
         __syncthreads();
         if (back) {
             for (int64_t i = threadIdx.x; i < width; i += kThreads) held[i] = first + i < by.n ? x[first + i] : T(0);
-            hadamard(held, width);
-            for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-                held[i] = with_sign(by.key.second, first + i, held[i]) * (T(1) / T(width));
-            }
-            hadamard(held, width);
+            rotate_back(by.key, first, width, held);
         } else {
-            rotate_block(x, by, first, width, held);
+            rotate_block(x + first, by.key, first, by.n - first, width, held);
         }
         for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-            out[first + i] = back ? with_sign(by.key.first, first + i, held[i]) : held[i];
+            out[first + i] = held[i];
         }
     }
 }
@@ -85,7 +127,7 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
             const T mine = first + i < by.n ? x[first + i] : T(0);
             squares += double(mine) * double(mine);
         }
-        rotate_block(x, by, first, width, rotated);
+        rotate_block(x + first, by.key, first, by.n - first, width, rotated);
         T reach, norm = 0;
         if (fit) {
             norm = T(sqrt(of_first(joined(squares, Added<double>()))));
@@ -152,6 +194,14 @@ template <class T> void rotate(const Stream& on, const T* x, const Rotation<T>& 
     launch(on, blocks_for(by.blocks(), 1), rotate_kernel<T>, x, by, back, out);
 }
 
+template <class T> void spread_in_frame(const Stream& on, const T* x, const T* norms, const Frame& frame, T* out) {
+    launch(on, blocks_for(frame.blocks(), 1), spread_kernel<T>, x, norms, frame, out);
+}
+
+template <class T> void project_from_frame(const Stream& on, const T* coefficients, const Frame& frame, T* out) {
+    launch(on, blocks_for(frame.blocks(), 1), project_kernel<T>, coefficients, frame, out);
+}
+
 template <class T>
 void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fit, const RandomKey* noise,
                     uint8_t* codes, T* scales) {
@@ -171,6 +221,8 @@ void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std
 
 #define GRACE_MAKE(T)                                                                                                \
     template void rotate<T>(const Stream&, const T*, const Rotation<T>&, bool, T*);                                  \
+    template void spread_in_frame<T>(const Stream&, const T*, const T*, const Frame&, T*);                           \
+    template void project_from_frame<T>(const Stream&, const T*, const Frame&, T*);                                  \
     template void rotated_encode<T>(const Stream&, const T*, const Rotation<T>&, bool, const RandomKey*, uint8_t*, T*); \
     template void rotated_sum<T>(const Stream&, const std::vector<Coded<T>>&, const std::vector<const int32_t*>&,    \
                                  const RandomKey&, const Rotation<T>&, const T*, T*);

@@ -2,6 +2,7 @@
 //
 // A selection marks elements by bits, computes the number of marks before every stretch of the array, and then writes
 // values and indices to their positions. x is read once, the marks are read twice.
+#include "ranks.h"
 #include "stretches.h"
 
 namespace grace {
@@ -80,6 +81,26 @@ template <class T> struct ClearElements {
         for (int j = 0; j < 8; ++j) found[j] = is_clear(found[j], variance[j], alpha) ? found[j] : T(0);
     }
 };
+// Of a group of items 1 for those that a Bloom filter reports.
+struct FilterItems {
+    const uint8_t* filter;
+    uint32_t bits;
+    const ItemHash* hashes;
+    int count;
+    __device__ bool reports(uint64_t item) const {
+        for (int i = 0; i < count; ++i) {
+            if (bit_at(filter, filter_place(hashes[i], item, bits)) == 0) return false;
+        }
+        return true;
+    }
+    __device__ void operator()(int64_t group, int size, uint8_t found[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) found[j] = uint8_t(j < size && reports(uint64_t(8 * group + j)));
+    }
+};
+struct IsReported {
+    __device__ int operator()(uint8_t found) const { return found != 0 ? kPassed : kLeft; }
+};
 template <class T> struct IsSent {
     const int32_t* top;
     __device__ int operator()(T x) const { return magnitude(x) >= least_sent<T>(*top) ? kPassed : kLeft; }
@@ -138,6 +159,11 @@ template <class T> struct WriteDrawn {
             out.indices[passed] = int32_t(i);
         }
     }
+};
+
+struct WriteIndex {
+    int32_t* indices;
+    __device__ void operator()(bool, int64_t passed, int64_t, int64_t i) const { indices[passed] = int32_t(i); }
 };
 
 template <class T> struct WriteWords {
@@ -326,6 +352,20 @@ void power_words(const Stream& on, const T* x, const T* noise, double alpha, T* 
     launch(on, shares.count, compact_kernel<WriteWords<T>>, n, shares, marks, nullptr, write);
 }
 
+void filter_positions(const Stream& on, const uint8_t* filter, int64_t bits, int count, const RandomKey& key, int64_t n,
+                      const std::function<int32_t*(int64_t reported)>& room) {
+    ItemHash* hashes = scratch<ItemHash>(on, count);
+    const RandomKey mine = key;
+    each(on, count, [=] __device__(int64_t i) { hashes[i] = hash_of_items(mine, i); });
+    const Shares shares = shares_of(n);
+    const FilterItems items{filter, uint32_t(bits), hashes, count};
+    const Marks marks = mark<uint8_t>(on, items, n, shares, false, IsReported{});
+    const int64_t found = int64_t(fetched(on, marks.before + shares.count) & 0xFFFFFFFFu);
+    const WriteIndex write{room(found)};
+    if (found == 0) return;
+    launch(on, shares.count, compact_kernel<WriteIndex>, n, shares, marks, nullptr, write);
+}
+
 template <class T> void keep_odds(const Stream& on, const T* x, int64_t k, double budget, double* out, int64_t n) {
     OddsSearch<T>* search = scratch<OddsSearch<T>>(on, 1);
     T* most = scratch<T>(on, 1);
@@ -381,6 +421,52 @@ template <class T>
 void drawn_entries(const Stream& on, const int32_t* drawn, const T* scale, T* values, int32_t* indices, int64_t count) {
     map(on, values, count, [=] __device__(int64_t i) { return drawn[i] < 0 ? -*scale : *scale; });
     map(on, indices, count, [=] __device__(int64_t i) { return plain_index(drawn[i]); });
+}
+
+// One thread adds up a bucket; then every vertex has its own.
+template <class T>
+void draw_vertices(const Stream& on, const T* x, const T* norms, const Vertices& by, int64_t* codes, int64_t* masses) {
+    const int64_t buckets = divide_up(by.n, by.width);
+    const int shift = 32 - __builtin_ctzll(uint64_t(by.width)) - 1;
+    const Vertices mine = by;
+    int64_t* ends = scratch<int64_t>(on, buckets * by.width);
+    each(on, buckets, [=] __device__(int64_t bucket) {
+        int64_t mass = 0;
+        for (int64_t i = bucket * mine.width; i < (bucket + 1) * mine.width; ++i) {
+            ends[i] = mass += i < mine.n ? share_of(x[i], norms[bucket]) : 0;
+        }
+        masses[bucket] = mass;
+    });
+    map(on, codes, buckets * by.samples, [=] __device__(int64_t i) {
+        const int64_t bucket = i / mine.samples, from = bucket * mine.width, mass = masses[bucket];
+        const int64_t left = mine.n - from, length = left < mine.width ? left : mine.width;
+        uint32_t random[4];
+        philox(mine.key, uint32_t(i / 4), random);
+        const int64_t point = point_of(random[i % 4], mass < mine.least ? mine.least : mass);
+        if (mine.least > 0 && point >= mass) {
+            philox(mine.rest, uint32_t(i / 4), random);
+            return int64_t(random[i % 4] >> shift);
+        }
+        return vertex_at(point, ends + from, mine.width, x + from, length);
+    });
+}
+
+template <class T> struct VertexValue {
+    int64_t width, samples;
+    __device__ T operator()(const VertexCodes<T>& rank, int64_t i) const {
+        const int64_t bucket = i / width, place = i % width;
+        const int64_t* codes = rank.codes + bucket * samples;
+        int32_t count = 0;
+        for (int64_t j = 0; j < samples; ++j) {
+            if ((codes[j] & (width - 1)) == place) count += (codes[j] & width) != 0 ? -1 : 1;
+        }
+        return T(count) * rank.scales[bucket];
+    }
+};
+
+template <class T>
+void vertices_sum(const Stream& on, const std::vector<VertexCodes<T>>& ranks, const Vertices& by, const T* onto, T* out) {
+    sum_parts(on, ranks, onto, out, by.n, VertexValue<T>{by.width, by.samples});
 }
 
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices) {
@@ -523,6 +609,8 @@ void power_sum(const Stream& on, const std::vector<PowerWords<T>>& lists, const 
     template void draw_kept<T>(const Stream&, const T*, const double*, const RandomKey&, int64_t,        \
                                const std::function<Drawn<T>(int64_t, int64_t)>&);                        \
     template void drawn_entries<T>(const Stream&, const int32_t*, const T*, T*, int32_t*, int64_t);      \
+    template void draw_vertices<T>(const Stream&, const T*, const T*, const Vertices&, int64_t*, int64_t*); \
+    template void vertices_sum<T>(const Stream&, const std::vector<VertexCodes<T>>&, const Vertices&, const T*, T*); \
     template void top<T>(const Stream&, const T*, int64_t, int64_t, T*, int32_t*);                       \
     template void top_bound<T>(const Stream&, const T*, int64_t, int64_t, T*);                          \
     template void moments<T>(const Stream&, const T*, const T*, int, int64_t, int64_t*, T*);              \

@@ -18,17 +18,19 @@ from grace.core.compressors import (
     adaptive,
     alq,
     inceptionn,
+    kashin,
     lpc,
     natural,
     powersgd,
     sketchedsgd,
     threelc,
     variance,
+    vqsgd,
     wangni,
 )
 from grace.core.compressors import uniform as integers
 from grace.core.memories import variance as squares
-from grace.core.methods import estimated, levels, listed, rotation, signs, tables
+from grace.core.methods import bloom, estimated, levels, listed, rotation, signs, tables
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
@@ -602,6 +604,22 @@ def rotate(ops, g):
             yield rotation.rotate(ops, g.x(), block, g.key(), back)
 
 
+# Elements of a block and coefficients per element.
+FRAMES = [(128, 2), (256, 16), (4096, 2)]
+
+
+@case
+def spread_in_frame(ops, g):
+    for block, redundancy in g.some(FRAMES):
+        yield free(ops, g, kashin.spread_in_frame(ops, g.x(), block, redundancy, g.key()))
+
+
+@case
+def project_from_frame(ops, g):
+    for block, redundancy in g.some(FRAMES):
+        yield kashin.project_from_frame(ops, g.x(g.n // block * block), block, redundancy, g.key())
+
+
 @case
 def rotated_encode(ops, g):
     for block in g.some([128, 256, 4096]):
@@ -785,6 +803,29 @@ def drawn_entries(ops, g):
     yield wangni.drawn_entries(ops, g.lay(signed, 1), g.x(1))
 
 
+# Elements and vertices of a bucket.
+BUCKETS = [(2, 1), (64, 16), (1024, 1500)]
+
+
+@case
+def draw_vertices(ops, g):
+    for width, samples in g.some(BUCKETS):
+        for least in (0, int(2**24 * width**0.5)):
+            x = g.numbers()
+            norms = levels.bucket_norms(g.reference, x, width, "l2")
+            yield vqsgd.draw_vertices(ops, g.lay(x), g.lay(norms, 1), width, samples, least, g.key())
+
+
+@case
+def vertices_sum(ops, g):
+    for width, samples in g.some(BUCKETS):
+        buckets = -(-g.n // width)
+        for onto in (False, True):
+            codes = [g.codes(width.bit_length(), n=buckets * samples) for _ in range(g.ranks)]
+            scales = [g.x(buckets) for _ in range(g.ranks)]
+            yield vqsgd.vertices_sum(ops, codes, scales, width, samples, g.n, g.x() if onto else None)
+
+
 # Rows and columns. For 9 rows, medians use the generic code.
 SKETCHES = [(1, 16), (3, 112), (5, 1008), (7, 64), (9, 32)]
 
@@ -799,6 +840,17 @@ def count_sketch(ops, g):
 def sketch_estimate(ops, g):
     for rows, columns in g.some(SKETCHES):
         yield sketchedsgd.sketch_estimate(ops, g.x(rows * columns), g.n, rows, columns, g.key())
+
+
+# Bits and hash functions. Without any, a filter is a bitmap.
+FILTERS = [(1, 1), (13, 3), (1000, 2), (1_000_003, 10)]
+
+
+@case
+def filter_positions(ops, g):
+    for form in (bloom.BloomFilter(*form) for form in g.some(FILTERS)):
+        for data in (g.bytes(form.nbytes), g.lay(np.full(form.nbytes, 255, np.uint8), 1)):
+            yield bloom.filter_positions(ops, form, data, g.n, g.key())
 
 
 def _indices(g: Given) -> tuple[Array, int]:

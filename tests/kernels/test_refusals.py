@@ -7,14 +7,17 @@ import pytest
 
 from grace.core.compressors.alq import best_levels
 from grace.core.compressors.inceptionn import precision_sum
+from grace.core.compressors.kashin import project_from_frame, spread_in_frame
 from grace.core.compressors.lpc import floor_packed
 from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
 from grace.core.compressors.uniform import from_integers, to_integers
 from grace.core.compressors.variance import power_fade_, power_sum, power_words
+from grace.core.compressors.vqsgd import draw_vertices, vertices_sum
 from grace.core.compressors.wangni import draw_kept, drawn_entries, keep_odds
 from grace.core.memories.variance import square_sum
+from grace.core.methods.bloom import BloomFilter, filter_positions
 from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.methods.listed import levels_sum, round_packed
 from grace.core.methods.rotation import rotated_encode, rotated_sum
@@ -401,6 +404,66 @@ REFUSED = {
         lambda o, m: rotated_encode(o, m.f(10), m.f(2), 384, True, False, KEY),
         ValueError,
         "a block of 128 to 4096 elements, a power of two, received 384",
+    ),
+    "vertices: buckets of no power of two": (
+        lambda o, m: draw_vertices(o, m.f(10), m.f(1), 12, 3, 0, KEY),
+        ValueError,
+        "expected a bucket of 2 to 32768 elements, a power of two, received 12",
+    ),
+    "vertices: none per bucket": (
+        lambda o, m: draw_vertices(o, m.f(10), m.f(2), 8, 0, 0, KEY),
+        ValueError,
+        "expected 1 to 2.31 - 1 vertices, received 0",
+    ),
+    "vertices: norms too few": (
+        lambda o, m: draw_vertices(o, m.f(10), m.f(1), 8, 3, 0, KEY),
+        PayloadError,
+        "expected 2 elements, received 1",
+    ),
+    "vertices: a reach of 33 bits": (
+        lambda o, m: draw_vertices(o, m.f(10), m.f(2), 8, 3, 2**32, KEY),
+        ValueError,
+        "expected a reach below 2.32, received 4294967296",
+    ),
+    "vertices: codes too few": (
+        lambda o, m: vertices_sum(o, [m.i(1, 2, dtype="int64")], [m.f(2)], 8, 3, 10),
+        PayloadError,
+        "expected 6 elements, received 2",
+    ),
+    "vertices: codes of 32 bits": (
+        lambda o, m: vertices_sum(o, [m.i(*range(6))], [m.f(2)], 8, 3, 10),
+        TypeError,
+        "expected int64, received int32",
+    ),
+    "frame: blocks of no power of two": (
+        lambda o, m: spread_in_frame(o, m.f(10), 384, 2, KEY),
+        ValueError,
+        "a block of 128 to 4096 elements, a power of two, received 384",
+    ),
+    "frame: three coefficients per element": (
+        lambda o, m: project_from_frame(o, m.f(384), 128, 3, KEY),
+        ValueError,
+        "expected a redundancy of 2 to 128, a power of two, received 3",
+    ),
+    "frame: part of a block": (
+        lambda o, m: project_from_frame(o, m.f(10), 128, 2, KEY),
+        ValueError,
+        "expected whole blocks of 128 coefficients, received 10",
+    ),
+    "filter: truncated": (
+        lambda o, m: filter_positions(o, BloomFilter(17, 2), m.b(2), 10, KEY),
+        PayloadError,
+        "expected 3 elements, received 2",
+    ),
+    "filter: hash functions too many": (
+        lambda o, m: filter_positions(o, BloomFilter(17, 70_000), m.b(3), 10, KEY),
+        ValueError,
+        "expected 1 to 65536 hash functions, received 70000",
+    ),
+    "filter: of 32-bit words": (
+        lambda o, m: filter_positions(o, BloomFilter(17, 2), m.i(1, 2, 3), 10, KEY),
+        TypeError,
+        "expected uint8, received int32",
     ),
     "rotation: three levels": (
         lambda o, m: rotated_encode(o, m.f(10), m.f(3), 128, True, False, KEY),

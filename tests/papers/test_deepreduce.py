@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.methods.bloom import filter_for, insert, reported, smallest_conflict
+from grace.core.methods.bloom import filter_for, filter_positions, insert, smallest_conflict
 from grace.core.methods.curve import along, free_knots
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import Key
@@ -31,7 +31,7 @@ def largest(x: np.ndarray, k: int = K) -> np.ndarray:
 
 def found_by(indices: np.ndarray, false_positives: float, number: int) -> np.ndarray:
     form, key = filter_for(len(indices), N, false_positives), Key(3, number)
-    return reported(OPS, form, insert(OPS, form, indices.astype(np.int32), key), N, key)
+    return filter_positions(OPS, form, insert(OPS, form, indices.astype(np.int32), key), N, key)
 
 
 def lost(x: np.ndarray, sent: np.ndarray) -> float:
@@ -90,7 +90,7 @@ def test_other_steps_have_other_false_positives():
 
 def test_a_position_with_a_bit_of_its_own_is_in_the_set():
     form, key, indices = filter_for(K, N, 0.02), Key(3, 1), INDEX_SETS["random"]
-    found = reported(OPS, form, insert(OPS, form, indices.astype(np.int32), key), N, key)
+    found = filter_positions(OPS, form, insert(OPS, form, indices.astype(np.int32), key), N, key)
     conflict = smallest_conflict(OPS, form, found, key)
     alone = found[conflict == 1]
     assert np.isin(alone, indices).all()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.compressors.kashin import projected, spread
+from grace.core.compressors.kashin import project_from_frame, spread_in_frame
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import Key
 from tests.papers.common import OPS, bits_per_element, make, normal, send, variance
@@ -35,9 +35,9 @@ def gradients(n: int) -> dict[str, np.ndarray]:
 def test_no_coefficient_is_larger_than_a_constant_times_the_norm(kind, block, redundancy):
     """Kashin: max |a| <= K |x| / sqrt(N), whatever x is and however large N is, and the coefficients represent x."""
     x = gradients(block // redundancy)[kind]
-    found = spread(OPS, x, block, redundancy, KEY)
+    found = spread_in_frame(OPS, x, block, redundancy, KEY)
     assert np.abs(found).max() <= 2.2 * np.linalg.norm(x) / math.sqrt(block)
-    assert np.abs(projected(OPS, found, block, redundancy, KEY) - x).max() < 1e-5 * np.linalg.norm(x)
+    assert np.abs(project_from_frame(OPS, found, block, redundancy, KEY) - x).max() < 1e-5 * np.linalg.norm(x)
 
 
 @pytest.mark.parametrize("kind", ["normal", "one spike", "spikes"])

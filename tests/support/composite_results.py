@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from grace.core.memories.variance import square_sum
+from grace.core.methods.bloom import BloomFilter
 from grace.core.methods.peeling import spread
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.spec import Key
@@ -743,16 +744,86 @@ def drawn(n, dtype):
             yield Call("drawn_entries", (signed, scale), {}, (sign * scale, left.astype(np.int32)))
 
 
+def hash_functions(count: int) -> list[tuple[int, int]]:
+    """Return a and b of each function, whose word for an item is the upper half of a * item + b modulo 2^64."""
+    parts = (uniform(6 * count).astype(np.float64) * 2**24).astype(int).reshape(count, 2, 3).tolist()
+    a, b = ([(p << 40) ^ (q << 16) ^ (r >> 8) for p, q, r in (pair[i] for pair in parts)] for i in (0, 1))
+    return list(zip(a, b, strict=True))
+
+
+@case
+def vertices(n, dtype):
+    rng = np.random.default_rng(n)
+    for width, samples, least in ((4, 3, 0), (8, 5, 40 << 20), (16, 1, 0)):
+        x, t = numbers(n, dtype), np.dtype(dtype).type
+        # Powers of two, so that shares are exact.
+        norms = np.array([2.0 ** np.ceil(np.log2(max(abs(part).max(), 1e-3) * 4)) for part in buckets(x, width)], dtype)
+        codes, masses = [], []
+        words, others = (NumpyOps().words(len(norms) * samples, KEY, stream).tolist() for stream in (0, 1))
+        for j, part in enumerate(buckets(x, width)):
+            shares = [int(abs(float(value)) / float(norms[j]) * 2**24) for value in part]
+            masses.append(sum(shares))
+            for i in range(j * samples, (j + 1) * samples):
+                point = (words[i] >> 1) * max(masses[-1], least) >> 31
+                place = next((k for k in range(len(part)) if sum(shares[: k + 1]) > point), width - 1)
+                negative = place < len(part) and part[place] < 0
+                drawn = others[i] >> (32 - width.bit_length())
+                codes.append(drawn if least and point >= masses[-1] else place + width * int(negative))
+        expected = np.array(codes, np.int64), np.array(masses, np.int64)
+        yield Call("draw_vertices", (x, norms, width, samples, least, KEY), {}, expected)
+        lists = [rng.integers(0, 2 * width, len(codes)) for _ in range(RANKS)]
+        scales = [numbers(len(norms), dtype, seed) / t(8) for seed in range(RANKS)]
+        values = []
+        for drawn, scale in zip(lists, scales, strict=True):
+            counts = np.zeros(len(norms) * width, dtype)
+            for i, code in enumerate(drawn.tolist()):
+                counts[i // samples * width + code % width] += -1 if code >= width else 1
+            values.append((counts.reshape(-1, width) * scale.reshape(-1, 1)).reshape(-1)[:n])
+
+        def args(ranks, lists=lists, scales=scales, width=width, samples=samples):
+            return lists[:ranks], scales[:ranks], width, samples, n
+
+        yield from sums("vertices_sum", values, args, numbers(n, dtype))
+
+
+@case
+def bloom_filter(n, dtype):
+    for form in (BloomFilter(17, 2), BloomFilter(5 * n + 1, 3)):
+        set_bits = np.random.default_rng(n).random(form.bits) < 0.6
+        functions = hash_functions(form.hashes)
+        places = [[((a * i + b) % 2**64 >> 32) * form.bits >> 32 for a, b in functions] for i in range(n)]
+        found = [i for i in range(n) if all(set_bits[place] for place in places[i])]
+        data = np.packbits(set_bits, bitorder="little")
+        yield Call("filter_positions", (form, data, n, KEY), {}, (np.array(found, np.int32),))
+
+
+@case
+def frame(n, dtype):
+    t, x = np.dtype(dtype).type, numbers(n, dtype)
+    for block, redundancy in ((128, 2), (512, 4)):
+        width, found, elements = block // redundancy, [np.zeros(0, dtype)], [np.zeros(0, dtype)]
+        for j, part in enumerate(buckets(x, width)):
+            one, two = (signs((j + 1) * block, s, KEY.rank)[j * block :].astype(dtype) for s in (1, 2))
+            rest = np.concatenate([part, np.zeros(width - len(part), dtype)])
+            bound = t(np.sqrt((rest.astype(np.float64) ** 2).sum())) * t(1 / np.sqrt(block))
+            total = np.zeros(block, dtype)
+            for _ in range(4):
+                filled = np.concatenate([rest, np.zeros(block - width, dtype)])
+                cut = np.clip(transformed(transformed(filled * one) * two / t(block)), -bound, bound)
+                total, bound = total + cut, bound / 2
+                rest = rest - (transformed(transformed(cut) * two / t(block)) * one)[:width]
+            filled = np.concatenate([rest, np.zeros(block - width, dtype)])
+            found.append(total + transformed(transformed(filled * one) * two / t(block)))
+            elements.append((transformed(transformed(found[-1]) * two / t(block)) * one)[:width])
+        coefficients = np.concatenate(found)
+        yield Call("spread_in_frame", (x, block, redundancy, KEY), {}, (coefficients,))
+        yield Call("project_from_frame", (coefficients, block, redundancy, KEY), {}, (np.concatenate(elements),))
+
+
 @case
 def sketch(n, dtype):
     x, rows, columns = numbers(n, dtype), 3, 16 * (n // 50 + 1)
-    parts = (uniform(6 * 2 * rows).astype(np.float64) * 2**24).astype(int).tolist()
-    functions = []
-    for i in range(2 * rows):
-        a, b = (
-            (p[0] << 40) ^ (p[1] << 16) ^ (p[2] >> 8) for p in (parts[6 * i : 6 * i + 3], parts[6 * i + 3 : 6 * i + 6])
-        )
-        functions.append([((a * (item // 16) + b) % 2**64) >> 32 for item in range(n)])
+    functions = [[((a * (i // 16) + b) % 2**64) >> 32 for i in range(n)] for a, b in hash_functions(2 * rows)]
     bins = [[(word * columns >> 32) ^ (i % 16) for i, word in enumerate(words)] for words in functions[:rows]]
     signs = [[-1 if word >> (16 + i % 16) & 1 else 1 for i, word in enumerate(words)] for words in functions[rows:]]
     made = np.zeros((rows, columns))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.bloom import BloomFilter, filter_for, insert, reported, smallest_conflict
+from grace.core.methods.bloom import BloomFilter, filter_for, filter_positions, insert, smallest_conflict
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.methods.curve import along, free_knots
@@ -151,7 +151,7 @@ class DeepReduce(Compressor, Selecting, Thinning):
     def _indices(self, payload: Payload, at: Site) -> Array:
         """Return the positions that travel, ascending."""
         ops, form, k = at.ops, self._filter(at.spec), keep_count(self.compress_ratio, at.spec.numel)
-        found = reported(ops, form, payload["filter"], at.spec.numel, at.key)
+        found = filter_positions(ops, form, payload["filter"], at.spec.numel, at.key)
         if not self.fixed_size:
             return found
         error = PayloadError(

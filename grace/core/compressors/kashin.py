@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.levels import bucket_norms, rows_of
 from grace.core.methods.listed import constant_levels, levels_sum, round_packed
 from grace.core.methods.rotation import LONGEST, MOST_BITS, SHORTEST, even_levels, rotate
 from grace.core.ops.base import packed_size
-from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 # Coefficients are cut at |x| / sqrt(N) and, after each projection, at half of it.
 _PROJECTIONS = 4
@@ -79,7 +84,7 @@ class Kashin(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
-        coefficients = spread(ops, x, self.block_size, self.redundancy, at.key)
+        coefficients = spread_in_frame(ops, x, self.block_size, self.redundancy, at.key)
         scales = bucket_norms(ops, coefficients, self.block_size, "max")
         codes = round_packed(ops, coefficients, scales, self._levels(at), self.block_size, at.private_key)
         return {"scales": scales, "codes": codes}
@@ -93,33 +98,57 @@ class Kashin(Compressor):
         codes, scales = ([payload[name] for payload in payloads] for name in ("codes", "scales"))
         levels = [self._levels(at)] * len(codes)
         coefficients = levels_sum(ops, codes, scales, levels, self.block_size, n)
-        return projected(ops, coefficients, self.block_size, self.redundancy, at.key)[: at.spec.numel]
+        return project_from_frame(ops, coefficients, self.block_size, self.redundancy, at.key)[: at.spec.numel]
 
     def _levels(self, at: Site) -> Array:
         return constant_levels(at.ops, self.levels, at.spec.work_dtype)
 
 
-def spread(ops: ArrayOps, x: Array, block: int, redundancy: int, key: Key) -> Array:
+@composite(one_graph=True)
+def spread_in_frame(ops: ArrayOps, x: Array, block: int, redundancy: int, key: Key) -> Array:
     """Return coefficients of x in the frame, `block` for every block / redundancy elements, that are alike in size."""
     width = block // redundancy
     blocks = -(-ops.length(x) // width)
-    rest, total = rows_of(ops, x, width), None
-    empty = ops.reshape(ops.zeros(blocks * width, ops.dtype(x)), (blocks, width))
+    rest, dtype = rows_of(ops, x, width), ops.dtype(x)
+    # The sum starts from zeros, so that it is never -0.
+    total = ops.zeros(blocks * block, dtype)
+    empty = ops.reshape(ops.zeros(blocks * width, dtype), (blocks, width))
     norms = ops.reshape(bucket_norms(ops, x, width, "l2"), (blocks, 1))
-    bound = norms * ops.cast(1 / math.sqrt(block), ops.dtype(x))
+    bound = norms * ops.cast(1 / math.sqrt(block), dtype)
     for projection in range(_PROJECTIONS + 1):
         filled = ops.reshape(ops.stack([rest, *[empty] * (redundancy - 1)], axis=1), (-1,))
         found = rotate(ops, filled, block, key)
         if projection < _PROJECTIONS:
             found = ops.reshape(ops.clip(ops.reshape(found, (blocks, block)), -bound, bound), (-1,))
-            rest = rest - ops.reshape(projected(ops, found, block, redundancy, key), (blocks, width))
+            rest = rest - ops.reshape(project_from_frame(ops, found, block, redundancy, key), (blocks, width))
             bound = bound * 0.5
-        total = plus(ops, total, found)
+        total = total + found
     return total
 
 
-def projected(ops: ArrayOps, coefficients: Array, block: int, redundancy: int, key: Key) -> Array:
+@spread_in_frame.kernel(spread_in_frame="x T, norms T; block, redundancy, key -> T[coefficients]")
+def _(ops: Native, x: Array, block: int, redundancy: int, key: Key) -> Array | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    width = block // redundancy
+    integers = [block, redundancy, *ops.key_integers(key)]
+    inputs, lengths = [x, bucket_norms(ops, x, width, "l2")], [-(-ops.length(x) // width) * block]
+    return ops.run("spread_in_frame", inputs, integers, outputs=[dtype], lengths=lengths)[0]
+
+
+@composite(one_graph=True)
+def project_from_frame(ops: ArrayOps, coefficients: Array, block: int, redundancy: int, key: Key) -> Array:
     """Return what coefficients of the frame represent."""
     blocks = ops.length(coefficients) // block
     rows = ops.reshape(rotate(ops, coefficients, block, key, back=True), (blocks, block))
     return ops.reshape(rows[:, : block // redundancy], (-1,))
+
+
+@project_from_frame.kernel(project_from_frame="coefficients T; block, redundancy, key -> T[elements]")
+def _(ops: Native, coefficients: Array, block: int, redundancy: int, key: Key) -> Array | None:
+    dtype = ops.floating(coefficients)
+    if dtype is None:
+        return None
+    integers, lengths = [block, redundancy, *ops.key_integers(key)], [ops.length(coefficients) // redundancy]
+    return ops.run("project_from_frame", [coefficients], integers, outputs=[dtype], lengths=lengths)[0]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from grace.core.methods.buckets import BucketQuantizer
 from grace.core.methods.compressor import beyond_int32
 from grace.core.methods.levels import bucket_norms, rows_of
 from grace.core.ops.base import packed_size
-from grace.core.ops.composites import plus
+from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 # Shares of the norm are multiples of 1 / _UNIT, so that their sums are exact and all frameworks draw equal vertices.
 _UNIT = 1 << 24
@@ -41,8 +45,8 @@ class VQSGD(BucketQuantizer):
 
     Error: 2.5 |x|^2 for normal x; 3.9 |x|^2 with `norm="l2"`.
 
-    Cost: one pass for the norms, some ten small passes, a cumulative sum, and a search for each vertex; no sorting, no
-    state. There is no kernel for all of it.
+    Cost: one pass for the norms, and one that adds up the magnitudes of a bucket and searches it for each vertex; no
+    sorting, no state.
 
     When: less than a bit per element without a memory, by few samples of large buckets, where the variance does no
     harm: many ranks, or large batches. At 2 bits and more `eden` has a small part of the variance.
@@ -88,55 +92,108 @@ class VQSGD(BucketQuantizer):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, width = at.ops, self.bucket_size
         norms = bucket_norms(ops, x, width, "l2")
-        buckets = ops.length(norms)
-        if not buckets:
+        if not ops.length(norms):
             return {"norms": norms, "codes": ops.zeros(0, "uint8")}
-        rows = rows_of(ops, x, width)
-        share = ops.abs(rows) / ops.reshape(ops.where(norms > 0, norms, 1.0), (-1, 1))
-        ends = ops.cumsum(ops.reshape(ops.cast(ops.floor(share * float(_UNIT)), "int64"), (-1,)))
-        totals = ops.reshape(ends, (buckets, width))[:, -1]
-        starts = ops.concat([ops.zeros(1, "int64"), totals[:-1]])
-        mass = totals - starts
-        reach = mass if self.norm == "l1" else self._least(mass, at)
-        # A point on the way from 0 to R. Where it lies within |x|_1, it belongs to an element.
-        words = ops.reshape(ops.words(self._vertices(at.spec.numel), at.private_key), (buckets, self.samples))
-        points = ops.shift_right(ops.shift_right(words, 1) * ops.reshape(reach, (-1, 1)), 31)
-        places = ops.cast(ops.search_sorted(ends, ops.reshape(points + ops.reshape(starts, (-1, 1)), (-1,))), "int64")
-        # An empty bucket has none.
-        first = self._firsts(buckets, at)
-        codes = ops.clip(places - first, 0, width - 1)
-        signs = ops.gather(ops.reshape(rows, (-1,)), ops.cast(first + codes, "int32"))
-        codes = ops.where(signs < 0, codes + width, codes)
-        if self.norm == "l2":
-            others = ops.shift_right(ops.words(self._vertices(at.spec.numel), at.private_key, _REST), 32 - self.bits)
-            codes = ops.where(ops.reshape(points < ops.reshape(mass, (-1, 1)), (-1,)), codes, others)
-        else:
+        least = math.isqrt(width * _UNIT**2) if self.norm == "l2" else 0
+        codes, mass = draw_vertices(ops, x, norms, width, self.samples, least, at.private_key)
+        if self.norm == "l1":
             sums = ops.cast(norms, "float64") * (ops.cast(mass, "float64") * (1 / _UNIT))
             norms = ops.cast(sums, at.spec.work_dtype)
         return {"norms": norms, "codes": ops.pack(codes, self.bits)}
-
-    def _least(self, mass: Array, at: Site) -> Array:
-        # Rounding can raise the sum of the shares above sqrt(d).
-        least = math.isqrt(self.bucket_size * _UNIT**2)
-        return at.ops.where(mass < least, least, mass)
-
-    def _firsts(self, buckets: int, at: Site) -> Array:
-        """Return for each vertex the index of its bucket's first element."""
-        count = at.ops.arange(buckets * self.samples, "int64")
-        return (count // self.samples) * self.bucket_size
 
     def _scale(self, payload: Payload, at: Site) -> Array:
         reach = math.sqrt(self.bucket_size) if self.norm == "l2" else 1.0
         return payload["norms"] * at.ops.cast(reach / self.samples, at.spec.work_dtype)
 
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
-        ops, width, buckets = at.ops, self.bucket_size, at.ops.length(scales[0])
-        first = self._firsts(buckets, at)
-        for payload, scale in zip(payloads, scales, strict=True):
-            codes = ops.unpack(payload["codes"], self.bits, buckets * self.samples)
-            places = ops.cast(first + ops.bit_and(codes, width - 1), "int32")
-            signs = ops.cast(1 - 2 * ops.shift_right(codes, self.bits - 1), at.spec.work_dtype)
-            counts = ops.reshape(ops.segment_sum(signs, places, buckets * width), (buckets, width))
-            values = counts * ops.reshape(scale, (-1, 1))
-            onto = plus(ops, onto, ops.reshape(values, (-1,))[: at.spec.numel])
-        return onto
+        ops, n = at.ops, at.spec.numel
+        codes = [ops.unpack(payload["codes"], self.bits, self._vertices(n)) for payload in payloads]
+        return vertices_sum(ops, codes, scales, self.bucket_size, self.samples, n, onto=onto)
+
+
+@composite(one_graph=True)
+def draw_vertices(
+    ops: ArrayOps, x: Array, norms: Array, width: int, samples: int, least: int, key: Key
+) -> tuple[Array, Array]:
+    """Return the codes of `samples` vertices per bucket of x, and |x|_1 of each bucket in units of norm / 2^24 (int64).
+
+    `norms` are those of the buckets. A vertex is a point from 0 to R, where the elements of the bucket lie in a row by
+    their magnitudes. R is |x|_1, or `least` units if these are more; what is drawn beyond |x|_1 is any vertex. A code
+    is the element's index within its bucket, plus `width` if its sign is negative.
+    """
+    rows, buckets = rows_of(ops, x, width), ops.length(norms)
+    share = ops.abs(rows) / ops.reshape(ops.where(norms > 0, norms, 1.0), (-1, 1))
+    ends = ops.cumsum(ops.reshape(ops.cast(ops.floor(share * float(_UNIT)), "int64"), (-1,)))
+    totals = ops.reshape(ends, (buckets, width))[:, -1]
+    starts = ops.concat([ops.zeros(1, "int64"), totals[:-1]])
+    mass = totals - starts
+    # Rounding can raise the sum of the shares above `least`.
+    reach = ops.where(mass < least, least, mass)
+    words = ops.reshape(ops.words(buckets * samples, key), (buckets, samples))
+    points = ops.shift_right(ops.shift_right(words, 1) * ops.reshape(reach, (-1, 1)), 31)
+    places = ops.cast(ops.search_sorted(ends, ops.reshape(points + ops.reshape(starts, (-1, 1)), (-1,))), "int64")
+    first = _firsts(ops, buckets, samples, width)
+    # An empty bucket has none.
+    codes = ops.clip(places - first, 0, width - 1)
+    signs = ops.gather(ops.reshape(rows, (-1,)), ops.cast(first + codes, "int32"))
+    codes = ops.where(signs < 0, codes + width, codes)
+    if least:
+        others = ops.shift_right(ops.words(buckets * samples, key, _REST), 32 - width.bit_length())
+        codes = ops.where(ops.reshape(points < ops.reshape(mass, (-1, 1)), (-1,)), codes, others)
+    return codes, mass
+
+
+@draw_vertices.kernel(draw_vertices="x T, norms T; width, samples, least, key -> int64[vertices], int64[norms]")
+def _(
+    ops: Native, x: Array, norms: Array, width: int, samples: int, least: int, key: Key
+) -> tuple[Array, Array] | None:
+    if ops.floating(x) is None:
+        return None
+    buckets = ops.length(norms)
+    integers, lengths = [width, samples, least, *ops.key_integers(key)], [buckets * samples, buckets]
+    codes, mass = ops.run("draw_vertices", [x, norms], integers, outputs=["int64", "int64"], lengths=lengths)
+    return codes, mass
+
+
+@composite(one_graph=True)
+def vertices_sum(
+    ops: ArrayOps,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    width: int,
+    samples: int,
+    n: int,
+    onto: Array | None = None,
+) -> Array:
+    """Return the sum over payloads of scale times how often each of n elements was drawn, with its sign.
+
+    `codes` are those of `draw_vertices`. `onto` is an array that the sum starts from and consumes; without it the first
+    payload starts the sum.
+    """
+    buckets, bits = ops.length(scales[0]), width.bit_length()
+    first = _firsts(ops, buckets, samples, width)
+    for drawn, scale in zip(codes, scales, strict=True):
+        places = ops.cast(first + ops.bit_and(drawn, width - 1), "int32")
+        signs = ops.cast(1 - 2 * ops.bit_and(ops.shift_right(drawn, bits - 1), 1), ops.dtype(scale))
+        counts = ops.reshape(ops.segment_sum(signs, places, buckets * width), (buckets, width))
+        onto = plus(ops, onto, ops.reshape(counts * ops.reshape(scale, (-1, 1)), (-1,))[:n])
+    return onto
+
+
+@vertices_sum.kernel(vertices_sum="[onto_ T], codes int64..., scales T...; ranks, width, samples, n, has_onto -> T[n]")
+def _(
+    ops: Native,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    width: int,
+    samples: int,
+    n: int,
+    onto: Array | None = None,
+) -> Array | None:
+    integers = [len(codes), width, samples, n]
+    return ops.total("vertices_sum", [*codes, *scales], integers, n, ops.dtype(scales[0]), onto)
+
+
+def _firsts(ops: ArrayOps, buckets: int, samples: int, width: int) -> Array:
+    """Return for each vertex the index of its bucket's first element."""
+    return (ops.arange(buckets * samples, "int64") // samples) * width

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_functions
+from grace.core.ops.table import composite
 from grace.core.values.spec import Array, Key
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 class BloomFilter(NamedTuple):
@@ -48,7 +52,8 @@ def insert(ops: ArrayOps, form: BloomFilter, indices: Array, key: Key) -> Array:
     return ops.pack(bits, 1)
 
 
-def reported(ops: ArrayOps, form: BloomFilter, data: Array, n: int, key: Key) -> Array:
+@composite()
+def filter_positions(ops: ArrayOps, form: BloomFilter, data: Array, n: int, key: Key) -> Array:
     """Return which of the indices 0 .. n-1 the bytes of a filter report, ascending."""
     bits = ops.unpack(data, 1, form.bits)
     if not form.hashes:
@@ -58,6 +63,14 @@ def reported(ops: ArrayOps, form: BloomFilter, data: Array, n: int, key: Key) ->
         # Each function leaves about half of the false ones to the next.
         found = ops.gather(found, ops.nonzero(ops.gather(bits, places(found)) > 0))
     return ops.cast(found, "int32")
+
+
+@filter_positions.kernel(filter_positions="data uint8; bits, hashes, n, key -> int32[reported]")
+def _(ops: Native, form: BloomFilter, data: Array, n: int, key: Key) -> Array | None:
+    if not form.hashes or ops.kind(data) is None:
+        return None
+    integers = [form.bits, form.hashes, n, *ops.key_integers(key)]
+    return ops.run("filter_positions", [data], integers, outputs=["int32"], lengths=[None])[0]
 
 
 def smallest_conflict(ops: ArrayOps, form: BloomFilter, positions: Array, key: Key) -> Array:

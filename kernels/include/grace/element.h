@@ -560,6 +560,39 @@ GRACE_HD SketchHash hash_of_row(const RandomKey& key, int64_t row, int64_t rows)
             hash_number(key, 2 * (rows + row) + 1)};
 }
 
+// A hash function of items: the upper half of factor * item + term, drawn as in `hash_functions` of
+// grace/core/ops/random.py.
+struct ItemHash {
+    uint64_t factor, term;
+};
+GRACE_HD ItemHash hash_of_items(const RandomKey& key, int64_t i) {
+    return {hash_number(key, 2 * i), hash_number(key, 2 * i + 1)};
+}
+
+// The bit of a filter of `bits` bits that a hash function sets for an item.
+GRACE_HD uint32_t filter_place(const ItemHash& hash, uint64_t item, uint32_t bits) {
+    return uint32_t(uint64_t(hashed(item, hash.factor, hash.term)) * bits >> 32);
+}
+GRACE_HD uint32_t bit_at(const uint8_t* data, uint32_t place) { return data[place / 8] >> place % 8 & 1u; }
+
+// The share of a norm that an element has, in units of 2^-24; 0 for what is no share.
+template <class T> GRACE_HD int64_t share_of(T x, T norm) {
+    const T share = magnitude(x) / (norm > T(0) ? norm : T(1)) * T(1 << 24);
+    return share < T(1 << 25) ? int64_t(share) : 0;
+}
+
+// A point from 0 to `reach`, below 2^32.
+GRACE_HD int64_t point_of(uint32_t word, int64_t reach) { return int64_t(word >> 1) * reach >> 31; }
+
+// The code of the vertex at a point: its place among the ends of a bucket's shares, of which there is a power of two,
+// plus `width` if its element is negative. Of the elements, `length` lie in the array.
+template <class T>
+GRACE_HD int64_t vertex_at(int64_t point, const int64_t* ends, int64_t width, const T* x, int64_t length) {
+    int64_t place = 0;
+    for (int64_t half = width / 2; half > 0; half /= 2) place += ends[place + half - 1] <= point ? half : 0;
+    return place < length && x[place] < T(0) ? place + width : place;
+}
+
 // A sketch hashes blocks of this many elements; see `count_sketch` in grace/core/ops/composites.py.
 constexpr int kSketchBlock = 16;
 
@@ -596,6 +629,11 @@ GRACE_HD RotationKey signs_of(const RandomKey& key, uint32_t rank) {
     return {{key.seed_low, key.seed_high, key.step, key.stream + 1, rank},
             {key.seed_low, key.seed_high, key.step, key.stream + 2, rank}};
 }
+
+// How often coefficients in a frame are clipped and projected; see grace/core/compressors/kashin.py.
+constexpr int kProjections = 4;
+
+template <class T> GRACE_HD T clipped(T x, T bound) { return x < -bound ? -bound : x > bound ? bound : x; }
 
 // |x|^2 / <y, q>, from the norm of x and the product of its rotation y with the rounded q; 0 if x is 0.
 template <class T> GRACE_HD T fitted_scale(T norm, T product) { return product > 0 ? norm * (norm / product) : T(0); }

@@ -169,6 +169,10 @@ void draw_kept(const Stream& on, const T* x, const double* pair, const RandomKey
                const std::function<Drawn<T>(int64_t certain, int64_t drawn)>& room);
 template <class T>
 void drawn_entries(const Stream& on, const int32_t* drawn, const T* scale, T* values, int32_t* indices, int64_t count);
+template <class T>
+void draw_vertices(const Stream& on, const T* x, const T* norms, const Vertices& by, int64_t* codes, int64_t* masses);
+template <class T>
+void vertices_sum(const Stream& on, const std::vector<VertexCodes<T>>& ranks, const Vertices& by, const T* onto, T* out);
 // The k largest magnitudes, 0 <= k <= n < 2^31, sorted by index. Of equal magnitudes, the lower index comes first.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
 // The smallest of the k largest magnitudes, 1 <= k.
@@ -190,6 +194,8 @@ void power_sum(const Stream& on, const std::vector<PowerWords<T>>& lists, const 
 template <class T>
 void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T* onto, T* out, int64_t n);
 
+template <class T> void spread_in_frame(const Stream& on, const T* x, const T* norms, const Frame& frame, T* out);
+template <class T> void project_from_frame(const Stream& on, const T* coefficients, const Frame& frame, T* out);
 template <class T> void rotate(const Stream& on, const T* x, const Rotation<T>& by, bool back, T* out);
 template <class T>
 void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fit, const RandomKey* noise,
@@ -230,6 +236,9 @@ template <class T>
 void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t columns, const RandomKey& key, T* out);
 template <class T>
 void sketch_estimate(const Stream& on, const T* sketch, int rows, int64_t columns, const RandomKey& key, T* out, int64_t n);
+// The items 0 .. n - 1 that a Bloom filter reports. Waits for the stream.
+void filter_positions(const Stream& on, const uint8_t* filter, int64_t bits, int count, const RandomKey& key, int64_t n,
+                      const std::function<int32_t*(int64_t reported)>& room);
 template <class T> void orthogonalize(const Stream& on, const T* a, int64_t rows, int64_t columns, T* out);
 
 }  // namespace gpu

@@ -37,6 +37,8 @@ namespace grace {
     X(keep_odds, "x T; k; budget -> float64[2]")                                                                                      \
     X(draw_kept, "x T, odds float64; key -> T[certain], int32[certain], int32[drawn]")                                                \
     X(drawn_entries, "signed int32, scale T -> T[signed], int32[signed]")                                                             \
+    X(draw_vertices, "x T, norms T; width, samples, least, key -> int64[vertices], int64[norms]")                                     \
+    X(vertices_sum, "[onto_ T], codes int64..., scales T...; ranks, width, samples, n, has_onto -> T[n]")                             \
     X(top, "x T; k -> T[k], int32[k]")                                                                                                \
     X(top_bound, "x T; k -> T[1]")                                                                                                    \
     X(gather, "x T, indices int32 -> T[indices]")                                                                                     \
@@ -62,6 +64,8 @@ namespace grace {
     X(unpack_lanes, "word int32; lanes, n -> int8/int16/int32[n]")                                                                    \
     X(best_levels, "sizes float64, starts int32; exponential -> float64[starts + 2]")                                                 \
     X(rotate, "x T; block, back, key -> T[rotated]")                                                                                  \
+    X(spread_in_frame, "x T, norms T; block, redundancy, key -> T[coefficients]")                                                     \
+    X(project_from_frame, "coefficients T; block, redundancy, key -> T[elements]")                                                    \
     X(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")                                       \
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \
@@ -79,6 +83,7 @@ namespace grace {
     X(orthogonalize, "a T; rows, columns -> T[rows columns]")                                                                         \
     X(count_sketch, "x T; rows, columns, key -> T[rows columns]")                                                                     \
     X(sketch_estimate, "sketch T; n, rows, columns, key -> T[n]")                                                                     \
+    X(filter_positions, "data uint8; bits, hashes, n, key -> int32[reported]")                                                        \
     X(gap_facts, "indices int32; low -> int64[2]")                                                                                    \
     X(encode_gaps, "indices int32; low, unary -> uint8[m]")                                                                           \
     X(decode_gaps, "data uint8; low, unary, k -> int32[k]")                                                                           \

@@ -53,6 +53,28 @@ template <class T> struct Rotation {
     GRACE_MEMBER int64_t width(int64_t i) const { return i < n / block ? block : tail; }
 };
 
+// A frame of `block` vectors for every `width` of n elements: the coefficients of x are a rotation of x, filled up with
+// zeros, and they represent the first elements of the inverse rotation. `width` is at most half of `block`.
+struct Frame {
+    int64_t n, block, width;
+    RotationKey key;
+
+    GRACE_MEMBER int64_t blocks() const { return (n + width - 1) / width; }
+};
+
+// Buckets of n elements and the vertices that are drawn for each of them. `least` is R in units of 2^-24, or 0 for the
+// sum of a bucket's shares. Words of `rest` make up for what lies between.
+struct Vertices {
+    int64_t n, width, samples, least;
+    RandomKey key, rest;
+};
+
+// The vertices of one rank.
+template <class T> struct VertexCodes {
+    const int64_t* codes;
+    const T* scales;
+};
+
 // A list of elements of an array, as a sparsifier sends it.
 template <class T> struct Entries {
     const T* values;
@@ -157,6 +179,10 @@ template <class T> struct Loops {
 
     // Rotates blocks begin .. end - 1 of x, filled up with zeros, or `back` applies the inverse.
     void (*rotate)(const T* x, const Rotation<T>* by, bool back, T* out, int64_t begin, int64_t end);
+    // The coefficients of blocks begin .. end - 1, see `spread_in_frame` in grace/core/compressors/kashin.py.
+    void (*spread_in_frame)(const T* x, const T* norms, const Frame* frame, T* out, int64_t begin, int64_t end);
+    // What the coefficients of blocks begin .. end - 1 represent.
+    void (*project_from_frame)(const T* coefficients, const Frame* frame, T* out, int64_t begin, int64_t end);
     // Rotates blocks begin .. end - 1, and writes their codes and scales.
     void (*rotated_codes)(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* codes, T* scales,
                           int64_t begin, int64_t end);
@@ -183,6 +209,14 @@ template <class T> struct Loops {
     void (*draw)(const T* x, const Odds* odds, const RandomKey* key, int64_t begin, int64_t n, Selected<T>* into);
     // The values of magnitude `scale` and the indices of drawn elements, which are indices with a sign.
     void (*drawn_entries)(const int32_t* drawn, T scale, T* values, int32_t* indices, int64_t n);
+
+    // The codes of vertices and the sums of shares for buckets begin .. end - 1. `ends` has room for one bucket.
+    void (*draw_vertices)(const T* x, const T* norms, const Vertices* by, int64_t* ends, int64_t* codes, int64_t* masses,
+                          int64_t begin, int64_t end);
+    // out = onto + sum over ranks of scale * how often the elements of buckets begin .. end - 1 were drawn. `counts` has
+    // room for one bucket.
+    void (*vertices_sum)(const VertexCodes<T>* ranks, int count, const Vertices* by, const T* onto, T* out, int32_t* counts,
+                         int64_t begin, int64_t end);
 
     // Appends elements >= high or <= low. counts[0] += number of elements above 0, counts[1] += number below 0.
     void (*select_sides)(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts);
@@ -256,6 +290,10 @@ struct IntegerLoops {
     void (*unpack_lanes8)(const int32_t* words, int64_t n, int lanes, int64_t begin, int64_t end, int8_t* out);
     void (*unpack_lanes16)(const int32_t* words, int64_t n, int lanes, int64_t begin, int64_t end, int16_t* out);
     void (*unpack_lanes32)(const int32_t* words, int64_t n, int lanes, int64_t begin, int64_t end, int32_t* out);
+    // Sets the bits in `marks` of the items begin .. end - 1 that a Bloom filter reports, and clears those of the others;
+    // returns how many it reports. `begin` is a multiple of 8, and `marks` begins there.
+    int64_t (*filter_marks)(const uint8_t* filter, uint32_t bits, const ItemHash* hashes, int count, int64_t begin,
+                            int64_t end, uint8_t* marks);
     // counts[t] += number of tags equal to t > 0, of n packed tags of two bits.
     void (*count_tags)(const uint8_t* tags, int64_t n, int64_t* counts);
 };
