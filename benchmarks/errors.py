@@ -48,6 +48,7 @@ SETTINGS = {
     ],
     "dme": [{"probabilities": name} for name in ("uniform", "optimal")],
     "qcs": [{}, {"bits": 2}, {"compress_ratio": 1.0}, {"unbiased": True}],
+    "fedqcs": [{}, {"compress_ratio": 0.1, "reduction": 2}, {"bits": 1, "reduction": 1}],
     "hgc": [{}, {"alpha": 1.0}, {"quantum_num": 127}],
     "homomorphic": [{}, {"compress_ratio": 0.1}],
     "deepreduce": [*({"policy": policy} for policy in ("p0", "p1", "p2")), {"pieces": 16}],

@@ -80,6 +80,7 @@ SETTINGS = {
     "m22": Setting(options={"compress_ratio": 0.01}),
     "hgc": Setting(),
     "deepreduce": Setting(options={"pieces": 16}),
+    "fedqcs": Setting(),
     "3lc": Setting(),
     "adaptive": Setting(options={"compress_ratio": 0.01}),
     "adacomp": Setting(),

@@ -99,6 +99,7 @@ FAMILIES = (
             "sketchml",
             "hgc",
             "deepreduce",
+            "fedqcs",
             "chain",
         ),
     ),

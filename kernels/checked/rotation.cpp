@@ -1,5 +1,5 @@
-// Rotations in blocks, with the rotated elements rounded to a few levels, and redundant frames.
-#include "grace/kernels.h"
+// Rotations in blocks, with the rotated elements rounded to a few levels, redundant frames, and measurements.
+#include "selection.h"
 
 namespace grace {
 namespace {
@@ -142,6 +142,63 @@ void project_from_frame_kernel(Call& call) {
         call.parallel(divide_up(frame.blocks(), each(block)), [&](int64_t task) {
             loops<T>().project_from_frame(coefficients, &frame, out, task * each(block),
                                           std::min(frame.blocks(), (task + 1) * each(block)));
+        });
+    });
+}
+
+void largest_of_blocks_kernel(Call& call) {
+    call.expect(1, 3, 0);
+    const int64_t block = block_at(call, 0), kept = call.integer(1), last = call.integer(2);
+    for (const int64_t k : {kept, last}) {
+        if (k < 1 || k > block) {
+            call.fail(Error::Kind::value, "expected 1 to " + std::to_string(block) + " elements of a block, received " +
+                                              std::to_string(k));
+        }
+    }
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, blocks = divide_up(n, block);
+        const T* x = call.input<T>(0);
+        T* out = call.output<T>(n);
+        GRACE_GPU(call, largest_of_blocks, x, block, kept, last, out, n);
+        call.parallel(divide_up(blocks, each(block)), [&](int64_t task) {
+            Scratch<WordOf<T>> sizes(block);
+            for (int64_t i = task * each(block); i < std::min(blocks, (task + 1) * each(block)); ++i) {
+                const T* mine = x + i * block;
+                const int64_t length = std::min(block, n - i * block), k = i + 1 < blocks ? kept : last;
+                for (int64_t j = 0; j < length; ++j) sizes[j] = magnitude_bits(mine[j]);
+                const WordOf<T> least = k < length ? kth_largest(sizes.data(), length, k) : 0;
+                for (int64_t j = 0; j < length; ++j) {
+                    out[i * block + j] = magnitude_bits(mine[j]) >= least ? mine[j] : T(0);
+                }
+            }
+        });
+    });
+}
+
+void recover_sparse_kernel(Call& call) {
+    call.expect(1, 8, 2);
+    const int64_t n = call.length(0), block = block_at(call, 1), reduction = call.integer(2), rounds = call.integer(3);
+    const RandomKey key = key_at(call, 4);
+    const double share = call.number(0), noise = call.number(1);
+    if (reduction < 1 || reduction > kShortestRotation) {
+        call.fail(Error::Kind::value, "expected 1 to " + std::to_string(kShortestRotation) +
+                                          " elements per measurement, received " + std::to_string(reduction));
+    }
+    if (rounds < 1 || rounds > 1 << 20) {
+        call.fail(Error::Kind::value, "expected at least one round, received " + std::to_string(rounds));
+    }
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const Rotation<T> by = {n, block, tail_of(n, block), nullptr, 0, signs_of(key, key.rank)};
+        const int64_t whole = n / block * measurements(block, reduction);
+        const T* z = call.input<T>(0, whole + (by.tail > 0 ? measurements(by.tail, reduction) : 0));
+        T* out = call.output<T>(n);
+        const int times = static_cast<int>(rounds);
+        GRACE_GPU(call, recover_sparse, z, by, reduction, times, share, noise, out);
+        call.parallel(divide_up(by.blocks(), each(block)), [&](int64_t task) {
+            loops<T>().recover_sparse(z, &by, reduction, times, share, noise, out, task * each(block),
+                                      std::min(by.blocks(), (task + 1) * each(block)));
         });
     });
 }

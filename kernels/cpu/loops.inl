@@ -400,6 +400,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             rotate<T>,
             spread_in_frame<T>,
             project_from_frame<T>,
+            recover_sparse<T>,
             rotated_codes<T>,
             rotated_sum<T>,
             select<T>,

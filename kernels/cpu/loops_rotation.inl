@@ -327,6 +327,57 @@ static void project_from_frame(const T* coefficients, const Frame* frame, T* out
     }
 }
 
+template <class T>
+static void recover_sparse(const T* z, const Rotation<T>* by, int64_t reduction, int rounds, double share, double noise,
+                           T* out, int64_t begin, int64_t end) {
+    alignas(64) T copy[kRotation], found[kRotation], held[kRotation], chances[kBlock], seconds[kBlock], spreads[kBlock];
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * by->block, width = by->width(block), m = measurements(width, reduction);
+        const double per = double(width) / double(m);
+        const T* mine = z + block * measurements(by->block, reduction);
+        double squares = 0;
+        for (int64_t at = 0; at < m; at += kBlock) {
+            const int64_t length = lesser(kBlock, m - at);
+            for (int64_t i = 0; i < length; ++i) seconds[i] = mine[at + i] * mine[at + i];
+            squares += sum_of(seconds, length);
+        }
+        Belief<T> now = first_belief(T(squares), m, per, share, noise);
+        memcpy(held, mine, size_t(m) * sizeof(T));
+        for (int64_t i = m; i < width; ++i) held[i] = T(0);
+        rotate_back(by->key, first, width, held);
+        for (int64_t i = 0; i < width; ++i) copy[i] = held[i] * T(per);
+        for (int round = 1;; ++round) {
+            now = with_factors(now);
+            double sums[3] = {0, 0, 0};
+            for (int64_t at = 0; at < width; at += kBlock) {
+                const int64_t length = lesser(kBlock, width - at);
+                for (int64_t i = 0; i < length; ++i) {
+                    const Guess<T> guess = guess_of(copy[at + i], now);
+                    found[at + i] = guess.estimate;
+                    chances[i] = guess.chance;
+                    seconds[i] = guess.second;
+                    spreads[i] = guess.second - guess.estimate * guess.estimate;
+                }
+                sums[0] += sum_of(chances, length);
+                sums[1] += sum_of(seconds, length);
+                sums[2] += sum_of(spreads, length);
+            }
+            if (round == rounds) break;
+            T trust;
+            now = next_belief(now, T(sums[0]), T(sums[1]), T(sums[2]), width, &trust);
+            // Without the part of the copy that the estimates only repeat.
+            for (int64_t i = 0; i < width; ++i) found[i] = (found[i] - copy[i] * trust) / (T(1) - trust);
+            rotate_block(found, by->key, first, width, width, held);
+            for (int64_t i = 0; i < m; ++i) held[i] = mine[i] - held[i];
+            for (int64_t i = m; i < width; ++i) held[i] = T(0);
+            rotate_back(by->key, first, width, held);
+            for (int64_t i = 0; i < width; ++i) copy[i] = found[i] + held[i] * T(per);
+            now.error = next_error(now.error, per, noise);
+        }
+        memcpy(out + first, found, size_t(lesser(width, by->n - first)) * sizeof(T));
+    }
+}
+
 template <int bits, class T>
 static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* out,
                              T* scales, int64_t begin, int64_t end) {

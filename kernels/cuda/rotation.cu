@@ -98,6 +98,71 @@ template <class T> __global__ void project_kernel(const T* coefficients, Frame f
     }
 }
 
+// The k-th largest magnitude of a block is found bit by bit.
+template <class T>
+__global__ void largest_kernel(const T* x, int64_t block, int64_t kept, int64_t last, T* out, int64_t n) {
+    using Word = typename Format<T>::Word;
+    const int64_t blocks = (n + block - 1) / block;
+    for (int64_t i = blockIdx.x; i < blocks; i += gridDim.x) {
+        const T* mine = x + i * block;
+        const int64_t length = n - i * block < block ? n - i * block : block, k = i + 1 < blocks ? kept : last;
+        Word least = 0;
+        for (int bit = 8 * int(sizeof(T)) - 2; k < length && bit >= 0; --bit) {
+            const Word wanted = least | Word(1) << bit;
+            int64_t count = 0;
+            for (int64_t j = threadIdx.x; j < length; j += kThreads) count += magnitude_bits(mine[j]) >= wanted ? 1 : 0;
+            if (of_first(joined(count, Added<int64_t>())) >= k) least = wanted;
+        }
+        for (int64_t j = threadIdx.x; j < length; j += kThreads) {
+            out[i * block + j] = magnitude_bits(mine[j]) >= least ? mine[j] : T(0);
+        }
+    }
+}
+
+// `copies` and `found` have room for all elements.
+template <class T>
+__global__ void recover_kernel(const T* z, Rotation<T> by, int64_t reduction, int rounds, double share, double noise,
+                               T* copies, T* found, T* out) {
+    __shared__ T held[kRotation];
+    for (int64_t block = blockIdx.x; block < by.blocks(); block += gridDim.x) {
+        const int64_t first = block * by.block, width = by.width(block);
+        const int64_t m = measurements(width, reduction);
+        const double per = double(width) / double(m);
+        const T* mine = z + block * measurements(by.block, reduction);
+        T *copy = copies + first, *guessed = found + first;
+        double squares = 0;
+        for (int64_t i = threadIdx.x; i < m; i += kThreads) squares += double(mine[i] * mine[i]);
+        Belief<T> now = first_belief(T(of_first(joined(squares, Added<double>()))), m, per, share, noise);
+        for (int64_t i = threadIdx.x; i < width; i += kThreads) held[i] = i < m ? mine[i] : T(0);
+        rotate_back(by.key, first, width, held);
+        for (int64_t i = threadIdx.x; i < width; i += kThreads) copy[i] = held[i] * T(per);
+        for (int round = 1;; ++round) {
+            now = with_factors(now);
+            double sums[3] = {0, 0, 0};
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+                const Guess<T> guess = guess_of(copy[i], now);
+                guessed[i] = guess.estimate;
+                sums[0] += double(guess.chance);
+                sums[1] += double(guess.second);
+                sums[2] += double(guess.second - guess.estimate * guess.estimate);
+            }
+            if (round == rounds) break;
+            for (double& sum : sums) sum = of_first(joined(sum, Added<double>()));
+            T trust;
+            now = next_belief(now, T(sums[0]), T(sums[1]), T(sums[2]), width, &trust);
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+                guessed[i] = (guessed[i] - copy[i] * trust) / (T(1) - trust);
+            }
+            rotate_block(guessed, by.key, first, width, width, held);
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) held[i] = i < m ? mine[i] - held[i] : T(0);
+            rotate_back(by.key, first, width, held);
+            for (int64_t i = threadIdx.x; i < width; i += kThreads) copy[i] = guessed[i] + held[i] * T(per);
+            now.error = next_error(now.error, per, noise);
+        }
+        for (int64_t i = threadIdx.x; i < width && first + i < by.n; i += kThreads) out[first + i] = guessed[i];
+    }
+}
+
 template <class T> __global__ void rotate_kernel(const T* x, Rotation<T> by, bool back, T* out) {
     __shared__ T held[kRotation];
     for (int64_t block = blockIdx.x; block < by.blocks(); block += gridDim.x) {
@@ -203,6 +268,18 @@ template <class T> void project_from_frame(const Stream& on, const T* coefficien
 }
 
 template <class T>
+void largest_of_blocks(const Stream& on, const T* x, int64_t block, int64_t kept, int64_t last, T* out, int64_t n) {
+    launch(on, blocks_for(divide_up(n, block), 1), largest_kernel<T>, x, block, kept, last, out, n);
+}
+
+template <class T>
+void recover_sparse(const Stream& on, const T* z, const Rotation<T>& by, int64_t reduction, int rounds, double share,
+                    double noise, T* out) {
+    T *copies = scratch<T>(on, by.coded()), *found = scratch<T>(on, by.coded());
+    launch(on, blocks_for(by.blocks(), 1), recover_kernel<T>, z, by, reduction, rounds, share, noise, copies, found, out);
+}
+
+template <class T>
 void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fit, const RandomKey* noise,
                     uint8_t* codes, T* scales) {
     launch(on, blocks_for(by.blocks(), 1), rotated_codes_kernel<T>, x, by, fit, noise != nullptr,
@@ -223,6 +300,8 @@ void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std
     template void rotate<T>(const Stream&, const T*, const Rotation<T>&, bool, T*);                                  \
     template void spread_in_frame<T>(const Stream&, const T*, const T*, const Frame&, T*);                           \
     template void project_from_frame<T>(const Stream&, const T*, const Frame&, T*);                                  \
+    template void largest_of_blocks<T>(const Stream&, const T*, int64_t, int64_t, int64_t, T*, int64_t);             \
+    template void recover_sparse<T>(const Stream&, const T*, const Rotation<T>&, int64_t, int, double, double, T*);  \
     template void rotated_encode<T>(const Stream&, const T*, const Rotation<T>&, bool, const RandomKey*, uint8_t*, T*); \
     template void rotated_sum<T>(const Stream&, const std::vector<Coded<T>>&, const std::vector<const int32_t*>&,    \
                                  const RandomKey&, const Rotation<T>&, const T*, T*);

@@ -183,6 +183,8 @@ def test_every_composite_has_a_case():
         "pack",
         "unpack",
         "orthogonalize",
+        # tests/papers/test_fedqcs.py
+        "recover_sparse",
     }
     assert tested | elsewhere == made
 

@@ -17,6 +17,7 @@ import numpy as np
 from grace.core.compressors import (
     adaptive,
     alq,
+    fedqcs,
     inceptionn,
     kashin,
     lpc,
@@ -618,6 +619,23 @@ def spread_in_frame(ops, g):
 def project_from_frame(ops, g):
     for block, redundancy in g.some(FRAMES):
         yield kashin.project_from_frame(ops, g.x(g.n // block * block), block, redundancy, g.key())
+
+
+@case
+def largest_of_blocks(ops, g):
+    for block in g.some([128, 4096]):
+        for ratio in (0.01, 0.3, 1.0):
+            yield fedqcs.largest_of_blocks(ops, g.x(), block, ratio)
+
+
+@case
+def recover_sparse(ops, g):
+    for block, reduction, rounds in g.some([(128, 1, 3), (256, 5, 1), (4096, 3, 5)]):
+        count = sum(fedqcs.measurements(width, reduction) for width in rotation.rotated_widths(g.n, block))
+        z = g.lay(g.rng.standard_normal(count).astype(g.dtype))
+        found = fedqcs.recover_sparse(ops, z, g.n, block, reduction, rounds, 0.1, 0.04, g.key())
+        # Sums of float64 are in another order, and every round begins with those of the last one.
+        yield Loose(found, 1e4) if g.dtype == "float64" else found
 
 
 @case

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from grace.core.compressors.alq import best_levels
+from grace.core.compressors.fedqcs import largest_of_blocks, recover_sparse
 from grace.core.compressors.inceptionn import precision_sum
 from grace.core.compressors.kashin import project_from_frame, spread_in_frame
 from grace.core.compressors.lpc import floor_packed
@@ -434,6 +435,31 @@ REFUSED = {
         lambda o, m: vertices_sum(o, [m.i(*range(6))], [m.f(2)], 8, 3, 10),
         TypeError,
         "expected int64, received int32",
+    ),
+    "measurements: too few": (
+        lambda o, m: recover_sparse(o, m.f(2), 10, 128, 3, 2, 0.1, 0.1, KEY),
+        PayloadError,
+        "expected 5 elements, received 2",
+    ),
+    "measurements: of too many elements": (
+        lambda o, m: recover_sparse(o, m.f(1), 10, 128, 129, 2, 0.1, 0.1, KEY),
+        ValueError,
+        "expected 1 to 128 elements per measurement, received 129",
+    ),
+    "measurements: no rounds": (
+        lambda o, m: recover_sparse(o, m.f(5), 10, 128, 3, 0, 0.1, 0.1, KEY),
+        ValueError,
+        "expected at least one round, received 0",
+    ),
+    "largest of blocks: of no power of two": (
+        lambda o, m: largest_of_blocks(o, m.f(10), 384, 0.1),
+        ValueError,
+        "a block of 128 to 4096 elements, a power of two, received 384",
+    ),
+    "largest of blocks: more than there are": (
+        lambda o, m: o.run("largest_of_blocks", [m.f(10)], [128, 129, 1], outputs=["float32"], lengths=[10]),
+        ValueError,
+        "expected 1 to 128 elements of a block, received 129",
     ),
     "frame: blocks of no power of two": (
         lambda o, m: spread_in_frame(o, m.f(10), 384, 2, KEY),

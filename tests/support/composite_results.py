@@ -798,6 +798,17 @@ def bloom_filter(n, dtype):
 
 
 @case
+def largest_of_blocks(n, dtype):
+    x = numbers(n, dtype)
+    for block, ratio in ((128, 0.1), (256, 0.5)):
+        kept = [np.zeros(0, dtype)]
+        for part in rotated_parts(x, block):
+            least = np.sort(abs(part))[-max(1, int(ratio * len(part)))]
+            kept.append(np.where(abs(part) >= least, part, 0).astype(dtype))
+        yield Call("largest_of_blocks", (x, block, ratio), {}, (np.concatenate(kept)[:n],))
+
+
+@case
 def frame(n, dtype):
     t, x = np.dtype(dtype).type, numbers(n, dtype)
     for block, redundancy in ((128, 2), (512, 4)):

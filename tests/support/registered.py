@@ -66,6 +66,7 @@ EXTRA_COMPRESSORS = [
     {"name": "eden", "bits": 1, "block_size": 128},
     {"name": "eightbit", "format": "1-3-4"},
     {"name": "eightbit", "format": "e5m2"},
+    {"name": "fedqcs", "compress_ratio": 0.3, "bits": 1, "reduction": 2, "block_size": 128, "rounds": 3},
     {"name": "gaussiank", "compress_ratio": 0.3, "adjustments": 0},
     {"name": "gradiveq", "slice_size": 7, "components": 2, "training_steps": 1, "compressed_steps": 2},
     {"name": "gradzip", "compress_rank": 1, "regularization": 1.0},

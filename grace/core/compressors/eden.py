@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.methods.rotation import RotatedQuantizer
+from grace.core.methods.rotation import RotatedQuantizer, normal_levels
 from grace.core.values.registry import compressors
-
-# Positive halves of Lloyd's and Max's levels for the standard normal distribution, by bits.
-_HALVES = {
-    1: (0.7978845608,),
-    2: (0.4527800346, 1.5104176085),
-    3: (0.2450941789, 0.7560052812, 1.3439092785, 2.1519457045),
-    4: (0.1283950299, 0.3880482995, 0.6567591185, 0.9423404565, 1.2562311973, 1.6180463860, 2.0690172265, 2.7325895710),
-}
 
 
 @compressors.register("eden")
@@ -44,5 +36,4 @@ class EDEN(RotatedQuantizer):
 
     @property
     def levels(self) -> tuple[float, ...]:
-        half = _HALVES[self.bits]
-        return (*(-level for level in reversed(half)), *half)
+        return normal_levels(self.bits)

@@ -10,7 +10,7 @@ from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.levels import bucket_norms, dequantize_sum, rows_of
-from grace.core.methods.rotation import LONGEST, SHORTEST, rotate, rotated_widths
+from grace.core.methods.rotation import LONGEST, SHORTEST, first_of_blocks, padded, rotate, rotated_widths
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
@@ -36,7 +36,7 @@ class QCS(Compressor, Thinning):
     of the measurements are independent. The result is biased, so it needs error feedback. With `unbiased=true`, g = N /
     m, with an error of about (N / m - 1) |x|^2. A block sends one float of the working dtype. The last block is filled
     with zeros to a power of two.
-    FedQCS measures sparsified gradients in this way; this method does not include its reconstruction at the server.
+    `fedqcs` measures sparsified gradients in this way, and finds them again with another decoder.
 
     Error: 0.51 |x|^2 for normal x; 0.76 |x|^2 with `bits=2`; 1 |x|^2 with `unbiased=true`. It is the same for all x.
 
@@ -88,7 +88,7 @@ class QCS(Compressor, Thinning):
         if not measured:
             return {"scales": ops.zeros(0, dtype), "codes": ops.zeros(0, "uint8")}
         width, count = measured[0], sum(measured)
-        y = _kept(ops, rotate(ops, x, self.block_size, at.key), self.block_size, measured)
+        y = first_of_blocks(ops, rotate(ops, x, self.block_size, at.key), self.block_size, measured)
         steps = bucket_norms(ops, y, width, "max") / ops.cast(self._steps, dtype)
         safe = ops.reshape(ops.where(steps > 0, steps, 1.0), (-1, 1))
         rounded = ops.floor(rows_of(ops, y, width) / safe + rows_of(ops, self._dither(at), width))
@@ -143,28 +143,10 @@ class QCS(Compressor, Thinning):
         return rotate(ops, whole, self.block_size, at.key, back=True)[:n]
 
 
-def _kept(ops: ArrayOps, y: Array, block: int, measured: list[int]) -> Array:
-    """Return the first elements of every block."""
-    whole = ops.length(y) // block
-    kept = ops.reshape(ops.reshape(y[: whole * block], (whole, block))[:, : measured[0]], (-1,)) if whole else y[:0]
-    return ops.concat([kept, y[whole * block :][: measured[-1]]]) if whole < len(measured) else kept
-
-
 def _spread(ops: ArrayOps, y: Array, block: int, measured: list[int], widths: list[int]) -> Array:
     """Return the blocks that begin with measurements, with zeros after them."""
-    dtype, whole, width = ops.dtype(y), widths.count(block), measured[0]
-    if not whole:
-        return ops.concat([y, ops.zeros(widths[-1] - measured[-1], dtype)])
-    rows = ops.reshape(y[: whole * width], (whole, width))
-    if block % width == 0:
-        # Transposing takes ten times as long.
-        empty = ops.zeros(whole * width, dtype)
-        blocks = ops.stack([rows, *[ops.reshape(empty, (whole, width))] * (block // width - 1)], axis=1)
-    else:
-        columns = ops.reshape(ops.transpose(rows), (-1,))
-        filled = ops.reshape(ops.concat([columns, ops.zeros(whole * (block - width), dtype)]), (block, whole))
-        blocks = ops.transpose(filled)
-    blocks = ops.reshape(blocks, (-1,))
-    if whole == len(widths):
-        return blocks
-    return ops.concat([blocks, y[whole * width :], ops.zeros(widths[-1] - measured[-1], dtype)])
+    whole, width = widths.count(block), measured[0]
+    parts = [padded(ops, y[: whole * width], whole, width, block)] if whole else []
+    if whole < len(widths):
+        parts.append(padded(ops, y[whole * width :], 1, measured[-1], widths[-1]))
+    return ops.concat(parts)

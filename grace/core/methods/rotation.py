@@ -24,6 +24,14 @@ MOST_BITS = 4
 SHORTEST, LONGEST = 128, 4096
 # The signs of both halves of a rotation. The rounding draws from stream 0.
 _FIRST, _SECOND = 1, 2
+# By bits: positive halves of Lloyd's and Max's levels for the standard normal distribution, and their squared error.
+_NORMAL_HALVES = {
+    1: (0.7978845608,),
+    2: (0.4527800346, 1.5104176085),
+    3: (0.2450941789, 0.7560052812, 1.3439092785, 2.1519457045),
+    4: (0.1283950299, 0.3880482995, 0.6567591185, 0.9423404565, 1.2562311973, 1.6180463860, 2.0690172265, 2.7325895710),
+}
+NORMAL_ERRORS = {1: 0.3633802276, 2: 0.1174816466, 3: 0.0345477555, 4: 0.0095010083}
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,12 @@ class RotatedQuantizer(Compressor):
         return constant_levels(at.ops, self.levels, at.spec.work_dtype)
 
 
+def normal_levels(bits: int) -> tuple[float, ...]:
+    """Return the 2^bits levels with the least squared error for standard normal numbers, ascending."""
+    half = _NORMAL_HALVES[bits]
+    return (*(-level for level in reversed(half)), *half)
+
+
 def even_levels(bits: int) -> tuple[float, ...]:
     """Return 2^bits evenly spaced levels from -1 to 1."""
     last = 2**bits - 1
@@ -108,15 +122,11 @@ def rotate(ops: ArrayOps, x: Array, block: int, key: Key, back: bool = False) ->
     A block x, with zeros up to a power of two d, becomes H D' H D x / d, which is a rotation: D and D' are random
     signs, H is the Hadamard transform without a factor. With one transform, a large element would leave its pattern.
     """
-    rotated = [ops.zeros(0, ops.dtype(x))]
-    for first, rows, width in _parts(ops.length(x), block):
-        part = _filled(ops, x, first, rows * width)
-        if back:
-            part = _signed(ops, hadamard(ops, part, width), first, key, _SECOND) * (1 / width)
-            rotated.append(_signed(ops, hadamard(ops, part, width), first, key, _FIRST))
-        else:
-            rotated.append(_rotated(ops, part, first, width, key))
-    return ops.concat(rotated)
+    parts = [ops.zeros(0, ops.dtype(x))]
+    for first, rows, width in parts_of(ops.length(x), block):
+        turn = rotated_back if back else rotated
+        parts.append(turn(ops, _filled(ops, x, first, rows * width), first, width, key))
+    return ops.concat(parts)
 
 
 @rotate.kernel(rotate="x T; block, back, key -> T[rotated]")
@@ -140,9 +150,9 @@ def rotated_encode(
     """
     count = ops.length(levels)
     codes, scales = [], []
-    for first, rows, width in _parts(ops.length(x), block):
+    for first, rows, width in parts_of(ops.length(x), block):
         part = _filled(ops, x, first, rows * width)
-        y = ops.reshape(_rotated(ops, part, first, width, key), (rows, width))
+        y = ops.reshape(rotated(ops, part, first, width, key), (rows, width))
         norm = ops.norm(ops.reshape(part, (rows, width)), axis=1)
         root = ops.cast(1 / math.sqrt(width), ops.dtype(x))
         reach = norm * root if fit else ops.max(ops.abs(y), axis=1)
@@ -205,7 +215,7 @@ def rotated_sum(
         own = Key(key.seed, key.step, ops.bit_and(ops.cast(salt, "int64"), MASK)[0])
         q = ops.gather(levels, ops.cast(ops.unpack(data, bits, coded), "int32"))
         values, at = [ops.zeros(0, ops.dtype(scale))], 0
-        for first, rows, width in _parts(n, block):
+        for first, rows, width in parts_of(n, block):
             back = _signed(ops, hadamard(ops, q[first : first + rows * width], width), first, own, _SECOND)
             back = ops.reshape(_signed(ops, hadamard(ops, back, width), first, own, _FIRST), (rows, width))
             values.append(ops.reshape(back * ops.reshape(scale[at : at + rows], (rows, 1)), (-1,)))
@@ -254,9 +264,35 @@ def _filled(ops: ArrayOps, x: Array, first: int, n: int) -> Array:
     return ops.concat([part, ops.zeros(missing, ops.dtype(x))]) if missing else part
 
 
-def _rotated(ops: ArrayOps, x: Array, first: int, width: int, key: Key) -> Array:
+def rotated(ops: ArrayOps, x: Array, first: int, width: int, key: Key) -> Array:
+    """Return rotated blocks of `width` elements, the first of which is element `first` for the signs."""
     y = hadamard(ops, _signed(ops, x, first, key, _FIRST), width)
     return hadamard(ops, _signed(ops, y, first, key, _SECOND) * (1 / width), width)
+
+
+def rotated_back(ops: ArrayOps, x: Array, first: int, width: int, key: Key) -> Array:
+    """Return the inverse of `rotated`."""
+    y = _signed(ops, hadamard(ops, x, width), first, key, _SECOND) * (1 / width)
+    return _signed(ops, hadamard(ops, y, width), first, key, _FIRST)
+
+
+def first_of_blocks(ops: ArrayOps, y: Array, block: int, kept: Sequence[int]) -> Array:
+    """Return the first elements of every block of rotated elements: so many of each."""
+    whole = ops.length(y) // block
+    first = ops.reshape(ops.reshape(y[: whole * block], (whole, block))[:, : kept[0]], (-1,)) if whole else y[:0]
+    return ops.concat([first, y[whole * block :][: kept[-1]]]) if whole < len(kept) else first
+
+
+def padded(ops: ArrayOps, x: Array, rows: int, width: int, to: int) -> Array:
+    """Return rows of `width` elements with zeros after each, up to `to` elements."""
+    dtype = ops.dtype(x)
+    if to % width == 0:
+        # Transposing takes ten times as long.
+        empty = ops.reshape(ops.zeros(rows * width, dtype), (rows, width))
+        return ops.reshape(ops.stack([ops.reshape(x, (rows, width)), *[empty] * (to // width - 1)], axis=1), (-1,))
+    columns = ops.reshape(ops.transpose(ops.reshape(x, (rows, width))), (-1,))
+    filled = ops.reshape(ops.concat([columns, ops.zeros(rows * (to - width), dtype)]), (to, rows))
+    return ops.reshape(ops.transpose(filled), (-1,))
 
 
 def _signed(ops: ArrayOps, x: Array, first: int, key: Key, stream: int) -> Array:
@@ -267,7 +303,7 @@ def _signed(ops: ArrayOps, x: Array, first: int, key: Key, stream: int) -> Array
     return ops.where(ops.reshape(bits, (-1,))[:n] == 1, -x, x)
 
 
-def _parts(n: int, block: int) -> list[tuple[int, int, int]]:
+def parts_of(n: int, block: int) -> list[tuple[int, int, int]]:
     """Return first element, number of rows and their width of the whole blocks and of the rest, where there are any."""
     widths, whole = rotated_widths(n, block), n // block
     parts = [(0, whole, block)] if whole else []

@@ -635,6 +635,69 @@ constexpr int kProjections = 4;
 
 template <class T> GRACE_HD T clipped(T x, T bound) { return x < -bound ? -bound : x > bound ? bound : x; }
 
+// The measurements of a block of `width` elements, one per `reduction` elements.
+GRACE_HD int64_t measurements(int64_t width, int64_t reduction) { return width < reduction ? 1 : width / reduction; }
+
+// What a round of `recover_sparse` takes from the round before it: the share of large elements, their variance, and that
+// of the error of the noisy copy; and what follows for every element.
+template <class T> struct Belief {
+    T large, size, error;
+    T kept, slope, odds, rest;
+};
+
+// exp(-t) for t from 0 on; see `_decayed` in grace/core/compressors/fedqcs.py.
+template <class T> GRACE_HD T decayed(T t) {
+    const T h = (t < T(60) ? t : T(60)) * T(0.00390625), square = h * h * T(1.0 / 12);
+    T result = (T(1) - h * T(0.5) + square) / (T(1) + h * T(0.5) + square);
+    for (int i = 0; i < 8; ++i) result = result * result;
+    return result;
+}
+
+// The belief before the first round, from the sum of the squares of m measurements of `per` elements each.
+template <class T> GRACE_HD Belief<T> first_belief(T squares, int64_t m, double per, double share, double noise) {
+    const T energy = squares / T(m), above = energy - T(noise), least = energy * T(1e-3);
+    const T variance = above > least ? above : least;
+    return {T(share), variance / T(share), variance * T(per - 1) + T(noise * per), 0, 0, 0, 0};
+}
+
+template <class T> GRACE_HD Belief<T> with_factors(Belief<T> now) {
+    const T both = now.size + now.error, ratio = both / now.error;
+    T root = (ratio + T(1)) * T(0.5);
+    for (int i = 0; i < 16; ++i) root = (root + ratio / root) * T(0.5);
+    now.kept = now.size / both;
+    now.slope = now.size / (both * now.error) * T(0.5);
+    now.odds = (T(1) - now.large) / now.large * root;
+    now.rest = now.kept * now.error;
+    return now;
+}
+
+// An element of the noisy copy: the chance that it is large, its estimate, and the mean of its square.
+template <class T> struct Guess {
+    T chance, estimate, second;
+};
+template <class T> GRACE_HD Guess<T> guess_of(T copy, const Belief<T>& now) {
+    const T chance = T(1) / (now.odds * decayed(copy * copy * now.slope) + T(1)), mean = copy * now.kept;
+    return {chance, chance * mean, chance * (mean * mean + now.rest)};
+}
+
+// The belief after a round, from the sums of its chances, squares and spreads. `trust` is how much of the copy the
+// estimates repeat; the error is that of the estimates without it.
+template <class T>
+GRACE_HD Belief<T> next_belief(Belief<T> now, T chances, T seconds, T spreads, int64_t width, T* trust) {
+    const T part = spreads / T(width) / now.error, share = chances / T(width), size = seconds / chances;
+    *trust = part < T(1e-4) ? T(1e-4) : part > T(0.95) ? T(0.95) : part;
+    now.large = share < T(1e-4) ? T(1e-4) : share > T(0.9999) ? T(0.9999) : share;
+    now.size = size > T(1e-6) ? size : T(1e-6);
+    now.error = now.error * *trust / (T(1) - *trust);
+    return now;
+}
+
+// The variance of the error of the next copy.
+template <class T> GRACE_HD T next_error(T error, double per, double noise) {
+    const T gain = error / (error + T(noise)) / T(per);
+    return error * (T(1) - gain) / gain;
+}
+
 // |x|^2 / <y, q>, from the norm of x and the product of its rotation y with the rounded q; 0 if x is 0.
 template <class T> GRACE_HD T fitted_scale(T norm, T product) { return product > 0 ? norm * (norm / product) : T(0); }
 

@@ -196,6 +196,11 @@ void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T*
 
 template <class T> void spread_in_frame(const Stream& on, const T* x, const T* norms, const Frame& frame, T* out);
 template <class T> void project_from_frame(const Stream& on, const T* coefficients, const Frame& frame, T* out);
+template <class T>
+void largest_of_blocks(const Stream& on, const T* x, int64_t block, int64_t kept, int64_t last, T* out, int64_t n);
+template <class T>
+void recover_sparse(const Stream& on, const T* z, const Rotation<T>& by, int64_t reduction, int rounds, double share,
+                    double noise, T* out);
 template <class T> void rotate(const Stream& on, const T* x, const Rotation<T>& by, bool back, T* out);
 template <class T>
 void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fit, const RandomKey* noise,

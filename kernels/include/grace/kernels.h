@@ -66,6 +66,8 @@ namespace grace {
     X(rotate, "x T; block, back, key -> T[rotated]")                                                                                  \
     X(spread_in_frame, "x T, norms T; block, redundancy, key -> T[coefficients]")                                                     \
     X(project_from_frame, "coefficients T; block, redundancy, key -> T[elements]")                                                    \
+    X(largest_of_blocks, "x T; block, kept, last -> T[x]")                                                                            \
+    X(recover_sparse, "z T; n, block, reduction, rounds, key; share, noise -> T[n]")                                                  \
     X(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")                                       \
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \

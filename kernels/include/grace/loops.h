@@ -183,6 +183,10 @@ template <class T> struct Loops {
     void (*spread_in_frame)(const T* x, const T* norms, const Frame* frame, T* out, int64_t begin, int64_t end);
     // What the coefficients of blocks begin .. end - 1 represent.
     void (*project_from_frame)(const T* coefficients, const Frame* frame, T* out, int64_t begin, int64_t end);
+    // Estimates the elements of blocks begin .. end - 1 from the first measurements of each, one per `reduction` elements;
+    // see `recover_sparse` in grace/core/compressors/fedqcs.py.
+    void (*recover_sparse)(const T* z, const Rotation<T>* by, int64_t reduction, int rounds, double share, double noise,
+                           T* out, int64_t begin, int64_t end);
     // Rotates blocks begin .. end - 1, and writes their codes and scales.
     void (*rotated_codes)(const T* x, const Rotation<T>* by, bool fit, const RandomKey* noise, uint8_t* codes, T* scales,
                           int64_t begin, int64_t end);
