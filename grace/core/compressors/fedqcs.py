@@ -71,8 +71,8 @@ class FedQCS(Compressor, Thinning):
 
     Error: 0.72 |x|^2 for normal x; 0.57 |x|^2 with `compress_ratio=0.1`, `reduction=2`.
 
-    Cost: `rounds` times two rotations and some thirty operations per element: once to encode, once for the residual,
-    and once for each payload to decode.
+    Cost: decoding takes about two rotations and thirty operations per element in each of the `rounds`. Every payload is
+    decoded when it is made, for the residual, and by each receiver.
 
     When: a few per cent of the elements in 1 bit per element of the tensor or less, on slow links. `topk` with codings
     sends them exactly for twice the bytes.
