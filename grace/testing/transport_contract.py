@@ -112,6 +112,9 @@ def _lengths(size: int) -> dict[str, list[int]]:
         "equal_7": [7] * size,
         "by_rank": list(range(size)),
         "one": [0] * (size - 1) + [100],
+        # A transport may send long buffers in pieces.
+        "long": [1_600_001 + rank for rank in range(size)],
+        "one_long": [0] * (size - 1) + [1_600_001],
     }
 
 

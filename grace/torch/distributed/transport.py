@@ -25,6 +25,8 @@ from grace.core.values.errors import ConfigError, GraceError, StepError, WaitErr
 
 # The number of transports of each process group, which names the next one on all ranks.
 _transports: collections.Counter[str] = collections.Counter()
+# Two ranks send their buffers in so many pieces at most, of at least about so many bytes.
+_MOST_PIECES, _PIECE_BYTES = 4, 512 * 1024
 
 
 class ProcessGroupTransport(OrderedTransport):
@@ -142,6 +144,8 @@ class ProcessGroupTransport(OrderedTransport):
         return x
 
     def _gather(self, x: torch.Tensor, lengths: Sequence[int]) -> Phases:
+        if self.size == 2 and x.device.type == "cpu":
+            return (yield from self._swap(x, x, lengths))
         most = max(lengths)
         if not most:
             return x
@@ -154,8 +158,30 @@ class ProcessGroupTransport(OrderedTransport):
         return torch.cat([row[:n] for row, n in zip(result.split(most), lengths, strict=True)])
 
     def _trade(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Phases:
+        if self.size == 2 and x.device.type == "cpu":
+            parts = x.split(list(sent))
+            return (yield from self._swap(parts[self.rank], parts[1 - self.rank], received))
         result = x.new_empty(sum(received))
         yield self._done(self._groups[x.device.type].alltoall_base(result, x, list(received), list(sent)))
+        return result
+
+    def _swap(self, kept: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int]) -> Phases:
+        """Join what this rank of two keeps and what the other one sends, in rank order; `lengths` are theirs.
+
+        The buffers travel in pieces. Within a collective, Gloo sends in one direction at a time, but several
+        collectives use both. Gloo's allgather needs equal lengths, and copies what it has received.
+        """
+        result, other = sent.new_empty(sum(lengths)), 1 - self.rank
+        parts = result.split(list(lengths))
+        parts[self.rank].copy_(kept)
+        most = max(len(sent), lengths[other]) * sent.element_size()
+        count = min(_MOST_PIECES, -(-most // _PIECE_BYTES))
+        works = []
+        for start, end in zip(_cut(sent, count), _cut(parts[other], count), strict=True):
+            to, of = [0, 0], [0, 0]
+            to[other], of[other] = len(start), len(end)
+            works.append(self._groups["cpu"].alltoall_base(end, start, of, to))
+        yield self._done(*works)
         return result
 
     def _join(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -169,14 +195,15 @@ class ProcessGroupTransport(OrderedTransport):
             yield self._done(self._groups[x.device.type].broadcast([result], options))
         return result
 
-    def _done(self, work: Any) -> Callable[[], bool]:
-        """Return a function that tells whether work is done. It raises the error of the work."""
-        self._works[:] = [*(other for other in self._works if not other.is_completed()), work]
+    def _done(self, *works: Any) -> Callable[[], bool]:
+        """Return a function that tells whether all works are done. It raises the error of a work."""
+        self._works[:] = [*(other for other in self._works if not other.is_completed()), *works]
 
         def done() -> bool:
-            if not work.is_completed():
+            if not all(work.is_completed() for work in works):
                 return False
-            work.wait()
+            for work in works:
+                work.wait()
             return True
 
         return done
@@ -258,6 +285,11 @@ def _local_size() -> int:
     names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [int(os.environ[name]) for name in names if name in os.environ]
     return known_local_size(*found) if len(found) == len(names) else 0
+
+
+def _cut(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return views of `count` pieces of a flat tensor, as long as each other up to one element."""
+    return list(x.tensor_split(count)) if count else []
 
 
 def _free(groups: dict[str, Any], works: list[Any]) -> None:
