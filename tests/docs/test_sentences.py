@@ -194,10 +194,6 @@ def model_of_the_steps():
     sides = list(zip(models.MLP, models.MLP[1:], strict=False))
     specs = [TensorSpec(f"layer{i}.weight", side) for i, side in enumerate(sides)]
     yield f"The `mlp` has {('no', 'one', 'two', 'three')[len(sides)]} large matrices"
-    plan = make_plan(specs, make_config(compressor="topk"))
-    largest = sorted((unit.spec.nbytes for unit in plan.units), reverse=True)[:2]
-    share = sum(largest) / sum(spec.nbytes for spec in specs)
-    yield f"The old residuals of the two largest units of the `mlp`, {share:.2f} together,"
     yield f"Steps of the `mlp` ({sum(spec.numel for spec in specs) / 1e6:.1f} M parameters, four examples"
 
 
