@@ -3492,7 +3492,7 @@ PATCHES = [
         "ones = ops.full(len(measured), 1 / (1 - noise), at.spec.work_dtype)",
         "ones = ops.full(len(measured), 1.0, at.spec.work_dtype)",
         "measurements are taken for smaller than they are",
-        ("tests/core/test_golden_bytes.py -k fedqcs",),
+        ("tests/papers/test_fedqcs.py -k rounding_shrinks",),
     ),
     Patch(
         "kernel-measurements-of-the-first-block",

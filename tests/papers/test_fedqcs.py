@@ -9,7 +9,7 @@ from grace.core.compressors.fedqcs import recover_sparse
 from grace.core.methods.rotation import NORMAL_ERRORS, normal_levels, rotate
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import Key
-from tests.papers.common import OPS, bits_per_element, make, normal, send
+from tests.papers.common import OPS, bits_per_element, exchange, make, normal, send, spec
 from tests.support.registered import ops_of
 
 N, KEY = 4096, Key(3, 1)
@@ -39,9 +39,9 @@ def measured(x: np.ndarray, noise: float, reduction: int = 3) -> np.ndarray:
     return (y + np.sqrt(noise) * normal(len(y), 9)).astype(np.float32)
 
 
-def plain_message_passing(z: np.ndarray, n: int, rounds: int, share: float, noise: float) -> np.ndarray:
+def plain_message_passing(z: np.ndarray, n: int, rounds: int, share: float, noise: float, key: Key = KEY) -> np.ndarray:
     """Vector approximate message passing with a Bernoulli-Gaussian prior and expectation maximization, in float64."""
-    a = np.array([rotate(OPS, row, n, KEY)[: len(z)] for row in np.eye(n)]).T
+    a = np.array([rotate(OPS, row, n, key)[: len(z)] for row in np.eye(n)]).T
     per = n / len(z)
     z = z.astype(np.float64)
     total = max(np.mean(z**2) - noise, 1e-3 * np.mean(z**2))
@@ -71,6 +71,20 @@ def test_it_is_message_passing(rounds, backend):
     found = recover_sparse(ops_of(backend), z, 512, 512, 3, rounds, 0.05, noise, KEY)
     expected = plain_message_passing(z, 512, rounds, 0.05, noise)
     assert error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [1, 3])
+def test_rounding_shrinks_measurements_and_adds_noise(bits):
+    """Bussgang: a level is (1 - D) times the measurement plus noise, so it is divided by 1 - D before it is decoded."""
+    x, d = gradients(512)["laplace"], NORMAL_ERRORS[bits]
+    method = make("fedqcs", bits=bits, block_size=512, compress_ratio=0.05)
+    sent = exchange(method, OPS, spec(512), [x])
+    y = rotate(OPS, sparse(x, 0.05), 512, sent.sites[0].key)[:170]
+    levels = np.array(normal_levels(bits))
+    rounded = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, y / np.sqrt(np.mean(y**2)))]
+    found = plain_message_passing(rounded / (1 - d), 512, method.rounds, 0.05, d / (1 - d), sent.sites[0].key)
+    decoded = OPS.cast(method.decompress(sent.payloads[0], sent.sites[0]), "float64")
+    assert error(decoded, found * (found @ x) / (found @ found)) < 1e-5
 
 
 @pytest.mark.parametrize("kind", gradients())
