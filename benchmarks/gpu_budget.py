@@ -1,0 +1,190 @@
+"""Write what every kernel moves on a GPU, and the least time that this takes.
+
+    python benchmarks/gpu_budget.py docs/results/gpu_budget.json docs/results/gpu_budget_steps.json
+
+It needs no GPU. Every method takes a step with its default options on the CPU, and the arguments and results of its
+kernels are counted. Passes within a kernel (`WITHIN`) are counted from the sources in kernels/cuda. An access to a
+single element moves a sector of 32 bytes. What stays in the caches (levels, scales, filters, sketches) is not counted.
+"""
+
+import sys
+
+import measurements
+import numpy as np
+
+from grace.bench.codec import LocalStep, make_unit
+from grace.core.ops import get_ops, native
+from grace.core.values.registry import compressors
+from grace.core.wire.lanes import pack_lanes, unpack_lanes
+
+ELEMENTS, SHOWN, STEPS, RANKS = 1_000_000, 25_000_000, 3, 2
+# Bytes per second of the memory of an H100 SXM, by its data sheet.
+BANDWIDTH = 3.35e12
+SECTOR = 32
+# Kernels without a body for GPUs: PyTorch's own products and array operations take their place.
+ELSEWHERE = {
+    "thin_product", "bitshuffle_encode", "bitshuffle_decode", "decode_gaps", "encode_gaps", "gap_facts",
+    "huffman_encode", "huffman_decode", "rans_encode", "rans_decode", "run_length_encode", "run_length_decode",
+}  # fmt: skip
+# Kernels that read or write only some elements of their first argument: the bytes that an entry moves.
+SPARSE = {"put": SECTOR, "gather": SECTOR, "scatter_add": 2 * SECTOR, "sparse_sum": 2 * SECTOR, "power_fade": SECTOR}
+MARKS = 2 / 8
+# Bytes per element of float32 beyond arguments and results, and where they come from.
+WITHIN = {
+    "finite_sum": (4, "the check reads the sum"),
+    "top": (3 * 4 + 2 * MARKS, "three passes find the k-th magnitude; marks of larger and of equal elements"),
+    "top_bound": (3 * 4 + 2 * MARKS, "as top"),
+    "top_of_sides": (2 * (4 * 4 + 2 * MARKS), "as top, for each sign"),
+    "select": (MARKS, "marks"),
+    "draw_kept": (2 * MARKS, "marks of certain and of drawn elements"),
+    "filter_positions": (MARKS, "marks"),
+    "keep_odds": (3 * 4, "a pass per round; three rounds are counted"),
+    "power_words": (8 + MARKS, "gradient and noise are read twice; marks"),
+    "binarize_columns": (4, "signs and means are separate passes"),
+    "ternary_encode": (4 / 5, "bytes of five digits are written once and read three times"),
+    "ternary_sum": (3 / 5, "of each payload: its digits are written twice and read once"),
+    "precision_encode": (4 + 2 / 4, "elements are read twice; widths"),
+    "precision_sum": (1 / 4, "of each payload: widths are read twice"),
+    "rotated_encode": (4, "elements are read twice, once for their norm"),
+    "spread_in_frame": (4 * 8, "of each coefficient: four projections read and write it again"),
+    "count_sketch": (5 * 6 + 4 * 4, "each of five rows sorts blocks of 16 in four passes, and reads the elements"),
+    "draw_vertices": (16, "cumulative sums of 64 bits are written and read"),
+}
+# Of these, each payload after the first reads and writes the sum again.
+AGAIN = ("precision_sum", "rotated_sum")
+# Methods that make all their passes over the gradient by kernels.
+WHOLE = ("fp16", "signsgd", "efsignsgd", "onebit", "topk", "threshold", "randomk", "qsgd", "terngrad", "natural")
+WHOLE += ("eightbit", "uniform", "eden", "3lc")
+# A copy reads and writes a float32.
+COPY = 8
+COLUMNS = {
+    "kernel": {"title": "kernel"},
+    "method": {"title": "method"},
+    "outside": {"title": "arguments and results, bytes per element", "format": ".2f"},
+    "within": {"title": "within, bytes per element", "format": ".2f"},
+    "why": {"title": "what is within"},
+    "microseconds": {"title": "least time, µs", "format": ".0f"},
+}
+STEPS_COLUMNS = {
+    "method": {"title": "method"},
+    "bytes": {"title": "bytes per element", "format": ".1f"},
+    "copies": {"title": "copies", "format": ".1f"},
+    "microseconds": {"title": "least time, µs", "format": ".0f"},
+}
+CONDITIONS = (
+    "default options and 2 ranks, and the least time for 25 million elements at 3.35 TB/s; computed, not measured"
+)
+
+
+class Counter:
+    """Count of what kernels move: a context manager in place of `native.module.run`."""
+
+    def __init__(self):
+        # By kernel: the largest call as (bytes outside, bytes within, method).
+        self.largest = {}
+        # By method: the bytes of all its calls.
+        self.total = dict.fromkeys(WHOLE, 0.0)
+        self.method = ""
+
+    def __enter__(self):
+        self._plain = native.module.run
+        native.module.run = self._run
+        return self
+
+    def __exit__(self, *_):
+        native.module.run = self._plain
+
+    def _run(self, kernel, inputs, integers, numbers, consumes, *rest):
+        results = self._plain(kernel, inputs, integers, numbers, consumes, *rest)
+        if self.method and kernel not in ELSEWHERE:
+            found = (*moved(kernel, inputs, results, consumes), self.method)
+            self.largest[kernel] = max(self.largest.get(kernel, found), found)
+            if self.method in self.total:
+                self.total[self.method] += found[0] + found[1]
+        return results
+
+
+def moved(kernel, inputs, results, consumes):
+    """Return the bytes of arguments and results, and those that move within the kernel."""
+    sizes = [x.nbytes for x in inputs]
+    outside = sum(sizes) + sum(x.nbytes for x in results)
+    within = WITHIN.get(kernel, (0, ""))[0] * max(x.size for x in (*inputs, *results))
+    if kernel in SPARSE:
+        indices = sum(x.size for x in inputs[consumes:] if x.dtype == np.int32)
+        return outside - consumes * sizes[0], within + SPARSE[kernel] * indices
+    if consumes:
+        # The first argument is written as well.
+        outside += sizes[0]
+    if kernel in ("top", "select", "draw_kept", "top_of_sides", "power_words"):
+        within += SECTOR * sum(x.size for x in results if x.dtype == np.int32)
+    if kernel in AGAIN:
+        payloads = sum(x.dtype == np.uint8 for x in inputs)
+        within += (payloads - 1) * 2 * (sizes[0] if consumes else results[0].nbytes)
+    return outside, within
+
+
+def microseconds(moved):
+    """Return the least time for `SHOWN` elements."""
+    return round(moved / ELEMENTS * SHOWN / BANDWIDTH * 1e6, 1)
+
+
+def gradients(rng):
+    """Return heavy-tailed gradients of all ranks."""
+    sizes = np.exp(rng.standard_normal(ELEMENTS)) * 1e-3
+    return [(sizes * rng.standard_normal(ELEMENTS)).astype(np.float32) for _ in range(RANKS)]
+
+
+def sums(ops, counter):
+    """Count the kernels of sums that a transport cannot make: of 16-bit floats, and of integers in words."""
+    halves = ops.zeros(RANKS * ELEMENTS, "float16")
+    counter.method = "fp16, the sum"
+    ops.half_sum(halves, RANKS, 1 / RANKS)
+    counter.method = "uniform by allreduce"
+    words = pack_lanes(ops, ops.zeros(ELEMENTS, "int8"), ELEMENTS, 3)
+    unpack_lanes(ops, words, ELEMENTS, 3)
+
+
+def main():
+    ops, rng = get_ops("numpy"), np.random.default_rng(0)
+    if not ops.runs_kernels:
+        sys.exit("the kernels are not built: python setup.py build_ext --inplace")
+    with Counter() as counter:
+        for name in compressors:
+            local = LocalStep(make_unit(name, ELEMENTS), ops, RANKS)
+            for step in range(STEPS):
+                given = gradients(rng)
+                counter.method = ""
+                arrived = local.receive(given, step)
+                # The last step is counted, when memories are full.
+                counter.method = name if step == STEPS - 1 else ""
+                local.run(given[0], step, arrived)
+        sums(ops, counter)
+    rows = [
+        {
+            "kernel": kernel,
+            "method": method,
+            "outside": round(outside / ELEMENTS, 3),
+            "within": round(within / ELEMENTS, 3),
+            "why": WITHIN.get(kernel, (0, "single elements" if kernel in SPARSE else ""))[1],
+            "microseconds": microseconds(outside + within),
+        }
+        for kernel, (outside, within, method) in sorted(counter.largest.items())
+    ]
+    commands = [f"python benchmarks/gpu_budget.py {sys.argv[1]} {sys.argv[2]}"]
+    what = f"Bytes that each kernel moves on a GPU per element of a float32 gradient, in a step with {CONDITIONS}"
+    measurements.write(sys.argv[1], what, COLUMNS, rows, commands=commands)
+    steps = [
+        {
+            "method": name,
+            "bytes": round(total / ELEMENTS, 2),
+            "copies": round(total / ELEMENTS / COPY, 2),
+            "microseconds": microseconds(total),
+        }
+        for name, total in counter.total.items()
+    ]
+    what = f"Bytes that the kernels of a step move on a GPU per element of a float32 gradient, with {CONDITIONS}"
+    measurements.write(sys.argv[2], what, STEPS_COLUMNS, steps, commands=commands)
+
+
+if __name__ == "__main__":
+    main()
