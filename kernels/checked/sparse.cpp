@@ -1,5 +1,6 @@
 // Selection of elements, and operations at a list of indices.
 #include <atomic>
+#include <limits>
 
 #include "selection.h"
 
@@ -60,6 +61,24 @@ template <class List> int64_t count_before(const List& list, int64_t element) {
 
 constexpr int64_t kAhead = 24;  // prefetch distance for memory that is read out of order
 
+// All elements that differ from zero, which are fewer than k, and the first zeros, sorted by index. False if there are
+// not enough zeros, because some elements are NaN.
+template <class T>
+bool fill_with_zeros(const T* x, int64_t n, const Finds<T>& finds, int64_t k, T* values, int32_t* indices) {
+    int64_t zeros = k - finds.count(), found = 0, at = 0;
+    for (int64_t i = 0; i < n && zeros > 0; ++i) {
+        const bool differs = found < finds.count() && finds.indices()[found] == i;
+        if (!differs && magnitude_bits(x[i]) != 0) continue;
+        found += differs;
+        zeros -= !differs;
+        values[at] = x[i];
+        indices[at++] = static_cast<int32_t>(i);
+    }
+    std::copy(finds.values() + found, finds.values() + finds.count(), values + at);
+    std::copy(finds.indices() + found, finds.indices() + finds.count(), indices + at);
+    return zeros == 0;
+}
+
 // The k largest magnitudes of x, 0 <= k <= n, sorted by index. Of equal magnitudes, the lower index is kept.
 template <class T> void take_top(Call& call, const T* x, int64_t n, int64_t k, T* values, int32_t* indices) {
     if (k == n) {
@@ -69,17 +88,22 @@ template <class T> void take_top(Call& call, const T* x, int64_t n, int64_t k, T
     }
     if (k == 0) return;
     const auto any = [](T) { return true; };
+    // A bound that every element reaches that differs from zero: in gradients of embeddings, few do.
+    const T least = std::numeric_limits<T>::denorm_min();
     if (Sample<T>::pays(n, k)) {
         const Sample<T> sample(x, n, Sample<T>::draws_for(n));
         // Draw a second sample if the first one misled.
         for (const double slack : {4.0, 16.0}) {
-            const T bound = sample.bound(k, slack, any);
-            if (!(bound > T(0))) break;
+            const T bound = std::max(least, sample.bound(k, slack, any));
             const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
                 loops<T>().select(x + at, bound, false, false, static_cast<int32_t>(at), length, into);
             });
             if (finds.count() >= k) {
                 return best_of(finds.values(), finds.indices(), finds.count(), k, values, indices);
+            }
+            if (bound == least) {
+                if (fill_with_zeros(x, n, finds, k, values, indices)) return;
+                break;
             }
         }
     }

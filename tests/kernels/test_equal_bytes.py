@@ -114,6 +114,26 @@ def test_top_k_where_the_sample_misleads():
             assert all(map(np.array_equal, ops.sparsify(x, k), reference.sparsify(x, k)))
 
 
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("few", [0, 1, 300, 2000, 2001, 5000])
+def test_top_k_where_few_elements_differ_from_zero(few, dtype):
+    """As in gradients of embeddings; zeros from the start of the array fill the rest."""
+    ops, reference = get_ops("numpy", native=True), get_ops("numpy", native=False)
+    rng, n = np.random.default_rng(few), 200_001
+    x = np.where(np.arange(n) % 2, 0.0, -0.0).astype(dtype)
+    at = rng.choice(n, few, replace=False)
+    x[at] = rng.standard_normal(few)
+    x[at[::3]] = cases.SMALLEST[dtype]
+    for k in (1, 200, 2000, n // 5):
+        for found, expected in zip(ops.sparsify(x, k), reference.sparsify(x, k), strict=True):
+            assert cases.difference(found, expected) is None
+    # Neither the numbers nor the zeros are enough, so NaN is chosen, too.
+    x[n // 10 :] = np.nan
+    values, indices = ops.sparsify(x, n // 5)
+    assert (np.diff(indices) > 0).all()
+    assert cases.difference(values, x[indices]) is None
+
+
 def other_process(half, **environment):
     """Run `python -m tests.kernels` with other kernels and return its output."""
     done = subprocess.run(

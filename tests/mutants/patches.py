@@ -3495,6 +3495,14 @@ PATCHES = [
         ("tests/papers/test_fedqcs.py -k rounding_shrinks",),
     ),
     Patch(
+        "kernel-top-takes-nan-for-zero",
+        "kernels/checked/sparse.cpp",
+        "if (fill_with_zeros(x, n, finds, k, values, indices)) return;",
+        "fill_with_zeros(x, n, finds, k, values, indices);\n                return;",
+        "of few elements that differ from zero and a NaN, the list of the largest is not filled",
+        ("tests/kernels/test_equal_bytes.py -k few_elements_differ",),
+    ),
+    Patch(
         "kernel-measurements-of-the-first-block",
         "kernels/cpu/loops_rotation.inl",
         "const T* mine = z + block * measurements(by->block, reduction);",
