@@ -27,7 +27,14 @@ ELSEWHERE = {
     "huffman_encode", "huffman_decode", "rans_encode", "rans_decode", "run_length_encode", "run_length_decode",
 }  # fmt: skip
 # Kernels that read or write only some elements of their first argument: the bytes that an entry moves.
-SPARSE = {"put": SECTOR, "gather": SECTOR, "scatter_add": 2 * SECTOR, "sparse_sum": 2 * SECTOR, "power_fade": SECTOR}
+SPARSE = {
+    "put": SECTOR,
+    "gather": SECTOR,
+    "power_fade": SECTOR,
+    "scatter_add": 2 * SECTOR,
+    "sparse_sum": 2 * SECTOR,
+    "power_sum": 2 * SECTOR,
+}
 MARKS = 2 / 8
 # Bytes per element of float32 beyond arguments and results, and where they come from.
 WITHIN = {
@@ -97,21 +104,23 @@ class Counter:
     def _run(self, kernel, inputs, integers, numbers, consumes, *rest):
         results = self._plain(kernel, inputs, integers, numbers, consumes, *rest)
         if self.method and kernel not in ELSEWHERE:
-            found = (*moved(kernel, inputs, results, consumes), self.method)
+            found = (*moved(kernel, inputs, numbers, results, consumes), self.method)
             self.largest[kernel] = max(self.largest.get(kernel, found), found)
             if self.method in self.total:
                 self.total[self.method] += found[0] + found[1]
         return results
 
 
-def moved(kernel, inputs, results, consumes):
+def moved(kernel, inputs, numbers, results, consumes):
     """Return the bytes of arguments and results, and those that move within the kernel."""
     sizes = [x.nbytes for x in inputs]
     outside = sum(sizes) + sum(x.nbytes for x in results)
     within = WITHIN.get(kernel, (0, ""))[0] * max(x.size for x in (*inputs, *results))
     if kernel in SPARSE:
         indices = sum(x.size for x in inputs[consumes:] if x.dtype == np.int32)
-        return outside - consumes * sizes[0], within + SPARSE[kernel] * indices
+        # A factor other than 1 changes all elements.
+        whole = 2 if kernel == "power_fade" and numbers[0] != 1 else 0
+        return outside + (whole - consumes) * sizes[0], within + SPARSE[kernel] * indices
     if consumes:
         # The first argument is written as well.
         outside += sizes[0]

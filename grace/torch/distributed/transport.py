@@ -25,8 +25,8 @@ from grace.core.values.errors import ConfigError, GraceError, StepError, WaitErr
 
 # The number of transports of each process group, which names the next one on all ranks.
 _transports: collections.Counter[str] = collections.Counter()
-# Two ranks send their buffers in so many pieces at most, of at least about so many bytes.
-_MOST_PIECES, _PIECE_BYTES = 4, 512 * 1024
+# A buffer of two ranks travels in a piece per so many bytes, and in so many pieces at most.
+_PIECE_BYTES, _MOST_PIECES = 512 * 1024, 4
 
 
 class ProcessGroupTransport(OrderedTransport):
