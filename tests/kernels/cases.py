@@ -373,6 +373,17 @@ def matmul(ops, g):
 
 
 @case
+def flat_product(ops, g):
+    if g.kind.startswith("huge"):
+        return  # As in matmul.
+    for rows, columns, r in g.some([(1, 1, 1), (33, 7, 4), (7, 33, 2), (1, 700, 16), (513, 3, 1)]):
+        a, b = (ops.reshape(g.x(side * r), (side, r)) for side in (rows, columns))
+        loss = 2.5e5 if g.dtype == "float32" else 1.0
+        most = ops.max_abs(ops.flat_product(ops.abs(a), ops.abs(b)))
+        yield Loose(ops.flat_product(a, b), loss * float(host(ops, most)))
+
+
+@case
 def orthogonalize(ops, g):
     for rank in (1, 4):
         if g.n >= 4 * rank:

@@ -91,14 +91,12 @@ class ACPSGD(Compressor, Learning):
 
         # Each branch knows its sides, also in a graph.
         def even() -> Array:
-            return ops.matmul(ops.reshape(total, (rows, r)), at.state["q"], transpose_b=True)
+            return ops.flat_product(ops.reshape(total, (rows, r)), at.state["q"])
 
         def odd() -> Array:
-            return ops.matmul(at.state["p"], ops.reshape(total, (columns, r)), transpose_b=True)
+            return ops.flat_product(at.state["p"], ops.reshape(total, (columns, r)))
 
-        product = ops.choose(
-            at.state["odd"][0] == 0, lambda: ops.reshape(even(), (-1,)), lambda: ops.reshape(odd(), (-1,))
-        )
+        product = ops.choose(at.state["odd"][0] == 0, even, odd)
         return ops.reshape(product, (at.spec.numel,))
 
     def _sum(self, payloads: Sequence[Payload], at: Site) -> Array:

@@ -203,7 +203,7 @@ class UnitStep:
         if not unit.memory.finishes:
             factor, back = factor * back, 1.0
         # A site of its own for this merge: no other engine, and no later call, may write to `out`.
-        there = site if unit.memory.finishes or out is None else site._replace(ops=ops.writing_to(out))
+        there = site if out is None else site._replace(ops=ops.writing_to(out))
         if unit.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
             # A power of two is exact, and the payload is small compared with the dense result.
             gradient = unit.compressor.merge([self._scaled(payload, factor) for payload in payloads], there)
@@ -232,7 +232,7 @@ class UnitStep:
     ) -> Concluded:
         """Do the same with the one payload in which an owner has sent the mean on."""
         unit, ops, there = self.unit, self.site.ops, bringing.site
-        if not unit.memory.finishes and out is not None:
+        if out is not None:
             there = there._replace(ops=ops.writing_to(out))
         gradient = bringing.unit.compressor.merge(payloads, there)
         factor = unit.memory.gain

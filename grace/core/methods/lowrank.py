@@ -83,7 +83,7 @@ class TwoFactors(Compressor, Negotiating, Learning):
         rows, columns = matrix_shape(at.spec)
         p = ops.reshape(payload["p"], (rows, self.compress_rank))
         q = ops.reshape(payload["q"], (columns, self.compress_rank))
-        return ops.reshape(ops.matmul(p, q, transpose_b=True), (-1,))
+        return ops.flat_product(p, q)
 
     def _sum_q(self, payloads: Sequence[Payload]) -> Array:
         q = payloads[0]["q"]

@@ -132,7 +132,10 @@ class Memory(ABC):
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`."""
+        """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`.
+
+        The state keeps copies: the merged gradient may lie where the optimizer will change it.
+        """
         return merged, state
 
 

@@ -63,6 +63,10 @@ class ArrayOps(Primitives):
         """Return the Euclidean norm and the largest magnitude of a flat array, in x's dtype."""
         return self.norm(x), self.max_abs(x)
 
+    def flat_product(self, a: Array, b: Array) -> Array:
+        """Return a b^T, flat."""
+        return self.reshape(self.matmul(a, b, transpose_b=True), (-1,))
+
     # --- random -------------------------------------------------------------------------------------------------
 
     def words(self, n: int, key: Key, stream: int = 0) -> Array:

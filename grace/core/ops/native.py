@@ -361,6 +361,15 @@ class Native(ArrayOps):
         found = self.run("thin_product", inputs, integers, outputs=outputs, lengths=[rows * columns])[0]
         return self.reshape(found, (rows, columns))
 
+    def flat_product(self, a: Array, b: Array) -> Array:
+        shape = self._thin(a, b, False, True) if self.device.startswith("cpu") else None
+        if shape is None:
+            return super().flat_product(a, b)
+        (n, m, r), rows, columns = shape
+        inputs, lengths = [self.reshape(a, (-1,)), self.reshape(b, (-1,))], [rows * columns]
+        outputs, out = [self.dtype(a)], self.withdraw()
+        return self.run("thin_product", inputs, [n, m, r, 0, 1], outputs=outputs, lengths=lengths, out=out)[0]
+
     def _thin(
         self, a: Array, b: Array, transpose_a: bool, transpose_b: bool
     ) -> tuple[tuple[Any, int, int], int, int] | None:
