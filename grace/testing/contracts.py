@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.registry import compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.values.spec import MAX_MAGNITUDE, TensorSpec
 from grace.core.wire.layout import GatherLayout, payload_bytes
 from grace.testing.harness import (
     EPS,
@@ -417,6 +418,19 @@ class CompressorContract(UnitContract):
             eps = max(eps, 32 * EPS[spec.work_dtype])
             scale = sum(np.abs(d).max(initial=0.0) for d in decoded)
             assert np.abs(merged - sum(decoded)).max(initial=0.0) <= eps * scale, spec
+
+    def test_declared_nonfinite_values_are_shown(self, compressor: Compressor, ops: ArrayOps) -> None:
+        if not (compressor.shows_nonfinite and ops.runs_kernels):
+            return
+        for spec in (self.spec(compressor), TensorSpec("w", (5000,))):
+            limit = MAX_MAGNITUDE[spec.work_dtype]
+            floats = [f.name for f in compressor.wire(spec) if f.dtype.startswith(("float", "bfloat"))]
+            for place, value in itertools.product((0, 17, spec.numel - 1), (np.nan, np.inf, -np.inf, -1.01 * limit)):
+                x = draw(spec, 1)
+                x[place] = value
+                ex = exchange(compressor, ops, spec, [x])
+                finite = [bool(ops.finite(ex.payloads[0][name])) for name in floats]
+                assert not all(finite), (spec, place, value)
 
     def test_declared_nonfinite_values_are_carried(self, compressor: Compressor, ops: ArrayOps) -> None:
         if not compressor.carries_nonfinite:

@@ -37,60 +37,130 @@ GRACE_LOCAL typename Register<T>::Values stage_within(typename Register<T>::Valu
     return __builtin_shuffle(values, partner) + own;
 }
 
+// Stages between registers: a + b and a - b for registers at distance 1, then 2 and so on up to `stages` of them.
+template <int stages, class Values> GRACE_LOCAL void stages_between(Values* values) {
+#pragma GCC unroll 4
+    for (int distance = 1; distance < 1 << stages; distance *= 2) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 1 << stages; ++i) {
+            if ((i & distance) != 0) continue;
+            const Values a = values[i], b = values[i + distance];
+            values[i] = a + b;
+            values[i + distance] = a - b;
+        }
+    }
+}
+
+// The stages of the transform for elements at `distance`, 2 distance and so on, `stages` of them. Elements that meet in
+// these stages stay in registers, which saves traffic with the cache.
+template <int stages, class T> GRACE_LOCAL void transform_stages(T* x, int64_t n, int64_t distance) {
+    constexpr int count = 1 << stages, lanes = Register<T>::count;
+    for (int64_t from = 0; from < n; from += count * distance) {
+        for (int64_t i = from; i < from + distance; i += lanes) {
+            typename Register<T>::Values values[count];
+#pragma GCC unroll 16
+            for (int j = 0; j < count; ++j) values[j] = load_lanes(x + i + j * distance);
+            stages_between<stages>(values);
+#pragma GCC unroll 16
+            for (int j = 0; j < count; ++j) store_lanes(x + i + j * distance, values[j]);
+        }
+    }
+}
+
+// The first stages of the transform: those within 2^stages neighbouring registers.
+template <int stages, class T> GRACE_LOCAL void transform_neighbours(T* x, int64_t n) {
+    constexpr int count = 1 << stages, lanes = Register<T>::count;
+    for (int64_t from = 0; from < n; from += count * lanes) {
+        typename Register<T>::Values values[count];
+#pragma GCC unroll 16
+        for (int j = 0; j < count; ++j) {
+            auto one = stage_within<1, T>(load_lanes(x + from + j * lanes));
+            if constexpr (lanes > 2) one = stage_within<2, T>(one);
+            if constexpr (lanes > 4) one = stage_within<4, T>(one);
+            if constexpr (lanes > 8) one = stage_within<8, T>(one);
+            values[j] = one;
+        }
+        stages_between<stages>(values);
+#pragma GCC unroll 16
+        for (int j = 0; j < count; ++j) store_lanes(x + from + j * lanes, values[j]);
+    }
+}
+
 // The Hadamard transform in place, without a factor. Its stages go from neighbours to the farthest elements. n is a
 // power of two, at least 8.
 template <class T> static void hadamard(T* x, int64_t n) {
-    constexpr int lanes = Register<T>::count;
-    int64_t distance = 1;
-    if (n >= lanes) {
-        for (int64_t i = 0; i < n; i += lanes) {
-            auto values = load_lanes(x + i);
-            values = stage_within<1, T>(values);
-            if constexpr (lanes > 2) values = stage_within<2, T>(values);
-            if constexpr (lanes > 4) values = stage_within<4, T>(values);
-            if constexpr (lanes > 8) values = stage_within<8, T>(values);
-            store_lanes(x + i, values);
-        }
-        distance = lanes;
-        // Two stages at a time, which halves the traffic with the cache.
-        for (; 4 * distance <= n; distance *= 4) {
-            for (int64_t from = 0; from < n; from += 4 * distance) {
-                for (int64_t i = from; i < from + distance; i += lanes) {
-                    const auto a = load_lanes(x + i), b = load_lanes(x + i + distance);
-                    const auto c = load_lanes(x + i + 2 * distance), d = load_lanes(x + i + 3 * distance);
-                    const auto ab = a + b, a_b = a - b, cd = c + d, c_d = c - d;
-                    store_lanes(x + i, ab + cd);
-                    store_lanes(x + i + distance, a_b + c_d);
-                    store_lanes(x + i + 2 * distance, ab - cd);
-                    store_lanes(x + i + 3 * distance, a_b - c_d);
-                }
-            }
-        }
-    }
-    for (; distance < n; distance *= 2) {
-        for (int64_t from = 0; from < n; from += 2 * distance) {
-            for (int64_t i = from; i < from + distance; ++i) {
+    // As many stages at a time as there are registers for.
+    constexpr int most = kRegister == 64 ? 4 : 3, lanes = Register<T>::count;
+    if (n < lanes) {
+        for (int64_t distance = 1; distance < n; distance *= 2) {
+            for (int64_t i = 0; i < n; ++i) {
+                if ((i & distance) != 0) continue;
                 const T a = x[i], b = x[i + distance];
                 x[i] = a + b;
                 x[i + distance] = a - b;
             }
         }
+        return;
+    }
+    int64_t distance = lanes;
+    if ((lanes << most) <= n) {
+        transform_neighbours<most>(x, n);
+        distance <<= most;
+    } else {
+        transform_neighbours<0>(x, n);
+    }
+    while (distance < n) {
+        if ((distance << most) <= n) {
+            transform_stages<most>(x, n, distance);
+            distance <<= most;
+        } else if (4 * distance <= n) {
+            transform_stages<2>(x, n, distance);
+            distance *= 4;
+        } else {
+            transform_stages<1>(x, n, distance);
+            distance *= 2;
+        }
     }
 }
 
-// out = factor x, with random signs. `first` is the number of the first element, a multiple of 128. Bit i % 32 of word
-// i / 32 of the stream negates element i.
+// out = base + factor x, with random signs of x; without a base, out = factor x. `first` is the number of the first
+// element, a multiple of 128. Bit i % 32 of word i / 32 of the stream negates element i.
 template <class T>
-GRACE_LOCAL void flip_signs(const RandomKey& key, int64_t first, const T* x, T factor, T* out, int64_t n) {
+GRACE_LOCAL void flip_signs(const RandomKey& key, int64_t first, const T* x, T factor, const T* base, T* out,
+                            int64_t n) {
     alignas(64) uint32_t signs[kRotation / 32];
     words(key, uint32_t(first / 128), (n + 127) / 128, signs);
-    int64_t i = 0;
-    for (; i + 32 <= n; i += 32) {
+    for (int64_t i = 0; i < n; i += 32) {
         const uint32_t word = signs[i / 32];
-        for (int j = 0; j < 32; ++j) out[i + j] = signed_by(word, j, x[i + j]) * factor;
+        const int count = int(lesser(32, n - i));
+        if (base == nullptr && count == 32) {
+            for (int j = 0; j < 32; ++j) out[i + j] = signed_by(word, j, x[i + j]) * factor;
+        } else if (count == 32) {
+            for (int j = 0; j < 32; ++j) out[i + j] = base[i + j] + signed_by(word, j, x[i + j]) * factor;
+        } else {
+            for (int j = 0; j < count; ++j) {
+                const T value = signed_by(word, j, x[i + j]) * factor;
+                out[i + j] = base == nullptr ? value : base[i + j] + value;
+            }
+        }
     }
-    for (; i < n; ++i) out[i] = signed_by(signs[i / 32], int(i % 32), x[i]) * factor;
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Entries of a table of 16 numbers, of which 2^bits count.
+template <int bits> GRACE_LOCAL __m256 look_up8(const float* table, __m256i at) {
+    const __m256 lower = _mm256_permutevar8x32_ps(_mm256_load_ps(table), at);
+    if constexpr (bits <= 3) return lower;
+    const __m256 upper = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), at);
+    return _mm256_blendv_ps(lower, upper, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+}
+
+// 1 - u for the numbers u of random words; see `uniform`.
+GRACE_LOCAL __m256 share_of(__m256i words) {
+    const __m256 drawn = _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 8));
+    return _mm256_sub_ps(_mm256_set1_ps(1), _mm256_mul_ps(drawn, _mm256_set1_ps(5.9604644775390625e-8f)));
+}
+#endif
 
 // out[i] = levels[codes[i]], for 2^bits levels.
 template <int bits, class T> GRACE_LOCAL void look_up(const T* levels, const uint8_t* codes, T* out, int64_t n) {
@@ -109,15 +179,9 @@ template <int bits, class T> GRACE_LOCAL void look_up(const T* levels, const uin
     if constexpr (sizeof(T) == sizeof(float)) {
         alignas(32) float all[16] = {};
         memcpy(all, levels, sizeof(float) << bits);
-        const __m256 low = _mm256_load_ps(all), high = _mm256_load_ps(all + 8);
         for (; i + 8 <= n; i += 8) {
             const __m256i at = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
-            __m256 value = _mm256_permutevar8x32_ps(low, at);
-            if constexpr (bits > 3) {
-                const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(at, 28));
-                value = _mm256_blendv_ps(value, _mm256_permutevar8x32_ps(high, at), upper);
-            }
-            _mm256_storeu_ps(out + i, value);
+            _mm256_storeu_ps(out + i, look_up8<bits>(all, at));
         }
     }
 #endif
@@ -172,6 +236,44 @@ GRACE_LOCAL void count_thresholds(const T* x, const T* levels, T reach, const ui
                 code = _mm512_mask_mov_epi32(code, more, at);
             }
             _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(code));
+        }
+    }
+#elif defined(__AVX2__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        // The same search. Step s halves the thresholds 2^s times: its table has the middle of each part.
+        alignas(32) float middles[bits][8] = {};
+        for (int step = 0; step < bits; ++step) {
+            const int half = count >> (step + 1);
+            for (int j = 0; j < 1 << step; ++j) middles[step][j] = (noisy ? high : middle)[(2 * j + 1) * half];
+        }
+        for (; i + 32 <= n; i += 32) {
+            __m256i found[4];
+            for (int v = 0; v < 4; ++v) {
+                const __m256 value = _mm256_loadu_ps(x + i + 8 * v);
+                __m256i code = _mm256_setzero_si256();
+                for (int step = 0; step < bits; ++step) {
+                    const __m256 at = _mm256_permutevar8x32_ps(_mm256_load_ps(middles[step]), code);
+                    const __m256i reached = _mm256_castps_si256(_mm256_cmp_ps(value, at, _CMP_GE_OQ));
+                    code = _mm256_sub_epi32(_mm256_add_epi32(code, code), reached);
+                }
+                if (noisy) {
+                    const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(noise + i + 8 * v));
+                    const __m256 share = share_of(word);
+                    const __m256i next = _mm256_sub_epi32(code, _mm256_set1_epi32(-1));
+                    const __m256 upper = look_up8<bits>(high, next), lower = look_up8<bits>(low, next);
+                    const __m256 part = _mm256_mul_ps(share, _mm256_sub_ps(upper, lower));
+                    const __m256 threshold = _mm256_min_ps(_mm256_add_ps(lower, part), upper);
+                    const __m256i more = _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), next),
+                        _mm256_castps_si256(_mm256_cmp_ps(value, threshold, _CMP_GE_OQ)));
+                    code = _mm256_sub_epi32(code, more);
+                }
+                found[v] = code;
+            }
+            const __m256i words = _mm256_packus_epi16(_mm256_packs_epi32(found[0], found[1]),
+                                                      _mm256_packs_epi32(found[2], found[3]));
+            // Packing works within halves of a register.
+            const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), _mm256_permutevar8x32_epi32(words, order));
         }
     }
 #endif
@@ -263,19 +365,19 @@ static void levels_sum(const Listed<T>* ranks, int count, int64_t width, int bit
 // y = H D' H D x / d of a block, with zeros from `length` on.
 template <class T>
 GRACE_LOCAL void rotate_block(const T* x, const RotationKey& key, int64_t first, int64_t length, int64_t width, T* y) {
-    flip_signs(key.first, first, x, T(1), y, length);
+    flip_signs<T>(key.first, first, x, T(1), nullptr, y, length);
     for (int64_t i = length; i < width; ++i) y[i] = T(0);
     hadamard(y, width);
-    flip_signs(key.second, first, y, T(1) / T(width), y, width);
+    flip_signs<T>(key.second, first, y, T(1) / T(width), nullptr, y, width);
     hadamard(y, width);
 }
 
 // The inverse of `rotate_block` on a whole block, in place.
 template <class T> GRACE_LOCAL void rotate_back(const RotationKey& key, int64_t first, int64_t width, T* y) {
     hadamard(y, width);
-    flip_signs(key.second, first, y, T(1) / T(width), y, width);
+    flip_signs<T>(key.second, first, y, T(1) / T(width), nullptr, y, width);
     hadamard(y, width);
-    flip_signs(key.first, first, y, T(1), y, width);
+    flip_signs<T>(key.first, first, y, T(1), nullptr, y, width);
 }
 
 template <class T>
@@ -389,9 +491,13 @@ static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const 
         rotate_block(x + first, by->key, first, length, width, rotated);
         const T norm = fit ? T(__builtin_sqrt(sum_squares(x + first, length))) : T(0);
         const T reach = fit ? norm * T(1 / __builtin_sqrt(double(width))) : max_abs(rotated, width);
+        // Elements that count as infinite show in the scale.
+        const bool shown = magnitude_bits(max_abs(x + first, length)) > largest_bits<T>();
         if (noise != nullptr) words(*noise, uint32_t(first / 4), (width + 3) / 4, random);
         round_to_levels<bits>(rotated, by->levels, reach, noise == nullptr ? nullptr : random, codes, width);
         pack(codes, bits, width, out + first / 8 * bits);
+        if (shown) scales[block] = T(__builtin_nan(""));
+        if (shown) continue;
         if (!fit) {
             scales[block] = reach / T(width);
             continue;
@@ -424,23 +530,17 @@ static void rotated_sum_by(const Coded<T>* ranks, const RotationKey* keys, int c
     alignas(64) uint8_t codes[kRotation];
     for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
+        T* target = around ? total : out + first;
         for (int r = 0; r < count; ++r) {
             unpack(ranks[r].codes + first / 8 * bits, bits, width, codes);
             look_up<bits>(by->levels, codes, values, width);
             hadamard(values, width);
-            flip_signs(keys[r].second, first, values, T(1), values, width);
+            flip_signs<T>(keys[r].second, first, values, T(1), nullptr, values, width);
             hadamard(values, width);
-            const T* base = r > 0 ? total : onto == nullptr ? nullptr : onto + first;
-            flip_signs(keys[r].first, first, values, ranks[r].scales[block], base == nullptr ? total : values, length);
-            if (base != nullptr) {
-                for (int64_t i = 0; i < length; ++i) total[i] = base[i] + values[i];
-            }
+            const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + first;
+            flip_signs(keys[r].first, first, values, ranks[r].scales[block], base, target, length);
         }
-        if (around) {
-            write_around(out + first, total, length * int64_t(sizeof(T)));
-        } else {
-            memcpy(out + first, total, size_t(length) * sizeof(T));
-        }
+        if (around) write_around(out + first, total, length * int64_t(sizeof(T)));
     }
     if (around) settle();
 }

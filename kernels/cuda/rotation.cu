@@ -187,11 +187,15 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
     for (int64_t block = blockIdx.x; block < by.blocks(); block += gridDim.x) {
         const int64_t first = block * by.block, width = by.width(block);
         double squares = 0;
+        // Elements that count as infinite show in the scale.
+        uint32_t shown = 0;
         __syncthreads();
         for (int64_t i = threadIdx.x; i < width; i += kThreads) {
             const T mine = first + i < by.n ? x[first + i] : T(0);
             squares += double(mine) * double(mine);
+            if (magnitude_bits(mine) > largest_bits<T>()) shown = 1;
         }
+        shown = of_first(joined(shown, Larger<uint32_t>()));
         rotate_block(x + first, by.key, first, by.n - first, width, rotated);
         T reach, norm = 0;
         if (fit) {
@@ -221,7 +225,8 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
             store_codes(found, by.bits, first / 8 + group, 8, by.coded(), codes);
         }
         product = fit ? joined(product, Added<double>()) : 0;
-        if (threadIdx.x == 0) scales[block] = (fit ? fitted_scale(norm, T(product)) : reach) / T(width);
+        const T scale = (fit ? fitted_scale(norm, T(product)) : reach) / T(width);
+        if (threadIdx.x == 0) scales[block] = shown != 0 ? T(__builtin_nan("")) : scale;
     }
 }
 

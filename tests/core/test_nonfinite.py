@@ -105,6 +105,19 @@ def test_large_finite_gradients_overflow_no_state(chosen):
         assert all(np.isfinite(x).all() for x in mine.values()), "the step after is a normal one"
 
 
+@pytest.mark.parametrize("name", ["qsgd", "eden"])
+def test_without_kernels_no_method_computes_with_a_bad_gradient(name, monkeypatch):
+    """NumPy would warn of it."""
+    monkeypatch.setenv("GRACE_NATIVE", "0")
+    chosen = Method(compressors.make(name), memories.make("none"), communicators.make("allgather"))
+    sim = simulate(chosen, specs=[TensorSpec("matrix", (24, 40))])
+
+    def poison(name, rank, x):
+        return np.where(np.arange(x.size).reshape(x.shape) == 125, x.dtype.type(np.inf), x) if rank == 1 else x
+
+    assert all(np.isnan(mine["matrix"]).all() for mine in step(sim, 0, change=poison))
+
+
 @pytest.mark.parametrize("communicator", ["allreduce", "allgather"])
 def test_a_gradient_that_overflows_in_float16_enters_no_residual(communicator):
     chosen = Method(compressors.make("fp16"), memories.make("residual"), communicators.make(communicator))

@@ -61,6 +61,8 @@ class ALQ(NUQSGD):
 
     # Its sample has as many elements as the tensor.
     of_any_length = False
+    # NaN has no place among levels that are fitted.
+    shows_nonfinite = False
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return Field("levels", spec.work_dtype, self.quantum_num - 1), *super().wire(spec)

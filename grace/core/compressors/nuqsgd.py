@@ -46,6 +46,7 @@ class NUQSGD(BucketQuantizer):
     norm: Literal["l2", "max"] = "max"
 
     unbiased = True
+    shows_nonfinite = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 7:

@@ -55,6 +55,15 @@ class Compressor(ABC):
         return False
 
     @property
+    def shows_nonfinite(self) -> bool:
+        """True if a float of the payload counts as infinite whenever an element of x does, so that no pass must look.
+
+        `MAX_MAGNITUDE` says what counts. `compress` then gets such elements if there are kernels. Without kernels it
+        never does, because NumPy warns of arithmetic with them.
+        """
+        return False
+
+    @property
     def absolute(self) -> bool:
         """True if it depends on the size of the gradient, as a fixed threshold does, so that C(a x) is not a C(x)."""
         return False

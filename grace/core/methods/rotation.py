@@ -15,7 +15,7 @@ from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.random import MASK
 from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.values.spec import MAX_MAGNITUDE, Array, Field, Key, Payload, Site, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
@@ -45,6 +45,7 @@ class RotatedQuantizer(Compressor):
     block_size: int = 4096
 
     unbiased = True
+    shows_nonfinite = True
     linear_in = ("scales",)
     # The scale makes each decoded block unbiased; otherwise it maps the outermost levels to the largest magnitude.
     fit = False
@@ -146,7 +147,8 @@ def rotated_encode(
 
     Each block x becomes y, of d elements, by `rotate`. y is rounded to the levels q times its reach r, to the nearest
     or, if `stochastic`, to one of the two neighbours with mean y. r is |x| / sqrt(d) if `fit`, and the largest |y|
-    otherwise. The scales, for `rotated_sum`, are 1 / d times |x|^2 / <y, q> if `fit`, and r otherwise.
+    otherwise. The scales, for `rotated_sum`, are 1 / d times |x|^2 / <y, q> if `fit`, and r otherwise. The scale
+    of a block with an element that counts as infinite is NaN.
     """
     count = ops.length(levels)
     codes, scales = [], []
@@ -165,9 +167,11 @@ def rotated_encode(
         if fit:
             product = ops.sum(y * ops.reshape(ops.gather(levels, ops.cast(code, "int32")), (rows, width)), axis=1)
             safe = ops.where(product > 0, product, 1.0)
-            scales.append(ops.where(product > 0, norm * (norm / safe), 0.0) / width)
+            scale = ops.where(product > 0, norm * (norm / safe), 0.0) / width
         else:
-            scales.append(reach / width)
+            scale = reach / width
+        largest = ops.max(ops.abs(ops.reshape(part, (rows, width))), axis=1)
+        scales.append(ops.where(largest <= MAX_MAGNITUDE[ops.dtype(x)], scale, float("nan")))
     if not codes:
         return ops.zeros(0, "uint8"), ops.zeros(0, ops.dtype(x))
     return ops.pack(ops.concat(codes), (count - 1).bit_length()), ops.concat(scales)

@@ -134,6 +134,11 @@ class Assignment:
         return self.guarded and checking and self.memory.stateless and not self.proposed
 
     @cached_property
+    def shows(self) -> bool:
+        """True if the payload tells of NaN and infinity, and nothing needs to know of them earlier."""
+        return self.compressor.shows_nonfinite and self.memory.stateless and not self.proposed
+
+    @cached_property
     def half_sum(self) -> bool:
         """True if the payload is summed in 16 bits; it is then averaged on the way and not divided afterwards."""
         return self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)
