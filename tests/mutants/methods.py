@@ -21,6 +21,7 @@ from grace.core.compressors.topk import TopK
 from grace.core.memories.dgc import DGCMemory
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
+from grace.core.memories.shared_momentum import SharedMomentum
 from grace.core.methods.capabilities import selects
 from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
 from grace.core.methods.memory import Compensated, Memory
@@ -428,6 +429,13 @@ class GrowsAField(Residual):
 class AddsIntoTheState(Residual):
     def compensate(self, grad, state, at):
         return Compensated(at.ops.add_(state["residual"], grad), {})
+
+
+@breaks("test_the_state_shares_nothing_with_what_the_optimizer_gets")
+@dataclass(frozen=True)
+class KeepsTheGradientItself(SharedMomentum):
+    def finish(self, merged, state, at):
+        return merged, {**state, "momentum": merged}
 
 
 @breaks("test_what_is_told_of_finite_gradients_is_right")
