@@ -118,6 +118,20 @@ def test_without_kernels_no_method_computes_with_a_bad_gradient(name, monkeypatc
     assert all(np.isnan(mine["matrix"]).all() for mine in step(sim, 0, change=poison))
 
 
+@pytest.mark.parametrize("name", ["qsgd", "eden", "signsgd"])
+def test_norms_of_a_bad_gradient_are_measured(name):
+    chosen = Method(compressors.make(name), memories.make("none"), communicators.make("allgather"))
+    sim = simulate(chosen, specs=[TensorSpec("matrix", (24, 40))])
+    for engine in sim.engines:
+        engine.track_norms = True
+    step(sim, 0, change=lambda name, rank, x: np.full_like(x, np.inf) if rank == 1 else x)
+    assert [np.isfinite(engine.stats()["tensors"]["matrix"]["relative_error"]) for engine in sim.engines] == [
+        True,
+        False,
+        True,
+    ]
+
+
 @pytest.mark.parametrize("communicator", ["allreduce", "allgather"])
 def test_a_gradient_that_overflows_in_float16_enters_no_residual(communicator):
     chosen = Method(compressors.make("fp16"), memories.make("residual"), communicators.make(communicator))

@@ -129,8 +129,9 @@ class UnitStep:
 
     def norms(self) -> tuple[Array, Array]:
         """Return |x| and |x - C(x)|. Call it before `remember`."""
-        decoded = self.unit.compressor.decompress(self.payload, self.site)
-        return self.site.ops.norm(self.x), self.site.ops.norm(self.x - decoded)
+        ops, decoded = self.site.ops, self.unit.compressor.decompress(self.payload, self.site)
+        # NumPy would warn of a difference of infinite elements.
+        return ops.norm(self.x), ops.norm(ops.weighted_sum(self.x, 1, decoded, -1))
 
     @property
     def sent(self) -> Payload:
