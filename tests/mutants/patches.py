@@ -3631,22 +3631,6 @@ PATCHES = [
         (f"{BYTES} -k 'rotated_encode and numpy'",),
     ),
     Patch(
-        "kernel-rotation-hides-infinity",
-        "kernels/cpu/loops_rotation.inl",
-        "const bool shown = magnitude_bits(max_abs(x + first, length)) > largest_bits<T>();",
-        "const bool shown = false;",
-        "the scale of a block with NaN is 0, so no rank learns of the NaN",
-        ("tests/core/test_contracts.py -k 'shown and eden'",),
-    ),
-    Patch(
-        "kernel-hadamard-later-stages-in-one-sign",
-        "kernels/cpu/loops_rotation.inl",
-        "            values[i + distance] = a - b;",
-        "            values[i + distance] = b - a;",
-        "the transform has other signs in the stages between registers",
-        (f"{BYTES} -k 'rotate and numpy'",),
-    ),
-    Patch(
         "unit-step-shows-bad-gradients-to-references",
         UNIT_STEP,
         "(unit.shows and ops.runs_kernels)",
