@@ -87,6 +87,13 @@ def sums(
 
 
 @case
+def flat_product(n, dtype):
+    # One column: a sum of products would depend on how it is rounded.
+    a, b = numbers(n, dtype), numbers(3, dtype, 1)
+    yield Call("flat_product", (a[:, None], b[:, None]), {}, (np.outer(a, b).ravel(),))
+
+
+@case
 def weighted_sum(n, dtype):
     x, y, _ = several(n, dtype)
     t = np.dtype(dtype).type
