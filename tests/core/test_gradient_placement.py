@@ -58,6 +58,29 @@ def test_results_are_written_where_they_belong(chosen, cut, size, framework):
     assert_same(states(plain), states(placed))
 
 
+@pytest.mark.parametrize("framework", IN_PLACE)
+@pytest.mark.parametrize("name", ["powersgd", "acpsgd", "qsgd"])
+def test_kernels_decode_straight_into_the_gradient(name, framework, monkeypatch):
+    """No copy follows, and scales tell of NaN, so that no pass looks for it in the gradient."""
+    sim = simulate(METHODS[name], framework, size=2, specs=[TensorSpec("matrix", (48, 40))])
+    ops = type(sim.engines[0]._ops("cpu"))
+    if not ops.runs_kernels:
+        pytest.skip("there are no kernels")
+    placed, looked, finite = [], [], ops.finite
+    monkeypatch.setattr(ops, "place", lambda *arguments: placed.append(arguments))
+    monkeypatch.setattr(ops, "finite", lambda self, x: looked.append(len(x)) or finite(self, x))
+    for number in range(2):
+        given = gradients(sim, number)
+        for engine, mine in zip(sim.engines, given, strict=True):
+            engine.ready("matrix", mine["matrix"], 0.1)
+        poll_all(sim.engines)
+        for engine, mine in zip(sim.engines, given, strict=True):
+            engine.finish(mine)
+    assert not placed
+    assert looked
+    assert max(looked) < 48 * 40
+
+
 @each(in_turn(METHODS, cut=CUTS), chosen=METHODS, cut=CUTS, framework=IN_PLACE)
 def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
     sim = simulate(chosen, framework, size=2, specs=MIXED, **LAYOUTS[cut])

@@ -61,7 +61,7 @@ class ALQ(NUQSGD):
 
     # Its sample has as many elements as the tensor.
     of_any_length = False
-    # NaN has no place among levels that are fitted.
+    # The fit divides elements by norms, and NumPy warns of NaN there.
     shows_nonfinite = False
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:

@@ -70,7 +70,8 @@ class NumpyOps(ArrayOps):
         return data.view(DTYPES[dtype])
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
-        return x.reshape(shape)
+        # The array itself, by which the engine knows that a result lies in the gradient. A scalar becomes an array.
+        return x if shape and x.shape == shape else x.reshape(shape)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         return np.concatenate([a.reshape(-1) for a in arrays])
