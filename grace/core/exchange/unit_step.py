@@ -305,8 +305,8 @@ class UnitStep:
 
     def _scaled(self, payload: Payload, factor: float) -> Payload:
         """Return a payload that carries its gradient times a factor."""
-        fields, ops = self.unit.compressor.linear_in, self.site.ops
-        return {name: v * ops.cast(factor, ops.dtype(v)) if name in fields else v for name, v in payload.items()}
+        fields = self.unit.compressor.linear_in
+        return {name: v * factor if name in fields else v for name, v in payload.items()}
 
     def _check_proposal(self, proposal: Proposal) -> None:
         """Raise PayloadError if the proposal is not what the compressor announced."""

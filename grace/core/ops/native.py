@@ -351,24 +351,23 @@ class Native(ArrayOps):
     # --- matrices with few columns --------------------------------------------------------------------------------
 
     def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
-        # The frameworks' products are slow with few columns and write to fresh memory; on a GPU they are fast.
-        shape = self._thin(a, b, transpose_a, transpose_b) if self.device.startswith("cpu") else None
+        shape = self._thin(a, b, transpose_a, transpose_b)
         if shape is None:
             return super().matmul(a, b, transpose_a, transpose_b)
-        (n, m, r), rows, columns = shape
-        inputs = [self.reshape(a, (-1,)), self.reshape(b, (-1,))]
-        integers, outputs = [n, m, r, int(transpose_a), int(transpose_b)], [self.dtype(a)]
-        found = self.run("thin_product", inputs, integers, outputs=outputs, lengths=[rows * columns])[0]
-        return self.reshape(found, (rows, columns))
+        sides, rows, columns = shape
+        integers = [*sides, int(transpose_a), int(transpose_b)]
+        return self.reshape(self._thin_product(a, b, integers, rows * columns), (rows, columns))
 
     def flat_product(self, a: Array, b: Array) -> Array:
-        shape = self._thin(a, b, False, True) if self.device.startswith("cpu") else None
+        shape = self._thin(a, b, False, True)
         if shape is None:
             return super().flat_product(a, b)
-        (n, m, r), rows, columns = shape
-        inputs, lengths = [self.reshape(a, (-1,)), self.reshape(b, (-1,))], [rows * columns]
-        outputs, out = [self.dtype(a)], self.withdraw()
-        return self.run("thin_product", inputs, [n, m, r, 0, 1], outputs=outputs, lengths=lengths, out=out)[0]
+        sides, rows, columns = shape
+        return self._thin_product(a, b, [*sides, 0, 1], rows * columns, out=self.withdraw())
+
+    def _thin_product(self, a: Array, b: Array, integers: list[Any], size: Any, out: Array | None = None) -> Array:
+        inputs = [self.reshape(a, (-1,)), self.reshape(b, (-1,))]
+        return self.run("thin_product", inputs, integers, outputs=[self.dtype(a)], lengths=[size], out=out)[0]
 
     def _thin(
         self, a: Array, b: Array, transpose_a: bool, transpose_b: bool
@@ -377,6 +376,9 @@ class Native(ArrayOps):
 
         None if the product is not thin. A transposed matrix may have any number of rows, which a graph need not know.
         """
+        # The frameworks' products are slow with few columns and write to fresh memory; on a GPU they are fast.
+        if not self.device.startswith("cpu"):
+            return None
         dtype = self.dtype(a)
         if dtype not in FLOATS or dtype != self.dtype(b) or len(a.shape) != 2 or len(b.shape) != 2:
             return None
