@@ -39,6 +39,8 @@ class Exchange(core.Exchange[Engine]):
     """The plan, the statistics and the state of an exchange: `optimizer.grace`, or what `register` returns."""
 
     called = "optimizer.grace"
+    # With replicas of a sharded model, the number of the part that this rank holds, and that of all parts.
+    part: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -235,6 +237,12 @@ class Exchange(core.Exchange[Engine]):
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         return self._parameters
+
+    def _load(self, engine: Engine, rank: int, state: Any) -> tuple[bool, str]:
+        result = super()._load(engine, rank, state)
+        if self.loss_scale is not None:
+            self.loss_scale.loaded()
+        return result
 
     def _digest(self, x: torch.Tensor) -> int:
         return digest(self._ops(str(x.device)), x.detach())

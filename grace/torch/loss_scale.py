@@ -22,17 +22,20 @@ class LossScale:
 
     def __init__(self, scaler: torch.amp.GradScaler, engine: Engine) -> None:
         self._scaler, self._engine = scaler, engine
-        # The scale during this step; None between steps.
+        # The scale during an exchange; None between two of them.
         self._scale: float | None = None
+        # The states before the first exchange since the scaler's last step: several may be accumulated.
         self._before: Snapshot | None = None
         self._applied = False
         # The scaler's names for our optimizers of which it has unscaled gradients in this step.
         self._unscaled: set[int] = set()
 
     def begin(self) -> None:
-        """Keep the scale and the states before the step, at its first gradient."""
+        """Keep the scale and the states before the step, at the first gradient of an exchange."""
         if self._scale is None:
-            self._scale, self._before = self._scaler.get_scale(), self._engine.snapshot()
+            self._scale = self._scaler.get_scale()
+            if self._before is None:
+                self._before = self._engine.snapshot()
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient divided by the scale."""
@@ -49,8 +52,12 @@ class LossScale:
         merged.mul_(self._scale or 1.0)
 
     def finish(self) -> None:
-        """Forget the scale: all gradients of the step are exchanged."""
+        """Forget the scale: all gradients are exchanged."""
         self._scale = None
+
+    def loaded(self) -> None:
+        """Forget the states before the step, because others were loaded."""
+        self._before = None
 
     def forget(self) -> None:
         """Forget the step under way, and make the scaler forget it: else it would not unscale the next gradients."""

@@ -22,6 +22,9 @@ _HEAD = "head"
 class ExchangeState:
     """The state of an exchange as a `Stateful`: every key names the rank, because what ranks hold differs.
 
+    With replicas of a sharded model, it also names the part that the rank holds. The ranks of another process group
+    need another place in the checkpoint.
+
     To save, pass the exchange: `grace.torch.register` returns one, and a wrapped optimizer has it as `optimizer.grace`.
     To load, pass the checkpoint as well, as a path or a storage reader: its metadata tell how many ranks saved it. As
     many ranks load their own states, bit for bit; others load all, as `Exchange.load_state_dict` does with a list.
@@ -51,7 +54,7 @@ class ExchangeState:
         if self._reader is not None:
             return self._empty(self._reader)
         state = self._exchange.state_dict()
-        at = _place(state["rank"], state["size"])
+        at = self._place
         arrays, tensors = {}, {}
         for name, entry in state["tensors"].items():
             arrays |= {f"{at}/{name}/{kind}/{key}": x for kind in _KINDS for key, x in entry[kind].items()}
@@ -67,29 +70,39 @@ class ExchangeState:
         self._reader = None
         places = [name.removesuffix(f"/{_HEAD}") for name in state_dict if name.endswith(f"/{_HEAD}")]
         states = [_nested(state_dict, place) for place in places]
-        alone = places == [_place(self._exchange.rank, self._exchange.size)]
-        self._exchange.load_state_dict(states[0] if alone else states)
+        self._exchange.load_state_dict(states[0] if places == [self._place] else states)
+
+    @property
+    def _part(self) -> str:
+        """The start of the keys of all ranks that hold the same part of the model."""
+        part = self._exchange.part
+        return "rank " if part is None else f"part {part[0]} of {part[1]}, rank "
+
+    @property
+    def _place(self) -> str:
+        return f"{self._part}{self._exchange.rank} of {self._exchange.size}"
 
     def _empty(self, reader: StorageReader) -> dict[str, torch.Tensor]:
-        """Return tensors for the state of this rank if as many ranks have saved one, else for those of all ranks."""
+        """Return tensors for the state of this rank if as many ranks have saved one, else for those of all ranks.
+
+        With replicas, these are all ranks that hold this rank's part, or if the parts were others, all that there are.
+        """
         start = f"{self._key}."
         saved = {
             name.removeprefix(start): torch.empty(found.size, dtype=found.properties.dtype)
             for name, found in reader.read_metadata().state_dict_metadata.items()
-            if name.startswith(f"{start}rank ") and isinstance(found, TensorStorageMetadata)
+            if name.startswith((f"{start}rank ", f"{start}part ")) and isinstance(found, TensorStorageMetadata)
         }
         if not saved:
             raise StateError(
                 f"checkpoint: expected the state of an exchange at the key '{self._key}', received none; save it by "
                 "grace.torch.distributed.ExchangeState, and name its place by the argument 'key'."
             )
-        mine = f"{_place(self._exchange.rank, self._exchange.size)}/"
-        own = {name: x for name, x in saved.items() if name.startswith(mine)}
-        return own or saved
-
-
-def _place(rank: int, size: int) -> str:
-    return f"rank {rank} of {size}"
+        for begin in (f"{self._place}/", self._part):
+            chosen = {name: x for name, x in saved.items() if name.startswith(begin)}
+            if chosen:
+                return chosen
+        return saved
 
 
 def _nested(read: Mapping[str, torch.Tensor], place: str) -> dict[str, Any]:

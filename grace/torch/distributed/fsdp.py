@@ -26,10 +26,11 @@ from grace.core.communicators.reduce_scatter import ReduceScatter
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.modules import ModuleEngines, ModuleTimes
 from grace.core.exchange.start import Request, announce, described
+from grace.core.exchange.state import check_mapping
 from grace.core.guards.agreement import Meeting, agree, formats
 from grace.core.ops import get_ops
 from grace.core.values.config import Config
-from grace.core.values.errors import ConfigError, StepError
+from grace.core.values.errors import ConfigError, StateError, StepError
 from grace.core.values.plan import Modules, Plan, make_plans
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks, TensorSpec
@@ -61,9 +62,12 @@ class _Tensor(NamedTuple):
         return self.sharded.padded_sharded_param_size.numel()  # type: ignore[no-any-return]
 
     def chunk_on(self, ranks: int) -> int:
-        """Return `chunk` on another number of ranks. Raises ConfigError if the order of elements depends on it."""
+        """Return `chunk` on another number of ranks. Raises StateError if the order of elements depends on it."""
         if self.sharded.fsdp_placement.dim:
-            raise ConfigError(f"tensor '{self.name}' is not sharded by rows, so its elements have another order.")
+            raise StateError(
+                f"checkpoint: tensor '{self.name}' is not sharded by rows, so its elements have another order on "
+                "another number of ranks; load the checkpoint on as many ranks as saved it."
+            )
         rows = int(self.sharded._orig_size[0])
         return -(-rows // ranks) * self.numel // rows
 
@@ -86,10 +90,13 @@ class _Group:
     params: Any
     tensors: list[_Tensor]
 
-    def spec(self, tensor: _Tensor, whole: bool) -> TensorSpec:
+    def spec(self, tensor: _Tensor, *, whole: bool, scaled: bool) -> TensorSpec:
         """Return the spec of the gradients that are exchanged: of the whole parameter, or of this rank's part."""
         policy, p = self.params.mp_policy, tensor.sharded.sharded_param
         dtype = policy.reduce_dtype or policy.param_dtype or p.dtype
+        if scaled and dtype == torch.float16:
+            # Without the loss scale, gradients may be too small for it.
+            dtype = torch.float32
         shape = tensor.sharded._orig_size if whole else tensor.sharded.sharded_size
         return TensorSpec(tensor.name, tuple(shape), str(dtype).removeprefix("torch."), str(self.params.device))
 
@@ -114,10 +121,11 @@ class ShardedExchange(ModelExchange):
         prefix: str,
         modules: Modules,
         tensors: Mapping[str, _Tensor],
+        part: tuple[int, int] | None,
     ) -> None:
         # It answers for the engines of all modules.
         super().__init__(config, specs, cast(Engine, engines), library, {}, prefix=prefix, delegate=_is_dense)
-        self._model, self._modules, self._tensors = model, modules, tensors
+        self._model, self._modules, self._tensors, self.part = model, modules, tensors, part
         self._begun = False
         self.way_back.forget = self._forget
 
@@ -131,6 +139,31 @@ class ShardedExchange(ModelExchange):
                 self.meet()
                 self.way_back.keep()
             yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the states of this rank, and with replicas its part; every rank must save its own."""
+        state = super().state_dict()
+        return state if self.part is None else {**state, "part": list(self.part)}
+
+    def _load(self, engine: Engine, rank: int, state: Any) -> tuple[bool, str]:
+        return super()._load(engine, rank, self._of_part(state))
+
+    def _of_part(self, state: Any) -> Any:
+        """Return a state, or of a list those of the ranks that hold this rank's part.
+
+        Raises StateError if the model had other parts.
+        """
+        given = state if isinstance(state, list) else [state]
+        parts = [check_mapping(each, "the state of grace").get("part") for each in given]
+        mine = None if self.part is None else list(self.part)
+        chosen = [each for each, part in zip(given, parts, strict=True) if part == mine]
+        if given and not chosen:
+            received = ", ".join(sorted({_in_words(part) for part in parts})[:5])
+            raise StateError(
+                f"checkpoint: expected states of {_in_words(mine)}, received those of {received}; load it on a mesh "
+                "with as many parts, and pass this rank's own state or a list with those of all ranks."
+            )
+        return chosen if isinstance(state, list) else state
 
     def _end(self) -> None:
         self._begun = False
@@ -222,13 +255,21 @@ class _Reduction:
     def _dense(self) -> str:
         return f"step {int(self._engine.step)}, the dense gradients of module '{self._group.name}'"
 
-    def _unscale(self, x: torch.Tensor) -> None:
-        if self._exchange.loss_scale is not None:
-            self._exchange.loss_scale.unscale_(x)
+    def _unscaled(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scaled gradients without the loss scale, in the dtype of their specs; x is changed if it has it."""
+        scale = self._exchange.loss_scale
+        if scale is None:
+            return x
+        wide = x.float() if x.dtype == torch.float16 else x
+        scale.unscale_(wide)
+        return wide
 
-    def _scale(self, x: torch.Tensor) -> None:
+    def _scale_into(self, output: torch.Tensor, merged: torch.Tensor) -> None:
+        """Write merged gradients with the loss scale to FSDP's buffer, which may be that of `merged`."""
         if self._exchange.loss_scale is not None:
-            self._exchange.loss_scale.scale_(x)
+            self._exchange.loss_scale.scale_(merged)
+        if merged is not output:
+            output.copy_(merged)
 
 
 class GradientScatter(_Reduction):
@@ -263,8 +304,9 @@ class GradientScatter(_Reduction):
                 "set_gradient_divide_factor(), call set_force_sum_reduction_for_comms(True) on every FSDP module."
             )
         present = self._present(len(output))
+        data = self._unscaled(data)
         rows = data.view(size, -1)
-        self._unscale(data)
+        merged = output if data.dtype == output.dtype else torch.zeros_like(output, dtype=data.dtype)
         into = {}
         for tensor in _in_order(self._group.tensors, self._engine.plan):
             start = present.get(tensor.name)
@@ -273,10 +315,10 @@ class GradientScatter(_Reduction):
             else:
                 parts = [rows[r, start : start + tensor.part(r)] for r in range(size) if tensor.part(r)]
                 if tensor.part(rank):
-                    into[tensor.name] = output[start : start + tensor.part(rank)]
+                    into[tensor.name] = merged[start : start + tensor.part(rank)]
             self._hand_over(tensor, present, parts)
         self._finish(into, 1.0 if op == dist.ReduceOp.AVG else float(size))
-        self._scale(output)
+        self._scale_into(output, merged)
 
 
 class ReplicaSum(_Reduction):
@@ -300,17 +342,17 @@ class ReplicaSum(_Reduction):
                 self._engine.finish()
                 return
             present = self._present(len(reduced))
-            self._unscale(reduced)
+            merged = self._unscaled(reduced)
             into = {}
             for tensor in _in_order(self._group.tensors, self._engine.plan):
                 start, numel = present.get(tensor.name), tensor.local.numel()
                 if start is None:
-                    part = reduced.new_zeros(numel)
+                    part = merged.new_zeros(numel)
                 else:
-                    into[tensor.name] = part = reduced[start : start + numel]
+                    into[tensor.name] = part = merged[start : start + numel]
                 self._hand_over(tensor, present, [part])
             self._finish(into, float(self._engine.transport.size) if total else 1.0)
-            self._scale(reduced)
+            self._scale_into(reduced, merged)
 
 
 def register_sharded(
@@ -349,8 +391,9 @@ def register_sharded(
             check_scaler(grad_scaler, [t.local for group in groups for t in group.tensors], where)
         scaled = grad_scaler is not None and grad_scaler.is_enabled()
         tensors = {tensor.name: tensor for group in groups for tensor in group.tensors}
-        whole = [group.spec(tensor, whole=True) for group in groups for tensor in group.tensors]
-        specs = [group.spec(tensor, whole=not replicated) for group in groups for tensor in group.tensors]
+        every = [(group, tensor) for group in groups for tensor in group.tensors]
+        whole = [group.spec(tensor, whole=True, scaled=scaled) for group, tensor in every]
+        specs = [group.spec(tensor, whole=not replicated, scaled=scaled) for group, tensor in every]
         # The ranks of the last parts may hold nothing of a small parameter.
         specs = [spec for spec in specs if spec.numel]
         modules = Modules(
@@ -390,6 +433,7 @@ def register_sharded(
         prefix=prefix,
         modules=modules,
         tensors=tensors,
+        part=(mesh.shard_mesh_rank, mesh.shard_mesh_size) if isinstance(mesh, HSDPMeshInfo) else None,
     )
     if scaled:
         exchange.loss_scale = LossScale(cast(torch.amp.GradScaler, grad_scaler), cast(Engine, driver))
@@ -405,6 +449,11 @@ def register_sharded(
             group.module.set_custom_reduce_scatter(reduction)
     announce(stages[0][1], transport)
     return exchange
+
+
+def _in_words(part: Any) -> str:
+    """Return which part of a model the state of a rank is of."""
+    return "a model without replicas" if part is None else f"part {part[0]} of {part[1]}"
 
 
 def _groups(model: FSDPModule, where: str) -> list[_Group]:

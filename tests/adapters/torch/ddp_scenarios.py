@@ -257,9 +257,12 @@ class Again(torch.nn.Module):
 
 
 def scaled_by_ddp() -> dict[str, Any]:
-    """Train with a GradScaler: its scale grows every step, or one rank overflows in the second. Also without one."""
+    """Train with a GradScaler: its scale grows every step, or one rank overflows in the second. Also without one.
+
+    With "accumulated", two passes are exchanged before each step, and the second one overflows.
+    """
     results: dict[str, Any] = {}
-    for label in ("unscaled", "growing", "overflow"):
+    for label in ("unscaled", "growing", "overflow", "accumulated"):
         model = make_net()
         ddp = parallel(model)
         scaler = torch.amp.GradScaler(
@@ -271,8 +274,10 @@ def scaled_by_ddp() -> dict[str, Any]:
         for i, (x, y) in enumerate(batches(4, my_rank())):
             before = [digest(model.parameters()), states_of(exchange)]
             optimizer.zero_grad()
+            if label == "accumulated":
+                scaler.scale(F.cross_entropy(ddp(x), y)).backward()
             loss = F.cross_entropy(ddp(x), y)
-            bad = label == "overflow" and i == 1 and my_rank() == 0
+            bad = label in ("overflow", "accumulated") and i == 1 and my_rank() == 0
             scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import grace.torch
 from grace.core.compressors.topk import TopK
+from grace.core.values.errors import GraceWarning
 from grace.core.values.unit import offsets
+from grace.torch.distributed import ExchangeState
 from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import backward_of_a_late_rank, digest, outcome, warned_of_scaler
 from tests.support.cases import EVERYTHING
@@ -264,22 +270,62 @@ def resumed_by_fsdp(replicas: int) -> dict[str, Any]:
     }
 
 
-def moved_by_fsdp() -> dict[str, float]:
-    """Load on all four ranks what the first two have saved: how much the mean residual of each tensor changes."""
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
-    exchange = grace.torch.register(shard((model := make()), mesh=pairs["s"]), TOPK)
+def moved_by_fsdp() -> dict[str, Any]:
+    """Load on four ranks what two have saved, and on two what four have: the changes of the mean residuals."""
+    results: dict[str, Any] = {"exact": []}
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))["s"]
+    everyone = init_device_mesh("cpu", (4,))
+    for before, after in ((pair, everyone), (everyone, pair)):
+        exchange = grace.torch.register(shard((model := make()), mesh=before), TOPK)
+        for batch in batches(2):
+            backward(model, batch)
+        saved: list[Any] = [None] * world_size()
+        kept = {name: held(exchange, name) for name, _ in model.named_parameters()}
+        dist.all_gather_object(saved, [exchange.state_dict(), kept])
+        # Of two pairs, the first one saves.
+        states, held_before = zip(*saved[: before.size()], strict=True)
+        other = grace.torch.register(shard(make(), mesh=after), TOPK)
+        results["exact"].append(other.load_state_dict(list(states)))
+        results[f"{before.size()} to {after.size()}"] = changes = {}
+        for name in kept:
+            mine = held(other, name)
+            dist.all_reduce(mine, group=after.get_group())
+            changes[name] = float(
+                (mine / after.size() - sum(each[name] for each in held_before) / len(states)).abs().max()
+            )
+        results["held"] = float(mine.norm())
+    by_columns = shard(make(), mesh=pair, shard_placement_fn=lambda p: Shard(int(p.shape == (50, 50))))
+    results["columns"] = outcome(lambda: grace.torch.register(by_columns, TOPK).load_state_dict(list(states)))
+    return results
+
+
+def distributed_checkpoint_by_fsdp(replicas: int) -> dict[str, Any]:
+    """Load from a distributed checkpoint, from a list of the states of all ranks, and what has other parts."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    exchange = grace.torch.register(shard((model := make()), replicas=replicas), TOPK)
     for batch in batches(2):
         backward(model, batch)
+    dcp.save({"grace": ExchangeState(exchange)}, checkpoint_id=folder[0])
     saved: list[Any] = [None] * world_size()
-    dist.all_gather_object(saved, [exchange.state_dict(), {n: held(exchange, n) for n, _ in model.named_parameters()}])
-    other = grace.torch.register(shard(make()), TOPK)
-    exact = other.load_state_dict([state for state, _ in saved[:2]])
-    changes = {"exact": float(exact)}
-    for name in saved[0][1]:
-        mine = held(other, name)
-        dist.all_reduce(mine)
-        changes[name] = float((mine / 4 - (saved[0][1][name] + saved[1][1][name]) / 2).abs().max())
-    return changes | {"held": float(mine.norm())}
+    dist.all_gather_object(saved, exchange.state_dict())
+    apart: list[Any] = [None] * world_size()
+    dist.all_gather_object(apart, states_of(exchange))
+    results: dict[str, Any] = {"exact": [], "equal": [], "apart": len({str(states) for states in apart})}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraceWarning)
+        for way in ("checkpoint", "list"):
+            other = grace.torch.register(shard(make(), replicas=replicas), TOPK)
+            if way == "list":
+                exact = other.load_state_dict(saved[::-1])
+            else:
+                dcp.load({"grace": ExchangeState(other, folder[0])}, checkpoint_id=folder[0])
+                exact = True
+            results["exact"].append(exact)
+            results["equal"].append(states_of(other) == states_of(exchange))
+    others = grace.torch.register(shard(make(), replicas=3 - replicas), TOPK)
+    results["refused"] = outcome(lambda: others.load_state_dict(saved))
+    return results
 
 
 def discarded_by_fsdp() -> dict[str, Any]:
@@ -335,9 +381,12 @@ def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[s
 
 
 def scaled_by_fsdp() -> dict[str, Any]:
-    """Train with a GradScaler, which one rank makes overflow in the second step, and without one."""
+    """Train with a GradScaler, which one rank makes overflow in the second step, and without one.
+
+    With "accumulated", two passes are exchanged before each step, and the second one overflows.
+    """
     results: dict[str, Any] = {}
-    for label in ("unscaled", "scaled", "overflow"):
+    for label in ("unscaled", "scaled", "overflow", "accumulated"):
         model = shard(make())
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=label != "unscaled")
         exchange = grace.torch.register(model, TOPK, grad_scaler=scaler)
@@ -346,7 +395,9 @@ def scaled_by_fsdp() -> dict[str, Any]:
         for i, (x, y) in enumerate(batches(3)):
             before = [digest(p.to_local() for p in model.parameters()), states_of(exchange)]
             optimizer.zero_grad()
-            bad = label == "overflow" and i == 1 and my_rank() == 0
+            if label == "accumulated":
+                scaler.scale(F.cross_entropy(model(x), y)).backward()
+            bad = label in ("overflow", "accumulated") and i == 1 and my_rank() == 0
             loss = F.cross_entropy(model(x), y) * (float("inf") if bad else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -355,6 +406,30 @@ def scaled_by_fsdp() -> dict[str, Any]:
             kept.append([a == b for a, b in zip(before, after, strict=True)])
         results[label] = {"after": after, "kept": kept, "scale": scaler.get_scale()}
     results["not passed"] = warned_of_scaler(shard(make()), TOPK, list(batches(2)))
+    return results
+
+
+def small_by_fsdp() -> dict[str, Any]:
+    """Compare small gradients that FSDP reduces in float16, scaled, with those of plain FSDP."""
+    results = {}
+    x, y = next(batches(1))
+    for replicas in [1, 2] if world_size() == 4 else [1]:
+        gradients = []
+        for plain in (True, False):
+            model = shard(make(), replicas=replicas, mp_policy=POLICIES["float16"])
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**28)
+            if not plain:
+                grace.torch.register(model, ALL, grad_scaler=scaler)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler.scale(F.cross_entropy(model(x), y) * 2.0**-26).backward()
+            scaler.unscale_(optimizer)
+            gradients.append(local_gradients(model))
+        pairs = [(a, gradients[1][name]) for name, a in gradients[0].items() if a.numel()]
+        largest = max(float(a.abs().max()) for a, _ in pairs)
+        results[str(replicas)] = {
+            "largest": largest,
+            "difference": max(float((a - b).abs().max()) for a, b in pairs) / largest,
+        }
     return results
 
 

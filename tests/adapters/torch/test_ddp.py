@@ -81,9 +81,11 @@ def test_training_does_not_depend_on_the_loss_scale(launch):
 @both
 def test_a_step_that_the_loss_scaler_skips_changes_nothing(launch):
     ranks = scenario("scaled_by_ddp", launch)
-    assert same([rank["overflow"]["weights"] for rank in ranks])
+    for label in ("overflow", "accumulated"):
+        assert same([rank[label]["weights"] for rank in ranks])
+        for rank in ranks:
+            assert rank[label]["kept"] == [[False, False], [True, True], [False, False], [False, False]]
     for rank in ranks:
-        assert rank["overflow"]["kept"] == [[False, False], [True, True], [False, False], [False, False]]
         assert rank["of some"].startswith("StepError: the GradScaler steps an optimizer of some parameters")
 
 

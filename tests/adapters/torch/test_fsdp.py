@@ -62,12 +62,29 @@ def test_a_resumed_run_continues_bit_for_bit(launch, replicas):
 
 
 @on(FOUR)
-def test_more_ranks_continue_with_what_fewer_held(launch):
+def test_more_and_fewer_ranks_continue_with_what_others_held(launch):
     for rank in scenario("moved_by_fsdp", launch):
         assert rank.pop("held") > 0.01
-        assert rank.pop("exact") == 0
-        assert len(rank) == 7
-        assert max(rank.values()) < 1e-6, rank
+        assert rank.pop("exact") == [False, False]
+        assert "is not sharded by rows" in rank.pop("columns")
+        for changes in (rank.pop("2 to 4"), rank.pop("4 to 2")):
+            assert len(changes) == 7
+            assert max(changes.values()) < 1e-6, changes
+        assert not rank
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@on(FOUR)
+def test_a_distributed_checkpoint_keeps_the_states_of_all_parts(launch, replicas):
+    for rank in scenario("distributed_checkpoint_by_fsdp", launch, replicas):
+        assert rank["exact"] == [True, True]
+        assert rank["equal"] == [True, True]
+        # The ranks hold different states, so that one cannot stand for another.
+        assert rank["apart"] == 4
+        # A model with replicas refuses what one without them has saved, and the other way round.
+        mine, other = ("part ", "a model without replicas")[:: 1 if replicas == 1 else -1]
+        assert f"StateError: checkpoint: expected states of {mine}" in rank["refused"]
+        assert f"received those of {other}" in rank["refused"]
 
 
 @on(TWO)
@@ -95,10 +112,21 @@ def test_a_rank_that_waits_for_a_dense_reduction_says_so_and_ends(launch):
 def test_a_step_that_the_scaler_skips_changes_no_residual(launch):
     for rank in scenario("scaled_by_fsdp", launch):
         assert rank["scaled"]["after"] == rank["unscaled"]["after"]
-        assert rank["overflow"]["kept"] == [[False, False], [True, True], [False, False]]
-        assert rank["overflow"]["scale"] == 32.0
+        for label in ("overflow", "accumulated"):
+            assert rank[label]["kept"] == [[False, False], [True, True], [False, False]]
+            assert rank[label]["scale"] == 32.0
         (told,) = rank["not passed"]
         assert "pass it as grad_scaler" in told
+
+
+@on(TWO, FOUR)
+def test_scaled_gradients_reduced_in_16_bits_do_not_vanish_without_their_scale(launch):
+    for rank in scenario("small_by_fsdp", launch):
+        assert len(rank) == (1 if launch == TWO else 2)
+        for found in rank.values():
+            # Smaller than any float16 but 0.
+            assert 0 < found["largest"] < 2**-25
+            assert found["difference"] <= 0.002, found
 
 
 @on(TWO, FOUR)
