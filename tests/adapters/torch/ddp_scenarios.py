@@ -8,6 +8,7 @@ import gc
 import time
 import warnings
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -292,10 +293,31 @@ def scaled_by_ddp() -> dict[str, Any]:
     x, y = next(batches(1, my_rank()))
     scaler.scale(F.cross_entropy(ddp(x), y)).backward()
     results["of some"] = outcome(lambda: scaler.step(sgd(ddp.module.left)))
+    results["loaded"] = skipped_after_a_load(list(batches(4, my_rank())))
     for label, config in {"not passed": TOPK, "nothing to scale": {"compressor": "none", **EVERYTHING}}.items():
         data = list(batches(2, my_rank()))
         results[label] = [warned_of_scaler(parallel(make_net()), config, data, used) for used in (False, True)]
     return results
+
+
+def skipped_after_a_load(data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Return whether a skipped step leaves the states that were loaded after its first pass."""
+    ddp = parallel(make_net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    exchange = grace.torch.register(ddp, TOPK, grad_scaler=scaler)
+    optimizer = sgd(ddp)
+    saved, loaded = [], []
+    for i, (x, y) in enumerate(data):
+        scaler.scale(F.cross_entropy(ddp(x), y) * (float("inf") if i == 3 else 1.0)).backward()
+        if i == 2:
+            exchange.load_state_dict(saved[0])
+            loaded = states_of(exchange)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        saved.append(copy.deepcopy(exchange.state_dict()))
+    return loaded == states_of(exchange)
 
 
 def unfrozen_by_ddp() -> dict[str, Any]:

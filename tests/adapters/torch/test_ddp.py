@@ -86,6 +86,7 @@ def test_a_step_that_the_loss_scaler_skips_changes_nothing(launch):
         for rank in ranks:
             assert rank[label]["kept"] == [[False, False], [True, True], [False, False], [False, False]]
     for rank in ranks:
+        assert rank["loaded"]
         assert rank["of some"].startswith("StepError: the GradScaler steps an optimizer of some parameters")
 
 
