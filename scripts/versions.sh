@@ -45,6 +45,8 @@ part "two ranks, DDP and FSDP2" tests/adapters/torch/test_ddp.py tests/adapters/
 part "two ranks, TensorFlow" tests/adapters/tensorflow/test_exchange.py -k "$two_ranks"
 part "two ranks, mpi4py" tests/adapters/mpi/test_exchange.py -k "$two_ranks"
 part "package" tests/package
+pip install --quiet -r scripts/requirements_trainers.txt
+part "trainers" tests/examples/test_trainers.py
 
 result=passed
 if [ "${#failed[@]}" -gt 0 ]; then

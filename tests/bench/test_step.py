@@ -93,20 +93,22 @@ def present():
 
 def test_launchers(tmp_path):
     path = tmp_path / "step.json"
-    given = ["--launcher", "torch", "torch-optimizer", "--baselines", "ddp-fp16,fsdp", "--compressors", "topk"]
+    launchers = ["torch", "torch-optimizer", "torch-fsdp-zero2"]
+    given = ["--launcher", *launchers, "--baselines", "ddp-fp16,fsdp,fsdp-zero2", "--compressors", "topk"]
     short = ["--link", "none", "--model", "resnet", "--rounds", "1", "--steps", "2"]
     output, _ = finished(*given, *short, "--json", str(path), cwd=tmp_path)
     results = json.loads(path.read_text())
     named = [(result["method"], result["launcher"]) for result in results]
-    plain = ["compute", "ddp", "ddp-fp16", "fsdp"]
-    assert named == [*((name, None) for name in plain), ("topk", "torch"), ("topk", "torch-optimizer")]
+    plain = ["compute", "ddp", "ddp-fp16", "fsdp", "fsdp-zero2"]
+    assert named == [*((name, None) for name in plain), *(("topk", launcher) for launcher in launchers)]
     assert "x DDP" in output
     assert "topk (torch-optimizer)" in output
     for result in results:
         assert result["speedup_over_ddp"] == results[1]["median_s"] / result["median_s"]
         assert result["cycle_time_ms"] is None
-    of_hook, of_optimizer = (result["reported_bytes"] for result in results[4:])
+    of_hook, of_optimizer, of_shards = (result["reported_bytes"] for result in results[5:])
     assert 0 < of_hook == of_optimizer < 0.1 * 4 * 269_722
+    assert 0 < of_shards < 0.1 * 4 * 269_722
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])

@@ -72,7 +72,8 @@ def add_step(commands: Any) -> None:
     add("--baselines", nargs="+", metavar="NAME", help=f"{names} (default: the plain one of the launcher)")
     launchers = (
         "how grace is used: horovod (DistributedOptimizer over Horovod), torch (register with DDP), torch-optimizer "
-        "(DistributedOptimizer over torch.distributed), torch-fsdp (register with FSDP2); the first one decides which "
+        "(DistributedOptimizer over torch.distributed), torch-fsdp (register with FSDP2), torch-fsdp-zero2 (the same "
+        "with reshard_after_forward=False); the first one decides which "
     )
     add("--launcher", nargs="+", metavar="NAME", help=f"{launchers}baseline is compared with (default: horovod)")
     add("--framework", default="torch", help="torch or tensorflow (default: torch)")

@@ -18,6 +18,7 @@ BASELINES = {
     "ddp-fp16": "torch",
     "ddp-powersgd": "torch",
     "fsdp": "torch",
+    "fsdp-zero2": "torch",
     **dict.fromkeys(original.PARAMETERS, "horovod"),
 }
 
@@ -31,12 +32,13 @@ class Launcher:
 
 
 # By `DistributedOptimizer` over Horovod, `register` with DDP, `DistributedOptimizer` over torch.distributed, and
-# `register` with FSDP2.
+# `register` with FSDP2, which gathers the parameters for each pass or only once a step.
 LAUNCHERS = {
     "horovod": Launcher("horovod", "horovod"),
     "torch": Launcher("torch", "ddp"),
     "torch-optimizer": Launcher("torch", "ddp"),
     "torch-fsdp": Launcher("torch", "fsdp"),
+    "torch-fsdp-zero2": Launcher("torch", "fsdp-zero2"),
 }
 # Horovod's default cycle time: the interval at which it looks for tensors to send.
 CYCLE_MS = 1.0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grace.bench.step import original
-from grace.bench.step.methods import BASELINES, COMPUTE, hops, kept
+from grace.bench.step.methods import BASELINES, COMPUTE, LAUNCHERS, hops, kept
 from grace.bench.step.models_torch import MODELS
 from grace.bench.step.worker import SEED, Side, Training
 
@@ -115,8 +115,9 @@ class TorchSide:
                 _sgd(model), named_parameters=named, config=config, backend="torch"
             )
             return _Step(model, wrapped, model.loss, wrapped.grace, self._size)
-        sharded = method == "fsdp" or (method not in BASELINES and launcher == "torch-fsdp")
-        parallel = self._sharded(model) if sharded else self._replicated(model, method)
+        reference = method if method in BASELINES else LAUNCHERS[launcher].reference
+        sharded = reference.startswith("fsdp")
+        parallel = self._sharded(model, reference) if sharded else self._replicated(model, method)
         # PyTorch has no fused SGD for sharded parameters.
         optimizer = _sgd(model, fused=not sharded)
         if method in BASELINES:
@@ -136,13 +137,15 @@ class TorchSide:
             ddp.register_comm_hook(state, self._powersgd.powerSGD_hook)
         return ddp
 
-    def _sharded(self, model: Any) -> torch.nn.Module:
+    def _sharded(self, model: Any, reference: str) -> torch.nn.Module:
         """Return the loss with the parameters of each layer sharded on their own."""
         loss = _Loss(model)
+        # None is FSDP's default.
+        reshard = False if reference == "fsdp-zero2" else None
         for layer in model.children():
             if any(True for _ in layer.parameters()):
-                self._shard(layer)
-        self._shard(loss)
+                self._shard(layer, reshard_after_forward=reshard)
+        self._shard(loss, reshard_after_forward=reshard)
         return loss
 
 

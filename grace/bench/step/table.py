@@ -29,7 +29,7 @@ def lines(results: Sequence[Result]) -> list[str]:
 
 def head(reference: Result) -> list[str]:
     """Return the headings of the columns."""
-    name = {"horovod": "Horovod", "ddp": "DDP", "fsdp": "FSDP2"}[reference.method.name]
+    name = {"horovod": "Horovod", "ddp": "DDP", "fsdp": "FSDP2", "fsdp-zero2": "FSDP2"}[reference.method.name]
     return [text.replace("Horovod", name) for text in HEAD]
 
 
