@@ -77,10 +77,10 @@ def test_changes_that_differ_between_ranks_are_told_and_training_goes_on(launch)
 
 @each_schedule
 def test_residuals_follow_the_learning_rate(launch):
-    ranks = ask("learning_rates", launch)
-    assert len({result["moved"] for result in ranks}) == 1
-    assert all(result["off"] < 1e-5 for result in ranks), ranks
-    assert all("learning rate" in result.get("tape", "learning rate") for result in ranks), ranks
+    for ranks in zip(*(result.values() for result in ask("learning_rates", launch)), strict=True):
+        assert len({result["moved"] for result in ranks}) == 1
+        assert all(result["off"] < 1e-5 for result in ranks), ranks
+        assert all("learning rate" in result.get("tape", "learning rate") for result in ranks), ranks
 
 
 @each_schedule

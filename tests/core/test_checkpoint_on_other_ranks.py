@@ -17,6 +17,7 @@ from grace.core.values.registry import memories
 from grace.core.values.spec import TensorSpec
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS, array, host, same
+from tests.support.cases import CORRECTED_BY
 from tests.support.steps import assert_same, each, states, step
 
 SPECS = [
@@ -216,8 +217,9 @@ def test_as_many_ranks_go_on_bit_for_bit(memory, way):
     assert_same(step(old, 2), step(new, 2))
 
 
-def test_a_number_of_a_unit_is_kept_where_all_agree():
-    old, new = (simulate(n, MEMORIES["lr_correction"], WAYS["shots"]) for n in (4, 3))
+@pytest.mark.parametrize("way", [WAYS["shots"], {"communicator": CORRECTED_BY["shots"]}], ids=["ranks", "both ends"])
+def test_a_number_of_a_unit_is_kept_where_all_agree(way):
+    old, new = (simulate(n, MEMORIES["lr_correction"], way) for n in (4, 3))
     step(old, 0)
     new.load_state_dict(old.state_dict())
     rates = [memory["lr"] for mine in new.state_dict()["ranks"] for memory in _memories(mine) if "lr" in memory]

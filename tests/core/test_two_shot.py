@@ -46,12 +46,14 @@ CHOSEN = {
     for name, method in METHODS.items()
     if _serves(method.compressor) and not method.memory.whole
 }
+CORRECTED = memories.make({"name": "residual", "lr_correction": True})
 METHODS_OF_MEANS = {
     "qsgd with dore": Method(compressors.make("qsgd"), memories.make("dore"), TwoShot()),
     "topk with dore": Method(compressors.make("topk"), memories.make({"name": "dore", "alpha": 1.0}), TwoShot()),
     "efsignsgd with shared_momentum": Method(
         compressors.make("efsignsgd"), memories.make("shared_momentum"), TwoShot()
     ),
+    "dist-EF-SGD": Method(compressors.make("efsignsgd"), CORRECTED, TwoShot(shard_memory=CORRECTED)),
 }
 SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("empty", (0, 4))]
 SPECS += [TensorSpec("half", (30, 60), "float16"), TensorSpec("double", (16, 90), "float64")]
@@ -319,21 +321,27 @@ def test_the_second_compressor_and_its_memory_can_be_named():
         ({"compressor": "qsgd", "second": {"name": "terngrad", "shared_scale": True}}, "negotiates"),
         ({"compressor": "qsgd", "second": "atomo"}, "the compressor of the mean needs a whole tensor"),
         (
-            {"compressor": "topk", "shard_memory": {"name": "residual", "lr_correction": True}},
-            "shard_memory .* needs whole tensors or the learning rate",
-        ),
-        (
             {
                 "compressor": "topk",
                 "shard_memory": {"name": "dgc", "gradient_clipping": 1.0, "clipping_norm": "all"},
             },
-            "shard_memory .* needs whole tensors or the learning rate",
+            "shard_memory .* needs the norm of whole tensors or of all gradients",
         ),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(options, told):
     with pytest.raises(IncompatibleError, match=told):
         grace.make_config({**options, "communicator": "two_shot"})
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+def test_an_owner_cannot_correct_for_the_learning_rate_alone(nodes):
+    """Its tensors would be joined with others, whose learning rates may differ."""
+    travels = {"name": "two_shot", "shard_memory": {"name": "residual", "lr_correction": True}}
+    if nodes:
+        travels = {"name": "hierarchical", "local_size": 2, "between": travels}
+    with pytest.raises(IncompatibleError, match=r"does not correct for the learning rate, while shard_memory .* does"):
+        grace.Simulation(4, SPECS, {"compressor": "topk", "communicator": travels, "default_rules": False})
 
 
 def test_a_memory_of_whole_tensors_keeps_them():

@@ -751,8 +751,8 @@ PATCHES = [
     Patch(
         "two-shot-flags-stop-at-the-owner",
         TWO_SHOT,
-        "step.begin(at.steps[i].merged(theirs), flags=bad)",
-        "step.begin(at.steps[i].merged(theirs))",
+        "step.begin(at.steps[i].merged(theirs), at.steps[i].lr, flags=bad)",
+        "step.begin(at.steps[i].merged(theirs), at.steps[i].lr)",
         "NaN on one rank enters the states of all others",
         ("tests/core/test_two_shot.py -k bad_gradient",),
     ),

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.ops import get_ops
+from grace.testing.harness import FRAMEWORKS, array, host
 
 RANKS, STEPS, ETA = 3, 8, 0.1
 SHAPE = (48, 64)
@@ -98,12 +100,53 @@ def test_stc():
     check_both_ways({"compressor": chain, "memory": "residual"}, ternary(0.1))
 
 
-def test_dist_ef_sgd():
+def test_dist_ef_sgd_at_a_constant_learning_rate():
     """Algorithm 2, with one block per shard: errors at both ends in units of the weights.
 
     p_i = eta g_i + e_i, e_i = p_i - C(p_i); p = mean C(p_i) + e, e = p - C(p); x = x - C(p).
     """
     check_both_ways({"compressor": "efsignsgd", "memory": "efsignsgd", "lr": ETA}, sign, scale=ETA)
+
+
+CORRECTED = {"name": "residual", "lr_correction": True}
+DIST_EF_SGD = {
+    "compressor": "efsignsgd",
+    "memory": CORRECTED,
+    "communicator": {"name": "two_shot", "shard_memory": CORRECTED},
+    "granularity": "layer",
+    "default_rules": False,
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_dist_ef_sgd(framework):
+    """Algorithm 2, with one block per shard and a learning rate eta_t that changes.
+
+    p_i = g_i + eta_{t-1} / eta_t e_i, e_i = p_i - C(p_i); p = mean C(p_i) + eta_{t-1} / eta_t e, e = p - C(p);
+    x = x - eta_t C(p).
+    """
+    simulation, ops = grace.Simulation(RANKS, {"w": SHAPE}, DIST_EF_SGD, framework=framework), get_ops(framework)
+    shards, last = shards_of(simulation), 0.0
+    x, y = (np.zeros(SHAPE[0] * SHAPE[1]) for _ in "xy")
+    worker, server = np.zeros((RANKS, x.size), np.float32), np.zeros(x.size, np.float32)
+    for step, eta in enumerate([0.1, 0.1, 0.05, 0.05, 0.01, 0.002, 0.002, 0.02]):
+        given, factor = gradients(step, x), np.float32(last / eta if last else 1)
+        for shard in shards:
+            sent = []
+            for rank in range(RANKS):
+                p = given[rank][shard] + factor * worker[rank][shard]
+                sent.append(sign(p))
+                worker[rank][shard] = p - sent[-1]
+            p = sum(sent) / np.float32(RANKS) + factor * server[shard]
+            back = sign(p)
+            server[shard] = p - back
+            x[shard] -= eta * back
+        mine = [{"w": array(ops, g.reshape(SHAPE), "float32")} for g in gradients(step, y)]
+        y -= eta * host(ops, simulation.step(mine, lr=eta)[0]["w"]).reshape(-1)
+        assert np.allclose(x, y, rtol=1e-4, atol=1e-5 * ETA), step
+        last = eta
+    assert np.abs(worker).max() > 0.1
+    assert np.abs(server).max() > 0.1
 
 
 @pytest.mark.parametrize(("alpha", "eta", "beta"), [(0.1, 1.0, 1.0), (0.5, 0.5, 0.7)])

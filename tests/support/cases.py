@@ -21,6 +21,11 @@ UNITS = {
     "bucket": {**EVERYTHING, "granularity": "bucket", "bucket_bytes": 20_000, "split_bytes": 16_384},
     "model": {**EVERYTHING, "granularity": "model"},
 }
+# Communicators by which residuals are corrected for the learning rate: those of the ranks only, or of the owners, too.
+CORRECTED_BY = {
+    "gathered": "allgather",
+    "shots": {"name": "two_shot", "shard_memory": {"name": "residual", "lr_correction": True}},
+}
 GRANULARITIES = {"default": EVERYTHING, "layer": LAYERS, **UNITS}
 
 # With these options, methods with phases pass through all of them in four steps instead of hundreds.

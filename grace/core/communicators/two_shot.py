@@ -40,14 +40,16 @@ class TwoShot(Communicator):
     added to the mean of the next step.
 
     `second` is C': by default the compressor itself; "none" sends the mean as it is. `shard_memory` is by default
-    error feedback if C' has it by default, else none. The memory `dore` has its own.
+    error feedback if C' has it by default, else none. The memory `dore` has its own. A `shard_memory` that corrects for
+    the learning rate needs a memory that does so too.
 
     Reference: Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
     compression", ICML 2019; Zheng et al., "Communication-efficient distributed blockwise momentum SGD with
-    error-feedback" (dist-EF-SGD, by the memory `efsignsgd`), NeurIPS 2019; Sattler et al., "Robust and
-    communication-efficient federated learning from non-IID data" (STC, by a chain of topk and efsignsgd), 2019; Liu et
-    al., "A double residual compression algorithm for efficient distributed learning" (DORE, by the memory `dore`),
-    AISTATS 2020; Tang et al., "1-bit Adam" (by efsignsgd and the memory `shared_momentum`), ICML 2021.
+    error-feedback" (dist-EF-SGD, by the memory `residual` with `lr_correction` at both ends), NeurIPS 2019; Sattler et
+    al., "Robust and communication-efficient federated learning from non-IID data" (STC, by a chain of topk and
+    efsignsgd), 2019; Liu et al., "A double residual compression algorithm for efficient distributed learning" (DORE, by
+    the memory `dore`), AISTATS 2020; Tang et al., "1-bit Adam" (by efsignsgd and the memory `shared_momentum`), ICML
+    2021.
     """
 
     any_length: ClassVar[bool] = True
@@ -58,10 +60,10 @@ class TwoShot(Communicator):
 
     def __post_init__(self) -> None:
         there = self.shard_memory
-        if there is not None and (there.whole or there.needs_norm or there.needs_lr):
+        if there is not None and (there.whole or there.needs_norm):
             raise IncompatibleError(
-                f"communicator 'two_shot': shard_memory {there} needs whole tensors or the learning rate, "
-                "and the owner of a shard has neither. Valid: residual, none."
+                f"communicator 'two_shot': shard_memory {there} needs the norm of whole tensors or of all gradients, "
+                "and the owner of a shard knows neither. Valid: residual, none."
             )
 
     def obstacle(self, compressor: Compressor) -> str | None:
@@ -74,6 +76,12 @@ class TwoShot(Communicator):
             return (
                 f"brings the memory that the owner of a shard needs, while shard_memory names {self.shard_memory}: "
                 "leave shard_memory out"
+            )
+        if self.shard_memory is not None and self.shard_memory.needs_lr and not memory.needs_lr:
+            # Tensors are joined unless their memory needs the learning rate, and a unit has only one.
+            return (
+                f"does not correct for the learning rate, while shard_memory {self.shard_memory} does: "
+                'set memory = { name = "residual", lr_correction = true } as well'
             )
         return None
 
@@ -127,7 +135,7 @@ class TwoShot(Communicator):
         for i, theirs, bad in zip(owned[at.rank], arrived.payloads, arrived.flags, strict=True):
             step = at.steps[i].onward
             assert step is not None
-            step.begin(at.steps[i].merged(theirs), flags=bad)
+            step.begin(at.steps[i].merged(theirs), at.steps[i].lr, flags=bad)
             onward.append(step)
         buffer = layout.second[at.rank].encode(
             ops, [step.coded for step in onward], [step.bad for step in onward], at.stamp

@@ -13,7 +13,7 @@ import tensorflow as tf
 from grace.tensorflow import DistributedGradientTape, Exchange, ScheduleCallback
 from tests.adapters.tensorflow.model import digest, wrap
 from tests.adapters.tensorflow.usage_model import by_hand, distance, error_of, fit, net
-from tests.support.cases import EVERYTHING
+from tests.support.cases import CORRECTED_BY, EVERYTHING
 
 # The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
 STAGES = {
@@ -125,21 +125,34 @@ def tf_changes_that_differ() -> dict[str, Any]:
 
 
 def tf_learning_rates() -> dict[str, Any]:
-    """Apply constant gradients under changing learning rates. Return the errors of weights and residuals."""
+    """Apply constant gradients under changing learning rates.
+
+    Return the errors of weights and residuals, by communicator.
+    """
+    return {name: _learning_rates(communicator) for name, communicator in CORRECTED_BY.items()}
+
+
+def _learning_rates(communicator: Any) -> dict[str, Any]:
     rates = [0.1, 0.1, 0.4, 0.05, 0.01]
     variable = tf.Variable(tf.zeros([40, 30]), name="w")
     slopes = [tf.random.stateless_normal([40, 30], [rank, 1]) for rank in range(hvd.size())]
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 2, 3], [0.1, 0.4, 0.05, 0.01])
-    config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, **EVERYTHING}
-    optimizer = wrap(config, keras.optimizers.SGD(schedule))
+    config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, "communicator": communicator}
+    optimizer = wrap({**config, **EVERYTHING}, keras.optimizers.SGD(schedule))
     apply = tf.function(lambda: optimizer.apply([slopes[hvd.rank()]], [variable]))
     for _ in rates:
         apply()
-    residual = tf.reshape(optimizer.grace._stages.slots.read("w")["memory"]["residual"], [40, 30])
-    held = hvd.allreduce(residual, op=hvd.Average, name="held")
+    slots, mine = optimizer.grace._stages.slots, tf.zeros(1200)
+    for name, unit in optimizer.grace._stages.units.items():
+        if unit.kept_by(hvd.rank()):
+            # The mean of all ranks follows. A residual of an owner is one of the mean already.
+            residual = slots.read(name)["memory"]["residual"] * (1 if unit.owners is None else hvd.size())
+            (piece,) = unit.pieces
+            mine += tf.pad(residual, [[piece.start, 1200 - piece.stop]])
+    held = tf.reshape(hvd.allreduce(mine, op=hvd.Average, name="held"), [40, 30])
     meant = sum(rates) * sum(slopes) / hvd.size()
     off = tf.reduce_max(tf.abs(rates[-1] * held - variable - meant))
-    tape = DistributedGradientTape(tf.GradientTape(), config=config)
+    tape = DistributedGradientTape(tf.GradientTape(), config={**config, **EVERYTHING})
     with tape:
         loss = tf.reduce_sum(variable)
     return {

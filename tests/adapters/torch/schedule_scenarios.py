@@ -13,7 +13,7 @@ from grace.core.values.errors import GraceError
 from grace.torch import CompressionScheduler
 from tests.adapters.torch.launched import mean, my_rank, total, world_size
 from tests.adapters.torch.model import digest, make_net, train, wrap
-from tests.support.cases import EVERYTHING
+from tests.support.cases import CORRECTED_BY, EVERYTHING
 
 # The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
 STAGES = {
@@ -118,13 +118,17 @@ def changes_that_differ() -> dict[str, Any]:
 def learning_rates() -> dict[str, Any]:
     """Apply constant gradients under changing learning rates, in two groups with rates of their own.
 
-    Return the largest error of weights and residuals together.
+    Return the largest errors of weights and residuals together, by communicator.
     """
+    return {name: _learning_rates(communicator) for name, communicator in CORRECTED_BY.items()}
+
+
+def _learning_rates(communicator: Any) -> dict[str, Any]:
     rates = {"a": RATES, "b": RATES[::-1]}
     parameters = {name: torch.nn.Parameter(torch.zeros(40, 30)) for name in rates}
     slopes = [torch.randn(40, 30, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size())]
     plain = torch.optim.SGD([{"params": [p]} for p in parameters.values()], lr=RATES[0])
-    config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, "communicator": "allgather"}
+    config = {"compressor": "topk", "compress_ratio": 0.05, "lr_correction": True, "communicator": communicator}
     optimizer = grace.torch.DistributedOptimizer(plain, list(parameters.items()), {**config, **EVERYTHING})
     for step in range(len(RATES)):
         for group, name in zip(optimizer.param_groups, rates, strict=True):
@@ -133,12 +137,17 @@ def learning_rates() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
-    states, off = optimizer.grace.engine.state_dict()["tensors"], []
-    meant = sum(RATES) * sum(slopes) / world_size()
+    states, held = optimizer.grace.engine.state_dict()["tensors"], {name: torch.zeros(1200) for name in parameters}
+    for name, unit in optimizer.grace.plan.stateful.items():
+        if unit.kept_by(my_rank()):
+            # The mean of all ranks follows. A residual of an owner is one of the mean already.
+            residual = states[name]["memory"]["residual"] * (1 if unit.owners is None else world_size())
+            (piece,) = unit.pieces
+            held[piece.tensor][piece.start : piece.stop] += residual
+    meant, off = sum(RATES) * sum(slopes) / world_size(), []
     for name, p in parameters.items():
-        residual = states[name]["memory"]["residual"].reshape(40, 30)
-        held = mean(residual, f"held.{name}")
-        off.append(float((rates[name][-1] * held - p.detach() - meant).abs().max()))
+        kept = mean(held[name], f"held.{name}").reshape(40, 30)
+        off.append(float((rates[name][-1] * kept - p.detach() - meant).abs().max()))
     return {"off": max(off), "moved": digest(parameters.values())}
 
 
