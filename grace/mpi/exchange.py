@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from grace.core.exchange.engine import Engine
+from grace.core.exchange.engine import Engine, check_lr
 from grace.core.exchange.exchange import Exchange
 from grace.core.exchange.start import announce, begin, request
 from grace.core.guards.agreement import Meeting, check_steps
@@ -70,10 +70,12 @@ class MPIExchange(Exchange[Engine]):
         super().__init__(made, specs, [engine], ops, rank=rank, ranks=ranks, world=[_WORLD])
         announce(self.plan, self.transport)
 
-    def __call__(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+    def __call__(self, gradients: Mapping[str, Array], lr: float | None = None) -> dict[str, Array]:
         """Exchange one gradient per tensor and return the merged gradients.
 
-        Raises StepError before anything is sent if a gradient is missing, unknown or of another shape or dtype.
+        `lr` is the learning rate with which they will be applied, for memories that correct for it. Raises StepError
+        before anything is sent if a gradient is missing, unknown or of another shape or dtype, or if the learning rate
+        is missing.
         """
         shapes = {item.spec.name: item.spec.shape for item in self.plan.assignments}
         given = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
@@ -90,13 +92,15 @@ class MPIExchange(Exchange[Engine]):
                     f"{gradient.dtype}; convert it on every rank, or create the exchange with TensorSpec(name, shape, "
                     "dtype)."
                 )
+        for item in self.plan.assignments:
+            check_lr(item, lr)
         if is_due(self.engine.completed, self.config.check_replicas):
             self.check_replicas()
         before = self.engine.snapshot()
         try:
             # All ranks start their collectives in the order of the plan.
             for item in self.plan.assignments:
-                self.engine.ready(item.spec.name, gradients[item.spec.name])
+                self.engine.ready(item.spec.name, gradients[item.spec.name], lr)
             return self.engine.finish()
         except BaseException:
             self.engine.restore(before)

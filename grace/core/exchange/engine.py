@@ -302,11 +302,7 @@ class Engine:
                 f"tensor '{name}' got a second gradient before step {self.step} was finished; "
                 "expected one gradient per tensor and step."
             )
-        if item.memory.needs_lr and lr is None:
-            raise StepError(
-                f"tensor '{name}': memory '{memories.name_of(item.memory)}' corrects for the learning rate, but "
-                "received none. Only optimizers know it: wrap one, or leave lr_correction out."
-            )
+        check_lr(item, lr)
         self.times.mark("ready", name, gradient)
         for unit, flat in self._incoming.add(name, gradient):
             if unit.memory.needs_norm:
@@ -691,3 +687,12 @@ class Engine:
 
     def _initial(self, unit: Unit) -> dict[str, State]:
         return initial(unit, self._ops(unit.spec.device), self._seed, self.transport.rank)
+
+
+def check_lr(item: Assignment, lr: Any) -> None:
+    """Raise StepError if the memory of a tensor needs the learning rate and there is none."""
+    if item.memory.needs_lr and lr is None:
+        raise StepError(
+            f"tensor '{item.spec.name}': memory '{memories.name_of(item.memory)}' corrects for the learning rate, but "
+            "received none. Wrap an optimizer, pass lr to MPIExchange or Simulation.step, or leave lr_correction out."
+        )

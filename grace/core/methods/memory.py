@@ -91,7 +91,7 @@ class Memory(ABC):
 
     @property
     def needs_lr(self) -> bool:
-        """True if the memory reads `Site.lr`; its tensors are not joined. Only optimizers know it, tapes do not."""
+        """True if the memory reads `Site.lr`; its tensors are not joined. Optimizers know it, tapes do not."""
         return False
 
     @property

@@ -150,6 +150,14 @@ def test_buffers_of_run_time_length_and_empty_ones(launch):
 
 
 @each_size
+def test_residuals_follow_the_learning_rate(launch):
+    results = scenario("learning_rates", launch)
+    for rank in results:
+        assert "corrects for the learning rate, but received none" in rank["error"]
+        assert rank["digests"] == results[0]["digests"]
+
+
+@each_size
 def test_a_schedule_counts(launch):
     for rank in scenario("scheduled", launch):
         assert rank["methods"] == ["none", "none", "topk"]

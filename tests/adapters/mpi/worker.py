@@ -352,6 +352,27 @@ def wrong_gradients() -> dict[str, Any]:
     }
 
 
+def learning_rates() -> dict[str, Any]:
+    """Exchange at learning rates that change, by MPI and simulated, and leave the rate out once."""
+    corrected = {"name": "residual", "lr_correction": True}
+    config = {
+        "compressor": {"name": "topk", "compress_ratio": 0.1},
+        "memory": corrected,
+        "communicator": {"name": "two_shot", "shard_memory": corrected},
+        "default_rules": False,
+    }
+    exchange, simulation = make_exchange(TENSORS, config), grace.Simulation(SIZE, TENSORS, config)
+    error = outcome(lambda: exchange(gradients(0, RANK)))
+    merged = []
+    for number, lr in enumerate([0.1, 0.1, 0.02, 0.5, 0.01]):
+        mine = exchange(gradients(number, RANK), lr)
+        merged.append(mine)
+        expected = simulation.step([gradients(number, rank) for rank in range(SIZE)], lr)[RANK]
+        assert all(np.allclose(mine[name], x, atol=1e-6) for name, x in expected.items()), number
+    exchange.close()
+    return {"error": error, "digests": [digest(m) for m in merged]}
+
+
 def scheduled() -> dict[str, Any]:
     """Return the method of every step of a schedule."""
     config = {"compressor": "none", "default_rules": False, "schedule": [{"step": 2, "compressor": "topk"}]}
