@@ -90,6 +90,19 @@ def test_words_do_not_grow_with_the_ranks(size, crossed):
     assert max(crossed.values()) <= 1.5 * min(crossed.values())
 
 
+@pytest.mark.parametrize("size", [2, 8, 64])
+@pytest.mark.parametrize("k", [64, 1024, 1100, 2048])
+def test_words_of_small_units(k, size, crossed):
+    """Ranges and headers count beside few entries, and 2,048 words of counts from 2,048 entries on."""
+    spec = TensorSpec("wide", (250, 400))
+    sim = simulate(method({"name": "topk", "compress_ratio": k / spec.numel}, "split"), size=size, specs=[spec])
+    sim.step(gradients(sim, 0))
+    mean, share = sum(crossed.values()) / size, (size - 1) / size
+    assert mean <= (4 * k + 2048 * (k >= 2048)) * share + 20 * size
+    if k >= 20 * size:
+        assert mean <= 6 * k * share
+
+
 def test_words_of_a_tree_grow_with_the_logarithm(crossed):
     sent = {}
     for size in (2, 4, 16):

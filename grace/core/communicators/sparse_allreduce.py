@@ -22,9 +22,10 @@ from grace.core.values.unit import Unit
 from grace.core.wire.layout import GatherLayout, Layout, Received
 
 _EXAMPLE = TensorSpec("example", (1024,))
-# Magnitudes are counted by their exponent and two more bits. Units that send fewer entries than there are counts do
-# without: the counts would be more bytes than the entries.
+# Magnitudes are counted by their exponent and two more bits. The counts take 2,048 words. Units of fewer entries do
+# without: a rank may send 6 k words, and the entries take 4 k of them.
 _BINS, _SHIFT = 1024, 21
+_COUNTED_FROM = 2048
 # For methods whose options do not say which share of the elements they send.
 _USUAL_RATIO = 0.01
 
@@ -38,9 +39,13 @@ class SparseAllreduce(Communicator):
 
     With `reduction="split"` each rank adds the entries of one index range, and the ranks keep the k largest of all
     sums, k being the mean number of entries that a rank sends. The ranges are chosen in every step so that each holds
-    about equally many entries. A rank sends and receives at most 6 k (N - 1) / N words. The ranks count the sums of
-    each magnitude (exponent and two more bits), to find where the k-th largest lies; of that magnitude, all ranks keep
-    the same share. Units of fewer than 1,024 entries skip the counts: each rank keeps the largest k / N of its range.
+    about equally many entries. The ranks count the sums of each magnitude (exponent and two more bits), to find where
+    the k-th largest lies; of that magnitude, all ranks keep the same share. Units of fewer than 2,048 entries skip the
+    counts: each rank keeps the largest k / N of its range.
+
+    If the entries of all ranks are distributed alike, a rank sends on average 4 k (N - 1) / N words of entries, 2,048
+    (N - 1) / N of counts if there are any, and up to 20 N of ranges, headers and rounding. This is at most 6 k (N - 1)
+    / N words if k is at least 20 N.
 
     With "union" all sums come back, and a range that is more than half full travels without indices. With "tree", ranks
     add their entries pairwise in log2(N) rounds. Only the k largest go on to the next round, and the last rank sends
@@ -106,7 +111,7 @@ def _is_counted(unit: Unit) -> bool:
     if isinstance(length, str):
         ratio = unit.compressor.compress_ratio if isinstance(unit.compressor, Thinning) else _USUAL_RATIO
         length = keep_count(ratio, unit.spec.numel)
-    return length >= _BINS
+    return length >= _COUNTED_FROM
 
 
 def _split(at: BucketStep, layout: SparseLayout) -> Program[Received]:
