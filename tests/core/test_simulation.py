@@ -16,6 +16,7 @@ from grace.core.values.registry import compressors
 from grace.core.values.spec import Field, TensorSpec
 from grace.testing.harness import array, host
 from tests.support.registered import every_framework
+from tests.support.steps import assert_same, states
 
 
 @pytest.fixture
@@ -75,6 +76,27 @@ def test_a_collective_started_twice_or_by_some_only_is_an_error():
         transport.allgather(np.zeros(1, np.uint8), name="g")
     with pytest.raises(StepError, match=r"would hang: ranks \[1\]"):
         handle.wait()
+
+
+@pytest.mark.parametrize("fails", ["missing", "finish"])
+def test_a_step_that_fails_leaves_all_states_as_they_were(fails, monkeypatch):
+    """The first bucket is complete when the step fails: its memories are committed, or all of rank 0's states are."""
+    shapes, topk = {"w": (40, 30), "v": (30, 20)}, {"compressor": "topk", "granularity": "layer", "bucket_bytes": 8}
+    sim, twin = (grace.Simulation(2, shapes, topk, default_rules=False) for _ in "ab")
+    rngs = [np.random.default_rng(rank) for rank in range(2)]
+    given = [{name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()} for rng in rngs]
+    assert len(sim.plan.buckets) == 2
+    sim.step(given)
+    twin.step(given)
+    with monkeypatch.context() as patched:
+        if fails == "finish":
+            patched.setattr(sim.engines[1], "finish", lambda: 1 / 0)
+        with pytest.raises(StepError if fails == "missing" else ZeroDivisionError):
+            sim.step([{"w": mine["w"]} for mine in given] if fails == "missing" else given)
+    assert_same(states(sim), states(twin))
+    for _ in range(2):
+        assert_same(sim.step(given), twin.step(given))
+    assert_same(states(sim), states(twin))
 
 
 def test_specs_may_be_given_whole():

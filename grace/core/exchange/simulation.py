@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program, Reduction
-from grace.core.exchange.engine import Engine
+from grace.core.exchange.engine import Engine, Snapshot
 from grace.core.exchange.exchange import Exchange
 from grace.core.exchange.merge import in_rank_order
 from grace.core.exchange.state import check_mapping, shown
@@ -39,6 +39,11 @@ class _Network:
         if rank in waiting:
             raise StepError(f"rank {rank} started the collective '{name}' twice; expected once per step.")
         waiting[rank] = x
+
+    def drop(self) -> None:
+        """Forget the collectives of a step that will not be finished."""
+        self.buffers.clear()
+        self.taken.clear()
 
     def full(self, name: str) -> bool:
         return len(self.buffers[name]) == self.size
@@ -220,15 +225,22 @@ class Simulation(Exchange[Engine]):
         """Exchange one gradient per tensor and rank, which are only read; return the merged gradients per rank.
 
         `lr` is the learning rate with which they will be applied, for memories that correct for it. Raises StepError
-        for a missing or unknown gradient, another shape or dtype, or a missing learning rate.
+        for a missing or unknown gradient, another shape or dtype, or a missing learning rate. A step that fails leaves
+        all states as they were.
         """
         if is_due(self.engine.completed, self.config.check_replicas):
             self.check_replicas()
-        for engine, mine in zip(self.engines, gradients, strict=True):
-            for name, gradient in mine.items():
-                engine.ready(name, gradient, lr)
-        poll_all(self.engines)
-        return [engine.finish() for engine in self.engines]
+        before = [engine.snapshot() for engine in self.engines]
+        try:
+            for engine, mine in zip(self.engines, gradients, strict=True):
+                for name, gradient in mine.items():
+                    engine.ready(name, gradient, lr)
+            poll_all(self.engines)
+            return [engine.finish() for engine in self.engines]
+        except BaseException:
+            self._restore(before)
+            self.network.drop()
+            raise
 
     def stats(self, rank: int = 0) -> dict[str, Any]:
         """Return the statistics of a rank in the last step; see `grace.core.exchange.engine.Engine.stats`."""
@@ -257,13 +269,16 @@ class Simulation(Exchange[Engine]):
         try:
             loaded = [self._load(e, rank, mine) for rank, (e, mine) in enumerate(zip(self.engines, given, strict=True))]
         except Exception:
-            for engine, snapshot in zip(self.engines, before, strict=True):
-                engine.restore(snapshot)
+            self._restore(before)
             raise
         told = next((text for _, text in loaded if text), "")
         if told:
             self._warn(told)
         return all(exact for exact, _ in loaded)
+
+    def _restore(self, before: Sequence[Snapshot]) -> None:
+        for engine, snapshot in zip(self.engines, before, strict=True):
+            engine.restore(snapshot)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return list(mine)
