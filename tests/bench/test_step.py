@@ -18,6 +18,7 @@ import torch
 
 from grace import Simulation, cli
 from grace.bench.step import account, network, sweep
+from grace.bench.step import table as step_table
 from grace.bench.step.command import parse_numbers, parse_options
 from grace.bench.step.methods import COMPUTE, Method
 from grace.bench.step.ranks import START_S, VISIT_S, Ranks
@@ -323,6 +324,18 @@ def test_a_metered_visit_says_where_the_time_went():
     assert spent["copy_bandwidth"] > 1e8
     assert 1e-8 < spent["fault_s"] < 1e-3
     assert spent["kept_bytes"] == 5
+
+
+@pytest.mark.parametrize(("local_size", "share"), [(1, "80.0%"), (2, "-")])
+def test_the_share_of_reported_bytes_has_no_meaning_for_nodes(local_size, share):
+    """A rank reports its own bytes, also those within the node; the link of a node carries those of all its ranks."""
+    setting = Setting("torch", "mlp", 4, "1gbit", None, 1, 1, local_size)
+    compute, dense, topk = (Result(Method(name), setting) for name in (COMPUTE, "horovod", "topk"))
+    for result, reported in ((compute, None), (dense, None), (topk, 800)):
+        result.add([{"times": [0.1], "sent": 1000, "reported": reported, "spent": None, "gradient_bytes": 4000}] * 4)
+    found = dict(zip(step_table.HEAD, step_table.cells(topk, compute, dense), strict=True))
+    assert found["reported"] == share
+    assert found["sent/step"] == step_table.cells(dense, compute, dense)[3]
 
 
 def test_the_parts_of_an_account_add_up(monkeypatch):

@@ -48,10 +48,12 @@ def cells(result: Result, compute: Result, reference: Result) -> list[str]:
     found = result.to_dict(compute, reference)
     sent, reported = found["wire_bytes"], found["reported_bytes"]
     low, high = result.spread
+    # A rank of several on a node reports what it sends within the node, too, and the link carries the bytes of all.
+    comparable = reported is not None and sent and result.setting.local_size == 1
     return [
         *(scaled(value, SECONDS) for value in (result.median, low, high)),
         "-" if sent is None else scaled(sent, BYTES),
-        "-" if reported is None or not sent else f"{reported / sent:.1%}",
+        f"{reported / sent:.1%}" if comparable else "-",
         digits(reference.median / result.median),
         digits(found["speedup_bound"]),
     ]
