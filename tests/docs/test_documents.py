@@ -10,9 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from grace import Config, compressors, make_config
+from grace import Config, Simulation, compressors, make_config
 from grace.listing import FAMILIES
 from tests.support.launch import TORCH, command
 from tests.support.ranks import forked
@@ -100,6 +101,32 @@ def test_configuration_files_of_the_configuration_page_are_valid(tmp_path):
         (tmp_path / "grace.toml").write_text(block, encoding="utf-8")
         config = make_config(str(tmp_path / "grace.toml"))
         assert make_config(config.to_dict()) == config
+
+
+def papers() -> dict[str, str]:
+    """Return the configurations of the table of papers, as TOML."""
+    section = read("docs/communicators_and_memories.md").partition("\n## Configurations of papers\n")[2]
+    rows = re.findall(r"^\| ([^|`]+) \| (`[^|]*`) \|", section.partition("\n## ")[0], re.MULTILINE)
+    return {paper: "\n".join(re.findall(r"`([^`]+)`", cell)) for paper, cell in rows}
+
+
+@pytest.mark.parametrize("paper", papers())
+def test_the_configuration_of_a_paper_takes_a_step(paper, tmp_path):
+    """On four ranks, in two nodes where there are nodes; 1-bit Adam goes to its second stage."""
+    text, file = papers()[paper], tmp_path / "grace.toml"
+    file.write_text(text.replace("step = 100", "step = 1"), encoding="utf-8")
+    nodes = {"local_size": 2} if "hierarchical" in text else {}
+    simulation = Simulation(4, {"weight": (64, 48)}, str(file), **nodes)
+    given = [{"weight": np.random.default_rng(rank).standard_normal((64, 48)).astype(np.float32)} for rank in range(4)]
+    for _ in range(2):
+        first, *others = (merged["weight"] for merged in simulation.step(given, lr=0.1))
+        assert np.abs(first).max() > 0
+        assert all(np.array_equal(first, other) for other in others)
+
+
+def test_the_table_of_papers_has_them_all():
+    expected = "DoubleSqueeze, dist-EF-SGD, DORE, 1-bit Adam, STC, Ok-Topk, SparCML, gTop-k, HiTopKComm, ZeRO++"
+    assert list(papers()) == expected.split(", ")
 
 
 def run(code, folder, ranks):
