@@ -30,7 +30,7 @@ from grace.core.wire.checksum import CHECKSUM_BYTES, checksum
 from grace.core.wire.lanes import pack_lanes, unpack_lanes, words
 
 # Version of the layouts below: raise it when the bytes change, so that ranks of both versions do not mix.
-WIRE_FORMAT = 3
+WIRE_FORMAT = 4
 ALIGNMENT = 16
 _INT32 = 0x7FFFFFFF
 _ALL_THERE = "a buffer that holds as many elements as its header says"
