@@ -86,6 +86,7 @@ class TorchDistributed(Library):
                 self._process_group,
                 timeout=self.transport.timeout,
                 name=f"{self.transport.name}/dense/{self._drops}",
+                store=self.transport.store,
                 what=explain(first),
             )
             transport.explain = explain

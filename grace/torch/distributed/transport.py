@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import os
+import socket
 import threading
 import time
 import weakref
@@ -23,6 +24,8 @@ from grace.core.exchange.ordered import OrderedTransport, Phases
 from grace.core.exchange.transport import TIMEOUT, Handle, known_local_size
 from grace.core.values.errors import ConfigError, GraceError, StepError, WaitError
 
+# The bytes of the host name and the port of a store, as rank 0 tells them.
+_HOST_BYTES, _PORT_BYTES = 256, 4
 # The number of transports of each process group, which names the next one on all ranks.
 _transports: collections.Counter[str] = collections.Counter()
 # A buffer of two ranks travels in a piece per so many bytes, and in so many pieces at most.
@@ -36,8 +39,8 @@ class ProcessGroupTransport(OrderedTransport):
     and data on the CPU travel by Gloo. Data on a GPU travel by NCCL if the group uses NCCL for GPUs. A rank that waits
     longer than `timeout` seconds raises WaitError, and so does one whose partner has ended. Data on the CPU start when
     their headers have arrived, even while the program computes. `name` must differ between transports, and be equal on
-    all ranks; without it, the transports of a group are numbered. `what` says why the ranks meet. Raises ConfigError
-    outside of the group.
+    all ranks; without it, the transports of a group are numbered. `what` says why the ranks meet. They meet at `store`,
+    or else at that of torch.distributed. Raises ConfigError outside of the group.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class ProcessGroupTransport(OrderedTransport):
         *,
         timeout: float = TIMEOUT,
         name: str | None = None,
+        store: Any = None,
         what: str = "all ranks to make their transport, as grace.torch.DistributedOptimizer() does",
     ) -> None:
         super().__init__()
@@ -60,6 +64,9 @@ class ProcessGroupTransport(OrderedTransport):
         self._groups: dict[str, Any] = {}
         self._discards = 0
         self._helper: _Helper | None = None
+        self.store = store
+        if self.size > 1 and store is None:
+            self.store = _get_default_store() or self._open_store(group, what)
         self._connect(what)
         if self.size > 1:
             self._helper = _Helper(self)
@@ -68,10 +75,31 @@ class ProcessGroupTransport(OrderedTransport):
         if name is None:
             _transports[self.group] += 1
 
+    def _open_store(self, group: Any, what: str) -> Any:
+        """Let rank 0 open a store, because the backend MPI has none, and tell the others its address."""
+        limit = timedelta(seconds=self.timeout)
+        root, store = dist.get_global_rank(dist.group.WORLD if group is None else group, 0), None
+        address = torch.zeros(_HOST_BYTES + _PORT_BYTES, dtype=torch.uint8)
+        try:
+            if self.rank == 0:
+                store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False, timeout=limit)
+                told = store.host.encode().ljust(_HOST_BYTES, b"\0") + store.port.to_bytes(_PORT_BYTES, "little")
+                address = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+            work = dist.broadcast(address, root, group=group, async_op=True)
+            self._until(work.is_completed, lambda: what)
+            work.wait()
+            if store is None:
+                told = bytes(address.tolist())
+                host, port = told[:_HOST_BYTES].rstrip(b"\0").decode(), told[_HOST_BYTES:]
+                store = dist.TCPStore(host, int.from_bytes(port, "little"), is_master=False, timeout=limit)
+        except Exception as error:
+            raise self._failed(error, lambda: what) from None
+        return store
+
     def _connect(self, what: str) -> None:
         if self.size == 1:
             return
-        store = dist.PrefixStore(f"{self.name}/{self._discards}", _get_default_store())
+        store = dist.PrefixStore(f"{self.name}/{self._discards}", self.store)
         here = [f"rank {rank}" for rank in range(self.size)]
         # Connecting blocks until all ranks are there.
         store.set(here[self.rank], "")

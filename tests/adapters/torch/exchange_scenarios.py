@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import grace.torch.distributed.transport
 from grace.core.exchange.collectives import sum_halves
 from grace.core.exchange.simulation import Simulation
 from grace.core.ops import get_ops
@@ -25,6 +27,7 @@ from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import run_program
 from grace.testing.transport_contract import run_transport_contract
+from grace.torch.distributed import ProcessGroupTransport
 from tests.adapters.torch.launched import (
     GROUPS,
     Group,
@@ -145,6 +148,34 @@ def none_and_horovod() -> dict[str, Any]:
 def transport_contract() -> list[str]:
     """Run the contract of transports with the one of this rank. Return the names of its tests."""
     return run_transport_contract(transport_of(everyone()), get_ops("torch"))
+
+
+def without_a_store() -> dict[str, Any]:
+    """Train over a process group with a store and one without, as of MPI: weights, and the errors of vain waits."""
+    config = {
+        "compressor": "topk",
+        "timeout": 20,
+        **EVERYTHING,
+        "rules": [{"match": "left.weight", "compressor": "none"}],
+    }
+    results: dict[str, Any] = {"weights": []}
+    hidden = mock.patch.object(grace.torch.distributed.transport, "_get_default_store", return_value=None)
+    for context in (nullcontext(), hidden):
+        with context:
+            model = make_net()
+            optimizer = wrap(model, config)
+            train(model, optimizer, 2)
+            optimizer.grace.discard()
+            train(model, optimizer, 2)
+        results["weights"].append(digest(model.parameters()))
+    turns = dist.new_group()
+    with hidden:
+        # Rank 0 opens a store that nobody needs any more.
+        for turn in (1, 0):
+            if my_rank() == turn:
+                results["late"] = outcome(lambda: ProcessGroupTransport(timeout=1))
+            dist.barrier(turns)
+    return results
 
 
 def ranks_of_nodes() -> dict[str, Any]:

@@ -165,6 +165,15 @@ def test_the_transport_keeps_its_contract(launch):
     assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
 
 
+@on(Launch(TORCH, "torchrun", 2))
+def test_ranks_of_a_group_without_a_store_meet_all_the_same(launch):
+    ranks = scenario("without_a_store", launch)
+    assert same([weights for rank in ranks for weights in rank["weights"]])
+    for number, rank in enumerate(ranks):
+        assert rank["late"].startswith(f"WaitError: rank {number} of 2 has waited 1 s for rank")
+        assert "all ranks to make their transport" in rank["late"]
+
+
 @on(*(Launch(TORCH, *launch) for launch in (("mpirun", 2), ("horovodrun-gloo", 4), ("torchrun", 2), ("torchrun", 4))))
 def test_the_launcher_tells_the_ranks_of_a_node(launch):
     """Ranks that are not numbered node by node, or not equally many on each node, are refused on all ranks."""
