@@ -30,9 +30,9 @@ class ModelExchange(Exchange):
 
     called = "exchange"
 
-    def meet(self) -> None:
-        """Compare the ranks at once; see `start_comparing`. Warn in the first step of an unknown GradScaler."""
-        super().meet()
+    def start_comparing(self) -> None:
+        """Start to compare the ranks. Warn in the first step of an unknown GradScaler."""
+        super().start_comparing()
         if not self.scaler_sought and not self.all_dense:
             self.warn_of_scaler(_WHERE)
 

@@ -60,8 +60,10 @@ class GradientHook:
     """The communication hook of a DDP model, which passes gradients to the engine of an exchange.
 
     DDP calls it with each bucket of gradients during the backward pass. It compresses them and starts their exchange,
-    and waits for nothing. At the end of the backward pass, before DDP waits for the results, the engine completes its
-    own buckets. DDP makes new buckets after the first step, so everything goes by the names of parameters.
+    without waiting for other ranks. Only comparisons of the ranks must end in time: in the first step at once, later
+    before a tensor that stays dense is reduced. At the end of the backward pass, before DDP waits for the results, the
+    engine completes its own buckets. DDP makes new buckets after the first step, so everything goes by the names of
+    parameters.
 
     `parameters` are those of `parameters_of`. DDP passes no gradient of a parameter that was frozen when it was made.
     """
@@ -124,8 +126,12 @@ class GradientHook:
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
-            self._exchange.meet()
             self._way_back.keep()
+            self._exchange.start_comparing()
+            if not self._engine.completed:
+                # Ranks at different stages of a schedule would start different collectives, and an error about these
+                # would come first.
+                self._exchange.finish_comparing()
         names = [self._names[p] for p in bucket.parameters()]  # type: ignore[index]
         self._passed.update(names)
         buffer, by_engine = bucket.buffer(), {name for name in names if self._engine.exchanges(name)}
@@ -149,6 +155,8 @@ class GradientHook:
 
     def _reduce(self, x: torch.Tensor) -> dist.Work:
         """Start the mean of a tensor that stays dense, computed as DDP computes it."""
+        # DDP's group does not check whether all ranks start the same, and cannot drop what they have started.
+        self._exchange.finish_comparing()
         size = self._engine.transport.size
         if x.is_sparse:
             x.div_(size)
@@ -201,6 +209,7 @@ class GradientHook:
             "the model was wrapped in DistributedDataParallel",
             "Wrap the plain model anew after you unfreeze parameters, and register it.",
         )
+        self._exchange.finish_comparing()
         into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
         for bucket in self._engine.plan.buckets:
             self._take(self._engine.complete(bucket.name, into))

@@ -359,6 +359,52 @@ def unfrozen_by_ddp() -> dict[str, Any]:
     return results
 
 
+def compared_by_ddp() -> dict[str, Any]:
+    """Compare replicas: with a rank that comes late, with weights that differ, and with steps that differ."""
+    results: dict[str, Any] = {}
+    model = make_net()
+    ddp = parallel(model)
+    grace.torch.register(ddp, TOPK, timeout=5)
+    steps(ddp, sgd(model), batches(2, my_rank()))
+    x, y = next(batches(1, my_rank()))
+    loss, tell = F.cross_entropy(ddp(x), y), dist.new_group()
+    if my_rank() == 1:
+        dist.barrier(tell)
+    else:
+        # The gradient of the first layer comes last.
+        model.conv.weight.register_hook(lambda _: dist.barrier(tell))
+    results["late"] = outcome(loss.backward)
+    for label, config in (("topk", TOPK), ("none", NONE)):
+        model = make_net()
+        ddp = parallel(model)
+        exchange = grace.torch.register(ddp, config)
+        optimizer = sgd(model)
+        steps(ddp, optimizer, batches(2, my_rank()))
+        with torch.no_grad():
+            model.left.weight[0, 0] += my_rank()
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            error = outcome(functools.partial(steps, ddp, optimizer, batches(1, my_rank())))
+        with torch.no_grad():
+            model.left.weight[0, 0] -= my_rank()
+            dist.broadcast(model.left.weight, 0)
+        exchange.discard()
+        steps(ddp, optimizer, batches(3, my_rank(), seed=1))
+        results[label] = {"error": error, "reduced": reduced.call_count, "weights": digest(model.parameters())}
+    scheduled = {**TOPK, "schedule": [{"step": 2, "compressor": "none"}]}
+    model = make_net()
+    ddp = parallel(model)
+    exchange = grace.torch.register(ddp, scheduled)
+    steps(ddp, sgd(model), batches(3, my_rank()))
+    saved = copy.deepcopy(exchange.state_dict())
+    model = make_net()
+    ddp = parallel(model)
+    exchange = grace.torch.register(ddp, scheduled)
+    if my_rank() == 0:
+        exchange.load_state_dict(saved)
+    results["steps"] = outcome(lambda: steps(ddp, sgd(model), batches(1, my_rank())))
+    return results
+
+
 def states_of(exchange: Any) -> dict[str, str]:
     return {name: flat(states) for name, states in exchange.engine.state_dict()["tensors"].items()}
 

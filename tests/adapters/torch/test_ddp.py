@@ -161,6 +161,24 @@ def test_frozen_parameters_that_differ_are_named(launch):
 
 
 @on(TWO)
+def test_comparisons_of_replicas_wait_for_nobody_and_reach_all_ranks(launch):
+    ranks = scenario("compared_by_ddp", launch)
+    for rank in ranks:
+        assert rank["late"] == ""
+        for label in ("topk", "none"):
+            expected = (
+                "MismatchError: the weights or shared states of rank 1 and rank 0 differ before step 2, in 'left.we"
+            )
+            assert rank[label]["error"].startswith(expected), label
+            # What was started in DDP's group could not be dropped.
+            assert rank[label]["reduced"] == 0, label
+        assert rank["steps"].startswith("MismatchError: ")
+        assert "step of the loaded checkpoint" in rank["steps"]
+    for label in ("topk", "none"):
+        assert same([rank[label]["weights"] for rank in ranks]), label
+
+
+@on(TWO)
 def test_what_cannot_work_is_refused(launch):
     for number, rank in enumerate(scenario("refused_by_ddp", launch)):
         assert "grace.torch.register() exchanges the gradients of these parameters already" in rank["wrapped"]
