@@ -10,6 +10,7 @@ import torch
 
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.transport import MeetingTransport
+from grace.core.values.unit import Assignment
 
 
 class Delegated(Protocol):
@@ -36,6 +37,12 @@ class Library(ABC):
     no_compression: Any = None
     # Ranks may come and go.
     elastic: bool = False
+    # The dtypes that it cannot add.
+    not_added: ClassVar[frozenset[str]] = frozenset()
+
+    def reduces(self, item: Assignment) -> bool:
+        """Return whether the library itself reduces the tensor: it stays dense, and the library can add its dtype."""
+        return item.dense and item.spec.dtype not in self.not_added
 
     @abstractmethod
     def averages(self, op: Any) -> bool:

@@ -26,7 +26,7 @@ from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated, Library
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.tensors import is_delegated, is_registered, is_sharded, refuse_unfrozen, spec_of
+from grace.torch.tensors import is_registered, is_sharded, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
 _WHERE = "grace.torch.DistributedOptimizer"
@@ -146,7 +146,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
         }
         # With local steps, the engine exchanges all tensors.
-        delegate = is_delegated if local_steps == 1 else lambda item: False
+        delegate = library.reduces if local_steps == 1 else lambda item: False
         engine = begin(
             meeting,
             made,

@@ -18,7 +18,7 @@ from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.torch.exchange import Exchange
 from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.tensors import is_delegated, note_registered, spec_of
+from grace.torch.tensors import note_registered, spec_of
 
 _WHERE = "grace.torch.register"
 # The number of models per process group. It is part of the names of their buckets, which are equal on all ranks.
@@ -111,9 +111,9 @@ def register(
             average=True,
             world=library.world,
             prefix=prefix,
-            delegate=is_delegated,
+            delegate=library.reduces,
         )
-    exchange = ModelExchange(made, specs, engine, library, parameters, prefix=prefix, delegate=is_delegated)
+    exchange = ModelExchange(made, specs, engine, library, parameters, prefix=prefix, delegate=library.reduces)
     if scaled:
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, engine)

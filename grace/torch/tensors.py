@@ -12,7 +12,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from grace.core.values.errors import StepError
 from grace.core.values.spec import TensorSpec
-from grace.core.values.unit import Assignment
 
 # The parameters of registered models, each with its exchange.
 _registered: Any = WeakIdKeyDictionary()
@@ -49,8 +48,3 @@ def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], when: str, instead: str)
 def spec_of(name: str, p: torch.Tensor) -> TensorSpec:
     """Return the spec of the gradient of a parameter."""
     return TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device))
-
-
-def is_delegated(item: Assignment) -> bool:
-    """Return whether the library reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
-    return item.dense and item.spec.dtype != "bfloat16"

@@ -158,6 +158,7 @@ def test_small_dense_vectors_beside_compressed_tensors_ride_along_in_one_collect
         TensorSpec("w.bias", (64,)),
         TensorSpec("scale", ()),
         TensorSpec("half", (64,), "float16"),
+        TensorSpec("brain", (64,), "bfloat16"),
         TensorSpec("double", (64,), "float64"),
         TensorSpec("rows", (64,), sparse=True),
         TensorSpec("small", (16, 16)),
@@ -169,7 +170,7 @@ def test_small_dense_vectors_beside_compressed_tensors_ride_along_in_one_collect
         config = make_config({**TOPK, "granularity": granularity})
         plan = make_plan(specs, config, delegate=lambda item: item.dense)
         assert {item.spec.name for item in plan.delegated} == left, granularity
-        assert sorted(map(sorted, names(plan))) == [["double", "long", "scale", "w.bias"], ["w"]], granularity
+        assert sorted(map(sorted, names(plan))) == [["brain", "double", "long", "scale", "w.bias"], ["w"]], granularity
     # If nothing is compressed, all tensors are delegated, as without grace.
     plan = make_plan(specs, make_config(compressor="none"), delegate=lambda item: item.dense)
     assert not plan.buckets

@@ -261,7 +261,8 @@ def _check_units(names: Iterable[str]) -> None:
 def _rides(item: Assignment) -> bool:
     """Return whether a dense tensor shares a collective with others like it: the many small biases and norms."""
     spec = item.spec
-    return item.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype == spec.work_dtype
+    # Sums of float16 take a program of their own; bfloat16 travels as float32.
+    return item.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype != "float16"
 
 
 def _is_full(bucket: Sequence[Unit], unit: Unit, config: Config) -> bool:

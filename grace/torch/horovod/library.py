@@ -28,6 +28,7 @@ class Horovod(Library):
     """The ranks of a process set of Horovod."""
 
     no_compression = hvd.Compression.none
+    not_added = frozenset({"bfloat16"})
     advice = "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before you train."
     transport: HorovodTransport
 

@@ -111,16 +111,17 @@ def trained_by_ddp() -> dict[str, Any]:
 
 
 def none_by_ddp() -> dict[str, Any]:
-    """Train with plain DDP and with compressor none, also among three ranks: weights."""
+    """Train with plain DDP and with compressor none, also among three ranks and in bfloat16: weights."""
     results: dict[str, Any] = {}
-    for label, options in {**WAYS, **{f"group {g.ranks}": g.argument for g in GROUPS if g.included}}.items():
-        weights = []
+    ways = {**WAYS, **{f"group {g.ranks}": g.argument for g in GROUPS if g.included}, "bfloat16": {}}
+    for label, options in ways.items():
+        weights, dtype = [], torch.bfloat16 if label == "bfloat16" else torch.float32
         for registered in (False, True):
-            model = make_net()
+            model = make_net().to(dtype)
             ddp = parallel(model, **options)
             if registered:
                 grace.torch.register(ddp, {"compressor": "none", **EVERYTHING})
-            steps(ddp, sgd(model), batches(3, my_rank()))
+            steps(ddp, sgd(model), ((x.to(dtype), y) for x, y in batches(3, my_rank())))
             weights.append(digest(model.parameters()))
         results[label] = weights
     return results

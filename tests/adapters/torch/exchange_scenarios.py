@@ -114,17 +114,20 @@ def plainly_wrapped(model: torch.nn.Module, **arguments: Any) -> Any:
 
 
 def none_and_horovod() -> dict[str, Any]:
-    """Train without grace and with compressor none, also with accumulation and predivision."""
+    """Train without grace and with compressor none, also with accumulation, predivision and bfloat16."""
     results = {}
-    for label, arguments in {
+    ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "accumulate": {"backward_passes_per_step": 2},
         "predivide": {"gradient_predivide_factor": 2.0},
         "sum": {"op": total()},
-    }.items():
-        weights = []
+        # Horovod cannot add it.
+        **({"bfloat16": {}} if by_torchrun() else {}),
+    }
+    for label, arguments in ways.items():
+        weights, dtype = [], torch.bfloat16 if label == "bfloat16" else torch.float32
         for kind in ("horovod", "grace"):
-            model = make_net()
+            model = make_net().to(dtype)
             if kind == "horovod":
                 optimizer = plainly_wrapped(model, **arguments)
             else:
@@ -132,7 +135,7 @@ def none_and_horovod() -> dict[str, Any]:
             passes = arguments.get("backward_passes_per_step", 1)
             # Momentum has an effect from the second step on, which is the fourth pass if two passes make a step.
             for i, (x, y) in enumerate(batches(4, my_rank())):
-                F.cross_entropy(model(x), y).backward()
+                F.cross_entropy(model(x.to(dtype)), y).backward()
                 if (i + 1) % passes == 0:
                     optimizer.step()
                     optimizer.zero_grad()
