@@ -55,7 +55,9 @@ USUAL = [ALONE, *(Launch(TORCH, *launch) for launch in (("horovodrun-gloo", 2), 
 usual_launches = each_launch if ALL else on(*USUAL)
 usual_ranks = several_ranks if ALL else on(*USUAL[1:])
 # For what does not depend on the launcher.
-some_launches = on(ALONE, Launch(TORCH, "horovodrun-gloo", 2), Launch(TORCH, "mpirun", 4))
+some_launches = on(
+    ALONE, *(Launch(TORCH, *launch) for launch in (("horovodrun-gloo", 2), ("torchrun", 2), ("mpirun", 4)))
+)
 four_ranks = on(*(launch for launch in cases.launches(TORCH, EXCHANGES) if launch.ranks == 4))
 
 
@@ -445,6 +447,18 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
     assert "torch.optim.Optimizer" in result["not an optimizer"]
     assert "before you wrap the optimizer" in result["add_param_group"]
     assert "is not registered with Horovod" in result["process set"]
+
+
+@on(Launch(TORCH, "horovodrun-gloo", 2))
+def test_the_backend_chooses_between_two_initialized_libraries(launch):
+    ranks = scenario("both_libraries", launch)
+    for rank in ranks:
+        assert {backend: result["transport"] for backend, result in rank.items()} == {
+            "None": "HorovodTransport",
+            "horovod": "HorovodTransport",
+            "torch": "ProcessGroupTransport",
+        }
+    assert same([result["weights"] for rank in ranks for result in rank.values()])
 
 
 @on(Launch(TORCH, "horovodrun-gloo", 2))

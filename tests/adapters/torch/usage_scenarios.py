@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import tempfile
 import threading
 import time
 import warnings
@@ -556,6 +557,28 @@ def refusals() -> dict[str, str]:
         "process set": attempt(process_set=hvd.ProcessSet([0])),
         "add_param_group": group,
     }
+
+
+def both_libraries() -> dict[str, Any]:
+    """Train over either library when Horovod and torch.distributed are initialized: the transports and the weights."""
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        store = hvd.broadcast_object(f"file://{folder}/store", 0)
+        dist.init_process_group("gloo", init_method=store, rank=hvd.rank(), world_size=hvd.size())
+        try:
+            for backend in (None, "horovod", "torch"):
+                model = make_net()
+                optimizer = wrap(model, {"compressor": "topk", **EVERYTHING}, backend=backend)
+                train(model, optimizer, 3)
+                results[str(backend)] = {
+                    "transport": type(optimizer.grace.transport).__name__,
+                    "weights": digest(model.parameters()),
+                }
+        finally:
+            # Rank 0 removes the store.
+            dist.barrier()
+            dist.destroy_process_group()
+    return results
 
 
 class Wrapper:
