@@ -148,9 +148,10 @@ def none_and_horovod() -> dict[str, Any]:
     return results
 
 
-def transport_contract() -> list[str]:
-    """Run the contract of transports with the one of this rank. Return the names of its tests."""
-    return run_transport_contract(transport_of(everyone()), get_ops("torch"))
+def transport_contract() -> dict[str, list[str]]:
+    """Run the contract of transports among all ranks and among groups of some. Return the names of its tests."""
+    groups = [everyone(), *(group for group in GROUPS if group.included)]
+    return {str(list(g.ranks)): run_transport_contract(transport_of(g), get_ops("torch")) for g in groups}
 
 
 def without_a_store() -> dict[str, Any]:
@@ -173,9 +174,13 @@ def without_a_store() -> dict[str, Any]:
         results["weights"].append(digest(model.parameters()))
     turns = dist.new_group()
     with hidden:
+        included = [group for group in GROUPS if group.included]
+        results["groups"] = {
+            str(list(g.ranks)): transport_of(g).gather_objects(my_rank(), "ranks", "this test") for g in included
+        }
         # Rank 0 opens a store that nobody needs any more.
-        for turn in (1, 0):
-            if my_rank() == turn:
+        for first in (False, True):
+            if (my_rank() == 0) == first:
                 results["late"] = outcome(lambda: ProcessGroupTransport(timeout=1))
             dist.barrier(turns)
     return results

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
 from grace.core.values.registry import compressors
@@ -164,16 +166,25 @@ def test_none_equals_plain_reductions(launch):
     *(Launch(TORCH, "torchrun", ranks) for ranks in (2, 3, 4)),
 )
 def test_the_transport_keeps_its_contract(launch):
-    assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
+    groups = []
+    for rank in scenario("transport_contract", launch):
+        groups += rank
+        assert all(len(ran) == 5 for ran in rank.values())
+    expected = {str(list(range(launch.ranks))): launch.ranks}
+    if launch.ranks == 4:
+        expected |= {"[0, 2]": 2, "[1, 3]": 2, "[0, 2, 3]": 3}
+    assert collections.Counter(groups) == expected
 
 
-@on(Launch(TORCH, "torchrun", 2))
+@on(Launch(TORCH, "torchrun", 2), Launch(TORCH, "torchrun", 4))
 def test_ranks_of_a_group_without_a_store_meet_all_the_same(launch):
     ranks = scenario("without_a_store", launch)
     assert same([weights for rank in ranks for weights in rank["weights"]])
     for number, rank in enumerate(ranks):
-        assert rank["late"].startswith(f"WaitError: rank {number} of 2 has waited 1 s for rank")
+        assert rank["late"].startswith(f"WaitError: rank {number} of {launch.ranks} has waited 1 s for ")
         assert "all ranks to make their transport" in rank["late"]
+        assert [str(found) for found in rank["groups"].values()] == list(rank["groups"])
+    assert sum(len(rank["groups"]) for rank in ranks) == (7 if launch.ranks == 4 else 0)
 
 
 @on(*(Launch(TORCH, *launch) for launch in (("mpirun", 2), ("horovodrun-gloo", 4), ("torchrun", 2), ("torchrun", 4))))
