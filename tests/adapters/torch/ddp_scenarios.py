@@ -566,6 +566,22 @@ def on_device(device: str) -> dict[str, Any]:
 
 def refused_by_ddp() -> dict[str, Any]:
     """Register what cannot work: the errors."""
+def autocast_by_ddp() -> dict[str, Any]:
+    """Train under autocast to bfloat16, by plain DDP, with none and with top-k, and without autocast: weights."""
+    results: dict[str, Any] = {}
+    methods = {"float32": None, "plain": None, "none": {"compressor": "none", **EVERYTHING}, "topk": TOPK}
+    for label, config in methods.items():
+        model = make_net()
+        ddp = parallel(model)
+        if config is not None:
+            grace.torch.register(ddp, config)
+        with torch.autocast("cpu", torch.bfloat16, enabled=label != "float32"):
+            steps(ddp, sgd(model), batches(3, my_rank()))
+        dtypes = sorted({str(p.grad.dtype) for p in model.parameters()})
+        results[label] = {"weights": digest(model.parameters()), "gradients": dtypes}
+    return results
+
+
 
     def hooked() -> Any:
         ddp = parallel(make_net())

@@ -58,6 +58,16 @@ def test_two_models_share_a_backward_pass(launch):
 
 
 @on(TWO)
+def test_models_train_under_autocast(launch):
+    ranks = scenario("autocast_by_ddp", launch)
+    assert same(ranks)
+    weights = {label: result["weights"] for label, result in ranks[0].items()}
+    assert weights["none"] == weights["plain"] != weights["float32"]
+    assert weights["topk"] != weights["none"]
+    assert all(result["gradients"] == ["torch.float32"] for result in ranks[0].values())
+
+
+@on(TWO)
 def test_compiled_models_train_alike(launch):
     ranks = scenario("compiled_by_ddp", launch)
     assert same([value for rank in ranks for value in rank.values()])
