@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -564,8 +566,6 @@ def on_device(device: str) -> dict[str, Any]:
     return results
 
 
-def refused_by_ddp() -> dict[str, Any]:
-    """Register what cannot work: the errors."""
 def autocast_by_ddp() -> dict[str, Any]:
     """Train under autocast to bfloat16, by plain DDP, with none and with top-k, and without autocast: weights."""
     results: dict[str, Any] = {}
@@ -582,11 +582,24 @@ def autocast_by_ddp() -> dict[str, Any]:
     return results
 
 
+def refused_by_ddp() -> dict[str, Any]:
+    """Register what cannot work: the errors."""
 
     def hooked() -> Any:
         ddp = parallel(make_net())
         grace.torch.register(ddp, TOPK)
         return grace.torch.register(ddp, TOPK)
+
+    def overlapped(first: bool) -> Any:
+        ddp = parallel(make_net())
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.01)
+        # PyTorch refuses Gloo.
+        with mock.patch.object(dist, "get_backend", return_value="nccl"):
+            hook = hook_with_zero_step(allreduce_hook, ddp, optimizer)
+        if first:
+            ddp.register_comm_hook(None, hook)
+        grace.torch.register(ddp, TOPK)
+        ddp.register_comm_hook(None, hook)
 
     def sparse(rules: list[dict[str, Any]]) -> Any:
         model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 4))
@@ -627,6 +640,7 @@ def autocast_by_ddp() -> dict[str, Any]:
         "sharded": outcome(sharded),
         "twice": outcome(hooked),
         "mixed": outcome(mixed),
+        "overlapped": [outcome(functools.partial(overlapped, first)) for first in (True, False)],
         "plain": outcome(lambda: grace.torch.register(make_net(), TOPK)),
         "typo": outcome(lambda: grace.torch.register(parallel(make_net()), TOPK, grad_scalar=None)),
         "differing": outcome(

@@ -193,6 +193,9 @@ def test_what_cannot_work_is_refused(launch):
     for number, rank in enumerate(scenario("refused_by_ddp", launch)):
         assert "grace.torch.register() exchanges the gradients of these parameters already" in rank["wrapped"]
         assert "expected whole parameters, received sharded ones (DTensor)" in rank["sharded"]
+        by_grace, by_torch = rank["overlapped"]
+        assert by_grace.startswith("ConfigError: grace.torch.register: the model cannot be used, because it has a comm")
+        assert by_torch.startswith("RuntimeError: register_comm_hook or register_builtin_comm_hook can only be called")
         assert rank["twice"].startswith("ConfigError: grace.torch.register: the model cannot be used, because it has")
         assert "use torch.autocast instead" in rank["mixed"]
         assert rank["plain"].startswith("TypeError: grace.torch.register: expected a model wrapped in")
