@@ -45,9 +45,10 @@ uncompressed ring allreduce sends 8 (N - 1) / N bytes. Bold figures are those of
 default, chooses: it counts the bytes of a payload, without headers, before the first step. Payloads that cannot be
 added travel by `allgather` or `two_shot`. On two ranks, both move equally many bytes; from three ranks on, `two_shot`
 moves fewer. Payloads that can be added travel by `allreduce`, except that two ranks gather those of `uniform`: its sums
-take more bits than its integers. Methods by which ranks vote (`signsgd`, `signum`) and methods with a fixed threshold stay with `allgather`. You may name `two_shot` for those that it can carry. `broadcast` moves as many bytes as `allgather`. `sparse_allreduce`
-moves about as many as `two_shot`, and more with the reduction `union`. With `tree`, the ranks send no more, but the
-first one receives a payload in each of log2(N) rounds. You must name both.
+take more bits than its integers. Methods by which ranks vote (`signsgd`, `signum`) and methods with a fixed threshold
+stay with `allgather`. You may name `two_shot` for those that it can carry. `broadcast` moves as many bytes as
+`allgather`. `sparse_allreduce` moves about as many as `two_shot`, and more with the reduction `union`. With `tree`, the
+ranks send no more, but the first one receives a payload in each of log2(N) rounds. You must name both.
 
 With `hierarchical`, four ranks share a node. A cell has two figures: the bytes per element that leave a rank for other
 nodes, and those for ranks of its own node, which are not compressed. You must name it, too.

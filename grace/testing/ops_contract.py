@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grace.core.codecs.signs import binarize_means, binary_sum, majority
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.powersgd import orthogonalize
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
-from grace.core.methods.signs import binarize_means, binary_sum, majority
 from grace.core.ops import get_ops
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from grace.core.methods.signs import majority
+from grace.core.codecs.signs import majority
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composites

@@ -16,10 +16,10 @@ RANGES = ("must be", "must lie in")
 OPTIONS = (
     "grace/core/compressors/",
     "grace/core/memories/",
-    "grace/core/methods/buckets.py",
+    "grace/core/codecs/buckets.py",
     "grace/core/methods/memory.py",
-    "grace/core/methods/lowrank.py",
-    "grace/core/methods/rotation.py",
+    "grace/core/codecs/lowrank.py",
+    "grace/core/codecs/rotation.py",
 )
 # Errors whose text is made elsewhere.
 MADE = ("...: '...' .......", "...: the argument '...' ....", "..., received ....")

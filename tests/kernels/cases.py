@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grace.core.codecs import bloom, estimated, levels, listed, rotation, signs, tables
 from grace.core.compressors import (
     adaptive,
     alq,
@@ -31,7 +32,6 @@ from grace.core.compressors import (
 )
 from grace.core.compressors import uniform as integers
 from grace.core.memories import variance as squares
-from grace.core.methods import bloom, estimated, levels, listed, rotation, signs, tables
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps

@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.extra import numpy as arrays
 
+from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.codecs.signs import binarize, binarize_means, binary_sum, majority, sign_mean
+from grace.core.codecs.tables import table_encode, table_sum
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.natural import natural_encode, natural_sum
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
-from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
-from grace.core.methods.signs import binarize, binarize_means, binary_sum, majority, sign_mean
-from grace.core.methods.tables import table_encode, table_sum
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.values.spec import MAX_MAGNITUDE, Key

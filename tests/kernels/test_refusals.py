@@ -5,6 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.codecs.bloom import BloomFilter, filter_positions
+from grace.core.codecs.levels import dequantize_sum, quantize_packed
+from grace.core.codecs.listed import levels_sum, round_packed
+from grace.core.codecs.rotation import rotated_encode, rotated_sum
+from grace.core.codecs.signs import binarize_means, binary_sum, majority
+from grace.core.codecs.tables import table_sum
 from grace.core.compressors.alq import best_levels
 from grace.core.compressors.fedqcs import largest_of_blocks, recover_sparse
 from grace.core.compressors.inceptionn import precision_sum
@@ -18,12 +24,6 @@ from grace.core.compressors.variance import power_fade_, power_sum, power_words
 from grace.core.compressors.vqsgd import draw_vertices, vertices_sum
 from grace.core.compressors.wangni import draw_kept, drawn_entries, keep_odds
 from grace.core.memories.variance import square_sum
-from grace.core.methods.bloom import BloomFilter, filter_positions
-from grace.core.methods.levels import dequantize_sum, quantize_packed
-from grace.core.methods.listed import levels_sum, round_packed
-from grace.core.methods.rotation import rotated_encode, rotated_sum
-from grace.core.methods.signs import binarize_means, binary_sum, majority
-from grace.core.methods.tables import table_sum
 from grace.core.ops import get_ops, native
 from grace.core.values.errors import PayloadError
 from grace.core.values.spec import Key

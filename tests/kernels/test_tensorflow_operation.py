@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
-from grace.core.methods.signs import binarize
+from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.codecs.signs import binarize
 from grace.core.ops import get_ops, native, serves
 from grace.core.ops.base import packed_size
 from grace.core.values.errors import PayloadError

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.codecs.signs import binarize_means, binary_sum
 from grace.core.compressors.natural import natural_encode, natural_sum
 from grace.core.compressors.threelc import ternary_encode
-from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
-from grace.core.methods.signs import binarize_means, binary_sum
 from grace.core.ops import get_ops, native
 from grace.core.values.spec import Key
 from tests.kernels import needs_kernels

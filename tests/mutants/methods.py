@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grace.core.codecs.signs import sign_mean
 from grace.core.compressors.dgc import DGC
 from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.none import NoCompression
@@ -25,7 +26,6 @@ from grace.core.memories.shared_momentum import SharedMomentum
 from grace.core.methods.capabilities import selects
 from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
 from grace.core.methods.memory import Compensated, Memory
-from grace.core.methods.signs import sign_mean
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import IncompatibleError
 from grace.core.values.spec import Field

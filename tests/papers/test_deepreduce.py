@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.methods.bloom import filter_for, filter_positions, insert, smallest_conflict
-from grace.core.methods.curve import along, free_knots
+from grace.core.codecs.bloom import filter_for, filter_positions, insert, smallest_conflict
+from grace.core.codecs.curve import along, free_knots
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import Key
 from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, simulate, spec, state, step

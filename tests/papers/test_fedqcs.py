@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.codecs.rotation import NORMAL_ERRORS, normal_levels, rotate
 from grace.core.compressors.fedqcs import recover_sparse
-from grace.core.methods.rotation import NORMAL_ERRORS, normal_levels, rotate
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import Key
 from tests.papers.common import OPS, bits_per_element, exchange, make, normal, send, spec

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.methods.peeling import BLOCK, ROWS, Hashes, Sizes, peel, sketch_sparse, spread
+from grace.core.codecs.peeling import BLOCK, ROWS, Hashes, Sizes, peel, sketch_sparse, spread
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import Key, TensorSpec
 from grace.testing.harness import exchange, wide

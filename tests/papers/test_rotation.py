@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.methods.rotation import hadamard
+from grace.core.codecs.rotation import hadamard
 from grace.core.values.errors import ConfigError
 from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, simulate, step
 

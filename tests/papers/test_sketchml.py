@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.methods.sketch import decode_keys, encode_keys
+from grace.core.codecs.sketch import decode_keys, encode_keys
 from grace.core.values.errors import ConfigError
 from grace.core.values.spec import TensorSpec
 from tests.papers.common import OPS, make, normal, payload, send, simulate, spec, state, step

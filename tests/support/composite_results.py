@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from grace.core.codecs.bloom import BloomFilter
+from grace.core.codecs.peeling import spread
 from grace.core.memories.variance import square_sum
-from grace.core.methods.bloom import BloomFilter
-from grace.core.methods.peeling import spread
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.values.spec import Key
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.powersgd import orthogonalize
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.lowrank import matrix_shape, unfit_matrix
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, PayloadError
 from grace.core.values.registry import compressors

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from grace.core.codecs.levels import bucket_norms
+from grace.core.codecs.listed import round_packed
 from grace.core.compressors.nuqsgd import NUQSGD
-from grace.core.methods.levels import bucket_norms
-from grace.core.methods.listed import round_packed
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
 from grace.core.values.registry import compressors

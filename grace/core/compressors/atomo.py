@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
-from grace.core.methods.lowrank import matrix_shape, unfit_matrix
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, PayloadError
 from grace.core.values.registry import compressors

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from grace.core.methods.buckets import BucketQuantizer
-from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
-from grace.core.methods.listed import bits_for, constant_levels, levels_sum, round_packed
-from grace.core.methods.tables import small_floats, small_floats_contraction, table_encode, table_sum
+from grace.core.codecs.buckets import BucketQuantizer
+from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed
+from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec

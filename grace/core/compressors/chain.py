@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.methods.capabilities import Stateful, Tuning, proposed_fields, selects
 from grace.core.methods.compressor import Compressor, Sparsifier, sparsifies
-from grace.core.methods.quantized import QuantizedSparsifier
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import TensorSpec

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.estimated import EstimatedThreshold
 from grace.core.compressors.hardthreshold import smallest_magnitude
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Learning, Thinning
 from grace.core.methods.compressor import keep_count
-from grace.core.methods.estimated import EstimatedThreshold
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors

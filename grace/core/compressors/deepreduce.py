@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grace.core.codecs.bloom import BloomFilter, filter_for, filter_positions, insert, smallest_conflict
+from grace.core.codecs.curve import along, free_knots
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.bloom import BloomFilter, filter_for, filter_positions, insert, smallest_conflict
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
-from grace.core.methods.curve import along, free_knots
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, PayloadError

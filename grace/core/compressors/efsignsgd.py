@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.signs import sign_mean, sign_sum
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.signs import sign_mean, sign_sum
 from grace.core.ops.base import packed_size
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec

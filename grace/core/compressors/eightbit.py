@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.tables import small_floats, small_floats_contraction, table_encode, table_sum
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec

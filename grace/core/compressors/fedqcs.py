@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grace.core.compressors.topk import check_ratio
-from grace.core.methods.capabilities import Thinning
-from grace.core.methods.compressor import Compressor, keep_count
-from grace.core.methods.levels import bucket_norms, rows_of
-from grace.core.methods.listed import constant_levels, levels_sum, round_packed
-from grace.core.methods.rotation import (
+from grace.core.codecs.levels import bucket_norms, rows_of
+from grace.core.codecs.listed import constant_levels, levels_sum, round_packed
+from grace.core.codecs.rotation import (
     LONGEST,
     MOST_BITS,
     NORMAL_ERRORS,
@@ -26,6 +23,9 @@ from grace.core.methods.rotation import (
     rotated_back,
     rotated_widths,
 )
+from grace.core.compressors.topk import check_ratio
+from grace.core.methods.capabilities import Thinning
+from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite

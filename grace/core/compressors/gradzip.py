@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.core.methods.lowrank import TwoFactors, matrix_shape
+from grace.core.codecs.lowrank import TwoFactors, matrix_shape
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors

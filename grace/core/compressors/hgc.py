@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from grace.core.codecs.estimated import EstimatedThreshold, mean_above
+from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.qsgd import QSGD
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.methods.estimated import EstimatedThreshold, mean_above
-from grace.core.methods.quantized import QuantizedSparsifier
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Site

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.peeling import ROWS, Sizes, fewest_words, peel, sketch_sparse
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
-from grace.core.methods.peeling import ROWS, Sizes, fewest_words, peel, sketch_sparse
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grace.core.codecs.levels import bucket_norms, rows_of
+from grace.core.codecs.listed import constant_levels, levels_sum, round_packed
+from grace.core.codecs.rotation import LONGEST, MOST_BITS, SHORTEST, even_levels, rotate
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.levels import bucket_norms, rows_of
-from grace.core.methods.listed import constant_levels, levels_sum, round_packed
-from grace.core.methods.rotation import LONGEST, MOST_BITS, SHORTEST, even_levels, rotate
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grace.core.codecs.levels import dequantize_sum
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.levels import dequantize_sum
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from grace.core.codecs.centroids import both_signs, fitted
+from grace.core.codecs.listed import levels_sum, round_packed
+from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.topk import TopK, check_ratio
 from grace.core.methods.capabilities import Thinning
-from grace.core.methods.centroids import both_signs, fitted
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.methods.listed import levels_sum, round_packed
-from grace.core.methods.quantized import QuantizedSparsifier
 from grace.core.ops.base import packed_size
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.centroids import both_signs, fitted
+from grace.core.codecs.listed import levels_sum, round_packed
 from grace.core.methods.capabilities import Selecting
-from grace.core.methods.centroids import both_signs, fitted
 from grace.core.methods.compressor import Compressor, beyond_int32
-from grace.core.methods.listed import levels_sum, round_packed
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grace.core.methods.buckets import BucketQuantizer
-from grace.core.methods.levels import bucket_norms
-from grace.core.methods.listed import bits_for, constant_levels, levels_sum, round_packed
+from grace.core.codecs.buckets import BucketQuantizer
+from grace.core.codecs.levels import bucket_norms
+from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Payload, Site

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.lowrank import matrix_shape
+from grace.core.codecs.signs import binarize_means, binary_sum
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.lowrank import matrix_shape
-from grace.core.methods.signs import binarize_means, binary_sum
 from grace.core.ops.base import packed_size
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec

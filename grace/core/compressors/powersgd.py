@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grace.core.methods.lowrank import TwoFactors, matrix_shape
+from grace.core.codecs.lowrank import TwoFactors, matrix_shape
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
 from grace.core.values.registry import compressors

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.levels import bucket_norms, dequantize_sum, rows_of
+from grace.core.codecs.rotation import LONGEST, SHORTEST, first_of_blocks, padded, rotate, rotated_widths
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
-from grace.core.methods.levels import bucket_norms, dequantize_sum, rows_of
-from grace.core.methods.rotation import LONGEST, SHORTEST, first_of_blocks, padded, rotate, rotated_widths
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grace.core.methods.buckets import BucketQuantizer
-from grace.core.methods.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.codecs.buckets import BucketQuantizer
+from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Payload, Site

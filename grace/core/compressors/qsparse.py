@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.topk import TopK, check_ratio
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.methods.quantized import QuantizedSparsifier
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Payload, Site, TensorSpec
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from grace.core.codecs.estimated import EstimatedThreshold, mean_above, reaching, tried, unsearched
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
-from grace.core.methods.estimated import EstimatedThreshold, mean_above, reaching, tried, unsearched
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Payload, Site
 

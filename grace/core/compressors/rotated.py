@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.methods.rotation import RotatedQuantizer, even_levels
+from grace.core.codecs.rotation import RotatedQuantizer, even_levels
 from grace.core.values.registry import compressors
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.methods.estimated import EstimatedThreshold, deviation
+from grace.core.codecs.estimated import EstimatedThreshold, deviation
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Site

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from grace.core.codecs.estimated import EstimatedThreshold, above, reaching
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Thinning
-from grace.core.methods.estimated import EstimatedThreshold, above, reaching
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.signs import binarize, majority, sign_mean
 from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.signs import binarize, majority, sign_mean
 from grace.core.ops.base import packed_size
 from grace.core.ops.random import MASK, mix
 from grace.core.values.registry import compressors

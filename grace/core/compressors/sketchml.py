@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from grace.core.codecs.sketch import decode_keys, encode_keys
 from grace.core.compressors.topk import check_ratio
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, keep_count
-from grace.core.methods.sketch import decode_keys, encode_keys
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_words

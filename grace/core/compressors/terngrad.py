@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.levels import dequantize_sum, quantize_packed
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.levels import dequantize_sum, quantize_packed
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, IncompatibleError

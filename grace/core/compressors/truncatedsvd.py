@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.lowrank import matrix_shape, unfit_matrix
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec

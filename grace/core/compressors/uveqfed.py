@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from grace.core.methods.buckets import BucketQuantizer
-from grace.core.methods.levels import bucket_norms, rows_of
-from grace.core.methods.listed import constant_levels, levels_sum, round_packed
+from grace.core.codecs.buckets import BucketQuantizer
+from grace.core.codecs.levels import bucket_norms, rows_of
+from grace.core.codecs.listed import constant_levels, levels_sum, round_packed
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import plus
 from grace.core.ops.random import MASK

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grace.core.methods.buckets import BucketQuantizer
+from grace.core.codecs.buckets import BucketQuantizer
+from grace.core.codecs.levels import bucket_norms, rows_of
 from grace.core.methods.compressor import beyond_int32
-from grace.core.methods.levels import bucket_norms, rows_of
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite

@@ -1,1 +1,1 @@
-"""Base classes of compressors, memories and communicators, and what several methods share."""
+"""Base classes of compressors, memories and communicators, and the capabilities that only some compressors have."""

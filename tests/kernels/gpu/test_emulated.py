@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from grace.core.codecs.signs import binary_sum, majority
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
-from grace.core.methods.signs import binary_sum, majority
 from grace.core.ops import get_ops, native
 from grace.core.values.errors import PayloadError
 from grace.core.values.registry import compressors

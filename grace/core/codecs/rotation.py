@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grace.core.codecs.listed import bits_for, constant_levels, indices_of_levels
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.listed import bits_for, constant_levels, indices_of_levels
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.random import MASK
