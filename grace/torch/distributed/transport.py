@@ -54,10 +54,11 @@ class ProcessGroupTransport(OrderedTransport):
     ) -> None:
         super().__init__()
         self.timeout = timeout
+        group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ConfigError("this process is not in the process group; call it only on the ranks of the group.")
-        self.group = (dist.group.WORLD if group is None else group).group_name
+        self.group = group.group_name
         self._on_gpu = "cuda:nccl" in dist.get_backend_config(group).split(",")
         self.local_size = _local_size() if self.size == dist.get_world_size() else 0
         self.name = name or f"grace/{self.group}/{_transports[self.group]}"
@@ -78,7 +79,7 @@ class ProcessGroupTransport(OrderedTransport):
     def _open_store(self, group: Any, what: str) -> Any:
         """Let rank 0 open a store, because the backend MPI has none, and tell the others its address."""
         limit = timedelta(seconds=self.timeout)
-        root, store = dist.get_global_rank(dist.group.WORLD if group is None else group, 0), None
+        root, store = dist.get_global_rank(group, 0), None
         address = torch.zeros(_HOST_BYTES + _PORT_BYTES, dtype=torch.uint8)
         try:
             if self.rank == 0:

@@ -367,7 +367,7 @@ def compared_by_ddp() -> dict[str, Any]:
     results: dict[str, Any] = {}
     model = make_net()
     ddp = parallel(model)
-    grace.torch.register(ddp, TOPK, timeout=5)
+    grace.torch.register(ddp, TOPK, timeout=20)
     steps(ddp, sgd(model), batches(2, my_rank()))
     x, y = next(batches(1, my_rank()))
     loss, tell = F.cross_entropy(ddp(x), y), dist.new_group()
