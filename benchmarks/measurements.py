@@ -28,5 +28,21 @@ def write(path, what, columns, rows, **more):
         "columns": columns,
         "rows": rows,
     }
+    save(path, data)
+
+
+def save(path, data):
+    """Write a table to its file, with a line for each column and row."""
+    lines = []
+    for key, entry in data.items():
+        text = json.dumps(entry, ensure_ascii=False)
+        if key == "rows":
+            text = "[\n" + ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in entry) + "\n  ]"
+        elif key == "columns":
+            inner = (
+                f"    {json.dumps(name)}: {json.dumps(column, ensure_ascii=False)}" for name, column in entry.items()
+            )
+            text = "{\n" + ",\n".join(inner) + "\n  }"
+        lines.append(f'  "{key}": {text}')
     with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=1) + "\n")
+        file.write("{\n" + ",\n".join(lines) + "\n}\n")

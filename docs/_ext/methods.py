@@ -167,7 +167,7 @@ def communicator_text(compressor: Compressor) -> str:
 
 def cost_text(name: str) -> str:
     """Return a sentence with the measured cost of a method, or an empty string."""
-    for source in ("codec", "codec_others", "codec_without_avx512"):
+    for source in ("codec", "codec_others"):
         measured = measurements.rows_of(source).get(name)
         if measured:
             found = [
