@@ -245,8 +245,8 @@ def hard_threshold():
 def speed():
     ddp = {r["method"]: r["two"] for r in rows("step_ddp")}
     assert round(4 * ddp["topk"] / ddp["ddp-fp16"]) == 1
-    assert ddp["powersgd"] < ddp["ddp-powersgd"] / 2
-    yield "top-k takes about a quarter of the time of PyTorch's fp16 hook, and `powersgd` less than half of"
+    assert round(3 * ddp["powersgd"] / ddp["ddp-powersgd"]) == 2
+    yield "top-k takes about a quarter of the time of PyTorch's fp16 hook, and `powersgd` about two thirds of"
     plain, bits8 = row("step_fsdp", "fsdp")["mb"], row("step_fsdp", "eightbit")["mb"]
     yield f"Of the {plain:.0f} MB of a plain step, half are gradients"
     yield f"The {plain / 2:.0f} MB of gradients become {bits8 - plain / 2:.0f}."

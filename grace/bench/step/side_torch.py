@@ -129,7 +129,10 @@ class TorchSide:
         # With several buckets, PowerSGD's hook starts collectives in an order that differs between the ranks. One
         # bucket avoids that.
         megabytes = 4096 if method == "ddp-powersgd" else None
-        ddp = torch.nn.parallel.DistributedDataParallel(_Loss(model), bucket_cap_mb=megabytes)
+        # Otherwise DDP copies each gradient into its buffer and back.
+        ddp = torch.nn.parallel.DistributedDataParallel(
+            _Loss(model), bucket_cap_mb=megabytes, gradient_as_bucket_view=True
+        )
         if method == "ddp-fp16":
             ddp.register_comm_hook(None, self._hooks.fp16_compress_hook)
         elif method == "ddp-powersgd":
