@@ -44,6 +44,7 @@ WITHIN = {
     "top_of_sides": (2 * (4 * 4 + 2 * MARKS), "as top, for each sign"),
     "select": (MARKS, "marks"),
     "draw_kept": (2 * MARKS, "marks of certain and of drawn elements"),
+    "natural_encode": (4, "a pass of its own looks for infinite elements"),
     "filter_positions": (MARKS, "marks"),
     "keep_odds": (3 * 4, "a pass per round; three rounds are counted"),
     "power_words": (8 + MARKS, "gradient and noise are read twice; marks"),

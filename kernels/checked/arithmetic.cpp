@@ -92,19 +92,7 @@ void norm_max_kernel(Call& call) {
         Scratch<double> squares(divide_up(n, kPiece));
         Scratch<T> largest(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            // Small steps stay in the first-level cache, so that memory is read once.
-            constexpr int64_t step = 4096;
-            double sum = 0;
-            T found = 0;
-            for (int64_t at = begin; at < end; at += step) {
-                const int64_t length = std::min(step, end - at);
-                sum += loops<T>().sum_squares(x + at, length);
-                const T here = loops<T>().max_abs(x + at, length);
-                // Compare bits: in their order, NaN comes last.
-                found = magnitude_bits(here) > magnitude_bits(found) ? here : found;
-            }
-            squares[begin / kPiece] = sum;
-            largest[begin / kPiece] = found;
+            squares[begin / kPiece] = loops<T>().norm_max(x + begin, end - begin, &largest[begin / kPiece]);
         });
         *most = loops<T>().max_abs(largest.data(), divide_up(n, kPiece));
         double sum = 0;

@@ -88,12 +88,16 @@ void natural_encode_kernel(Call& call) {
         const int more = clipped ? 0 : Format<T>::exponent - 7;
         uint8_t* codes = call.output<uint8_t>(clipped ? n : packed_size(n, 8 + more));
         int32_t* least = call.output<int32_t>(1);
-        GRACE_GPU(call, natural_encode, x, clipped, key, codes, least, n);
+        T* largest = call.output<T>(1);
+        GRACE_GPU(call, natural_encode, x, clipped, key, codes, least, largest, n);
         const int32_t base = clipped ? natural_base(call, x, n, key) : -1;
         *least = std::max(0, base);
+        Scratch<T> most(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            loops<T>().natural_codes(x, &key, base, begin, end, codes + begin, codes + n + begin / 8 * more);
+            most[begin / kPiece] =
+                loops<T>().natural_codes(x, &key, base, begin, end, codes + begin, codes + n + begin / 8 * more);
         });
+        *largest = loops<T>().max_abs(most.data(), divide_up(n, kPiece));
     });
 }
 

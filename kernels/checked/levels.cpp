@@ -466,22 +466,24 @@ void to_integers_kernel(Call& call) {
 }
 
 void from_integers_kernel(Call& call) {
-    call.expect(2, 1, 0);
-    dispatch(call, call.input(1), [&](auto* type) {
+    const int first = call.integer(1) != 0 ? 1 : 0;
+    call.expect(first + 2, 2, 0);
+    dispatch(call, call.input(first + 1), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        dispatch_integers(call, call.input(0), [&](auto* code) {
+        dispatch_integers(call, call.input(first), [&](auto* code) {
             using Code = of_pointer<decltype(code)>;
-            const int64_t n = call.input(0).size;
+            const int64_t n = call.input(first).size;
             const T most = static_cast<T>(most_at(call, 0, 32));
-            const Code* codes = call.input<Code>(0);
-            const T* scale = call.input<T>(1, 1);
-            T* out = call.output<T>(n);
-            GRACE_GPU(call, from_integers, codes, scale, most, out, n);
+            const Code* codes = call.input<Code>(first);
+            const T* scale = call.input<T>(first + 1, 1);
+            const Target<T> to = target_of<T>(call, first == 1, n);
+            GRACE_GPU(call, from_integers, codes, scale, most, to.onto, to.out, n);
             const auto& of = loops<T>();
             const auto loop = loop_of<Code>(of.from_integers8, of.from_integers16, of.from_integers32);
             const T unit = *scale / most;
             over_pieces(call, n, [&](int64_t begin, int64_t end) {
-                loop(codes + begin, unit, out + begin, end - begin, is_large<T>(n));
+                const T* onto = to.onto == nullptr ? nullptr : to.onto + begin;
+                loop(codes + begin, unit, onto, to.out + begin, end - begin, to.around);
             });
         });
     });

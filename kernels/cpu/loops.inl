@@ -69,8 +69,66 @@ template <class T> static double sum_squares(const T* x, int64_t n) {
     for (; i + 8 <= n; i += 8) {
         for (int j = 0; j < 8; ++j) sums[j] += double(x[i + j]) * double(x[i + j]);
     }
-    for (int j = 0; i < n; ++i, ++j) sums[j] += double(x[i]) * double(x[i]);
+    for (int64_t j = 0; j < n % 8; ++j) sums[j] += double(x[i + j]) * double(x[i + j]);
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+}
+
+// The sums of two neighbouring parts side by side, because each addition of a sum waits for the one before.
+template <class T> static void norms_of_parts(const T* x, int64_t n, double* squares, T* largest) {
+    squares[0] = sum_squares(x, n);
+    squares[1] = sum_squares(x + n, n);
+    *largest = max_abs(x, 2 * n);
+}
+#if defined(__AVX512F__)
+static void norms_of_parts(const float* x, int64_t n, double* squares, float* largest) {
+    const __m512i size = _mm512_set1_epi32(INT32_MAX);
+    __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+    __m512i most[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int64_t i = 0; i < n; i += 16) {
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; ++part) {
+            const float* mine = x + part * n + i;
+            fetch_ahead<16>(mine);
+            most[part] = _mm512_max_epu32(most[part], _mm512_and_si512(_mm512_loadu_si512(mine), size));
+#pragma GCC unroll 2
+            for (int j = 0; j < 16; j += 8) {
+                const __m512d wide = _mm512_cvtps_pd(_mm256_loadu_ps(mine + j));
+                sums[part] = _mm512_add_pd(sums[part], _mm512_mul_pd(wide, wide));
+            }
+        }
+    }
+    for (int part = 0; part < 2; ++part) {
+        double lane[8];
+        _mm512_storeu_pd(lane, sums[part]);
+        squares[part] = ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7]));
+    }
+    *largest = bits_as<float>(_mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1])));
+}
+#endif
+
+// The sum of squares, added part by part, and the largest magnitude.
+template <class T> static double norm_max(const T* x, int64_t n, T* largest) {
+    constexpr int64_t part = 4096;
+    double sum = 0;
+    T most = 0;
+    for (int64_t at = 0; at < n;) {
+        const int64_t length = n - at < 2 * part ? lesser(part, n - at) : 2 * part;
+        T here;
+        if (length == 2 * part) {
+            double squares[2];
+            norms_of_parts(x + at, part, squares, &here);
+            sum += squares[0];
+            sum += squares[1];
+        } else {
+            sum += sum_squares(x + at, length);
+            here = max_abs(x + at, length);
+        }
+        // Compare bits: in their order, NaN comes last.
+        most = magnitude_bits(here) > magnitude_bits(most) ? here : most;
+        at += length;
+    }
+    *largest = most;
+    return sum;
 }
 
 template <class T>
@@ -114,11 +172,80 @@ static void bucket_norms(const T* x, int64_t n, int64_t width, bool largest, T* 
     }
 }
 
+#if defined(__AVX512F__)
+GRACE_LOCAL void store_integers(uint8_t* to, __m512i integers) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(integers));
+}
+GRACE_LOCAL void store_integers(uint16_t* to, __m512i integers) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(integers));
+}
+GRACE_LOCAL void store_integers(int8_t* to, __m512i integers) {
+    store_integers(reinterpret_cast<uint8_t*>(to), integers);
+}
+GRACE_LOCAL void store_integers(int16_t* to, __m512i integers) {
+    store_integers(reinterpret_cast<uint16_t*>(to), integers);
+}
+GRACE_LOCAL void store_integers(int32_t* to, __m512i integers) { _mm512_storeu_si512(to, integers); }
+
+// Writes level_of plus `shift` for groups of 64 elements, the first of which is element `first` for the noise. Returns
+// the number of these elements. Random words and elements are read side by side, so that neither waits for the other.
+template <bool noisy, class Code>
+GRACE_LOCAL int64_t level_groups(const float* x, int64_t n, float scale, float levels, float limit,
+                                 const RandomStream* noise, int64_t first, int32_t shift, Code* out) {
+    if (!Quotient::serves(scale) || !(limit >= 0)) return 0;
+    const Quotient by(scale);
+    const __m512 most = _mm512_set1_ps(levels), bound = _mm512_set1_ps(limit);
+    const __m512i zero = _mm512_setzero_si512(), added = _mm512_set1_epi32(shift);
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+        fetch_ahead<64>(x + i);
+        __m512i random[4];
+        if constexpr (noisy) noise->draw(uint32_t((first + i) / 4), random);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const __m512 value = _mm512_loadu_ps(x + i + 16 * j);
+            __m512 share = _mm512_set1_ps(0.5f);
+            if constexpr (noisy) share = uniforms16(random[j]);
+            const __m512 steps = by.of(_mm512_min_ps(_mm512_abs_ps(value), bound));
+            const __m512 size = _mm512_min_ps(_mm512_add_ps(_mm512_mul_ps(steps, most), share), most);
+            const __m512i level = _mm512_cvttps_epi32(size);
+            const __mmask16 negative = _mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_LT_OQ);
+            const __m512i own = _mm512_mask_sub_epi32(level, negative, zero, level);
+            store_integers(out + i + 16 * j, _mm512_add_epi32(own, added));
+        }
+    }
+    return i;
+}
+
+// The same for buckets, as far as each begins and ends with a group. Returns the number of elements.
+template <bool noisy, class Code>
+static int64_t levels_of_groups(const float* x, const float* scales, int64_t width, float levels, const float* limit,
+                                const RandomKey* noise, int64_t begin, int64_t end, int32_t shift, Code* codes) {
+    if (width % 64 != 0 && begin / width != (end - 1) / width) return 0;
+    const RandomStream stream(noisy ? *noise : RandomKey{});
+    const float bound = limit == nullptr ? __builtin_inff() : *limit;
+    int64_t at = begin, done = 1;
+    for (; at < end && done > 0; at += done) {
+        const int64_t bucket = at / width, stop = lesser(end, (bucket + 1) * width);
+        done = level_groups<noisy>(x + at, stop - at, scales[bucket], levels, bound, &stream, at, shift,
+                                   codes + (at - begin));
+    }
+    return at - begin;
+}
+#endif
+
 template <bool noisy, class T, class Code>
 static void levels_by(const T* x, const T* scales, int64_t width, T levels, const T* limit, const RandomKey* noise,
                       int64_t begin, int64_t end, Code* codes) {
     alignas(64) uint32_t random[kBlock];
     const int32_t shift = int32_t(levels);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        const int64_t done = levels_of_groups<noisy>(x, scales, width, levels, limit, noise, begin, end, shift, codes);
+        begin += done;
+        codes += done;
+    }
+#endif
     const auto share = [&](int64_t j) { return noisy ? T(uniform(random[j])) : T(0.5); };
     // `begin` is a multiple of 4, so every block of random words starts at an element.
     for (int64_t at = begin; at < end; at += kBlock) {
@@ -168,6 +295,13 @@ static void floors(const T* x, T delta, int32_t half, const RandomKey* key, int6
 template <bool noisy, class T, class Code>
 GRACE_LOCAL void integers_by(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, Code* out) {
     alignas(64) uint32_t random[kBlock];
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        const int64_t done = levels_of_groups<noisy>(x, &scale, end, most, nullptr, noise, begin, end, 0, out);
+        begin += done;
+        out += done;
+    }
+#endif
     const auto share = [&](int64_t j) { return noisy ? T(uniform(random[j])) : T(0.5); };
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t length = lesser(kBlock, end - at);
@@ -186,27 +320,59 @@ static void to_integers(const T* x, T scale, T most, const RandomKey* noise, int
 }
 
 template <class T, class Code>
-static void from_integers(const Code* codes, T unit, T* out, int64_t n, bool around) {
+static void from_integers(const Code* codes, T unit, const T* onto, T* out, int64_t n, bool around) {
     in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
-        for (int64_t i = 0; i < length; ++i) target[i] = T(codes[at + i]) * unit;
+        if (onto == nullptr) {
+            for (int64_t i = 0; i < length; ++i) target[i] = T(codes[at + i]) * unit;
+        } else {
+            for (int64_t i = 0; i < length; ++i) target[i] = onto[at + i] + T(codes[at + i]) * unit;
+        }
     });
 }
 
 constexpr int kTableRanks = 4;  // the tables of this many ranks fit the cache
+
+// Handles the elements of a block that fill whole vectors: a rank's four values of 2-bit codes are in a register.
+// Returns their number.
+template <class T>
+GRACE_LOCAL int64_t two_bit_vectors(const Coded<T>*, const T (*)[16], int, const T*, T*, int64_t, int64_t) {
+    return 0;
+}
+#if defined(__AVX512F__)
+GRACE_LOCAL int64_t two_bit_vectors(const Coded<float>* ranks, const float (*values)[16], int count, const float* onto,
+                                    float* target, int64_t at, int64_t length) {
+    const __m512i shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    int64_t i = 0;
+    for (; i + 16 <= length; i += 16) {
+        const auto decoded = [&](int r) {
+            int32_t codes;
+            memcpy(&codes, ranks[r].codes + (at + i) / 4, sizeof(codes));
+            const __m512i code = _mm512_srlv_epi32(_mm512_set1_epi32(codes), shifts);
+            return _mm512_permutexvar_ps(code, _mm512_load_ps(values[r]));
+        };
+        __m512 sum = decoded(0);
+        if (onto != nullptr) sum = _mm512_add_ps(_mm512_loadu_ps(onto + at + i), sum);
+        for (int r = 1; r < count; ++r) sum = _mm512_add_ps(sum, decoded(r));
+        _mm512_storeu_ps(target + i, sum);
+    }
+    return i;
+}
+#endif
 
 // The same for 2-bit codes in one bucket: four values per byte, from one table per rank.
 template <class T>
 static void dequantize_bytes(const Coded<T>* ranks, int count, int64_t bucket, int levels, const T* onto,
                              T* out, int64_t begin, int64_t end, bool around) {
     typedef T Four __attribute__((vector_size(4 * sizeof(T))));
-    alignas(64) T values[kTableRanks][4 * 256];
+    alignas(64) T values[kTableRanks][4 * 256], repeated[kTableRanks][16];
     for (int r = 0; r < count; ++r) {
         const T unit = ranks[r].scales[bucket] / T(levels);
-        for (int i = 0; i < 4 * 256; ++i) values[r][i] = T((i / 4 >> (i % 4 * 2) & 3) - levels) * unit;
+        for (int i = 0; i < 16; ++i) repeated[r][i] = T(i % 4 - levels) * unit;
+        for (int i = 0; i < 4 * 256; ++i) values[r][i] = repeated[r][i / 4 >> (i % 4 * 2) & 3];
     }
     in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
         const int64_t at = begin + from;
-        int64_t i = 0;
+        int64_t i = two_bit_vectors(ranks, repeated, count, onto, target, at, length);
         for (; i + 4 <= length; i += 4) {
             Four sum, value;
             memcpy(&sum, values[0] + 4 * ranks[0].codes[(at + i) / 4], sizeof(sum));
@@ -373,7 +539,7 @@ template <class T> static constexpr Loops<T> make_loops() {
     return {weighted_sum<T>,
             max_abs<T>,
             finite<T>,
-            sum_squares<T>,
+            norm_max<T>,
             square_sum<T>,
             fill<T>,
             copy<T>,

@@ -36,13 +36,20 @@ GRACE_LOCAL uint64_t sums64(const T* x, T threshold, EightDoubles* high, EightDo
 }
 #if defined(__AVX512F__)
 GRACE_LOCAL uint64_t sums64(const float* x, float threshold, EightDoubles* high, EightDoubles* low) {
-    const uint64_t mask = mask64<Test::at_least>(x, threshold);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) {
-        const __m512d value = _mm512_cvtps_pd(_mm256_loadu_ps(x + 8 * j));
-        const __mmask8 above = __mmask8(mask >> (8 * j)), below = __mmask8(~above);
-        high[j % 2] = (EightDoubles)_mm512_mask_add_pd((__m512d)high[j % 2], above, (__m512d)high[j % 2], value);
-        low[j % 2] = (EightDoubles)_mm512_mask_add_pd((__m512d)low[j % 2], below, (__m512d)low[j % 2], value);
+    const __m512 edge = _mm512_set1_ps(threshold);
+    uint64_t mask = 0;
+    fetch_ahead<64>(x);
+#pragma GCC unroll 4
+    for (int j = 0; j < 64; j += 16) {
+        const __mmask16 here = _mm512_cmp_ps_mask(_mm512_loadu_ps(x + j), edge, _CMP_GE_OQ);
+        mask |= uint64_t(here) << j;
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            const __m512d value = _mm512_cvtps_pd(_mm256_loadu_ps(x + j + 8 * half));
+            const __mmask8 above = __mmask8(here >> (8 * half)), below = __mmask8(~above);
+            high[half] = (EightDoubles)_mm512_mask_add_pd((__m512d)high[half], above, (__m512d)high[half], value);
+            low[half] = (EightDoubles)_mm512_mask_add_pd((__m512d)low[half], below, (__m512d)low[half], value);
+        }
     }
     return mask;
 }
@@ -358,8 +365,50 @@ GRACE_LOCAL void store_bytes(uint64_t word, uint8_t* to, int64_t bytes) {
     for (int64_t j = 0; j < bytes; ++j) to[j] = uint8_t(word >> (8 * j));
 }
 
-template <int bits> GRACE_LOCAL void pack_by(const uint8_t* codes, int64_t n, uint8_t* out) {
+// Packs 64 codes of 2 or 4 bits at a time, and back. Return the number of codes.
+#if defined(__AVX512BW__)
+template <int bits> GRACE_LOCAL int64_t pack_vectors(const uint8_t* codes, int64_t n, uint8_t* out) {
+    if constexpr (bits != 2 && bits != 4) return 0;
+    const __m512i mask = _mm512_set1_epi8((1 << bits) - 1), pairs = _mm512_set1_epi16(1 | 1 << (8 + bits));
     int64_t i = 0;
+    for (; i + 64 <= n; i += 64, out += 8 * bits) {
+        // The products put one code of a pair above the other, and then one pair above the other.
+        const __m512i two = _mm512_maddubs_epi16(_mm512_and_si512(_mm512_loadu_si512(codes + i), mask), pairs);
+        if constexpr (bits == 4) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi16_epi8(two));
+        } else {
+            const __m512i four = _mm512_madd_epi16(two, _mm512_set1_epi32(1 | 1 << 20));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(four));
+        }
+    }
+    return i;
+}
+
+template <int bits> GRACE_LOCAL int64_t unpack_vectors(const uint8_t* data, int64_t n, uint8_t* codes) {
+    if constexpr (bits != 2 && bits != 4) return 0;
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64, data += 8 * bits) {
+        __m512i all;
+        if constexpr (bits == 4) {
+            const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)));
+            all = _mm512_or_si512(bytes, _mm512_slli_epi16(bytes, 4));
+        } else {
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)));
+            const __m512i halves = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+            all = _mm512_or_si512(halves, _mm512_slli_epi32(halves, 6));
+        }
+        _mm512_storeu_si512(codes + i, _mm512_and_si512(all, _mm512_set1_epi8((1 << bits) - 1)));
+    }
+    return i;
+}
+#else
+template <int bits> GRACE_LOCAL int64_t pack_vectors(const uint8_t*, int64_t, uint8_t*) { return 0; }
+template <int bits> GRACE_LOCAL int64_t unpack_vectors(const uint8_t*, int64_t, uint8_t*) { return 0; }
+#endif
+
+template <int bits> GRACE_LOCAL void pack_by(const uint8_t* codes, int64_t n, uint8_t* out) {
+    int64_t i = pack_vectors<bits>(codes, n, out);
+    out += i / 8 * bits;
     for (; i + 8 <= n; i += 8, out += bits) {
         uint64_t word;
         memcpy(&word, codes + i, 8);
@@ -369,7 +418,8 @@ template <int bits> GRACE_LOCAL void pack_by(const uint8_t* codes, int64_t n, ui
 }
 
 template <int bits> GRACE_LOCAL void unpack_by(const uint8_t* data, int64_t n, uint8_t* codes) {
-    int64_t i = 0;
+    int64_t i = unpack_vectors<bits>(data, n, codes);
+    data += i / 8 * bits;
     for (; i + 8 <= n; i += 8, data += bits) {
         const uint64_t word = spread(load_bytes(data, bits), bits);
         memcpy(codes + i, &word, 8);

@@ -1,24 +1,32 @@
 // Powers of two, tables, ternary digits and numbers of several widths. Included by loops.inl.
 
 // out = onto + sum over ranks of the values that decode(rank, at, length, values) writes, for elements at .. at +
-// length
-// - 1.
-template <class T, class Decode>
-GRACE_LOCAL void sum_ranks(int ranks, const T* onto, T* out, int64_t begin, int64_t end, bool around, Decode decode) {
+// length - 1. Before, vectors(rank, at, length, base, target) adds the values of the first elements to `base`, which may
+// be null, and returns their number, a multiple of 16. decode gets the rest.
+template <class T, class Vectors, class Decode>
+GRACE_LOCAL void sum_ranks(int ranks, const T* onto, T* out, int64_t begin, int64_t end, bool around, Vectors vectors,
+                           Decode decode) {
     in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
         const int64_t at = begin + from;
         for (int r = 0; r < ranks; ++r) {
-            if (r == 0 && onto == nullptr) {
-                decode(r, at, length, target);
+            const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + at;
+            const int64_t done = vectors(r, at, length, base, target), rest = length - done;
+            if (rest == 0) continue;
+            if (base == nullptr) {
+                decode(r, at + done, rest, target + done);
                 continue;
             }
             alignas(64) T values[kBlock];
-            decode(r, at, length, values);
-            const T* base = r > 0 ? target : onto + at;
-            for (int64_t i = 0; i < length; ++i) target[i] = base[i] + values[i];
+            decode(r, at + done, rest, values);
+            for (int64_t i = 0; i < rest; ++i) target[done + i] = base[done + i] + values[i];
         }
     });
 }
+
+// For decoders without vectors.
+template <class T> struct NoVectors {
+    GRACE_MEMBER int64_t operator()(int, int64_t, int64_t, const T*, T*) const { return 0; }
+};
 
 // --- powers of two ---------------------------------------------------------------------------------------------------
 
@@ -39,10 +47,50 @@ static bool natural_rises(const T* x, const RandomKey* key, int32_t exponent, in
     return false;
 }
 
+#if defined(__AVX512F__)
+// Writes exponents and signs for groups of 64 elements, and the bits of the largest magnitude. Returns the number of
+// these elements. Random words and elements are read side by side, so that neither waits for the other.
+GRACE_LOCAL int64_t natural_groups(const float* x, const RandomKey& key, int64_t begin, int64_t end, uint8_t* low,
+                                   uint8_t* high, uint32_t* largest) {
+    const RandomStream stream(key);
+    const __m512i size = _mm512_set1_epi32(INT32_MAX), highest = _mm512_set1_epi32(254);
+    __m512i most = _mm512_setzero_si512();
+    int64_t at = begin;
+    for (; at + 64 <= end; at += 64, low += 64, high += 8) {
+        fetch_ahead<64>(x + at);
+        __m512i random[4];
+        stream.draw(uint32_t(at / 4), random);
+        uint64_t signs = 0;
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const __m512i word = _mm512_loadu_si512(x + at + 16 * j), own = _mm512_and_si512(word, size);
+            most = _mm512_max_epu32(most, own);
+            signs |= uint64_t(_mm512_movepi32_mask(word)) << (16 * j);
+            const __m512i carried = _mm512_add_epi32(own, _mm512_srli_epi32(random[j], 9));
+            store_integers(low + 16 * j, _mm512_min_epu32(_mm512_srli_epi32(carried, 23), highest));
+        }
+        store_mask(signs, high, 8);
+    }
+    *largest = _mm512_reduce_max_epu32(most);
+    return at - begin;
+}
+#endif
+
 template <class T>
-static void natural_codes(const T* x, const RandomKey* key, int32_t base, int64_t begin, int64_t end, uint8_t* low,
-                          uint8_t* high) {
+static T natural_codes(const T* x, const RandomKey* key, int32_t base, int64_t begin, int64_t end, uint8_t* low,
+                       uint8_t* high) {
     using Word = typename Format<T>::Word;
+    Word most = 0;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        if (base < 0) {
+            const int64_t done = natural_groups(x, *key, begin, end, low, high, &most);
+            begin += done;
+            low += done;
+            high += done / 8;
+        }
+    }
+#endif
     constexpr int exponent = Format<T>::exponent, sign = exponent + Format<T>::mantissa;
     const T inverse = natural_inverse<T>(base < 0 ? 0 : base);
     alignas(64) uint32_t random[kBlock];
@@ -50,6 +98,8 @@ static void natural_codes(const T* x, const RandomKey* key, int32_t base, int64_
         const int64_t length = lesser(kBlock, end - at);
         words(*key, uint32_t(at / 4), (length + 3) / 4, random);
         const T* mine = x + at;
+        const Word here = magnitude_bits(max_abs(mine, length));
+        most = here > most ? here : most;
         uint8_t* codes = low + (at - begin);
         if (base >= 0) {
             for (int64_t i = 0; i < length; ++i) {
@@ -79,13 +129,41 @@ static void natural_codes(const T* x, const RandomKey* key, int32_t base, int64_
             }
         }
     }
+    return bits_as<T>(most);
 }
+
+// Adds the values of whole vectors to `base`, which may be null. Returns their number.
+template <class T>
+GRACE_LOCAL int64_t natural_vectors(const Powers&, uint32_t, int64_t, int64_t, int64_t, const T*, T*) {
+    return 0;
+}
+#if defined(__AVX512F__)
+GRACE_LOCAL int64_t natural_vectors(const Powers& rank, uint32_t flip, int64_t n, int64_t at, int64_t length,
+                                    const float* base, float* target) {
+    const __m512i minus = _mm512_set1_epi32(INT32_MIN);
+    const uint16_t flipped = flip != 0 ? 0xFFFF : 0;
+    int64_t i = 0;
+    for (; i + 16 <= length; i += 16) {
+        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rank.codes + at + i));
+        uint16_t signs;
+        memcpy(&signs, rank.codes + n + (at + i) / 8, sizeof(signs));
+        const __m512i size = _mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 23);
+        const __mmask16 negative = __mmask16(signs ^ flipped);
+        const __m512 sent = _mm512_castsi512_ps(_mm512_mask_xor_epi32(size, negative, size, minus));
+        _mm512_storeu_ps(target + i, base == nullptr ? sent : _mm512_add_ps(_mm512_loadu_ps(base + i), sent));
+    }
+    return i;
+}
+#endif
 
 template <class T>
 static void natural_sum(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto, T* out,
                         int64_t begin, int64_t end, bool around) {
     const uint32_t flip = negate ? 1 : 0;
-    sum_ranks(count, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* values) {
+    const auto vectors = [&](int r, int64_t at, int64_t length, const T* base, T* target) {
+        return clipped ? 0 : natural_vectors(ranks[r], flip, n, at, length, base, target);
+    };
+    sum_ranks(count, onto, out, begin, end, around, vectors, [&](int r, int64_t at, int64_t length, T* values) {
         const uint8_t *data = ranks[r].codes, *codes = data + at;
         if (clipped) {
             const uint32_t base = ranks[r].base;
@@ -124,7 +202,10 @@ template <class T> static void table_codes(const T* x, const Edges<T>* table, in
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == sizeof(float)) {
         const EdgeTree tree(edges.edges);
-        for (; i + 64 <= n; i += 64) tree.codes64(x + i, codes + i);
+        for (; i + 64 <= n; i += 64) {
+            fetch_ahead<64>(x + i);
+            tree.codes64(x + i, codes + i);
+        }
     }
 #endif
     if (edges.cells > 0) {
@@ -170,23 +251,33 @@ static void table_codes_of_buckets(const T* x, const T* scales, int64_t width, c
     }
 }
 
+// Adds the numbers of whole vectors to `base`, which may be null. Returns their number.
+template <class T> GRACE_LOCAL int64_t table_vectors(const uint8_t*, const T*, int64_t, const T*, T*) { return 0; }
+#if defined(__AVX512F__)
+GRACE_LOCAL int64_t table_vectors(const uint8_t* codes, const float* values, int64_t length, const float* base,
+                                  float* target) {
+    const Lookup lookup(values);
+    int64_t i = 0;
+    for (; i + 16 <= length; i += 16) {
+        const __m512 found = lookup.of(codes + i);
+        if (base != nullptr) fetch_ahead<16>(base + i);
+        _mm512_storeu_ps(target + i, base == nullptr ? found : _mm512_add_ps(_mm512_loadu_ps(base + i), found));
+    }
+    return i;
+}
+#endif
+
 template <class T>
 static void table_sum(const uint8_t* const* codes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
                       int64_t end, bool around) {
-    sum_ranks(ranks, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* decoded) {
-        const T* mine = values + 256 * r;
-        const uint8_t* from = codes[r] + at;
-        int64_t i = 0;
-#if defined(__AVX512F__)
-        if constexpr (sizeof(T) == sizeof(float)) {
-            const Lookup lookup(mine);
-            for (; i + 16 <= length; i += 16) _mm512_storeu_ps(decoded + i, lookup.of(from + i));
-        }
-#endif
-        for (; i < length; ++i) {
-            uint64_t code = from[i];
+    const auto vectors = [&](int r, int64_t at, int64_t length, const T* base, T* target) {
+        return table_vectors(codes[r] + at, values + 256 * r, length, base, target);
+    };
+    sum_ranks(ranks, onto, out, begin, end, around, vectors, [&](int r, int64_t at, int64_t length, T* decoded) {
+        for (int64_t i = 0; i < length; ++i) {
+            uint64_t code = codes[r][at + i];
             GRACE_ONE_BY_ONE(code);
-            decoded[i] = mine[code];
+            decoded[i] = values[256 * r + int64_t(code)];
         }
     });
 }
@@ -210,7 +301,7 @@ static void table_sum_of_buckets(const Coded<T>* ranks, int count, int64_t width
         }
     }();
 #endif
-    sum_ranks(count, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* decoded) {
+    sum_ranks(count, onto, out, begin, end, around, NoVectors<T>(), [&](int r, int64_t at, int64_t length, T* decoded) {
         const uint8_t* from = ranks[r].codes + at;
         int64_t i = 0;
 #if defined(__AVX512F__)
@@ -265,7 +356,7 @@ template <class T> static void ternary_bytes(const T* x, T half, int64_t n, uint
 template <class T>
 static void ternary_sum(const uint8_t* const* bytes, const T* values, int ranks, const T* onto, T* out, int64_t begin,
                         int64_t end, bool around) {
-    sum_ranks(ranks, onto, out, begin, end, around, [&](int r, int64_t at, int64_t length, T* decoded) {
+    sum_ranks(ranks, onto, out, begin, end, around, NoVectors<T>(), [&](int r, int64_t at, int64_t length, T* decoded) {
         alignas(64) T buffer[kBlock + 16];
         const T* mine = values + 8 * 243 * r;
         const int64_t first = at / 5, last = (at + length + 4) / 5;

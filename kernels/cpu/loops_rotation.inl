@@ -24,9 +24,27 @@ template <class T> GRACE_LOCAL void store_lanes(T* to, typename Register<T>::Val
     memcpy(to, &values, kRegister);
 }
 
+#if defined(__AVX512F__)
+// The stage below in two instructions. The products with 1 and -1 are exact, so that the sums are rounded alike.
+template <int distance> GRACE_LOCAL __m512 stage_of_floats(__m512 values) {
+    constexpr auto sign = [](int i) { return (i & distance) != 0 ? -1.0f : 1.0f; };
+    const __m512 signs = _mm512_setr_ps(sign(0), sign(1), sign(2), sign(3), sign(4), sign(5), sign(6), sign(7), sign(8),
+                                        sign(9), sign(10), sign(11), sign(12), sign(13), sign(14), sign(15));
+    __m512 partners;
+    if constexpr (distance == 1) partners = _mm512_permute_ps(values, _MM_PERM_CDAB);
+    if constexpr (distance == 2) partners = _mm512_permute_ps(values, _MM_PERM_BADC);
+    if constexpr (distance == 4) partners = _mm512_shuffle_f32x4(values, values, _MM_PERM_CDAB);
+    if constexpr (distance == 8) partners = _mm512_shuffle_f32x4(values, values, _MM_PERM_BADC);
+    return _mm512_fmadd_ps(values, signs, partners);
+}
+#endif
+
 // One stage of the transform between the lanes of a register: a + b and a - b for lanes at this distance.
 template <int distance, class T>
 GRACE_LOCAL typename Register<T>::Values stage_within(typename Register<T>::Values values) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float)) return stage_of_floats<distance>(values);
+#endif
     using Signed = typename Format<T>::Signed;
     typename Register<T>::Words partner, flip;
     for (int i = 0; i < Register<T>::count; ++i) {
@@ -123,6 +141,26 @@ template <class T> static void hadamard(T* x, int64_t n) {
     }
 }
 
+// Handles the elements that fill whole words of signs. Returns their number.
+template <class T>
+GRACE_LOCAL int64_t flip_vectors(const uint32_t*, const T*, T, const T*, T*, int64_t) {
+    return 0;
+}
+#if defined(__AVX512F__)
+GRACE_LOCAL int64_t flip_vectors(const uint32_t* signs, const float* x, float factor, const float* base, float* out,
+                                 int64_t n) {
+    const __m512 by = _mm512_set1_ps(factor), minus = _mm512_set1_ps(-0.0f);
+    int64_t i = 0;
+    for (; i < n / 32 * 32; i += 16) {
+        const __mmask16 mask = __mmask16(signs[i / 32] >> (i % 32));
+        const __m512 value = _mm512_loadu_ps(x + i);
+        const __m512 sent = _mm512_mul_ps(_mm512_mask_xor_ps(value, mask, value, minus), by);
+        _mm512_storeu_ps(out + i, base == nullptr ? sent : _mm512_add_ps(_mm512_loadu_ps(base + i), sent));
+    }
+    return i;
+}
+#endif
+
 // out = base + factor x, with random signs of x; without a base, out = factor x. `first` is the number of the first
 // element, a multiple of 128. Bit i % 32 of word i / 32 of the stream negates element i.
 template <class T>
@@ -130,7 +168,7 @@ GRACE_LOCAL void flip_signs(const RandomKey& key, int64_t first, const T* x, T f
                             int64_t n) {
     alignas(64) uint32_t signs[kRotation / 32];
     words(key, uint32_t(first / 128), (n + 127) / 128, signs);
-    for (int64_t i = 0; i < n; i += 32) {
+    for (int64_t i = flip_vectors(signs, x, factor, base, out, n); i < n; i += 32) {
         const uint32_t word = signs[i / 32];
         const int count = int(lesser(32, n - i));
         if (base == nullptr && count == 32) {
@@ -188,6 +226,51 @@ template <int bits, class T> GRACE_LOCAL void look_up(const T* levels, const uin
     for (; i < n; ++i) out[i] = levels[codes[i]];
 }
 
+#if defined(__AVX512F__)
+// The codes of 16 elements in the low bits of lanes, with other codes above them.
+template <int bits> GRACE_LOCAL __m512i packed_codes16(const uint8_t* data) {
+    static_assert(bits == 1 || bits == 2 || bits == 4, "16 codes fill words");
+    if constexpr (bits == 4) {
+        uint32_t low, high;
+        memcpy(&low, data, sizeof(low));
+        memcpy(&high, data + 4, sizeof(high));
+        const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(int32_t(low)), 0xFF00, int32_t(high));
+        return _mm512_srlv_epi32(both, _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
+    } else {
+        uint32_t word = 0;
+        memcpy(&word, data, 2 * bits);
+        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        return _mm512_srlv_epi32(_mm512_set1_epi32(int32_t(word)), bits == 1 ? lane : _mm512_slli_epi32(lane, 1));
+    }
+}
+
+// A look-up reads four bits of a code, so the levels repeat.
+template <int bits> GRACE_LOCAL __m512 repeated_levels(const float* levels) {
+    alignas(64) float all[16];
+    for (int i = 0; i < 16; ++i) all[i] = levels[i % (1 << bits)];
+    return _mm512_load_ps(all);
+}
+#endif
+
+// out[i] = levels[code i], for packed codes.
+template <int bits, class T> GRACE_LOCAL void look_up_packed(const T* levels, const uint8_t* data, T* out, int64_t n) {
+    alignas(64) uint8_t codes[kBlock];
+    int64_t done = 0;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float) && bits != 3) {
+        const __m512 table = repeated_levels<bits>(levels);
+        for (; done + 16 <= n; done += 16) {
+            _mm512_storeu_ps(out + done, _mm512_permutexvar_ps(packed_codes16<bits>(data + done / 8 * bits), table));
+        }
+    }
+#endif
+    for (int64_t length; done < n; done += length) {
+        length = lesser(kBlock, n - done);
+        unpack(data + done / 8 * bits, bits, length, codes);
+        look_up<bits>(levels, codes, out + done, length);
+    }
+}
+
 template <class T> GRACE_LOCAL double sum_products(const T* x, const T* y, int64_t n) {
     double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     for (int64_t i = 0; i < n; i += 8) {
@@ -196,24 +279,50 @@ template <class T> GRACE_LOCAL double sum_products(const T* x, const T* y, int64
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
+#if defined(__AVX512F__)
+// Adds these sums for four parts of kBlock elements and the levels of their codes. They run side by side, because each
+// addition of a sum waits for the one before.
+template <int bits>
+GRACE_LOCAL void add_products_of_parts(const float* x, const float* levels, const uint8_t* codes, double* product) {
+    const __m512 table = repeated_levels<bits>(levels);
+    __m512d sums[4] = {_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()};
+    for (int64_t i = 0; i < kBlock; i += 16) {
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; ++part) {
+            const int64_t at = part * kBlock + i;
+            const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at)));
+            const __m512 both = _mm512_mul_ps(_mm512_loadu_ps(x + at), _mm512_permutexvar_ps(code, table));
+            const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(both), 1));
+            sums[part] = _mm512_add_pd(sums[part], _mm512_cvtps_pd(_mm512_castps512_ps256(both)));
+            sums[part] = _mm512_add_pd(sums[part], _mm512_cvtps_pd(upper));
+        }
+    }
+    for (const __m512d& sum : sums) {
+        double lane[8];
+        _mm512_storeu_pd(lane, sum);
+        *product += ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7]));
+    }
+}
+#endif
+
 // The number of thresholds that each element reaches: see threshold_of. Without noise, they are in the middle.
 template <int bits, bool noisy, class T>
 GRACE_LOCAL void count_thresholds(const T* x, const T* levels, T reach, const uint32_t* noise, uint8_t* codes,
                                   int64_t n) {
     constexpr int count = 1 << bits;
-    // Threshold j, from 1 on, lies between the levels j - 1 and j.
-    alignas(64) T low[16] = {}, high[16] = {}, middle[16] = {};
-    for (int j = 1; j < count; ++j) {
-        low[j] = levels[j - 1] * reach;
-        high[j] = levels[j] * reach;
-        middle[j] = threshold_of(low[j], high[j], T(0.5));
-    }
     int64_t i = 0;
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == sizeof(float)) {
-        const __m512 lows = _mm512_load_ps(low), highs = _mm512_load_ps(high), gaps = _mm512_sub_ps(highs, lows);
-        const __m512 ascending = noisy ? highs : _mm512_load_ps(middle);
+        // In registers, because a bucket may have a few elements only.
+        const __mmask16 used = __mmask16((1u << count) - 2);
+        const __m512 scale = _mm512_set1_ps(reach);
+        const __m512 lows = _mm512_mul_ps(_mm512_maskz_expandloadu_ps(used, levels), scale);
+        const __m512 highs = _mm512_mul_ps(_mm512_maskz_expandloadu_ps(used, levels + 1), scale);
+        const __m512 gaps = _mm512_sub_ps(highs, lows);
+        const __m512 half_way = _mm512_add_ps(lows, _mm512_mul_ps(_mm512_set1_ps(0.5f), gaps));
+        const __m512 ascending = noisy ? highs : _mm512_min_ps(half_way, highs);
         for (; i + 16 <= n; i += 16) {
+            fetch_ahead<16>(x + i);
             const __m512 value = _mm512_loadu_ps(x + i);
             // Thresholds ascend, so a search in halves finds how many are reached. With noise, it first finds the
             // levels that are reached: so are the thresholds below them, and perhaps one more.
@@ -237,8 +346,17 @@ GRACE_LOCAL void count_thresholds(const T* x, const T* levels, T reach, const ui
             }
             _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(code));
         }
+        if (i == n) return;
     }
-#elif defined(__AVX2__)
+#endif
+    // Threshold j, from 1 on, lies between the levels j - 1 and j.
+    alignas(64) T low[16] = {}, high[16] = {}, middle[16] = {};
+    for (int j = 1; j < count; ++j) {
+        low[j] = levels[j - 1] * reach;
+        high[j] = levels[j] * reach;
+        middle[j] = threshold_of(low[j], high[j], T(0.5));
+    }
+#if defined(__AVX2__) && !defined(__AVX512F__)
     if constexpr (sizeof(T) == sizeof(float)) {
         // The same search. Step s halves the thresholds 2^s times: its table has the middle of each part.
         alignas(32) float middles[bits][8] = {};
@@ -329,14 +447,12 @@ template <int bits, class T>
 static void levels_sum_by(const Listed<T>* ranks, int count, int64_t width, const T* onto, T* out, int64_t begin,
                           int64_t end, bool around) {
     in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
-        alignas(64) uint8_t codes[kBlock];
         alignas(64) T values[kBlock];
         const int64_t at = begin + from;
         for (int r = 0; r < count; ++r) {
             const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + at;
             // `at` is a multiple of 8, so the codes begin at a byte.
-            unpack(ranks[r].codes + at / 8 * bits, bits, length, codes);
-            look_up<bits>(ranks[r].levels, codes, values, length);
+            look_up_packed<bits>(ranks[r].levels, ranks[r].codes + at / 8 * bits, values, length);
             for (int64_t i = 0; i < length;) {
                 const int64_t bucket = (at + i) / width, stop = lesser(length, (bucket + 1) * width - at);
                 const T scale = ranks[r].scales[bucket];
@@ -493,6 +609,8 @@ static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const 
         const T reach = fit ? norm * T(1 / __builtin_sqrt(double(width))) : max_abs(rotated, width);
         // Elements that count as infinite show in the scale.
         const bool shown = magnitude_bits(max_abs(x + first, length)) > largest_bits<T>();
+        // The elements of the next block arrive while this one is rounded.
+        for (int64_t i = 0; i < width; i += 64) fetch<64>(x + first + width + i);
         if (noise != nullptr) words(*noise, uint32_t(first / 4), (width + 3) / 4, random);
         round_to_levels<bits>(rotated, by->levels, reach, noise == nullptr ? nullptr : random, codes, width);
         pack(codes, bits, width, out + first / 8 * bits);
@@ -503,7 +621,15 @@ static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const 
             continue;
         }
         double product = 0;
-        for (int64_t i = 0; i < width; i += kBlock) {
+        int64_t i = 0;
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == sizeof(float)) {
+            for (; i + 4 * kBlock <= width; i += 4 * kBlock) {
+                add_products_of_parts<bits>(rotated + i, by->levels, codes + i, &product);
+            }
+        }
+#endif
+        for (; i < width; i += kBlock) {
             const int64_t some = lesser(kBlock, width - i);
             look_up<bits>(by->levels, codes + i, values, some);
             product += sum_products(rotated + i, values, some);
@@ -527,13 +653,11 @@ template <int bits, class T>
 static void rotated_sum_by(const Coded<T>* ranks, const RotationKey* keys, int count, const Rotation<T>* by,
                            const T* onto, T* out, int64_t begin, int64_t end, bool around) {
     alignas(64) T total[kRotation], values[kRotation];
-    alignas(64) uint8_t codes[kRotation];
     for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
         T* target = around ? total : out + first;
         for (int r = 0; r < count; ++r) {
-            unpack(ranks[r].codes + first / 8 * bits, bits, width, codes);
-            look_up<bits>(by->levels, codes, values, width);
+            look_up_packed<bits>(by->levels, ranks[r].codes + first / 8 * bits, values, width);
             hadamard(values, width);
             flip_signs<T>(keys[r].second, first, values, T(1), nullptr, values, width);
             hadamard(values, width);

@@ -247,32 +247,77 @@ struct Lookup {
 };
 #endif
 
+// --- reads from memory -----------------------------------------------------------------------------------------------
+
+// Fetches the cache lines of `count` elements from x on.
+template <int count, class T> GRACE_LOCAL void fetch(const T* x) {
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i += 64 / int(sizeof(T))) __builtin_prefetch(x + i);
+}
+
+// The same a page after x. A loop that computes much between its reads waits for memory otherwise, because the
+// processor looks only a few hundred instructions ahead.
+template <int count, class T> GRACE_LOCAL void fetch_ahead(const T* x) { fetch<count>(x + 4096 / int(sizeof(T))); }
+
 // --- random words ----------------------------------------------------------------------------------------------------
 
-// Words 4 first .. 4 (first + blocks) - 1 of a stream. A lane of 64 bits holds one word of one block in its lower half.
-// No product reads the upper half. Two groups of blocks run interleaved, because each round depends on the previous
-// one.
-#if defined(__AVX512F__)
-GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
-    const __m512i m0 = _mm512_set1_epi64(kPhilox0), m1 = _mm512_set1_epi64(kPhilox1);
-    const __m512i even = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
-    const __m512i odd = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
-    __m512i k0[10], k1[10];
-    for (int round = 0; round < 10; ++round) {
-        k0[round] = _mm512_set1_epi64(key.seed_low + uint32_t(round) * kWeyl0);
-        k1[round] = _mm512_set1_epi64(key.seed_high + uint32_t(round) * kWeyl1);
-    }
-    int64_t b = 0;
-    for (; b + 16 <= blocks; b += 16, out += 64) {
-        __m512i c0[2], c1[2], c2[2], c3[2];
-        for (int g = 0; g < 2; ++g) {
-            c0[g] = _mm512_add_epi64(_mm512_set1_epi64(int64_t(first) + b + 8 * g), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
-            c1[g] = _mm512_set1_epi64(key.step);
-            c2[g] = _mm512_set1_epi64(key.stream);
-            c3[g] = _mm512_set1_epi64(key.rank);
+#if defined(__AVX2__)
+// What Philox computes alike for all blocks of a stream: the keys of its rounds, and most of the first two rounds, in
+// which only one product each depends on the number of the block.
+struct SharedRounds {
+    uint32_t keys[2][10], first2, second0, second2, second3;
+
+    explicit SharedRounds(const RandomKey& key) {
+        for (uint32_t round = 0; round < 10; ++round) {
+            keys[0][round] = key.seed_low + round * kWeyl0;
+            keys[1][round] = key.seed_high + round * kWeyl1;
         }
-#pragma GCC unroll 10
+        const uint64_t p1 = uint64_t(key.stream) * kPhilox1;
+        const uint64_t p0 = uint64_t(uint32_t(p1 >> 32) ^ key.step ^ keys[0][0]) * kPhilox0;
+        first2 = key.rank ^ keys[1][0];
+        second0 = uint32_t(p1) ^ keys[0][1];
+        second2 = uint32_t(p0 >> 32) ^ keys[1][1];
+        second3 = uint32_t(p0);
+    }
+};
+#endif
+
+// The words of a stream, in groups of blocks. A lane of 64 bits holds one word of one block in its lower half. No
+// product reads the upper half. Two groups of blocks run interleaved, because each round depends on the previous one.
+#if defined(__AVX512F__)
+struct RandomStream {
+    static constexpr int64_t blocks = 16;
+    __m512i k0[10], k1[10], first2, second0, second2, second3;
+
+    explicit RandomStream(const RandomKey& key) {
+        const SharedRounds shared(key);
         for (int round = 0; round < 10; ++round) {
+            k0[round] = _mm512_set1_epi64(shared.keys[0][round]);
+            k1[round] = _mm512_set1_epi64(shared.keys[1][round]);
+        }
+        first2 = _mm512_set1_epi64(shared.first2);
+        second0 = _mm512_set1_epi64(shared.second0);
+        second2 = _mm512_set1_epi64(shared.second2);
+        second3 = _mm512_set1_epi64(shared.second3);
+    }
+
+    // 64 words, those of the blocks first .. first + 15.
+    GRACE_MEMBER void draw(uint32_t first, __m512i out[4]) const {
+        const __m512i m0 = _mm512_set1_epi64(kPhilox0), m1 = _mm512_set1_epi64(kPhilox1);
+        __m512i c0[2], c1[2], c2[2], c3[2];
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; ++g) {
+            const __m512i block =
+                _mm512_add_epi64(_mm512_set1_epi64(int64_t(first) + 8 * g), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+            const __m512i p0 = _mm512_mul_epu32(block, m0);
+            const __m512i p1 = _mm512_mul_epu32(_mm512_xor_si512(_mm512_srli_epi64(p0, 32), first2), m1);
+            c0[g] = _mm512_xor_si512(_mm512_srli_epi64(p1, 32), second0);
+            c1[g] = p1;
+            c2[g] = _mm512_xor_si512(p0, second2);
+            c3[g] = second3;
+        }
+#pragma GCC unroll 8
+        for (int round = 2; round < 10; ++round) {
 #pragma GCC unroll 2
             for (int g = 0; g < 2; ++g) {
                 const __m512i p0 = _mm512_mul_epu32(c0[g], m0), p1 = _mm512_mul_epu32(c2[g], m1);
@@ -283,35 +328,62 @@ GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uin
                 c3[g] = p0;
             }
         }
+        const __m512i even = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+        const __m512i odd = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
 #pragma GCC unroll 2
         for (int g = 0; g < 2; ++g) {
             const __m512i a = _mm512_mask_shuffle_epi32(c0[g], 0xAAAA, c1[g], _MM_PERM_CCAA);
             const __m512i c = _mm512_mask_shuffle_epi32(c2[g], 0xAAAA, c3[g], _MM_PERM_CCAA);
-            _mm512_storeu_si512(out + 32 * g, _mm512_permutex2var_epi64(a, even, c));
-            _mm512_storeu_si512(out + 32 * g + 16, _mm512_permutex2var_epi64(a, odd, c));
+            out[2 * g] = _mm512_permutex2var_epi64(a, even, c);
+            out[2 * g + 1] = _mm512_permutex2var_epi64(a, odd, c);
         }
     }
-    for (; b < blocks; ++b, out += 4) philox(key, uint32_t(first + b), out);
+
+    void write(uint32_t first, uint32_t* out) const {
+        __m512i made[4];
+        draw(first, made);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) _mm512_storeu_si512(out + 16 * j, made[j]);
+    }
+};
+
+// The numbers of `uniform` for 16 words.
+GRACE_LOCAL __m512 uniforms16(__m512i words) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(words, 8)), _mm512_set1_ps(5.9604644775390625e-8f));
 }
 #elif defined(__AVX2__)
-GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
-    const __m256i m0 = _mm256_set1_epi64x(kPhilox0), m1 = _mm256_set1_epi64x(kPhilox1);
-    __m256i k0[10], k1[10];
-    for (int round = 0; round < 10; ++round) {
-        k0[round] = _mm256_set1_epi64x(key.seed_low + uint32_t(round) * kWeyl0);
-        k1[round] = _mm256_set1_epi64x(key.seed_high + uint32_t(round) * kWeyl1);
-    }
-    int64_t b = 0;
-    for (; b + 8 <= blocks; b += 8, out += 32) {
-        __m256i c0[2], c1[2], c2[2], c3[2];
-        for (int g = 0; g < 2; ++g) {
-            c0[g] = _mm256_add_epi64(_mm256_set1_epi64x(int64_t(first) + b + 4 * g), _mm256_setr_epi64x(0, 1, 2, 3));
-            c1[g] = _mm256_set1_epi64x(key.step);
-            c2[g] = _mm256_set1_epi64x(key.stream);
-            c3[g] = _mm256_set1_epi64x(key.rank);
-        }
-#pragma GCC unroll 10
+struct RandomStream {
+    static constexpr int64_t blocks = 8;
+    __m256i k0[10], k1[10], first2, second0, second2, second3;
+
+    explicit RandomStream(const RandomKey& key) {
+        const SharedRounds shared(key);
         for (int round = 0; round < 10; ++round) {
+            k0[round] = _mm256_set1_epi64x(shared.keys[0][round]);
+            k1[round] = _mm256_set1_epi64x(shared.keys[1][round]);
+        }
+        first2 = _mm256_set1_epi64x(shared.first2);
+        second0 = _mm256_set1_epi64x(shared.second0);
+        second2 = _mm256_set1_epi64x(shared.second2);
+        second3 = _mm256_set1_epi64x(shared.second3);
+    }
+
+    void write(uint32_t first, uint32_t* out) const {
+        const __m256i m0 = _mm256_set1_epi64x(kPhilox0), m1 = _mm256_set1_epi64x(kPhilox1);
+        __m256i c0[2], c1[2], c2[2], c3[2];
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; ++g) {
+            const __m256i block =
+                _mm256_add_epi64(_mm256_set1_epi64x(int64_t(first) + 4 * g), _mm256_setr_epi64x(0, 1, 2, 3));
+            const __m256i p0 = _mm256_mul_epu32(block, m0);
+            const __m256i p1 = _mm256_mul_epu32(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), first2), m1);
+            c0[g] = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), second0);
+            c1[g] = p1;
+            c2[g] = _mm256_xor_si256(p0, second2);
+            c3[g] = second3;
+        }
+#pragma GCC unroll 8
+        for (int round = 2; round < 10; ++round) {
 #pragma GCC unroll 2
             for (int g = 0; g < 2; ++g) {
                 const __m256i p0 = _mm256_mul_epu32(c0[g], m0), p1 = _mm256_mul_epu32(c2[g], m1);
@@ -331,12 +403,42 @@ GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uin
             _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(low, high, 0x31));
         }
     }
-    for (; b < blocks; ++b, out += 4) philox(key, uint32_t(first + b), out);
-}
-#else
+};
+#endif
+
+// Words 4 first .. 4 (first + blocks) - 1 of a stream.
 GRACE_LOCAL void words(const RandomKey& key, uint32_t first, int64_t blocks, uint32_t* out) {
-    for (int64_t b = 0; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
+    int64_t done = 0;
+#if defined(__AVX2__)
+    done = blocks / RandomStream::blocks * RandomStream::blocks;
+    if (done > 0) {
+        const RandomStream stream(key);
+        for (int64_t b = 0; b < done; b += RandomStream::blocks) stream.write(uint32_t(first + b), out + 4 * b);
+    }
+#endif
+    for (int64_t b = done; b < blocks; ++b) philox(key, uint32_t(first + b), out + 4 * b);
 }
+
+// --- quotients -------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+// Divides many magnitudes by one number, faster than the instruction that divides. From 2^-60 on, the quotient is that
+// of the instruction. Smaller ones have a relative error below 2^-20, and one that overflows becomes NaN.
+struct Quotient {
+    __m512 by, inverse;
+
+    // Without these limits, the remainders below would not be exact.
+    static bool serves(float by) { return by >= 0x1p-40f && by <= 0x1p60f; }
+    explicit Quotient(float number) : by(_mm512_set1_ps(number)), inverse(_mm512_set1_ps(1.0f / number)) {}
+
+    GRACE_MEMBER __m512 of(__m512 x) const {
+        const __m512 guess = _mm512_mul_ps(x, inverse);
+        // The error is below one unit in the last place. From there, and with the rounded inverse, one more remainder
+        // gives the rounded quotient (Markstein, 1990).
+        const __m512 near = _mm512_fmadd_ps(_mm512_fnmadd_ps(guess, by, x), inverse, guess);
+        return _mm512_fmadd_ps(_mm512_fnmadd_ps(near, by, x), inverse, near);
+    }
+};
 #endif
 
 // --- stores that bypass the cache ------------------------------------------------------------------------------------

@@ -47,8 +47,9 @@ template <class T> struct TableValue {
 
 template <class T>
 void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey& key, uint8_t* codes, int32_t* base,
-                    int64_t n) {
+                    T* most, int64_t n) {
     const RandomKey mine = key;
+    max_abs(on, x, n, most);
     if (!clipped) {
         each(on, 1, [=] __device__(int64_t) { *base = 0; });
         each(on, divide_up(n, 8), [=] __device__(int64_t group) {
@@ -140,7 +141,8 @@ void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t wid
 }
 
 #define GRACE_MAKE(T)                                                                                              \
-    template void natural_encode<T>(const Stream&, const T*, bool, const RandomKey&, uint8_t*, int32_t*, int64_t); \
+    template void natural_encode<T>(const Stream&, const T*, bool, const RandomKey&, uint8_t*, int32_t*, T*,       \
+                                    int64_t);                                                                      \
     template void natural_sum<T>(const Stream&, const std::vector<NaturalCodes>&, bool, bool, const T*, T*, int64_t); \
     template void table_encode<T>(const Stream&, const T*, const T*, int64_t, const T*, uint8_t*, int64_t);        \
     template void table_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, const T*, const T*, T*, int64_t);

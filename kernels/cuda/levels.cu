@@ -365,8 +365,11 @@ void to_integers(const Stream& on, const T* x, const T* scale, T most, const Ran
 }
 
 template <class T, class Code>
-void from_integers(const Stream& on, const Code* codes, const T* scale, T most, T* out, int64_t n) {
-    map(on, out, n, [=] __device__(int64_t i) { return T(codes[i]) * (*scale / most); });
+void from_integers(const Stream& on, const Code* codes, const T* scale, T most, const T* onto, T* out, int64_t n) {
+    map(on, out, n, [=] __device__(int64_t i) {
+        const T value = T(codes[i]) * (*scale / most);
+        return onto == nullptr ? value : onto[i] + value;
+    });
 }
 
 template <class Code>
@@ -415,8 +418,10 @@ GRACE_MAKE(double)
                                            Code*, int64_t);                                                        \
     template void to_integers<double, Code>(const Stream&, const double*, const double*, double, const RandomKey*, \
                                             Code*, int64_t);                                                       \
-    template void from_integers<float, Code>(const Stream&, const Code*, const float*, float, float*, int64_t);    \
-    template void from_integers<double, Code>(const Stream&, const Code*, const double*, double, double*, int64_t); \
+    template void from_integers<float, Code>(const Stream&, const Code*, const float*, float, const float*,        \
+                                             float*, int64_t);                                                     \
+    template void from_integers<double, Code>(const Stream&, const Code*, const double*, double, const double*,    \
+                                              double*, int64_t);                                                   \
     template void pack_lanes<Code>(const Stream&, const Code*, int64_t, int, int32_t*, int64_t);                   \
     template void unpack_lanes<Code>(const Stream&, const int32_t*, int64_t, int, Code*, int64_t);
 GRACE_MAKE(int8_t)

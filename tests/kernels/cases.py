@@ -553,7 +553,9 @@ def to_integers(ops, g):
 @case
 def from_integers(ops, g):
     for dtype, most in g.some(INTEGERS):
-        yield integers.from_integers(ops, signed(g, most, dtype), g.scalar(0.3), most)
+        codes = signed(g, most, dtype)
+        for onto in (None, g.x()):
+            yield integers.from_integers(ops, codes, g.scalar(0.3), most, onto)
 
 
 @case
@@ -688,7 +690,7 @@ def natural_sum(ops, g):
     for clipped in (False, True):
         for onto, negate in ((False, False), (True, True), (True, False)):
             made = [natural.natural_encode(g.reference, g.numbers(), g.key(), clipped) for _ in range(g.ranks)]
-            codes, bases = [g.lay(code, 1) for code, _ in made], [g.lay(base) for _, base in made]
+            codes, bases = [g.lay(code, 1) for code, _, _ in made], [g.lay(base) for _, base, _ in made]
             yield natural.natural_sum(ops, codes, bases, g.n, g.dtype, clipped, g.x() if onto else None, negate)
 
 

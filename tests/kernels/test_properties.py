@@ -78,6 +78,25 @@ def test_random_numbers(n, key, stream):
 
 
 @settings
+@hypothesis.given(
+    st.sampled_from([(1, 2), (127, 8), (32767, 16)]),
+    st.floats(1, 2, width=32),
+    st.sampled_from([-126, -60, -41, -39, -20, 0, 20, 59, 61, 100]),
+    KEYS,
+)
+def test_elements_beside_the_edges_of_levels(level, mantissa, power, key):
+    levels, bits = level
+    scale = np.float32([np.ldexp(np.float32(mantissa), power)])
+    rng = np.random.default_rng(levels)
+    # One unit in the last place decides about the level, so that every quotient must be rounded.
+    edges = ((rng.integers(0, levels, 1024) + 0.5) / levels * scale.astype(np.float64)).astype(np.float32)
+    near = (edges.view(np.int32)[:, None] + np.arange(-2, 3, dtype=np.int32)).ravel().view(np.float32)
+    x = near * rng.choice(np.float32([-1, 1]), near.size)
+    for noise in (None, key):
+        agree(lambda ops, noise=noise: quantize_packed(ops, x, scale, x.size, levels, bits, noise))
+
+
+@settings
 @hypothesis.given(st.integers(1, 5000), st.floats(0, 1), KEYS)
 def test_samples_are_distinct(n, share, key):
     k = int(share * n)
@@ -169,7 +188,7 @@ def test_levels(data, x, width, levels, key):
 @settings
 @hypothesis.given(st.data(), numbers(), KEYS, st.booleans())
 def test_powers_of_two(data, x, key, clipped):
-    codes, base = agree(lambda ops: natural_encode(ops, x, key, clipped))
+    codes, base, _ = agree(lambda ops: natural_encode(ops, x, key, clipped))
     negate = data.draw(st.booleans())
     with np.errstate(all="ignore"):
         arguments = (x.size, str(x.dtype), clipped)

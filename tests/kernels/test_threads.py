@@ -39,7 +39,7 @@ def step(ops, seed, n=N):
     norms = bucket_norms(ops, x, 512, "max")
     codes = quantize_packed(ops, x, norms, 512, 127, 8, key)
     values, indices = ops.sparsify(x, n // 100)
-    powers, base = natural_encode(ops, x, key, True)
+    powers, base, _ = natural_encode(ops, x, key, True)
     bits, means = binarize_means(ops, x, 0.0)
     # Numbers of every size, so that another order of the sums shows in their last bits.
     matrix = (x**9).astype(np.float64)[: n // 300 * 300]

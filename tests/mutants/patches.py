@@ -2856,8 +2856,8 @@ PATCHES = [
     Patch(
         "native-key-without-rank",
         "grace/core/compressors/natural.py",
-        'integers, outputs = [int(clipped), *ops.key_integers(key)], ["uint8", "int32"]',
-        'integers, outputs = [int(clipped), *ops.key_integers(key._replace(rank=0))], ["uint8", "int32"]',
+        "integers, outputs = [int(clipped), *ops.key_integers(key)]",
+        "integers, outputs = [int(clipped), *ops.key_integers(key._replace(rank=0))]",
         "kernels draw the shared numbers in place of the rank's own",
         (f"{BYTES} -k natural", GOLDEN + " -k natural"),
     ),
@@ -3497,8 +3497,8 @@ PATCHES = [
     Patch(
         "kernel-levels-of-the-first-rank",
         "kernels/cpu/loops_rotation.inl",
-        "look_up<bits>(ranks[r].levels, codes, values, length);",
-        "look_up<bits>(ranks[0].levels, codes, values, length);",
+        "look_up_packed<bits>(ranks[r].levels,",
+        "look_up_packed<bits>(ranks[0].levels,",
         "the codes of all ranks count the levels of rank 0",
         (f"{BYTES} -k 'levels_sum and numpy'",),
     ),
@@ -3755,7 +3755,7 @@ PATCHES = [
         "kernels/cpu/loops_codings.inl",
         "values[i] = natural_value<T>(codes[i], sign ^ flip);",
         "values[i] = natural_value<T>(codes[i], sign);",
-        "the last elements of a length that is no multiple of 32 are added to the residual",
+        "the last elements of a length that is no multiple of 16 are added to the residual",
         (f"{BYTES} -k natural",),
     ),
     Patch(

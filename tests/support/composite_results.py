@@ -363,7 +363,9 @@ def from_integers(n, dtype):
     for most, integer in ((127, "int8"), (300, "int16"), (2**23 - 1, "int32")):
         codes = rng.integers(-most, most + 1, n).astype(integer)
         expected = codes.astype(dtype) * (t(0.75) / t(most))
-        yield Call("from_integers", (codes, np.array([0.75], dtype), most), {}, (expected,))
+        scale, onto = np.array([0.75], dtype), numbers(n, dtype)
+        yield Call("from_integers", (codes, scale, most), {}, (expected,))
+        yield Call("from_integers", (codes, scale, most), {"onto": onto}, (onto + expected,))
 
 
 @case
@@ -543,7 +545,9 @@ def natural(n, dtype):
             bases.append(base)
             size = np.where(codes > 0, 2.0 ** (codes + base[0] - _BIAS[dtype]), 0.0)
             values.append(np.where(negative, -size, size).astype(dtype))
-            yield Call("natural_encode", (x * x.dtype.type(2.0**60), KEY, clipped), {}, (made[-1], base))
+            shifted = x * x.dtype.type(2.0**60)
+            most = np.array([abs(shifted).max(initial=0)], dtype)
+            yield Call("natural_encode", (shifted, KEY, clipped), {}, (made[-1], base, most))
         for negate in (False, True):
             signed = [-v for v in values] if negate else values
 

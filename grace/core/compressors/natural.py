@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.values.spec import MAX_MAGNITUDE, Array, Field, Key, Payload, Site, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
@@ -25,7 +26,7 @@ _CLIPPED = 127
 
 @compressors.register("natural")
 @dataclass(frozen=True)
-class Natural(Compressor):
+class Natural(Compressor, Checking):
     r"""Natural compression: stochastic rounding to a power of two, sent as sign and exponent.
 
     Formula: C(x)_i = \mathrm{sign}(x_i) \, 2^{e + b_i}, \; b_i \sim \mathrm{Bernoulli}(|x_i| / 2^e - 1)
@@ -67,8 +68,16 @@ class Natural(Compressor):
         return (Field("base", "int32", 1), codes) if self.clipped else (codes,)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        codes, base = natural_encode(at.ops, x, at.private_key, self.clipped)
-        return {"base": base, "codes": codes} if self.clipped else {"codes": codes}
+        return self._encoded(x, at)[0]
+
+    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
+        payload, most = self._encoded(x, at)
+        return payload, at.ops.reshape(most, ()) <= MAX_MAGNITUDE[at.spec.work_dtype]
+
+    def _encoded(self, x: Array, at: Site) -> tuple[Payload, Array]:
+        """Return the payload and the largest magnitude."""
+        codes, base, most = natural_encode(at.ops, x, at.private_key, self.clipped)
+        return {"base": base, "codes": codes} if self.clipped else {"codes": codes}, most
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
@@ -87,8 +96,8 @@ class Natural(Compressor):
 
 
 @composite(one_graph=True)
-def natural_encode(ops: ArrayOps, x: Array, key: Key, clipped: bool) -> tuple[Array, Array]:
-    """Return the packed signs and exponents of natural compression, and the base (int32, (1,)).
+def natural_encode(ops: ArrayOps, x: Array, key: Key, clipped: bool) -> tuple[Array, Array, Array]:
+    """Return the packed signs and exponents of natural compression, the base (int32, (1,)), and the largest |x| (1,).
 
     A code has 9 bits, 12 for float64; with `clipped` 8 bits, with exponents above the base, which is else 0.
     """
@@ -110,18 +119,18 @@ def natural_encode(ops: ArrayOps, x: Array, key: Key, clipped: bool) -> tuple[Ar
         code = ops.where(ops.shift_right(word, mantissa) > low, code - low, ops.cast(up, integer))
         bits, base = 8, ops.reshape(ops.cast(low, "int32"), (1,))
     sign = ops.shift_left(ops.cast(negative, "int64"), bits - 1)
-    return ops.pack(ops.cast(code, "int64") + sign, bits), base
+    return ops.pack(ops.cast(code, "int64") + sign, bits), base, ops.reshape(ops.max_abs(x), (1,))
 
 
-@natural_encode.kernel(natural_encode="x T; clipped, key -> uint8[packed], int32[1]")
-def _(ops: Native, x: Array, key: Key, clipped: bool) -> tuple[Array, Array] | None:
+@natural_encode.kernel(natural_encode="x T; clipped, key -> uint8[packed], int32[1], T[1]")
+def _(ops: Native, x: Array, key: Key, clipped: bool) -> tuple[Array, Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
         return None
     size = packed_size(ops.length(x), 8 if clipped else 1 + _FORMAT[dtype][0])
-    integers, outputs = [int(clipped), *ops.key_integers(key)], ["uint8", "int32"]
-    codes, base = ops.run("natural_encode", [x], integers, outputs=outputs, lengths=[size, 1])
-    return codes, base
+    integers, outputs = [int(clipped), *ops.key_integers(key)], ["uint8", "int32", dtype]
+    codes, base, most = ops.run("natural_encode", [x], integers, outputs=outputs, lengths=[size, 1, 1])
+    return codes, base, most
 
 
 def _rounded(ops: ArrayOps, word: Array, u: Array, dtype: str) -> Array:

@@ -13,7 +13,7 @@ from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.values.spec import MAX_MAGNITUDE, Array, Field, Payload, Proposal, Site, TensorSpec
 
 # The largest sum of ones that a signed byte holds.
 _MOST_RANKS = 127
@@ -35,7 +35,7 @@ class TernGrad(Compressor, Negotiating):
 
     Error: 1 |x|^2 for normal x; 2.5 |x|^2 with `clip_factor=null`.
 
-    Cost: one pass for the norm and one for the maximum; one random number per element; no sorting, no state.
+    Cost: one pass for norm and maximum, and one to round; one random number per element; no sorting, no state.
 
     When: 2 bits without memory or error feedback; a smaller learning rate may help. From three ranks on it travels by
     `two_shot`, which rounds the mean once more. `shared_scale` rounds once only and sends 4 times the bytes; use it
@@ -63,6 +63,10 @@ class TernGrad(Compressor, Negotiating):
         return self.shared_scale
 
     @property
+    def shows_nonfinite(self) -> bool:
+        return not self.shared_scale
+
+    @property
     def linear_in(self) -> tuple[str, ...]:
         return () if self.shared_scale else ("scale",)
 
@@ -85,13 +89,17 @@ class TernGrad(Compressor, Negotiating):
         return Proposal(self._scale(x, at)[0], "max")
 
     def _scale(self, x: Array, at: Site) -> tuple[Array, Array | None]:
-        """Return the largest magnitude after clipping, of shape (1,), and the clipping limit (None: not clipped)."""
+        """Return the largest magnitude after clipping, of shape (1,), and the clipping limit (None: not clipped).
+
+        An element that counts as infinite shows in the largest magnitude: clipping does not hide it.
+        """
         ops = at.ops
         if self.clip_factor is None or not at.spec.numel:
             return ops.reshape(ops.max_abs(x), (1,)), None
         norm, largest = ops.norm_max(x)
         limit = norm * (self.clip_factor / math.sqrt(at.spec.numel))
-        return ops.reshape(ops.where(limit < largest, limit, largest), (1,)), limit
+        clips = ops.bit_and(limit < largest, largest <= MAX_MAGNITUDE[at.spec.work_dtype])
+        return ops.reshape(ops.where(clips, limit, largest), (1,)), limit
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops, width = at.ops, max(1, at.spec.numel)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
-from grace.core.ops.composites import ArrayOps
+from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import compressors
@@ -114,6 +114,9 @@ class Uniform(Compressor, Negotiating):
             codes = codes + at.ops.cast(payload["codes"], "int32")
         return self.decompress({**payloads[0], "codes": codes}, at)
 
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return from_integers(at.ops, payload["codes"], -payload["scale"], self.most, onto=x)
+
 
 @composite(one_graph=True)
 def to_integers(ops: ArrayOps, x: Array, scale: Array, most: int, key: Key | None, dtype: str) -> Array:
@@ -130,14 +133,17 @@ def _(ops: Native, x: Array, scale: Array, most: int, key: Key | None, dtype: st
 
 
 @composite(one_graph=True)
-def from_integers(ops: ArrayOps, codes: Array, scale: Array, most: int) -> Array:
-    """Return codes * scale / most in the dtype of the scale; kernels take integers of 8, 16 and 32 bits."""
-    return ops.dequantize(codes, scale, most, ops.dtype(scale))
+def from_integers(ops: ArrayOps, codes: Array, scale: Array, most: int, onto: Array | None = None) -> Array:
+    """Return codes * scale / most in the dtype of the scale, added to `onto` if it is given, which is consumed.
+
+    Kernels take integers of 8, 16 and 32 bits.
+    """
+    return plus(ops, onto, ops.dequantize(codes, scale, most, ops.dtype(scale)))
 
 
-@from_integers.kernel(from_integers="codes int8/int16/int32, scale T; most -> T[codes]")
-def _(ops: Native, codes: Array, scale: Array, most: int) -> Array | None:
-    if ops.floating(scale) is None or ops.dtype(codes) == "int64":
+@from_integers.kernel(from_integers="[onto_ T], codes int8/int16/int32, scale T; most, has_onto -> T[codes]")
+def _(ops: Native, codes: Array, scale: Array, most: int, onto: Array | None = None) -> Array | None:
+    dtype = ops.floating(scale)
+    if dtype is None or ops.dtype(codes) == "int64":
         return None
-    out, n = ops.withdraw(), ops.length(codes)
-    return ops.run("from_integers", [codes, scale], [most], outputs=[ops.dtype(scale)], lengths=[n], out=out)[0]
+    return ops.total("from_integers", [codes, scale], [most], ops.length(codes), dtype, onto)

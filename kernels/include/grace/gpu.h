@@ -144,7 +144,7 @@ void best_levels(const Stream& on, const double* sizes, int64_t n, const int32_t
 template <class T, class Code>
 void to_integers(const Stream& on, const T* x, const T* scale, T most, const RandomKey* noise, Code* out, int64_t n);
 template <class T, class Code>
-void from_integers(const Stream& on, const Code* codes, const T* scale, T most, T* out, int64_t n);
+void from_integers(const Stream& on, const Code* codes, const T* scale, T most, const T* onto, T* out, int64_t n);
 template <class Code>
 void pack_lanes(const Stream& on, const Code* x, int64_t n, int lanes, int32_t* words, int64_t count);
 template <class Code>
@@ -211,7 +211,7 @@ void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std
 
 template <class T>
 void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey& key, uint8_t* codes, int32_t* base,
-                    int64_t n);
+                    T* most, int64_t n);
 template <class T>
 void natural_sum(const Stream& on, const std::vector<NaturalCodes>& ranks, bool clipped, bool negate, const T* onto,
                  T* out, int64_t n);

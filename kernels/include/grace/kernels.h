@@ -59,7 +59,7 @@ namespace grace {
     X(round_packed, "x T, scales T, levels T; width, stochastic, key -> uint8[packed]")                                              \
     X(levels_sum, "[onto_ T], codes uint8..., scales T..., levels T...; ranks, width, n, has_onto -> T[n]")                          \
     X(to_integers, "x T, scale T; most, bits, stochastic, key -> int8/int16/int32[x]")                                                \
-    X(from_integers, "codes int8/int16/int32, scale T; most -> T[codes]")                                                             \
+    X(from_integers, "[onto_ T], codes int8/int16/int32, scale T; most, has_onto -> T[codes]")                                        \
     X(pack_lanes, "x int8/int16/int32; lanes -> int32[words]")                                                                        \
     X(unpack_lanes, "word int32; lanes, n -> int8/int16/int32[n]")                                                                    \
     X(best_levels, "sizes float64, starts int32; exponential -> float64[starts + 2]")                                                 \
@@ -70,7 +70,7 @@ namespace grace {
     X(recover_sparse, "z T; n, block, reduction, rounds, key; share, noise -> T[n]")                                                  \
     X(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")                                       \
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
-    X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1]")                                                                 \
+    X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1], T[1]")                                                           \
     X(natural_sum, "[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto -> T[n]")                    \
     X(power_words, "x T, [noise T]; ; alpha -> T[1], int32[m]")                                                                       \
     X(power_sum, "[onto_ T], words int32..., scales T...; ranks, n, has_onto -> T[n]")                                                \

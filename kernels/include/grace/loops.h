@@ -120,7 +120,8 @@ template <class T> struct Loops {
     bool (*weighted_sum)(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around);
     T (*max_abs)(const T* x, int64_t n);
     bool (*finite)(const T* x, int64_t n);
-    double (*sum_squares)(const T* x, int64_t n);
+    // Returns the sum of squares.
+    double (*norm_max)(const T* x, int64_t n, T* largest);
     // out = onto + x^2, see bounded_square_sum.
     void (*square_sum)(const T* x, const T* onto, T largest, T limit, T* out, int64_t n, bool around);
     void (*fill)(T* out, T value, int64_t n, bool around);
@@ -164,10 +165,10 @@ template <class T> struct Loops {
     void (*to_integers8)(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, int8_t* out);
     void (*to_integers16)(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, int16_t* out);
     void (*to_integers32)(const T* x, T scale, T most, const RandomKey* noise, int64_t begin, int64_t end, int32_t* out);
-    // out = code * unit.
-    void (*from_integers8)(const int8_t* codes, T unit, T* out, int64_t n, bool around);
-    void (*from_integers16)(const int16_t* codes, T unit, T* out, int64_t n, bool around);
-    void (*from_integers32)(const int32_t* codes, T unit, T* out, int64_t n, bool around);
+    // out = onto + code * unit. onto may be out or null.
+    void (*from_integers8)(const int8_t* codes, T unit, const T* onto, T* out, int64_t n, bool around);
+    void (*from_integers16)(const int16_t* codes, T unit, const T* onto, T* out, int64_t n, bool around);
+    void (*from_integers32)(const int32_t* codes, T unit, const T* onto, T* out, int64_t n, bool around);
 
     // The codes of elements begin .. end - 1, rounded to 2^bits levels times the scales of their buckets; without noise,
     // to the nearest one.
@@ -234,9 +235,9 @@ template <class T> struct Loops {
     // Returns whether any element begin .. end - 1 is rounded to a larger exponent. No element has a larger one itself.
     bool (*natural_rises)(const T* x, const RandomKey* key, int32_t exponent, int64_t begin, int64_t end);
     // Codes of elements begin .. end - 1: eight bits each, relative to a base. With base -1: the low eight bits of each
-    // code, and packed the sign and the other bits. Both outputs begin at `begin`.
-    void (*natural_codes)(const T* x, const RandomKey* key, int32_t base, int64_t begin, int64_t end, uint8_t* low,
-                          uint8_t* high);
+    // code, and packed the sign and the other bits. Both outputs begin at `begin`. Returns the largest magnitude.
+    T (*natural_codes)(const T* x, const RandomKey* key, int32_t base, int64_t begin, int64_t end, uint8_t* low,
+                       uint8_t* high);
     void (*natural_sum)(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto, T* out,
                         int64_t begin, int64_t end, bool around);
     // The number of edges that are at most |x|, plus 128 if x < 0.
