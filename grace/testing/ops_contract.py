@@ -358,11 +358,12 @@ class OpsContract:
         for other in (ops.concat([codes, codes]), codes[:0], array(ops, [255], "uint8")):
             with pytest.raises(_refusals(ops)):
                 ternary_sum(ops, [other], [half], 4)
-        full, words, small, tags = precision_encode(ops, x, 2.0**-10, 5, 0)
-        assert host(ops, precision_sum(ops, [(full, words, small, tags)], 5, 0, 4, "float32")).tolist() == [1, -1, 0, 3]
+        one = ops.full(1, 1, "float32")
+        full, words, small, tags = precision_encode(ops, x, one, 2.0**-10, 5, 0)
+        assert host(ops, precision_sum(ops, [(full, words, small, tags)], [one], 5, 0, 4)).tolist() == [1, -1, 0, 3]
         for other in (full[:1], ops.concat([full, full])):
             with pytest.raises(_refusals(ops)):
-                precision_sum(ops, [(other, words, small, tags)], 5, 0, 4, "float32")
+                precision_sum(ops, [(other, words, small, tags)], [one], 5, 0, 4)
 
 
 def _refusals(ops: ArrayOps) -> tuple[type[Exception], ...]:

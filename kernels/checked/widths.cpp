@@ -152,16 +152,17 @@ void ternary_sum_kernel(Call& call) {
 }
 
 void precision_encode_kernel(Call& call) {
-    call.expect(1, 2, 1);
+    call.expect(2, 2, 1);
     const Ends ends = ends_at(call, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
+        const T* scale = call.input<T>(1, 1);
         const T bound = static_cast<T>(call.number(0));
         const auto power = [](int exponent) { return static_cast<T>(std::ldexp(1.0, exponent)); };
         const T steps[2] = {power(ends.m + 7), power(ends.h + 15)};
-        GRACE_GPU(call, precision_encode<T>, x, bound, power(-ends.m), power(-ends.h), steps[0], steps[1], n,
+        GRACE_GPU(call, precision_encode<T>, x, scale, bound, power(-ends.m), power(-ends.h), steps[0], steps[1], n,
                   [&](int64_t full, int64_t words, int64_t bytes) {
                       gpu::Split<T> out;
                       out.full = call.output<T>(full);
@@ -170,10 +171,14 @@ void precision_encode_kernel(Call& call) {
                       out.tags = call.output<uint8_t>(packed_size(n, 2));
                       return out;
                   });
+        // The tags compare elements with the ends in their own unit, which saves a division for each.
+        const T safe = *scale > 0 ? *scale : T(1);
+        const T least = reaching(bound, safe);
+        const T byte_end = reaching(power(-ends.m), safe), word_end = reaching(power(-ends.h), safe);
         Scratch<uint8_t> tags(packed_size(n, 2));
         Starts starts(n);
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            loops<T>().precision_tags(x + begin, bound, power(-ends.m), power(-ends.h), end - begin, &tags[begin / 4],
+            loops<T>().precision_tags(x + begin, least, byte_end, word_end, end - begin, &tags[begin / 4],
                                       starts.of(begin / kPiece));
         });
         starts.add_up();
@@ -182,7 +187,7 @@ void precision_encode_kernel(Call& call) {
         int8_t* bytes = call.output<int8_t>(starts.total(1));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             const int64_t* at = starts.before(begin / kPiece);
-            loops<T>().precision_split(x + begin, &tags[begin / 4], steps[0], steps[1], end - begin,
+            loops<T>().precision_split(x + begin, safe, &tags[begin / 4], steps[0], steps[1], end - begin,
                                        full + at[3], words + at[2], bytes + at[1]);
         });
         std::memcpy(call.output<uint8_t>(packed_size(n, 2)), tags.data(), static_cast<size_t>(packed_size(n, 2)));
@@ -190,25 +195,24 @@ void precision_encode_kernel(Call& call) {
 }
 
 void precision_sum_kernel(Call& call) {
-    const int ranks = ranks_at(call, 0), first = call.integer(5) != 0 ? 1 : 0;
-    call.expect(first + 4 * ranks, 6, 0);
+    const int ranks = ranks_at(call, 0), first = call.integer(4) != 0 ? 1 : 0;
+    call.expect(first + 5 * ranks, 5, 0);
     const Ends ends = ends_at(call, 1);
     const int64_t n = call.length(3);
-    const bool negate = call.integer(4) != 0;
     dispatch(call, call.input(first), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         std::vector<gpu::WidthCodes<T>> payloads;
         for (int r = 0; r < ranks; ++r) {
             const int full = first + r, words = full + ranks, bytes = words + ranks, tags = bytes + ranks;
+            const int scale = tags + ranks;
             payloads.push_back({{call.input<uint8_t>(tags, packed_size(n, 2)), call.input<T>(full),
-                                 call.input<int16_t>(words), call.input<int8_t>(bytes)},
+                                 call.input<int16_t>(words), call.input<int8_t>(bytes), call.input<T>(scale, 1)},
                                 {call.input(bytes).size, call.input(words).size, call.input(full).size}});
         }
-        const T sign = negate ? T(-1) : T(1);
-        const T byte_step = sign * static_cast<T>(std::ldexp(1.0, -(ends.m + 7)));
-        const T word_step = sign * static_cast<T>(std::ldexp(1.0, -(ends.h + 15)));
+        const T byte_step = static_cast<T>(std::ldexp(1.0, -(ends.m + 7)));
+        const T word_step = static_cast<T>(std::ldexp(1.0, -(ends.h + 15)));
         const Target<T> to = target_of<T>(call, first == 1, n);
-        GRACE_GPU(call, precision_sum, payloads, byte_step, word_step, negate, to.onto, to.out, n);
+        GRACE_GPU(call, precision_sum, payloads, byte_step, word_step, to.onto, to.out, n);
         std::vector<Starts> starts;
         for (const gpu::WidthCodes<T>& one : payloads) {
             starts.emplace_back(n);
@@ -229,9 +233,10 @@ void precision_sum_kernel(Call& call) {
             for (int r = 0; r < ranks; ++r) {
                 const int64_t* at = starts[static_cast<size_t>(r)].before(begin / kPiece);
                 const Widths<T>& all = payloads[static_cast<size_t>(r)].lists;
-                here.push_back({all.tags + begin / 4, all.full + at[3], all.words + at[2], all.bytes + at[1]});
+                here.push_back(
+                    {all.tags + begin / 4, all.full + at[3], all.words + at[2], all.bytes + at[1], all.scale});
             }
-            loops<T>().precision_sum(here.data(), ranks, byte_step, word_step, negate,
+            loops<T>().precision_sum(here.data(), ranks, byte_step, word_step,
                                      to.onto == nullptr ? nullptr : to.onto + begin, to.out + begin, end - begin, to.around);
         });
     });

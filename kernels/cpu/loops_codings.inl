@@ -432,7 +432,7 @@ static void precision_tags(const T* x, T bound, T byte_end, T word_end, int64_t 
 }
 
 template <class T>
-static void precision_split(const T* x, const uint8_t* tags, T byte_steps, T word_steps, int64_t n, T* full,
+static void precision_split(const T* x, T scale, const uint8_t* tags, T byte_steps, T word_steps, int64_t n, T* full,
                             int16_t* words, int8_t* bytes) {
     alignas(64) T found[3][kBlock + 64];
     for (int64_t at = 0; at < n; at += kBlock) {
@@ -452,9 +452,9 @@ static void precision_split(const T* x, const uint8_t* tags, T byte_steps, T wor
                 counts[t] += __builtin_popcountll(masks.of[t]);
             }
         }
-        for (int64_t i = 0; i < counts[0]; ++i) bytes[i] = int8_t(int32_t(found[0][i] * byte_steps));
-        for (int64_t i = 0; i < counts[1]; ++i) words[i] = int16_t(int32_t(found[1][i] * word_steps));
-        memcpy(full, found[2], size_t(counts[2]) * sizeof(T));
+        for (int64_t i = 0; i < counts[0]; ++i) bytes[i] = int8_t(int32_t(found[0][i] / scale * byte_steps));
+        for (int64_t i = 0; i < counts[1]; ++i) words[i] = int16_t(int32_t(found[1][i] / scale * word_steps));
+        for (int64_t i = 0; i < counts[2]; ++i) full[i] = found[2][i] / scale;
         bytes += counts[0];
         words += counts[1];
         full += counts[2];
@@ -462,46 +462,38 @@ static void precision_split(const T* x, const uint8_t* tags, T byte_steps, T wor
 }
 
 template <class T>
-static void precision_sum(Widths<T>* ranks, int count, T byte_step, T word_step, bool negate, const T* onto, T* out,
-                          int64_t n, bool around) {
-    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
-        if (onto == nullptr) {
-            for (int64_t i = 0; i < length; ++i) target[i] = T(0);
+static void precision_sum(Widths<T>* ranks, int count, T byte_step, T word_step, const T* onto, T* out, int64_t n,
+                          bool around) {
+    const auto decode = [&](int r, int64_t at, int64_t length, T* values) {
+        Widths<T>& mine = ranks[r];
+        const T scale = *mine.scale;
+        TagMasks masks[kBlock / 64];
+        int64_t counts[3] = {0, 0, 0};
+        for (int64_t i = 0; i < length; i += 64) {
+            masks[i / 64] = tag_masks(mine.tags + (at + i) / 4, length - i);
+            for (int t = 0; t < 3; ++t) counts[t] += __builtin_popcountll(masks[i / 64].of[t]);
         }
-        for (int r = 0; r < count; ++r) {
-            Widths<T>& mine = ranks[r];
-            TagMasks masks[kBlock / 64];
-            int64_t counts[3] = {0, 0, 0};
-            for (int64_t i = 0; i < length; i += 64) {
-                masks[i / 64] = tag_masks(mine.tags + (at + i) / 4, length - i);
-                for (int t = 0; t < 3; ++t) counts[t] += __builtin_popcountll(masks[i / 64].of[t]);
+        alignas(64) T numbers[3][kBlock + 64];
+        for (int64_t i = 0; i < counts[0]; ++i) numbers[0][i] = T(mine.bytes[i]) * byte_step * scale;
+        for (int64_t i = 0; i < counts[1]; ++i) numbers[1][i] = T(mine.words[i]) * word_step * scale;
+        for (int64_t i = 0; i < counts[2]; ++i) numbers[2][i] = mine.full[i] * scale;
+        mine.bytes += counts[0];
+        mine.words += counts[1];
+        mine.full += counts[2];
+        // Where nothing was sent, 0 times the scale has the sign of the scale.
+        const T nothing = T(0) * scale;
+        const T* next[3] = {numbers[0], numbers[1], numbers[2]};
+        for (int64_t i = 0; i < length; i += 64) {
+            alignas(64) T last[64];
+            T* to = length - i < 64 ? last : values + i;
+            for (int j = 0; j < 64; ++j) to[j] = nothing;
+            for (int t = 0; t < 3; ++t) {
+                if (masks[i / 64].of[t] == 0) continue;
+                spread64(next[t], masks[i / 64].of[t], to);
+                next[t] += __builtin_popcountll(masks[i / 64].of[t]);
             }
-            alignas(64) T numbers[3][kBlock + 64];
-            for (int64_t i = 0; i < counts[0]; ++i) numbers[0][i] = T(mine.bytes[i]) * byte_step;
-            for (int64_t i = 0; i < counts[1]; ++i) numbers[1][i] = T(mine.words[i]) * word_step;
-            for (int64_t i = 0; i < counts[2]; ++i) numbers[2][i] = negate ? -mine.full[i] : mine.full[i];
-            mine.bytes += counts[0];
-            mine.words += counts[1];
-            mine.full += counts[2];
-            const T* next[3] = {numbers[0], numbers[1], numbers[2]};
-            for (int64_t i = 0; i < length; i += 64) {
-                const TagMasks& here = masks[i / 64];
-                if ((here.of[0] | here.of[1] | here.of[2]) == 0) continue;
-                // Add -0 where nothing was sent. It changes no number, not even -0.
-                alignas(64) T values[64];
-                for (int j = 0; j < 64; ++j) values[j] = -T(0);
-                for (int t = 0; t < 3; ++t) {
-                    if (here.of[t] == 0) continue;
-                    spread64(next[t], here.of[t], values);
-                    next[t] += __builtin_popcountll(here.of[t]);
-                }
-                const int64_t here_are = lesser(64, length - i);
-                if (here_are == 64) {
-                    for (int j = 0; j < 64; ++j) target[i + j] += values[j];
-                } else {
-                    for (int64_t j = 0; j < here_are; ++j) target[i + j] += values[j];
-                }
-            }
+            if (to == last) memcpy(values + i, last, size_t(length - i) * sizeof(T));
         }
-    });
+    };
+    sum_ranks(count, onto, out, 0, n, around, NoVectors<T>(), decode);
 }

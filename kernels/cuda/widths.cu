@@ -176,8 +176,9 @@ __device__ inline void store_counts(const Three& mine, uint64_t* lists, int64_t 
 }
 
 template <class T>
-__global__ void tags_kernel(const T* x, int64_t n, T bound, T byte_end, T word_end, Shares shares, uint8_t* tags,
-                            uint64_t* lists) {
+__global__ void tags_kernel(const T* x, const T* scale, int64_t n, T bound, T byte_end, T word_end, Shares shares,
+                            uint8_t* tags, uint64_t* lists) {
+    const T safe = *scale > 0 ? *scale : T(1);
     Three counts = {{0, 0, 0}};
     for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
         const int64_t group = tile * kThreads + threadIdx.x;
@@ -188,7 +189,7 @@ __global__ void tags_kernel(const T* x, int64_t n, T bound, T byte_end, T word_e
         uint32_t word = 0;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            if (j < count) word |= precision_tag(found[j], bound, byte_end, word_end) << (2 * j);
+            if (j < count) word |= precision_tag(found[j] / safe, bound, byte_end, word_end) << (2 * j);
         }
         store_bytes(tags + 2 * group, word, (count + 3) / 4);
         count_tags(word, &counts);
@@ -205,8 +206,9 @@ __global__ void count_kernel(const uint8_t* tags, int64_t n, Shares shares, uint
 }
 
 template <class T>
-__global__ void split_kernel(const T* x, int64_t n, T byte_steps, T word_steps, Shares shares, const uint8_t* tags,
-                             const uint64_t* lists, Split<T> out) {
+__global__ void split_kernel(const T* x, const T* scale, int64_t n, T byte_steps, T word_steps, Shares shares,
+                             const uint8_t* tags, const uint64_t* lists, Split<T> out) {
+    const T safe = *scale > 0 ? *scale : T(1);
     Three before = before_stretch(lists, shares.count);
     for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
         const int64_t group = tile * kThreads + threadIdx.x;
@@ -216,7 +218,7 @@ __global__ void split_kernel(const T* x, int64_t n, T byte_steps, T word_steps, 
         for (int j = 0; j < 8; ++j) {
             const uint32_t tag = word >> (2 * j) & 3u;
             if (tag == 0) continue;
-            const T value = x[8 * group + j];
+            const T value = x[8 * group + j] / safe;
             if (tag == 1) out.bytes[at.of[0]++] = int8_t(int32_t(value * byte_steps));
             if (tag == 2) out.words[at.of[1]++] = int16_t(int32_t(value * word_steps));
             if (tag == 3) out.full[at.of[2]++] = value;
@@ -225,7 +227,7 @@ __global__ void split_kernel(const T* x, int64_t n, T byte_steps, T word_steps, 
 }
 
 template <class T>
-__global__ void unite_kernel(WidthCodes<T> rank, int64_t n, T byte_step, T word_step, bool negate, Shares shares,
+__global__ void unite_kernel(WidthCodes<T> rank, int64_t n, T byte_step, T word_step, Shares shares,
                              const uint64_t* lists, const T* onto, T* out) {
     Three before = before_stretch(lists, shares.count);
     for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
@@ -234,19 +236,18 @@ __global__ void unite_kernel(WidthCodes<T> rank, int64_t n, T byte_step, T word_
         Places at = places_before(word, before, &before);
         for (int j = 0; j < 8 && 8 * group + j < n; ++j) {
             const int64_t i = 8 * group + j;
-            T sum = onto == nullptr ? T(0) : onto[i];
+            T value = 0;
             const uint32_t tag = word >> (2 * j) & 3u;
             if (tag != 0) {
                 const uint64_t from = at.of[tag - 1]++;
                 if (from < uint64_t(rank.counts[tag - 1])) {
-                    const T full = tag == 3 ? rank.lists.full[from] : T(0);
-                    sum += tag == 1   ? T(rank.lists.bytes[from]) * byte_step
-                           : tag == 2 ? T(rank.lists.words[from]) * word_step
-                           : negate   ? -full
-                                      : full;
+                    value = tag == 1   ? T(rank.lists.bytes[from]) * byte_step
+                            : tag == 2 ? T(rank.lists.words[from]) * word_step
+                                       : rank.lists.full[from];
                 }
             }
-            out[i] = sum;
+            value *= *rank.lists.scale;
+            out[i] = onto == nullptr ? value : onto[i] + value;
         }
     }
 }
@@ -293,25 +294,26 @@ void ternary_sum(const Stream& on, const std::vector<TernaryCodes<T>>& ranks, co
 }
 
 template <class T>
-void precision_encode(const Stream& on, const T* x, T bound, T byte_end, T word_end, T byte_steps, T word_steps,
-                      int64_t n, const std::function<Split<T>(int64_t full, int64_t words, int64_t bytes)>& room) {
+void precision_encode(const Stream& on, const T* x, const T* scale, T bound, T byte_end, T word_end, T byte_steps,
+                      T word_steps, int64_t n,
+                      const std::function<Split<T>(int64_t full, int64_t words, int64_t bytes)>& room) {
     const Shares shares = shares_of(n);
     const int64_t count = shares.count;
     uint8_t* tags = scratch<uint8_t>(on, packed_size(n, 2));
     uint64_t* lists = scratch<uint64_t>(on, 3 * (count + 1));
     Three* totals = scratch<Three>(on, 1);
-    launch(on, count, tags_kernel<T>, x, n, bound, byte_end, word_end, shares, tags, lists);
+    launch(on, count, tags_kernel<T>, x, scale, n, bound, byte_end, word_end, shares, tags, lists);
     add_before(on, lists, count, 3);
     each(on, 3, [=] __device__(int64_t t) { totals->of[t] = lists[count + t * (count + 1)]; });
     const Three found = fetched(on, totals);
     const Split<T> out = room(static_cast<int64_t>(found.of[2]), static_cast<int64_t>(found.of[1]),
                               static_cast<int64_t>(found.of[0]));
-    launch(on, count, split_kernel<T>, x, n, byte_steps, word_steps, shares, tags, lists, out);
+    launch(on, count, split_kernel<T>, x, scale, n, byte_steps, word_steps, shares, tags, lists, out);
 }
 
 template <class T>
-void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T byte_step, T word_step, bool negate,
-                   const T* onto, T* out, int64_t n) {
+void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T byte_step, T word_step, const T* onto,
+                   T* out, int64_t n) {
     const Shares shares = shares_of(n);
     const int64_t count = shares.count;
     int* fault = on.fault;
@@ -323,16 +325,16 @@ void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T 
         each(on, 3, [=] __device__(int64_t t) {
             if (lists[count + t * (count + 1)] != uint64_t(rank.counts[t])) note_fault(fault);
         });
-        launch(on, count, unite_kernel<T>, rank, n, byte_step, word_step, negate, shares, lists, r > 0 ? out : onto, out);
+        launch(on, count, unite_kernel<T>, rank, n, byte_step, word_step, shares, lists, r > 0 ? out : onto, out);
     }
 }
 
 #define GRACE_MAKE(T)                                                                                                  \
     template void ternary_encode<T>(const Stream&, const T*, const T*, int64_t, const std::function<uint8_t*(int64_t)>&); \
     template void ternary_sum<T>(const Stream&, const std::vector<TernaryCodes<T>>&, const T*, T*, int64_t);            \
-    template void precision_encode<T>(const Stream&, const T*, T, T, T, T, T, int64_t,                                 \
+    template void precision_encode<T>(const Stream&, const T*, const T*, T, T, T, T, T, int64_t,                                 \
                                       const std::function<Split<T>(int64_t, int64_t, int64_t)>&);                      \
-    template void precision_sum<T>(const Stream&, const std::vector<WidthCodes<T>>&, T, T, bool, const T*, T*, int64_t);
+    template void precision_sum<T>(const Stream&, const std::vector<WidthCodes<T>>&, T, T, const T*, T*, int64_t);
 GRACE_MAKE(float)
 GRACE_MAKE(double)
 #undef GRACE_MAKE

@@ -777,16 +777,19 @@ def ternary_sum(ops, g):
 @case
 def precision_encode(ops, g):
     for bound, m, h in g.some([(2.0**-10, 5, 0), (0.7, 1, 0), (1e-6, 13, 5)]):
-        yield inceptionn.precision_encode(ops, g.x(), bound, m, h)
+        for scale in (1, 0.3, 0):
+            yield inceptionn.precision_encode(ops, g.x(), g.scalar(scale), bound, m, h)
 
 
 @case
 def precision_sum(ops, g):
     for bound, m, h in g.some([(2.0**-10, 5, 0), (0.7, 1, 0), (1e-6, 13, 5)]):
-        for onto, negate in ((False, False), (True, True)):
-            made = [inceptionn.precision_encode(g.reference, g.numbers(), bound, m, h) for _ in range(g.ranks)]
+        for onto, scale in ((False, 1), (False, 0.3), (True, -0.3)):
+            one = np.ones(1, g.dtype)
+            made = [inceptionn.precision_encode(g.reference, g.numbers(), one, bound, m, h) for _ in range(g.ranks)]
             payloads = [tuple(g.lay(part, 1) for part in one) for one in made]
-            yield inceptionn.precision_sum(ops, payloads, m, h, g.n, g.dtype, g.x() if onto else None, negate)
+            scales = [g.scalar(scale) for _ in made]
+            yield inceptionn.precision_sum(ops, payloads, scales, m, h, g.n, g.x() if onto else None)
 
 
 # --- selections and sketches ---------------------------------------------------------------------------------------

@@ -208,8 +208,9 @@ def test_ternary_digits(x, half):
 @hypothesis.given(numbers(largest=1e3), st.integers(1, 40))
 def test_numbers_of_several_widths(x, b):
     m, h = max(-(-b // 2), b - 7), max(0, b - 15)
-    made = agree(lambda ops: precision_encode(ops, x, 2.0**-b, m, h))
-    total = agree(lambda ops: precision_sum(ops, [tuple(made)], m, h, x.size, str(x.dtype)))[0]
+    one = np.ones(1, x.dtype)
+    made = agree(lambda ops: precision_encode(ops, x, one, 2.0**-b, m, h))
+    total = agree(lambda ops: precision_sum(ops, [tuple(made)], [one], m, h, x.size))[0]
     assert (np.abs(total.astype(np.float64) - x) <= 2.0**-b).all()
 
 

@@ -544,19 +544,17 @@ REFUSED = {
         "decode to 2 bytes",
     ),
     "widths: a number too many": (
-        lambda o, m: precision_sum(o, [(m.f(1), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3))], 5, 0, 10, "float32"),
+        lambda o, m: precision_sum(o, [(m.f(1), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3))], [m.f(1)], 5, 0, 10),
         PayloadError,
         "expected 0 numbers.*received 1",
     ),
     "widths: tags truncated": (
-        lambda o, m: precision_sum(o, [(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(2))], 5, 0, 10, "float32"),
+        lambda o, m: precision_sum(o, [(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(2))], [m.f(1)], 5, 0, 10),
         PayloadError,
         "expected 3 .*, received 2",
     ),
     "widths: words missing": (
-        lambda o, m: precision_sum(
-            o, [(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3, 2))], 5, 0, 10, "float32"
-        ),
+        lambda o, m: precision_sum(o, [(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3, 2))], [m.f(1)], 5, 0, 10),
         PayloadError,
         "expected 3 numbers.*tags 2.*received 0",
     ),

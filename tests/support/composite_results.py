@@ -660,22 +660,24 @@ def precision(n, dtype):
     for bound, m, h in ((2.0**-4, 2, 0), (2.0**-9, 5, 3)):
         payloads, values = [], []
         for x in several(n, dtype):
-            size = abs(x)
+            scale = np.array([0.75], dtype)
+            y = x / scale
+            size = abs(y)
             tags = np.where(size < bound, 0, np.where(size < 2.0**-m, 1, np.where(size < 2.0**-h, 2, 3)))
-            words = np.trunc(x[tags == 2] * 2.0 ** (h + 15)).astype(np.int16)
-            small = np.trunc(x[tags == 1] * 2.0 ** (m + 7)).astype(np.int8)
-            payloads.append((x[tags == 3], words, small, packed(tags, 2)))
-            decoded = np.where(tags == 3, x, 0)
+            words = np.trunc(y[tags == 2] * 2.0 ** (h + 15)).astype(np.int16)
+            small = np.trunc(y[tags == 1] * 2.0 ** (m + 7)).astype(np.int8)
+            payloads.append((y[tags == 3], words, small, packed(tags, 2)))
+            decoded = np.where(tags == 3, y, 0)
             decoded[tags == 2], decoded[tags == 1] = words * 2.0 ** -(h + 15), small * 2.0 ** -(m + 7)
             values.append(decoded.astype(dtype))
-            yield Call("precision_encode", (x, bound, m, h), {}, payloads[-1])
-        for negate in (False, True):
-            signed = [0 - v for v in values] if negate else values
+            yield Call("precision_encode", (x, scale, bound, m, h), {}, payloads[-1])
+        for factor in (1, -0.75):
+            scale = np.array([factor], dtype)
 
-            def args(count, payloads=payloads, rest=(m, h, n, dtype)):
-                return payloads[:count], *rest
+            def args(count, payloads=payloads, scale=scale, rest=(m, h, n)):
+                return payloads[:count], [scale] * count, *rest
 
-            yield from sums("precision_sum", signed, args, numbers(n, dtype, 9), negate=negate)
+            yield from sums("precision_sum", [v * scale for v in values], args, numbers(n, dtype, 9))
 
 
 # --- selections and sketches --------------------------------------------------------------------------------------

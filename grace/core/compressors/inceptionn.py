@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
-from grace.core.ops.composites import ArrayOps
+from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError, PayloadError
 from grace.core.values.registry import compressors
@@ -72,6 +72,10 @@ class Inceptionn(Compressor):
     def joins(self) -> bool:
         return not self.relative
 
+    @property
+    def shows_nonfinite(self) -> bool:
+        return self.relative
+
     def contraction(self, spec: TensorSpec) -> float | None:
         return 0.0
 
@@ -95,39 +99,37 @@ class Inceptionn(Compressor):
         ops, payload = at.ops, {}
         if self.relative:
             payload["scale"] = ops.reshape(ops.max_abs(x), (1,))
-            x = x / ops.where(payload["scale"] > 0, payload["scale"], 1.0)
-        arrays = precision_encode(ops, x, self.error_bound, *self._ends)
+        arrays = precision_encode(ops, x, self._scale(payload, at), self.error_bound, *self._ends)
         return {**payload, **dict(zip(_FIELDS, arrays, strict=True))}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        if not self.relative:
-            return self._sum(payloads, at)
-        total, *others = (self._sum([payload], at) * payload["scale"] for payload in payloads)
-        for other in others:
-            total = at.ops.add_(total, other)
-        return total
+        return self._sum(payloads, [self._scale(payload, at) for payload in payloads], at)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        if not self.relative:
-            return self._sum([payload], at, onto=x, negate=True)
-        return at.ops.sub_(x, self.merge([payload], at))
+        return self._sum([payload], [-self._scale(payload, at)], at, onto=x)
 
-    def _sum(self, payloads: Sequence[Payload], at: Site, **options: Any) -> Array:
+    def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         arrays = [tuple(payload[name] for name in _FIELDS) for payload in payloads]
-        return precision_sum(at.ops, arrays, *self._ends, at.spec.numel, at.spec.work_dtype, **options)
+        return precision_sum(at.ops, arrays, scales, *self._ends, at.spec.numel, onto=onto)
+
+    def _scale(self, payload: Payload, at: Site) -> Array:
+        return payload["scale"] if self.relative else at.ops.full(1, 1, at.spec.work_dtype)
 
 
 @composite(one_graph=True)
-def precision_encode(ops: ArrayOps, x: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array]:
-    """Encode numbers in 0, 8, 16 or all bits.
+def precision_encode(
+    ops: ArrayOps, x: Array, scale: Array, bound: float, m: int, h: int
+) -> tuple[Array, Array, Array, Array]:
+    """Encode y = x / scale, or x if the scale is 0, in 0, 8, 16 or all bits.
 
-    Nothing is sent of |x| < bound. Numbers up to 2^-m become steps of 2^-(m+7) (int8), up to 2^-h steps of
+    Nothing is sent of |y| < bound. Numbers up to 2^-m become steps of 2^-(m+7) (int8), up to 2^-h steps of
     2^-(h+15) (int16); others stay as they are. Returns the full numbers, the words, the bytes, and packed tags of 2
-    bits per element: 3, 2, 1 for these, 0 for nothing.
+    bits per element: 3, 2, 1 for these, 0 for nothing. The scale is an array of one element.
     """
+    x = x / ops.where(scale > 0, scale, 1.0)
     # Not by `cast`: PyTorch turns a Python number into float32 first.
     size, least = ops.abs(x), ops.full(1, bound, ops.dtype(x))
     tags = 1 + ops.cast(size >= 2.0**-m, "int32") + ops.cast(size >= 2.0**-h, "int32")
@@ -137,14 +139,14 @@ def precision_encode(ops: ArrayOps, x: Array, bound: float, m: int, h: int) -> t
     return full, words, bytes_, ops.pack(tags, 2)
 
 
-@precision_encode.kernel(precision_encode="x T; m, h; bound -> T[], int16[], int8[], uint8[packed]")
-def _(ops: Native, x: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array] | None:
+@precision_encode.kernel(precision_encode="x T, scale T; m, h; bound -> T[], int16[], int8[], uint8[packed]")
+def _(ops: Native, x: Array, scale: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
         return None
     outputs, lengths = [dtype, "int16", "int8", "uint8"], [None, None, None, packed_size(ops.length(x), 2)]
     full, words, bytes_, tags = ops.run(
-        "precision_encode", [x], [m, h], [float(bound)], outputs=outputs, lengths=lengths
+        "precision_encode", [x, scale], [m, h], [float(bound)], outputs=outputs, lengths=lengths
     )
     return full, words, bytes_, tags
 
@@ -153,46 +155,46 @@ def _(ops: Native, x: Array, bound: float, m: int, h: int) -> tuple[Array, Array
 def precision_sum(
     ops: ArrayOps,
     payloads: Sequence[tuple[Array, Array, Array, Array]],
+    scales: Sequence[Array],
     m: int,
     h: int,
     n: int,
-    dtype: str,
     onto: Array | None = None,
-    negate: bool = False,
 ) -> Array:
-    """Return the sum of the numbers of `precision_encode`; `negate` subtracts instead of adding.
+    """Return the sum of the numbers of `precision_encode`, with 0 for nothing, times their scales.
 
-    Raises PayloadError if the counts do not match the tags.
+    `onto` is an array that the sum starts from and consumes; without it the first payload starts the sum. Raises
+    PayloadError if the counts do not match the tags.
     """
-    total = ops.zeros(n, dtype) if onto is None else onto
-    sign = -1.0 if negate else 1.0
-    for full, words, bytes_, packed in payloads:
-        tags = ops.unpack(packed, 2, n)
-        small = ops.cast(bytes_, dtype) * (sign * 2.0 ** -(m + 7))
-        middle = ops.cast(words, dtype) * (sign * 2.0 ** -(h + 15))
-        for tag, values in enumerate((small, middle, -full if negate else full), 1):
+    for (full, words, bytes_, packed), scale in zip(payloads, scales, strict=True):
+        dtype, tags = ops.dtype(scale), ops.unpack(packed, 2, n)
+        small = ops.cast(bytes_, dtype) * 2.0 ** -(m + 7)
+        middle = ops.cast(words, dtype) * 2.0 ** -(h + 15)
+        sent = ops.zeros(n, dtype)
+        for tag, values in enumerate((small, middle, full), 1):
             places = ops.nonzero(tags == tag)
             error = PayloadError(
                 f"inceptionn: expected as many numbers as tags {tag}, received another count; the payload is damaged."
             )
             places = ops.require(ops.length(places) == ops.length(values), error, places)
-            total = ops.scatter_add_(total, places, values)
-    return total
+            sent = ops.scatter_add_(sent, places, values)
+        onto = plus(ops, onto, sent * scale)
+    return onto
 
 
 @precision_sum.kernel(
-    precision_sum="[onto_ T], full T..., words int16..., bytes int8..., tags uint8...; "
-    "ranks, m, h, n, negate, has_onto -> T[n]"
+    precision_sum="[onto_ T], full T..., words int16..., bytes int8..., tags uint8..., scales T...; "
+    "ranks, m, h, n, has_onto -> T[n]"
 )
 def _(
     ops: Native,
     payloads: Sequence[tuple[Array, Array, Array, Array]],
+    scales: Sequence[Array],
     m: int,
     h: int,
     n: int,
-    dtype: str,
     onto: Array | None = None,
-    negate: bool = False,
 ) -> Array | None:
     inputs = [field for fields in zip(*payloads, strict=True) for field in fields]
-    return ops.total("precision_sum", inputs, [len(payloads), m, h, n, int(negate)], n, dtype, onto)
+    integers = [len(payloads), m, h, n]
+    return ops.total("precision_sum", [*inputs, *scales], integers, n, ops.dtype(scales[0]), onto)

@@ -230,12 +230,13 @@ template <class T>
 void ternary_sum(const Stream& on, const std::vector<TernaryCodes<T>>& ranks, const T* onto, T* out, int64_t n);
 // Waits for the stream. Numbers of 8 and 16 bits are multiples of 1 / byte_steps and 1 / word_steps.
 template <class T>
-void precision_encode(const Stream& on, const T* x, T bound, T byte_end, T word_end, T byte_steps, T word_steps,
-                      int64_t n, const std::function<Split<T>(int64_t full, int64_t words, int64_t bytes)>& room);
+void precision_encode(const Stream& on, const T* x, const T* scale, T bound, T byte_end, T word_end, T byte_steps,
+                      T word_steps, int64_t n,
+                      const std::function<Split<T>(int64_t full, int64_t words, int64_t bytes)>& room);
 // Lists that do not match their tags set the fault word. Missing numbers count as zeros.
 template <class T>
-void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T byte_step, T word_step, bool negate,
-                   const T* onto, T* out, int64_t n);
+void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T byte_step, T word_step, const T* onto,
+                   T* out, int64_t n);
 // For at most 2^32 elements. One thread adds the elements of a bucket, in their order.
 template <class T>
 void count_sketch(const Stream& on, const T* x, int64_t n, int rows, int64_t columns, const RandomKey& key, T* out);

@@ -79,8 +79,8 @@ namespace grace {
     X(table_sum, "[onto_ T], codes uint8..., scales T..., table T; ranks, width, n, has_onto -> T[n]")                                \
     X(ternary_encode, "x T, scale T -> uint8[m]")                                                                                     \
     X(ternary_sum, "[onto_ T], codes uint8..., scales T...; ranks, n, has_onto -> T[n]")                                              \
-    X(precision_encode, "x T; m, h; bound -> T[], int16[], int8[], uint8[packed]")                                                    \
-    X(precision_sum, "[onto_ T], full T..., words int16..., bytes int8..., tags uint8...; ranks, m, h, n, negate, has_onto -> T[n]")  \
+    X(precision_encode, "x T, scale T; m, h; bound -> T[], int16[], int8[], uint8[packed]")                                           \
+    X(precision_sum, "[onto_ T], full T..., words int16..., bytes int8..., tags uint8..., scales T...; ranks, m, h, n, has_onto -> T[n]") \
     X(top_of_sides, "x T; ; ratio -> T[2], int32[p], int32[q]")                                                                       \
     X(orthogonalize, "a T; rows, columns -> T[rows columns]")                                                                         \
     X(count_sketch, "x T; rows, columns, key -> T[rows columns]")                                                                     \

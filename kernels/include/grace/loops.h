@@ -107,12 +107,13 @@ template <class T> struct Edges {
     const T* inside;
 };
 
-// The tags of one rank and its numbers with all, 16 and 8 bits, from the start of a piece.
+// The tags of one rank and its numbers with all, 16 and 8 bits, from the start of a piece, and the factor on them.
 template <class T> struct Widths {
     const uint8_t* tags;
     const T* full;
     const int16_t* words;
     const int8_t* bytes;
+    const T* scale;
 };
 
 template <class T> struct Loops {
@@ -258,11 +259,13 @@ template <class T> struct Loops {
                         int64_t end, bool around);
     // Packed tags of n elements; n is a multiple of 64 except for the last piece. counts[t] += number with tag t > 0.
     void (*precision_tags)(const T* x, T bound, T byte_end, T word_end, int64_t n, uint8_t* tags, int64_t* counts);
-    void (*precision_split)(const T* x, const uint8_t* tags, T byte_steps, T word_steps, int64_t n, T* full,
+    // The numbers of elements with a tag, all divided by the scale.
+    void (*precision_split)(const T* x, T scale, const uint8_t* tags, T byte_steps, T word_steps, int64_t n, T* full,
                             int16_t* words, int8_t* bytes);
-    // Adds to onto (equal to out), or to zeros if onto is null, and advances the lists of numbers.
-    void (*precision_sum)(Widths<T>* ranks, int count, T byte_step, T word_step, bool negate, const T* onto, T* out,
-                          int64_t n, bool around);
+    // out = onto + sum over ranks of the numbers, 0 where there is none, times the scale. onto may be out or null. Advances
+    // the lists of numbers.
+    void (*precision_sum)(Widths<T>* ranks, int count, T byte_step, T word_step, const T* onto, T* out, int64_t n,
+                          bool around);
 
     // a b, rows begin .. end - 1. a has rows of length m; b is given by its r columns.
     void (*times)(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out);

@@ -104,7 +104,8 @@ def test_codes_of_another_length_are_told_by_the_next_kernel():
     ops = EmulatedOps()
     x = torch.randn(1000)
     code = ternary_encode(ops, x, torch.tensor([0.5]))
-    full, words, small, tags = precision_encode(ops, x, 2.0**-10, 5, 0)
+    one = torch.ones(1)
+    full, words, small, tags = precision_encode(ops, x, one, 2.0**-10, 5, 0)
     for damaged in (code[:-1], torch.cat([code, code]), code[:0], torch.full((40,), 255, dtype=torch.uint8)):
         ternary_sum(ops, [damaged], [torch.tensor([1.0])], 1000)
         with pytest.raises(PayloadError):
@@ -114,7 +115,7 @@ def test_codes_of_another_length_are_told_by_the_next_kernel():
         (full, words[:0], small, tags),
         (full, words, torch.cat([small] * 2), tags),
     ):
-        precision_sum(ops, [damaged], 5, 0, 1000, "float32")
+        precision_sum(ops, [damaged], [one], 5, 0, 1000)
         with pytest.raises(PayloadError):
             ops.max_abs(x)
 
