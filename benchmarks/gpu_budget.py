@@ -44,6 +44,7 @@ WITHIN = {
     "top_of_sides": (2 * (4 * 4 + 2 * MARKS), "as top, for each sign"),
     "select": (MARKS, "marks"),
     "draw_kept": (2 * MARKS, "marks of certain and of drawn elements"),
+    "select_in_bins": (2 * MARKS, "marks, by sign"),
     "natural_encode": (4, "a pass of its own looks for infinite elements"),
     "filter_positions": (MARKS, "marks"),
     "keep_odds": (3 * 4, "a pass per round; three rounds are counted"),
@@ -125,7 +126,7 @@ def moved(kernel, inputs, numbers, results, consumes):
     if consumes:
         # The first argument is written as well.
         outside += sizes[0]
-    if kernel in ("top", "select", "draw_kept", "top_of_sides", "power_words"):
+    if kernel in ("top", "select", "select_in_bins", "draw_kept", "top_of_sides", "power_words"):
         within += SECTOR * sum(x.size for x in results if x.dtype == np.int32)
     if kernel in AGAIN:
         payloads = sum(x.dtype == np.uint8 for x in inputs)

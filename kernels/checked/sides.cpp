@@ -113,6 +113,29 @@ void top_of_sides_kernel(Call& call) {
     });
 }
 
+void select_in_bins_kernel(Call& call) {
+    call.expect(3, 1, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, width = width_at(call, 0);
+        check_addressable(call, n);
+        const T *x = call.input<T>(0), *gradient = call.input<T>(1, n), *maxima = call.input<T>(2, divide_up(n, width));
+        const auto room = [&](int64_t positive, int64_t negative) {
+            int32_t* indices = call.output<int32_t>(positive);
+            return gpu::Signs{indices, call.output<int32_t>(negative)};
+        };
+        GRACE_GPU(call, select_in_bins<T>, x, gradient, maxima, width, n, room);
+        const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+            loops<T>().select_in_bins(x, gradient, maxima, width, at, length, into);
+        });
+        int64_t positives = 0;
+        for (int64_t i = 0; i < finds.count(); ++i) positives += finds.values()[i] > 0 ? 1 : 0;
+        const gpu::Signs out = room(positives, finds.count() - positives);
+        int32_t* lists[2] = {out.negative, out.positive};
+        for (int64_t i = 0; i < finds.count(); ++i) *lists[finds.values()[i] > 0 ? 1 : 0]++ = finds.indices()[i];
+    });
+}
+
 void orthogonalize_kernel(Call& call) {
     call.expect(1, 2, 0);
     dispatch(call, call.input(0), [&](auto* type) {

@@ -578,6 +578,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             draw_vertices<T>,
             vertices_sum<T>,
             select_sides<T>,
+            select_in_bins<T>,
             to_half<T>,
             from_half<T>,
             half_sum<T>,

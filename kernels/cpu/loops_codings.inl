@@ -322,6 +322,31 @@ static void table_sum_of_buckets(const Coded<T>* ranks, int count, int64_t width
     });
 }
 
+// --- bins ------------------------------------------------------------------------------------------------------------
+
+template <class T>
+static void select_in_bins(const T* x, const T* gradient, const T* maxima, int64_t width, int64_t begin, int64_t n,
+                           Selected<T>* into) {
+    // Zeros take the place of the others. Compilers vectorize this step.
+    alignas(64) T kept[kBlock];
+    for (int64_t at = begin; at < begin + n; at += kBlock) {
+        const int64_t length = lesser(kBlock, begin + n - at);
+        for (int64_t i = 0; i < length; i += 64) {
+            fetch_ahead<64>(x + at + i);
+            fetch_ahead<64>(gradient + at + i);
+        }
+        for (int64_t i = 0; i < length;) {
+            const int64_t bin = (at + i) / width, stop = lesser(length, (bin + 1) * width - at);
+            const T most = maxima[bin];
+            for (; i < stop; ++i) {
+                const T own = x[at + i];
+                kept[i] = magnitude(own + gradient[at + i]) >= most ? own : T(0);
+            }
+        }
+        select_by<Test::size_above>(kept, T(0), false, int32_t(at), length, into);
+    }
+}
+
 // --- ternary digits --------------------------------------------------------------------------------------------------
 
 // The value of five bits (first element lowest) as ternary digits of a byte (first digit highest).

@@ -68,6 +68,22 @@ template <class T> struct DrawnElements {
         for (int j = 0; j < 8; ++j) found[j] = is_drawn(chance_of(found[j], odds), random[j]) ? found[j] : T(0);
     }
 };
+// The elements that reach the maximum of their bin if the gradient is added, with zeros in place of all others.
+template <class T> struct ReachedElements {
+    const T *x, *gradient, *maxima;
+    Divisor width;
+    __device__ void operator()(int64_t group, int count, T found[8]) const {
+        T more[8];
+        load_group(x, group, count, found);
+        load_group(gradient, group, count, more);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            // Elements beyond the end have no bin.
+            const bool reached = j < count && magnitude(found[j] + more[j]) >= maxima[quotient(8 * group + j, width)];
+            found[j] = reached ? found[j] : T(0);
+        }
+    }
+};
 // The clear elements, with zeros in place of all others.
 template <class T> struct ClearElements {
     const T *x, *noise;
@@ -104,6 +120,10 @@ struct IsReported {
 template <class T> struct IsSent {
     const int32_t* top;
     __device__ int operator()(T x) const { return magnitude(x) >= least_sent<T>(*top) ? kPassed : kLeft; }
+};
+
+template <class T> struct IsSigned {
+    __device__ int operator()(T x) const { return x > T(0) ? kPassed : x < T(0) ? kTied : kLeft; }
 };
 
 template <class T> struct IsCertain {
@@ -157,6 +177,17 @@ template <class T> struct WriteDrawn {
         } else {
             out.values[passed] = x[i];
             out.indices[passed] = int32_t(i);
+        }
+    }
+};
+
+struct WriteSigns {
+    Signs out;
+    __device__ void operator()(bool is_tied, int64_t passed, int64_t tied, int64_t i) const {
+        if (is_tied) {
+            out.negative[tied] = int32_t(i);
+        } else {
+            out.positive[passed] = int32_t(i);
         }
     }
 };
@@ -545,6 +576,18 @@ void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<i
 }
 
 template <class T>
+void select_in_bins(const Stream& on, const T* x, const T* gradient, const T* maxima, int64_t width, int64_t n,
+                    const std::function<Signs(int64_t, int64_t)>& room) {
+    const Shares shares = shares_of(n);
+    const ReachedElements<T> reached{x, gradient, maxima, divisor(width)};
+    const Marks marks = mark<T>(on, reached, n, shares, true, IsSigned<T>());
+    const uint64_t counts = fetched(on, marks.before + shares.count);
+    const WriteSigns write{room(static_cast<int64_t>(counts & 0xFFFFFFFFu), static_cast<int64_t>(counts >> 32))};
+    if (counts == 0) return;
+    launch(on, shares.count, compact_kernel<WriteSigns>, n, shares, marks, nullptr, write);
+}
+
+template <class T>
 void gather(const Stream& on, const T* x, int64_t n, const int32_t* indices, T* out, int64_t count) {
     int* fault = on.fault;
     map(on, out, count, [=] __device__(int64_t i) {
@@ -616,6 +659,8 @@ void power_sum(const Stream& on, const std::vector<PowerWords<T>>& lists, const 
     template void moments<T>(const Stream&, const T*, const T*, int, int64_t, int64_t*, T*);              \
     template void top_of_sides<T>(const Stream&, const T*, int64_t, const std::function<int64_t(int64_t)>&, \
                                   const std::function<Tops<T>(int64_t, int64_t)>&);                      \
+    template void select_in_bins<T>(const Stream&, const T*, const T*, const T*, int64_t, int64_t,       \
+                                    const std::function<Signs(int64_t, int64_t)>&);                      \
     template void gather<T>(const Stream&, const T*, int64_t, const int32_t*, T*, int64_t);              \
     template void put<T>(const Stream&, T*, int64_t, const int32_t*, T, int64_t);                        \
     template void scatter_add<T>(const Stream&, T*, int64_t, const Entries<T>&);                            \

@@ -16,6 +16,7 @@ import numpy as np
 
 from grace.core.codecs import bloom, estimated, levels, listed, rotation, signs, tables
 from grace.core.compressors import (
+    adacomp,
     adaptive,
     alq,
     fedqcs,
@@ -809,6 +810,15 @@ def top_of_sides(ops, g):
         means, positive, negative = adaptive.top_of_sides(ops, g.x(), ratio)
         yield free(ops, g, means)
         yield positive, negative
+
+
+@case
+def select_in_bins(ops, g):
+    for width in g.some([1, 7, 500]):
+        x, more = g.numbers(), g.numbers()
+        with np.errstate(all="ignore"):
+            maxima = levels.bucket_norms(g.reference, x, width, "max")
+            yield adacomp.select_in_bins(ops, g.lay(x), g.lay(more), g.lay(maxima, 1), width)
 
 
 # How many elements to keep, as a divisor of n, or the variance budget.

@@ -11,6 +11,7 @@ from grace.core.codecs.listed import levels_sum, round_packed
 from grace.core.codecs.rotation import rotated_encode, rotated_sum
 from grace.core.codecs.signs import binarize_means, binary_sum, majority
 from grace.core.codecs.tables import table_sum
+from grace.core.compressors.adacomp import select_in_bins
 from grace.core.compressors.alq import best_levels
 from grace.core.compressors.fedqcs import largest_of_blocks, recover_sparse
 from grace.core.compressors.inceptionn import precision_sum
@@ -510,6 +511,16 @@ REFUSED = {
         lambda o, m: rotated_sum(o, [m.b(2)], [m.f(1)], [m.i(0, 1)], m.f(2), 128, 10, KEY),
         PayloadError,
         "expected 1 elements, received 2",
+    ),
+    "bins: a maximum too few": (
+        lambda o, m: select_in_bins(o, m.f(10), m.f(10), m.f(1), 5),
+        PayloadError,
+        "expected 2 elements, received 1",
+    ),
+    "bins: of no element": (
+        lambda o, m: select_in_bins(o, m.f(10), m.f(10), m.f(10), 0),
+        ValueError,
+        "bucket of at least 1 element, received 0",
     ),
     "powers: truncated": (
         lambda o, m: natural_sum(o, [m.b(11)], [m.i(0)], 10, "float32", False),

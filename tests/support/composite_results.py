@@ -723,6 +723,17 @@ def top_of_sides(n, dtype):
         yield Call("top_of_sides", (x, ratio), {}, (np.array(means, dtype), *lists))
 
 
+@case
+def bins(n, dtype):
+    x, more = numbers(n, dtype), numbers(n, dtype, 1)
+    for width in (1, 7, 500):
+        maxima = np.array([abs(x[i : i + width]).max() for i in range(0, n, width)], dtype)
+        reached = [i for i in range(n) if abs(x[i] + more[i]) >= maxima[i // width]]
+        lists = ([i for i in reached if x[i] > 0], [i for i in reached if x[i] < 0])
+        expected = tuple(np.array(indices, np.int32) for indices in lists)
+        yield Call("select_in_bins", (x, more, maxima, width), {}, expected)
+
+
 def odds_of(x: np.ndarray, k: int, budget: float | None) -> np.ndarray:
     """Return the largest magnitude and lambda, from the sorted magnitudes: the first set of certain elements that fits.
 

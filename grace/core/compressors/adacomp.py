@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from grace.core.codecs.levels import bucket_norms, rows_of
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @compressors.register("adacomp")
@@ -62,19 +69,11 @@ class AdaComp(Compressor, Selecting):
         ops, n, dtype = at.ops, at.spec.numel, at.spec.work_dtype
         if n == 0:
             return {"scale": ops.zeros(1, dtype), "positive": ops.zeros(0, "int32"), "negative": ops.zeros(0, "int32")}
-        bins = -(-n // self.bin_size)
-        filling = ops.zeros(bins * self.bin_size - n, dtype)
-        maxima = ops.max(ops.reshape(ops.concat([ops.abs(x), filling]), (bins, self.bin_size)), axis=1)
-        ahead = ops.concat([ops.abs(x + at.memory.get("gradient", x)), filling])
-        reached = ops.reshape(ahead, (bins, self.bin_size)) >= ops.reshape(maxima, (bins, 1))
-        reached = ops.reshape(reached, (-1,))[:n]
+        maxima = bucket_norms(ops, x, self.bin_size, "max")
+        positive, negative = select_in_bins(ops, x, at.memory.get("gradient", x), maxima, self.bin_size)
         # In float64, because a sum of large float32 numbers can overflow even if their mean does not.
-        scale = ops.sum(ops.cast(maxima, "float64")) / ops.cast(bins, "float64")
-        return {
-            "scale": ops.reshape(ops.cast(scale, dtype), (1,)),
-            "positive": ops.nonzero(ops.bit_and(reached, x > 0)),
-            "negative": ops.nonzero(ops.bit_and(reached, x < 0)),
-        }
+        scale = ops.sum(ops.cast(maxima, "float64")) / ops.cast(ops.length(maxima), "float64")
+        return {"scale": ops.reshape(ops.cast(scale, dtype), (1,)), "positive": positive, "negative": negative}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
@@ -98,3 +97,23 @@ def _parts(payload: Payload, scale: Array, at: Site) -> list[tuple[Array, Array]
         (at.ops.full(at.ops.length(payload[name]), value, at.spec.work_dtype), payload[name])
         for name, value in (("positive", scale[0]), ("negative", -scale[0]))
     ]
+
+
+@composite()
+def select_in_bins(ops: ArrayOps, x: Array, gradient: Array, maxima: Array, width: int) -> tuple[Array, Array]:
+    """Return the ascending indices of the positive and of the negative x with |x + gradient| >= the maximum of its bin.
+
+    Bins have `width` elements, but for the last one.
+    """
+    reached = rows_of(ops, ops.abs(x + gradient), width) >= ops.reshape(maxima, (-1, 1))
+    reached = ops.reshape(reached, (-1,))[: ops.length(x)]
+    return ops.nonzero(ops.bit_and(reached, x > 0)), ops.nonzero(ops.bit_and(reached, x < 0))
+
+
+@select_in_bins.kernel(select_in_bins="x T, gradient T, maxima T; width -> int32[positive], int32[negative]")
+def _(ops: Native, x: Array, gradient: Array, maxima: Array, width: int) -> tuple[Array, Array] | None:
+    if ops.floating(x) is None or ops.floating(gradient) is None:
+        return None
+    outputs, lengths = ["int32", "int32"], [None, None]
+    positive, negative = ops.run("select_in_bins", [x, gradient, maxima], [width], outputs=outputs, lengths=lengths)
+    return positive, negative

@@ -61,6 +61,9 @@ template <class T> struct Tops {
     T* means;
     int32_t *positive, *negative;
 };
+struct Signs {
+    int32_t *positive, *negative;
+};
 template <class T> struct Split {
     T* full;
     int16_t* words;
@@ -181,6 +184,10 @@ template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64
 template <class T>
 void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<int64_t(int64_t)>& kept,
                   const std::function<Tops<T>(int64_t positive, int64_t negative)>& room);
+// The elements that are not 0 and have |x + gradient| >= the maximum of their bin, by sign. Waits for the stream.
+template <class T>
+void select_in_bins(const Stream& on, const T* x, const T* gradient, const T* maxima, int64_t width, int64_t n,
+                    const std::function<Signs(int64_t positive, int64_t negative)>& room);
 template <class T>
 void gather(const Stream& on, const T* x, int64_t n, const int32_t* indices, T* out, int64_t count);
 template <class T>

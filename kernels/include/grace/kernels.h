@@ -82,6 +82,7 @@ namespace grace {
     X(precision_encode, "x T, scale T; m, h; bound -> T[], int16[], int8[], uint8[packed]")                                           \
     X(precision_sum, "[onto_ T], full T..., words int16..., bytes int8..., tags uint8..., scales T...; ranks, m, h, n, has_onto -> T[n]") \
     X(top_of_sides, "x T; ; ratio -> T[2], int32[p], int32[q]")                                                                       \
+    X(select_in_bins, "x T, gradient T, maxima T; width -> int32[positive], int32[negative]")                                         \
     X(orthogonalize, "a T; rows, columns -> T[rows columns]")                                                                         \
     X(count_sketch, "x T; rows, columns, key -> T[rows columns]")                                                                     \
     X(sketch_estimate, "sketch T; n, rows, columns, key -> T[n]")                                                                     \

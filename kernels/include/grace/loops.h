@@ -227,6 +227,10 @@ template <class T> struct Loops {
     // Appends elements >= high or <= low. counts[0] += number of elements above 0, counts[1] += number below 0.
     void (*select_sides)(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts);
 
+    // Appends the elements begin .. begin + n - 1 of x that are not 0 and have |x + gradient| >= the maximum of their bin.
+    void (*select_in_bins)(const T* x, const T* gradient, const T* maxima, int64_t width, int64_t begin, int64_t n,
+                           Selected<T>* into);
+
     void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n, bool around);
     void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
     // out = sum over rows of factor * x[stride * row], summed in T and rounded once.
