@@ -120,11 +120,15 @@ class Torch {
   public:
     // `tensors` is the tensor class. Before PyTorch 2.10 it has no such table. Then nanobind converts, through Python.
     explicit Torch(nb::handle tensors) : tensors_(tensors) {
-        nb::object capsule = nb::getattr(tensors, "__dlpack_c_exchange_api__", nb::none());
-        if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
-        exchange_ = static_cast<Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-        while (exchange_ != nullptr && exchange_->version.major != 1) exchange_ = exchange_->older;
-        if (exchange_ != nullptr && exchange_->look == nullptr) exchange_ = nullptr;
+        // There is one such class, and the search for its table would take a quarter of a small call. The class is
+        // never released, so that no other one gets its address.
+        static PyObject* known = nullptr;
+        static Exchange* table = nullptr;
+        if (tensors.ptr() != known) {
+            table = table_of(tensors);
+            known = nb::borrow(tensors).release().ptr();
+        }
+        exchange_ = table;
     }
 
     bool view(nb::handle given, View& found, std::vector<nb::object>& held) const {
@@ -165,6 +169,13 @@ class Torch {
     }
 
   private:
+    static Exchange* table_of(nb::handle tensors) {
+        nb::object capsule = nb::getattr(tensors, "__dlpack_c_exchange_api__", nb::none());
+        if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+        Exchange* found = static_cast<Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+        while (found != nullptr && found->version.major != 1) found = found->older;
+        return found != nullptr && found->look == nullptr ? nullptr : found;
+    }
     static bool converted(nb::handle given, View& found, std::vector<nb::object>& held) {
         Given array;
         if (!nb::try_cast(given, array, false)) return false;

@@ -44,9 +44,9 @@ bool read_dtype(const nb::dlpack::dtype& dtype, grace::DType& found) {
 class HostCall : public grace::Call {
   public:
     HostCall(std::string kernel, std::vector<grace::Array> inputs, std::vector<int64_t> integers,
-             std::vector<double> numbers, int threads, grace::Array offered)
+             std::vector<double> numbers, int threads, grace::Array offered, bool judges)
         : Call(std::move(kernel), std::move(inputs), std::move(integers), std::move(numbers)), threads_(threads),
-          offered_(offered) {}
+          offered_(offered), judges_(judges) {}
     ~HostCall() override {
         for (const Output& output : outputs) grace::release(output.data);
     }
@@ -57,6 +57,7 @@ class HostCall : public grace::Call {
             outputs.push_back({nullptr, n, dtype});
             return offered_.data;
         }
+        if (judges_ && dtype == grace::DType::uint8 && n == 1) return &verdict;
         outputs.push_back({grace::acquire(static_cast<size_t>(grace::size_of(dtype) * n)), n, dtype});
         return outputs.back().data;
     }
@@ -66,10 +67,13 @@ class HostCall : public grace::Call {
     int threads() const override { return threads_; }
 
     std::vector<Output> outputs;
+    // What a kernel that judges its input writes as its last result.
+    uint8_t verdict = 0;
 
   private:
     int threads_;
     grace::Array offered_;
+    bool judges_;
 };
 
 // Checks one array of a call. Throws Error(type) for a wrong device, dtype or alignment.
@@ -92,13 +96,26 @@ grace::Array array_of(const std::string& kernel, size_t i, const View& array, in
     return {array.data, array.size, dtype, array.writable};
 }
 
+// The items of a list or tuple lie in memory; other sequences are copied. An iterator would take longer.
+class Items {
+  public:
+    explicit Items(nb::sequence given) : kept_(nb::steal(PySequence_Fast(given.ptr(), "expected a sequence"))) {
+        if (!kept_.is_valid()) throw nb::python_error();
+    }
+    PyObject** begin() const { return PySequence_Fast_ITEMS(kept_.ptr()); }
+    PyObject** end() const { return begin() + size(); }
+    size_t size() const { return static_cast<size_t>(PySequence_Fast_GET_SIZE(kept_.ptr())); }
+
+  private:
+    nb::object kept_;
+};
+
 template <class Framework>
-std::vector<grace::Array> arrays_of(const std::string& kernel, nb::sequence inputs, bool consumes,
+std::vector<grace::Array> arrays_of(const std::string& kernel, const Items& inputs, bool consumes,
                                     const Framework& framework, std::vector<nb::object>& held) {
     std::vector<grace::Array> arrays;
-    const size_t count = nb::len(inputs);
-    arrays.reserve(count);
-    held.reserve(count);
+    arrays.reserve(inputs.size());
+    held.reserve(inputs.size());
     for (nb::handle handle : inputs) {
         const size_t i = arrays.size();
         View array;
@@ -121,8 +138,10 @@ grace::Kernel kernel_of(const std::string& name) {
 
 // Not done by nanobind, which parses all arguments a second time if an integer is given for a floating-point number.
 std::vector<double> numbers_of(nb::sequence given) {
+    const Items items(given);
     std::vector<double> numbers;
-    for (nb::handle number : given) {
+    numbers.reserve(items.size());
+    for (nb::handle number : items) {
         numbers.push_back(PyFloat_AsDouble(number.ptr()));
         if (numbers.back() == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
     }
@@ -132,16 +151,16 @@ std::vector<double> numbers_of(nb::sequence given) {
 template <class Framework>
 nb::list run_on(const Framework& framework, const std::string& kernel, nb::sequence inputs,
                 const std::vector<int64_t>& integers, nb::sequence numbers, bool consumes, int threads,
-                nb::handle out) {
+                nb::handle out, bool judges) {
     const grace::Kernel function = kernel_of(kernel);
     std::vector<nb::object> held;
-    std::vector<grace::Array> arrays = arrays_of(kernel, inputs, consumes, framework, held);
+    std::vector<grace::Array> arrays = arrays_of(kernel, Items(inputs), consumes, framework, held);
     grace::Array offered = {nullptr, 0, grace::DType::uint8, false};
     View view;
     if (!out.is_none() && framework.view(out, view, held) && view.writable) {
         offered = array_of(kernel, arrays.size(), view, nb::device::cpu::value, 0);
     }
-    HostCall call(kernel, std::move(arrays), integers, numbers_of(numbers), threads, offered);
+    HostCall call(kernel, std::move(arrays), integers, numbers_of(numbers), threads, offered, judges);
     {
         nb::gil_scoped_release released;
         function(call);
@@ -150,13 +169,17 @@ nb::list run_on(const Framework& framework, const std::string& kernel, nb::seque
     for (Output& output : call.outputs) {
         results.append(output.data == nullptr ? nb::borrow(out) : framework.wrap(output));
     }
+    if (judges) results.append(nb::bool_(call.verdict != 0));
     return results;
 }
 
 nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
-             nb::sequence numbers, bool consumes, int threads, nb::handle tensors, nb::handle out) {
-    if (tensors.is_none()) return run_on(grace::Numpy(), kernel, inputs, integers, numbers, consumes, threads, out);
-    return run_on(grace::Torch(tensors), kernel, inputs, integers, numbers, consumes, threads, out);
+             nb::sequence numbers, bool consumes, int threads, nb::handle tensors, nb::handle out,
+             bool judges) {
+    if (tensors.is_none()) {
+        return run_on(grace::Numpy(), kernel, inputs, integers, numbers, consumes, threads, out, judges);
+    }
+    return run_on(grace::Torch(tensors), kernel, inputs, integers, numbers, consumes, threads, out, judges);
 }
 
 #ifdef GRACE_CUDA
@@ -260,8 +283,10 @@ NB_MODULE(GRACE_MODULE, module) {
     module.doc() = "Kernels of grace on NumPy arrays and PyTorch tensors.";
     module.def("run", &run, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"), nb::arg("numbers"),
                nb::arg("consumes"), nb::arg("threads"), nb::arg("tensors").none(), nb::arg("out").none() = nb::none(),
+               nb::arg("judges") = false,
                "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or tensors of that "
-               "class where it is not None. The first is written to `out` where that has its dtype and length.");
+               "class where it is not None. The first is written to `out` where that has its dtype and length. The "
+               "last is a bool if the kernel judges its input.");
     module.def("kernels", &grace::signatures, "The signatures of all kernels by name.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");

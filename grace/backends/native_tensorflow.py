@@ -107,7 +107,7 @@ class NativeTensorflowOps(Native, TensorflowOps):
                 results = operation()(
                     list(inputs),
                     *vectors,
-                    Tout=[tf.as_dtype(dtype) for dtype in outputs],
+                    Tout=[tf.uint8 if dtype == "bool" else tf.as_dtype(dtype) for dtype in outputs],
                     kernel=kernel,
                     name=kernel,
                     lengths=static,
@@ -115,7 +115,10 @@ class NativeTensorflowOps(Native, TensorflowOps):
                 )
         except tf.errors.InvalidArgumentError as error:
             raise _of_core(error) from None
-        return list(results)
+        results = list(results)
+        if outputs[-1] == "bool":
+            results[-1] = results[-1][0] > 0
+        return results
 
 
 def _readers(arrays: Sequence[Array]) -> list[Any]:

@@ -26,15 +26,15 @@ class NativeTorchOps(Native, TorchOps):
 
     gpu = True
 
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self._on_gpu = device.startswith("cuda")
+
     def floating(self, x: Array) -> str | None:
         try:
             return _FLOATS.get(x.dtype) if x.dim() == 1 else None
         except AttributeError:
             raise TypeError(unknown("a PyTorch tensor", FLOATS, x)) from None
-
-    def verdict(self, result: Array) -> Array:
-        # Views: a comparison with a number takes PyTorch four times as long.
-        return result.view(torch.bool).squeeze()
 
     def run(
         self,
@@ -48,8 +48,13 @@ class NativeTorchOps(Native, TorchOps):
         consumes: bool = False,
         out: Array | None = None,
     ) -> list[Array]:
+        judges = outputs[-1] == "bool"
         try:
-            results = self._start(kernel, inputs, integers, numbers, consumes, out)
+            if self._on_gpu:
+                results = self._run_on_gpu(kernel, inputs, integers, numbers, judges)
+            else:
+                threads = torch.get_num_threads()
+                results = module.run(kernel, inputs, integers, numbers, consumes, threads, torch.Tensor, out, judges)
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:
@@ -60,20 +65,9 @@ class NativeTorchOps(Native, TorchOps):
             return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
         return [inputs[0]] if consumes else results
 
-    def _start(
-        self,
-        kernel: str,
-        inputs: Sequence[Any],
-        integers: Sequence[Any],
-        numbers: Sequence[Any],
-        consumes: bool,
-        out: Array | None,
+    def _run_on_gpu(
+        self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any], judges: bool
     ) -> list[Array]:
-        if not self.device.startswith("cuda"):
-            on_cpu: list[Array] = module.run(
-                kernel, inputs, integers, numbers, consumes, torch.get_num_threads(), torch.Tensor, out
-            )
-            return on_cpu
         device = torch.device(self.device)
         index = torch.cuda.current_device() if device.index is None else device.index
         stream = torch.cuda.current_stream(index).cuda_stream
@@ -86,6 +80,9 @@ class NativeTorchOps(Native, TorchOps):
         # Capsules, because a tensor's own DLPack method may make streams wait for each other.
         capsules = [to_dlpack(x) for x in inputs]
         results: list[Array] = module.run_on_gpu(kernel, capsules, integers, numbers, index, stream, allocate)
+        if judges:
+            # Views: a comparison with a number takes PyTorch four times as long.
+            results[-1] = results[-1].view(torch.bool).squeeze()
         return results
 
 

@@ -97,6 +97,8 @@ class TorchOps(ArrayOps):
         return x.floor()
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
+        if isinstance(condition, bool):
+            condition = self.constant(("condition", condition), lambda: self.full(1, condition, "uint8").bool()[0])
         return torch.where(condition, a, b)
 
     def clip(self, x: Array, low: Array, high: Array) -> Array:
@@ -127,6 +129,9 @@ class TorchOps(ArrayOps):
 
     def any(self, condition: Array) -> Array:
         return condition.any()
+
+    def conditions(self, x: Array, n: int) -> list[Array]:
+        return x.tolist() if x.is_cpu else super().conditions(x, n)
 
     def nonzero(self, condition: Array) -> Array:
         return torch.nonzero(condition).reshape(-1).to(torch.int32)

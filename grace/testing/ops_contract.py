@@ -118,8 +118,21 @@ class OpsContract:
         assert host(ops, ops.bit_xor(x, x)).tolist() == [0, 0, 0]
         assert host(ops, ops.shift_left(x, 2)).tolist() == [48, -32, 2**42]
         assert host(ops, ops.shift_right(x, 2)).tolist() == [3, -2, 2**38]
-        yes, no = ops.full(1, 1, "uint8") > 0, ops.full(1, 0, "uint8") > 0
-        assert (bool(ops.bit_and(yes, no)), bool(ops.bit_or(yes, no))) == (False, True)
+        assert host(ops, ops.bit_not(x)).tolist() == [-13, 7, -(2**40) - 1]
+
+    def test_conditions_are_arrays_or_bools(self, ops: ArrayOps) -> None:
+        bits = array(ops, [1, 0], "uint8")
+        yes, no = ops.conditions(bits > 0, 2)
+        x, y = array(ops, [1.0, 2.0], "float32"), array(ops, [3.0, 4.0], "float32")
+        for a in (yes, bits[0] > 0, True):
+            for b in (no, bits[1] > 0, False):
+                assert (bool(ops.bit_and(a, b)), bool(ops.bit_or(a, b))) == (False, True)
+                assert (bool(ops.bit_not(a)), bool(ops.bit_not(b))) == (False, True)
+                for condition, wanted in ((a, x), (b, y), (ops.bit_or(b, a), x), (ops.bit_not(a), y)):
+                    for chosen in (ops.where(condition, x, y), ops.choose(condition, lambda: x, lambda: y)):
+                        assert host(ops, chosen).tolist() == host(ops, wanted).tolist()
+                assert ops.dtype(ops.where(a, 0.5, ops.sum(x))) == "float32"
+                assert host(ops, ops.full(1, a, "float32")).tolist() == [1.0]
 
     def test_sums_are_rounded_once(self, ops: ArrayOps) -> None:
         """A sum in float32 would lose the small terms, and the loss would depend on the order."""

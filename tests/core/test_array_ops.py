@@ -144,8 +144,11 @@ def check_composite(ops, call):
     function = partial(composites[call.name], ops) if call.name in composites else getattr(ops, call.name)
     results = function(*given(ops, call.args), **given(ops, call.options))
     results = results if isinstance(results, (list, tuple)) else [results]
-    # Conditions have no bytes.
-    results = [host(ops, ops.cast(r, "uint8")) > 0 if ops.dtype(r) == "bool" else host(ops, r) for r in results]
+    # Conditions have no bytes, and some are Python bools.
+    conditions = [isinstance(r, bool) or ops.dtype(r) == "bool" for r in results]
+    results = [
+        host(ops, ops.cast(r, "uint8")) > 0 if c else host(ops, r) for r, c in zip(results, conditions, strict=True)
+    ]
     assert len(results) == len(call.expected), (call.name, call.args)
     for result, expected in zip(results, call.expected, strict=True):
         assert result.dtype == expected.dtype, (call.name, call.args)

@@ -435,14 +435,14 @@ PATCHES = [
     Patch(
         "step-overflow-not-flagged",
         UNIT_STEP,
-        "self.bad = ops.bit_or(self.bad, ~ops.finite(self.payload[f.name]))",
+        "self.bad = ops.bit_or(self.bad, ops.bit_not(ops.finite(self.payload[name])))",
         "self.bad = ops.bit_or(self.bad, self.bad)",
         "a payload that overflowed is sent without a flag",
         (f"{NONFINITE} -k overflows",),
     ),
     Patch(
         "step-bfloat16-not-looked-at",
-        UNIT_STEP,
+        UNIT,
         'f.dtype.startswith(("float", "bfloat"))',
         'f.dtype.startswith("float")',
         "payloads of bfloat16 that overflowed are sent without a flag",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.methods.capabilities import Checking, Learning, Negotiating, Tuning
+from grace.core.methods.capabilities import Checking, Negotiating, Tuning
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
@@ -93,15 +93,18 @@ class UnitStep:
         x, self.memory, finite = unit.memory.compensate(
             ops.cast(gradient, spec.work_dtype), self.states["memory"], self.site
         )
+        if self.memory:
+            self.site = self.site._replace(memory=self.memory)
         if unit.memory.stateless and unit.proposed:
             # x may be the caller's own buffer, and it is still needed after this call.
             x = ops.copy(x)
         if unit.guarded and not (unit.checks or (unit.shows and ops.runs_kernels)):
             # Codecs may rely on finite input: zeros replace a bad gradient, and its flag tells the other ranks.
-            self.bad = ~(ops.finite(x) if finite is None else finite)
-            good = x
-            x = ops.choose(self.bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
-        self.x, self.site = x, self.site._replace(memory=self.memory)
+            self.bad = ops.bit_not(ops.finite(x) if finite is None else finite)
+            if self.bad is not False:
+                good = x
+                x = ops.choose(self.bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
+        self.x = x
         if unit.proposed:
             assert isinstance(unit.compressor, Negotiating)
             self.proposal = unit.compressor.propose(x, self.site)
@@ -114,18 +117,17 @@ class UnitStep:
     def compress(self, negotiated: Array | None = None) -> None:
         """Make the payload, with what the ranks negotiated."""
         unit, ops = self.unit, self.site.ops
-        self.site = self.site._replace(negotiated=negotiated)
+        if negotiated is not None:
+            self.site = self.site._replace(negotiated=negotiated)
         if unit.checks:
             assert isinstance(unit.compressor, Checking)
             self.payload, finite = unit.compressor.compress_checked(self.x, self.site)
-            self.bad = ~finite
+            self.bad = ops.bit_not(finite)
         else:
             self.payload = unit.compressor.compress(self.x, self.site)
-        if unit.guarded:
-            # A finite gradient can still overflow in the payload (float16, a norm); then no state may keep it.
-            for f in unit.fields:
-                if f.dtype.startswith(("float", "bfloat")):
-                    self.bad = ops.bit_or(self.bad, ~ops.finite(self.payload[f.name]))
+        # A finite gradient can still overflow in the payload (float16, a norm); then no state may keep it.
+        for name in unit.overflowing:
+            self.bad = ops.bit_or(self.bad, ops.bit_not(ops.finite(self.payload[name])))
 
     def norms(self) -> tuple[Array, Array]:
         """Return |x| and |x - C(x)|. Call it before `remember`."""
@@ -195,8 +197,9 @@ class UnitStep:
         if self.bringing is not None:
             return self._conclude_mean(self.bringing, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
-        home = {f.name: self.payload[f.name] for f in unit.fields if not f.wire}
-        payloads = [{**payload, **home} for payload in payloads]
+        if unit.at_home:
+            home = {name: self.payload[name] for name in unit.at_home}
+            payloads = [{**payload, **home} for payload in payloads]
         size = site.size if unit.compressor.averages else 1
         already_mean = size == 1 or (self._average and unit.half_sum)
         # Memories work on means; a sum, if the caller asked for one, is made from their result.
@@ -216,10 +219,9 @@ class UnitStep:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
             gradient, memory = unit.memory.finish(mean, memory, site)
             factor = 1.0
-        compressor = unit.compressor
-        learnt = compressor.learn(payloads, site) if isinstance(compressor, Learning) else site.state
+        learnt = site.state if unit.learning is None else unit.learning.learn(payloads, site)
         states = {"memory": memory, "compressor": learnt}
-        tally = compressor.tally(payloads, site) if isinstance(compressor, Tuning) else None
+        tally = None if unit.tuning is None else unit.tuning.tally(payloads, site)
         if unit.guarded:
             bad = self._any(flags)
             gradient, states = self._unless(bad, gradient, states)
@@ -290,6 +292,8 @@ class UnitStep:
 
     def _unless(self, bad: Array, gradient: Array, states: States) -> tuple[Array, dict[str, State]]:
         """Return the gradient and the new states; NaN and the old states if the condition `bad` holds."""
+        if bad is False:
+            return gradient, dict(states)
         ops, spec, old = self.site.ops, self.unit.spec, self.states
         places = [(kind, key) for kind, state in states.items() for key in state]
         kept = [states[kind][key] for kind, key in places]

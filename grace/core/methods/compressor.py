@@ -186,7 +186,7 @@ class Sparsifier(Compressor, Selecting):
         return at.ops.desparsify(payload["values"], payload["indices"], at.spec.numel)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        values, indices = ([payload[name] for payload in payloads] for name in ("values", "indices"))
+        values, indices = [p["values"] for p in payloads], [p["indices"] for p in payloads]
         return at.ops.sparse_sum(values, indices, at.spec.numel)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:

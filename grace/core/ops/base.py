@@ -1,8 +1,9 @@
 """Closed list of primitive array operations; `grace.core.ops.composites` combines them.
 
 Conventions: arrays are flat unless a method says otherwise; indices are int32; a trailing underscore consumes the first
-argument, and the caller uses the result; `+ - * /` and comparisons are the arrays' own operators. Nothing in a
-compressor branches on an array's value, so that the same code can be traced into a graph.
+argument, and the caller uses the result; `+ - * /` and comparisons are the arrays' own operators. A 0-d condition is an
+array of one bool, or a Python bool where the host knows it without waiting; combine conditions by `bit_and`, `bit_or`
+and `bit_not`. Nothing in a compressor branches on an array's value, so that the same code can be traced into a graph.
 """
 
 from __future__ import annotations
@@ -167,6 +168,10 @@ class Primitives(ABC):
         """Return the bitwise exclusive or of integers."""
         return a ^ b
 
+    def bit_not(self, a: Array) -> Array:
+        """Return the bitwise complement of integers, or the negation of a condition."""
+        return not a if isinstance(a, bool) else ~a
+
     def shift_left(self, a: Array, bits: int) -> Array:
         """Return integers shifted left."""
         return a << bits
@@ -201,6 +206,10 @@ class Primitives(ABC):
     @abstractmethod
     def any(self, condition: Array) -> Array:
         """Return whether the condition holds anywhere, as a 0-d condition."""
+
+    def conditions(self, x: Array, n: int) -> list[Array]:
+        """Return the n elements of a flat array of bools, each as a 0-d condition."""
+        return [x[i] for i in range(n)]
 
     # --- select -------------------------------------------------------------------------------------------------
 

@@ -169,13 +169,10 @@ class Native(ArrayOps):
         """Run a kernel and return its flat results; the shapes of its inputs do not matter.
 
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
-        results and `lengths` their lengths, None where only the kernel knows them. With `consumes` the first input is
-        changed in place and is the only result. The first result may be written to `out` if dtype and length fit.
+        results and `lengths` their lengths, None where only the kernel knows them. The last one may be "bool": a
+        condition, which the kernel writes as one uint8 of 0 or 1. With `consumes` the first input is changed in place
+        and is the only result. The first result may be written to `out` if dtype and length fit.
         """
-
-    def verdict(self, result: Array) -> Array:
-        """Return the 0-d condition that a kernel has written as one uint8 of 0 or 1."""
-        return result[0] > 0
 
     def floating(self, x: Array) -> str | None:
         """Return the dtype of an array that kernels take (flat, and float32 or float64); None for any other."""
@@ -214,8 +211,8 @@ class Native(ArrayOps):
         dtype = self.floating(x)
         if dtype is None or self.floating(y) != dtype:
             return super().finite_sum(x, a, y, b)
-        total, good = self.run("finite_sum", [x, y], (), [a, b], outputs=[dtype, "uint8"], lengths=[self.length(x), 1])
-        return total, self.verdict(good)
+        total, good = self.run("finite_sum", [x, y], (), [a, b], outputs=[dtype, "bool"], lengths=[self.length(x), 1])
+        return total, good
 
     def max_abs(self, x: Array) -> Array:
         dtype = self.floating(x)
@@ -238,7 +235,7 @@ class Native(ArrayOps):
     def finite(self, x: Array) -> Array:
         if self.floating(x) is None:
             return super().finite(x)
-        return self.verdict(self.run("finite", [x], outputs=["uint8"], lengths=[1])[0])
+        return self.run("finite", [x], outputs=["bool"], lengths=[1])[0]
 
     def cast(self, x: Array, dtype: str) -> Array:
         source = self.kind(x)

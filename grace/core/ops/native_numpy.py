@@ -49,7 +49,9 @@ class NativeNumpyOps(Native, NumpyOps):
         out: Array | None = None,
     ) -> list[Array]:
         try:
-            results: list[Array] = module.run(kernel, inputs, integers, numbers, consumes, self._threads, None, out)
+            results: list[Array] = module.run(
+                kernel, inputs, integers, numbers, consumes, self._threads, None, out, outputs[-1] == "bool"
+            )
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:

@@ -134,6 +134,9 @@ class NumpyOps(ArrayOps):
     def any(self, condition: Array) -> Array:
         return np.any(condition)
 
+    def conditions(self, x: Array, n: int) -> list[Array]:
+        return x.tolist()  # type: ignore[no-any-return]
+
     def nonzero(self, condition: Array) -> Array:
         return condition.reshape(-1).nonzero()[0].astype(np.int32)
 

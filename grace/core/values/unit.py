@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from grace.core.methods.capabilities import Checking, Thinning, proposed_fields
+from grace.core.methods.capabilities import Checking, Learning, Thinning, Tuning, proposed_fields
 from grace.core.methods.communicator import Communicator
-from grace.core.methods.compressor import Compressor, keep_count
+from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory
 from grace.core.values.config import Method, dense_method
 from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
@@ -52,17 +52,19 @@ class Assignment:
     # It carries a residual of an earlier plan.
     holding: bool = False
 
-    @property
+    # What steps ask for is looked up once: for small tensors, the answers took as long as the kernels.
+
+    @cached_property
     def compressor(self) -> Compressor:
         """Compressor of its payload."""
         return self.method.compressor
 
-    @property
+    @cached_property
     def memory(self) -> Memory:
         """Memory that keeps its error."""
         return self.method.memory
 
-    @property
+    @cached_property
     def communicator(self) -> Communicator:
         """Communicator that carries its payload."""
         return self.method.communicator
@@ -137,6 +139,31 @@ class Assignment:
     def shows(self) -> bool:
         """True if the payload tells of NaN and infinity, and nothing needs to know of them earlier."""
         return self.compressor.shows_nonfinite and self.memory.stateless and not self.proposed
+
+    @cached_property
+    def overflowing(self) -> tuple[str, ...]:
+        """Fields of floats that the engine must look at: they may be infinite although the compressed array is not."""
+        if not self.guarded:
+            return ()
+        # A sparsifier's values are elements of the array, which was looked at.
+        exact = ("values",) if sparsifies(self.compressor) and not self.shows else ()
+        floats = [f.name for f in self.fields if f.dtype.startswith(("float", "bfloat"))]
+        return tuple(name for name in floats if name not in exact)
+
+    @cached_property
+    def at_home(self) -> tuple[str, ...]:
+        """Fields that do not travel."""
+        return tuple(f.name for f in self.fields if not f.wire)
+
+    @cached_property
+    def learning(self) -> Learning | None:
+        """Compressor if it learns from what all ranks sent of the tensor."""
+        return self.compressor if isinstance(self.compressor, Learning) else None
+
+    @cached_property
+    def tuning(self) -> Tuning | None:
+        """Compressor if it tunes a value across all tensors."""
+        return self.compressor if isinstance(self.compressor, Tuning) else None
 
     @cached_property
     def half_sum(self) -> bool:

@@ -303,7 +303,7 @@ class GatherLayout:
         flagged = [i for i, guard in enumerate(self.guarded) if guard]
         if flagged:
             first = base + self._flags_offset
-            bad = data[first : first + len(flagged)] > 0
+            bad = ops.conditions(data[first : first + len(flagged)] > 0, len(flagged))
             for j, i in enumerate(flagged):
                 received.flags[i].append(bad[j])
         for slot, offset, length in slots:
@@ -428,7 +428,7 @@ class SumLayout:
             if dtype == "float32":
                 flagged = [i for i, guard in enumerate(self.guarded) if guard]
                 if flagged:
-                    bad = buffers[dtype][offset : offset + len(flagged)] > 0
+                    bad = ops.conditions(buffers[dtype][offset : offset + len(flagged)] > 0, len(flagged))
                     for j, i in enumerate(flagged):
                         flags[i].append(bad[j])
                     offset = offset + len(flagged)
