@@ -232,7 +232,8 @@ class TensorflowOps(ArrayOps):
         return make()
 
     def choose(self, condition: Array, a: Callable[[], Array], b: Callable[[], Array]) -> Array:
-        return tf.cond(condition, a, b)
+        # In a graph, tf.cond takes no Python bool.
+        return super().choose(condition, a, b) if isinstance(condition, bool) else tf.cond(condition, a, b)
 
     def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
         return tf.while_loop(condition, lambda v: (body(v),), (x,))[0]
