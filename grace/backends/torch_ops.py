@@ -30,6 +30,12 @@ class TorchOps(ArrayOps):
     def full(self, n: int, value: Array, dtype: str) -> Array:
         return torch.full((n,), value, dtype=DTYPES[dtype], device=self.device)
 
+    def numbers(self, values: Sequence[Array], dtype: str) -> Array:
+        # On a GPU, a tensor of a list would make the host wait.
+        if self.device == "cpu" and all(isinstance(value, (int, float)) for value in values):
+            return torch.tensor(values, dtype=DTYPES[dtype])
+        return super().numbers(values, dtype)
+
     def arange(self, n: int, dtype: str) -> Array:
         return torch.arange(n, dtype=DTYPES[dtype], device=self.device)
 
@@ -66,6 +72,9 @@ class TorchOps(ArrayOps):
     def concat(self, arrays: Sequence[Array]) -> Array:
         return torch.cat([a if a.dim() == 1 else a.reshape(-1) for a in arrays])
 
+    def split(self, x: Array, lengths: Sequence[int]) -> list[Array]:
+        return list(x.split_with_sizes(lengths)) if len(lengths) > 1 else [x]
+
     def lay_out(self, arrays: Sequence[Array]) -> Array:
         first = arrays[0]
         if len(arrays) > 1 and first.is_contiguous() and _end_to_end(arrays):
@@ -86,6 +95,9 @@ class TorchOps(ArrayOps):
 
     def size(self, x: Array) -> int:
         return int(x)
+
+    def sizes(self, x: Array, n: int) -> list[int]:
+        return x.tolist()  # type: ignore[no-any-return]
 
     def min_size(self, a: int, b: int) -> int:
         return min(a, b)

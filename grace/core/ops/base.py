@@ -8,7 +8,7 @@ and `bit_not`. Nothing in a compressor branches on an array's value, so that the
 
 from __future__ import annotations
 
-import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import ClassVar, TypeVar
@@ -62,6 +62,10 @@ class Primitives(ABC):
     def arange(self, n: int, dtype: str) -> Array:
         """Return 0 .. n-1."""
 
+    def numbers(self, values: Sequence[Array], dtype: str) -> Array:
+        """Return a few numbers, conditions or 0-d arrays as a flat array."""
+        return self.concat([self.full(1, value, dtype) for value in values])
+
     @abstractmethod
     def cast(self, x: Array, dtype: str) -> Array:
         """Return x in another dtype; x itself if it already has it.
@@ -95,6 +99,11 @@ class Primitives(ABC):
     def concat(self, arrays: Sequence[Array]) -> Array:
         """Return one flat array of several arrays of one dtype."""
 
+    def split(self, x: Array, lengths: Sequence[int]) -> list[Array]:
+        """Return the parts of a flat array that have these lengths, one after another; the inverse of `concat`."""
+        ends = list(itertools.accumulate(lengths))
+        return [x[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
     def lay_out(self, arrays: Sequence[Array]) -> Array:
         """Return arrays of one dtype end to end, without a copy if they already lie so; the result is read-only."""
         return arrays[0] if len(arrays) == 1 else self.concat(arrays)
@@ -105,8 +114,9 @@ class Primitives(ABC):
         `out` is flat. If its dtype or length does not fit, the result is allocated; the caller recognizes the array in
         the result. The operations of other engines and threads stay as they are.
         """
-        made = copy.copy(self)
-        made._offered = out
+        # Not copy.copy, which takes as long as a small kernel.
+        made: Ops = object.__new__(type(self))
+        vars(made).update(vars(self), _offered=out)
         return made
 
     def withdraw(self) -> Array | None:
@@ -133,6 +143,10 @@ class Primitives(ABC):
     @abstractmethod
     def size(self, x: Array) -> int:
         """Return a 0-d integer array as a size for slices."""
+
+    def sizes(self, x: Array, n: int) -> list[int]:
+        """Return the n elements of a flat integer array as sizes for slices."""
+        return [self.size(x[i]) for i in range(n)]
 
     @abstractmethod
     def min_size(self, a: int, b: int) -> int:

@@ -35,6 +35,9 @@ class NumpyOps(ArrayOps):
         x[...] = value
         return x
 
+    def numbers(self, values: Sequence[Array], dtype: str) -> Array:
+        return np.array(values, DTYPES[dtype])
+
     def arange(self, n: int, dtype: str) -> Array:
         return np.arange(n, dtype=DTYPES[dtype])
 
@@ -91,6 +94,9 @@ class NumpyOps(ArrayOps):
 
     def size(self, x: Array) -> int:
         return int(x)
+
+    def sizes(self, x: Array, n: int) -> list[int]:
+        return x.tolist()  # type: ignore[no-any-return]
 
     def min_size(self, a: int, b: int) -> int:
         return min(a, b)

@@ -34,6 +34,8 @@ WIRE_FORMAT = 4
 ALIGNMENT = 16
 _INT32 = 0x7FFFFFFF
 _ALL_THERE = "a buffer that holds as many elements as its header says"
+# Fields end to end of at most this many elements together are copied once more when they are sent.
+_FEW = 1 << 14
 # Digests of the step in a summed bucket; two steps have all of them in common with probability 2^-24 on 256 ranks.
 _DIGESTS = 3
 
@@ -83,11 +85,23 @@ Lengths: TypeAlias = dict[tuple[int, str], Any]
 
 
 class _Slot(NamedTuple):
-    """One field of one tensor of the bucket; `offset` is None if it depends on the data."""
+    """One field of one tensor of the bucket."""
 
     tensor: int
     field: Field
-    offset: int | None
+
+
+class _Run(NamedTuple):
+    """Fields of one dtype and of fixed lengths that lie end to end, from `offset` on."""
+
+    dtype: str
+    offset: int
+    slots: list[_Slot]
+    lengths: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.offset + sum(self.lengths) * ITEMSIZE[self.dtype]
 
 
 class Received(NamedTuple):
@@ -137,23 +151,15 @@ class GatherLayout:
                     fixed.append((-ITEMSIZE[f.dtype], i, f))
         fixed.sort(key=lambda entry: entry[0])
         variable.sort(key=lambda entry: entry[0])
-        offset = self._start
-        slots: list[_Slot] = []
-        for width, i, f in fixed:
-            if width > -4:
-                break
-            slots.append(_Slot(i, f, offset))
-            offset += int(f.length) * -width
-        self._counts_offset = offset = _align(offset, 4)
-        offset += 4 * (len(self.counts) + len(self._coded) + 1)
-        for width, i, f in fixed[len(slots) :]:
-            slots.append(_Slot(i, f, offset))
-            offset += int(f.length) * -width
-        self._flags_offset = offset
-        offset += sum(self.guarded)
-        self._fixed_end = offset
-        self._fixed = slots
-        self._variable = [_Slot(i, f, None) for _, i, f in variable]
+        split = sum(width <= -4 for width, _, _ in fixed)
+        self._wide = _runs(fixed[:split], self._start)
+        self._counts_offset = _align(self._wide[-1].end if self._wide else self._start, 4)
+        offset = self._counts_offset + 4 * (len(self.counts) + len(self._coded) + 1)
+        self._narrow = _runs(fixed[split:], offset)
+        self._flags_offset = self._narrow[-1].end if self._narrow else offset
+        self._flagged = [i for i, guard in enumerate(self.guarded) if guard]
+        self._fixed_end = self._flags_offset + len(self._flagged)
+        self._variable = [_Slot(i, f) for _, i, f in variable]
 
     def checked(self) -> GatherLayout:
         """Return this layout with a checksum in every buffer."""
@@ -202,23 +208,26 @@ class GatherLayout:
             pieces.append(piece)
             position = position + (ops.length(piece) if length is None else length)
 
-        def put_fixed(slots: Sequence[_Slot]) -> None:
-            for slot in slots:
-                pad(slot.offset or 0)
-                put(ops.to_bytes(ops.reshape(payloads[slot.tensor][slot.field.name], (int(slot.field.length),))))
+        def put_fixed(runs: Sequence[_Run]) -> None:
+            for run in runs:
+                pad(run.offset)
+                fields = [payloads[slot.tensor][slot.field.name] for slot in run.slots]
+                n = sum(run.lengths)
+                if len(fields) > 1 and n <= _FEW:
+                    # A copy of a few elements takes less time than an operation for each field.
+                    fields = [ops.concat(fields)]
+                for field, length in zip(fields, run.lengths if len(fields) > 1 else [n], strict=True):
+                    put(ops.to_bytes(ops.reshape(field, (length,))))
 
-        split = sum(ITEMSIZE[s.field.dtype] >= 4 for s in self._fixed)
-        put_fixed(self._fixed[:split])
+        put_fixed(self._wide)
         pad(self._counts_offset)
         payloads = [codings.coded(ops, own, payload) for own, payload in zip(self.fields, payloads, strict=True)]
         coded = [payloads[i][f.name] for i, f in self._coded]
         numbers = (*(lengths[key] for key in self.counts), *(one.word for one in coded), stamp & _INT32)
-        header = [ops.full(1, number, "int32") for number in numbers]
-        put(ops.to_bytes(ops.concat(header)))
-        put_fixed(self._fixed[split:])
-        guarded = [ops.full(1, flag, "uint8") for flag, guard in zip(flags, self.guarded, strict=True) if guard]
-        if guarded:
-            put(ops.concat(guarded))
+        put(ops.to_bytes(ops.numbers(numbers, "int32")))
+        put_fixed(self._narrow)
+        if self._flagged:
+            put(ops.numbers([flags[i] for i in self._flagged], "uint8"))
         pad(self._open_end)
         for slot in self._variable:
             put(ops.to_bytes(payloads[slot.tensor][slot.field.name]))
@@ -258,8 +267,10 @@ class GatherLayout:
             return ops.from_bytes(data[offset : offset + length * ITEMSIZE[dtype]], dtype)
 
         end = base + self._open_end
-        values = take(base + self._counts_offset, "int32", len(self.counts) + len(self._coded))
-        counts = {key: ops.size(values[j]) for j, key in enumerate(self.counts)}
+        of_fields = len(self.counts) + len(self._coded)
+        values = take(base + self._counts_offset, "int32", of_fields + 1)
+        there = ops.sizes(values[: len(self.counts)], len(self.counts)) if self.counts else []
+        counts = dict(zip(self.counts, there, strict=True))
         for key, length in counts.items():
             counts[key] = require(length >= 0, "lengths from 0 on", length, length)
         # The header tells where everything lies: check that all of it is there before reading any of it.
@@ -293,18 +304,17 @@ class GatherLayout:
             data = require(end <= total, _ALL_THERE, total, data)
             right = take(base, "int64", 1)[0] == checksum(ops, data[base + self._start : end])[0]
             data = require(right, "a buffer that gives the checksum in its header", None, data)
-        stamped = take(base + self._counts_offset + 4 * (len(self.counts) + len(self._coded)), "int32", 1)
-        received.in_step.append(stamped[0] == stamp[0])
-        for slot in self._fixed:
-            length = int(slot.field.length)
-            value = take(base + (slot.offset or 0), slot.field.dtype, length)
-            # Gives the field a static length even if the length of the whole buffer is known only at run time.
-            mine[slot.tensor][slot.field.name] = ops.reshape(value, (length,))
-        flagged = [i for i, guard in enumerate(self.guarded) if guard]
-        if flagged:
+        received.in_step.extend(ops.conditions(values[of_fields:] == stamp, 1))
+        for run in (*self._wide, *self._narrow):
+            n = sum(run.lengths)
+            # Gives the fields static lengths even if the length of the whole buffer is known only at run time.
+            fields = ops.split(ops.reshape(take(base + run.offset, run.dtype, n), (n,)), run.lengths)
+            for slot, field in zip(run.slots, fields, strict=True):
+                mine[slot.tensor][slot.field.name] = field
+        if self._flagged:
             first = base + self._flags_offset
-            bad = ops.conditions(data[first : first + len(flagged)] > 0, len(flagged))
-            for j, i in enumerate(flagged):
+            bad = ops.conditions(data[first : first + len(self._flagged)] > 0, len(self._flagged))
+            for j, i in enumerate(self._flagged):
                 received.flags[i].append(bad[j])
         for slot, offset, length in slots:
             mine[slot.tensor][slot.field.name] = take(offset, slot.field.dtype, length)
@@ -336,6 +346,17 @@ class GatherLayout:
         length = require(length <= k * width, most, length, length)
         short = ops.bit_or(length == k * width, k * width <= codings.MOST_BYTES)
         return length, require(short, f"at most {codings.MOST_BYTES} coded bytes", k, k)
+
+
+def _runs(fields: Sequence[tuple[int, int, Field]], offset: int) -> list[_Run]:
+    """Return the fields as they lie end to end from an offset on."""
+    runs: list[_Run] = []
+    for _, i, f in fields:
+        if not runs or runs[-1].dtype != f.dtype:
+            runs.append(_Run(f.dtype, runs[-1].end if runs else offset, [], []))
+        runs[-1].slots.append(_Slot(i, f))
+        runs[-1].lengths.append(int(f.length))
+    return runs
 
 
 def decode_rows(ops: ArrayOps, data: Array, layouts: Sequence[GatherLayout], stamp: int) -> list[Received]:
@@ -371,7 +392,8 @@ class SumLayout:
                 if f.wire:
                     assert f.most is None or f.lanes, f"integers '{f.name}' may overflow; divide() of allreduce widens"
                     self.groups.setdefault("int32" if f.lanes else f.dtype, []).append((i, f))
-        if any(self.guarded):
+        self._flagged = [i for i, guard in enumerate(self.guarded) if guard]
+        if self._flagged:
             self.groups.setdefault("float32", [])
 
     @property
@@ -402,11 +424,10 @@ class SumLayout:
         buffers: dict[str, Array] = {}
         for dtype, group in self.groups.items():
             pieces = [_packed(ops, f, payloads[i][f.name]) for i, f in group]
-            if dtype == "float32":
-                pieces += [ops.full(1, flag, "float32") for flag, g in zip(flags, self.guarded, strict=True) if g]
-                if any(self.guarded):
-                    digests = ops.cast(_digests(ops, stamp, size), "float32")
-                    pieces += [digests, digests * digests]
+            if dtype == "float32" and self._flagged:
+                pieces.append(ops.numbers([flags[i] for i in self._flagged], "float32"))
+                digests = ops.cast(_digests(ops, stamp, size), "float32")
+                pieces += [digests, digests * digests]
             # A single payload is sent as it is if no transport overwrites it.
             alone = len(pieces) == 1 and dtype in HALF_DTYPES
             buffers[dtype] = pieces[0] if alone else ops.concat(pieces)
@@ -425,17 +446,16 @@ class SumLayout:
                 piece = buffers[dtype][offset : offset + there]
                 payloads[i][0][f.name] = unpack_lanes(ops, piece, length, f.lanes) if f.lanes else piece
                 offset = offset + there
-            if dtype == "float32":
-                flagged = [i for i, guard in enumerate(self.guarded) if guard]
-                if flagged:
-                    bad = ops.conditions(buffers[dtype][offset : offset + len(flagged)] > 0, len(flagged))
-                    for j, i in enumerate(flagged):
-                        flags[i].append(bad[j])
-                    offset = offset + len(flagged)
-                    # Equal if and only if all ranks sent the same digests (Cauchy-Schwarz).
-                    sums = ops.cast(buffers[dtype][offset : offset + 2 * _DIGESTS], "float64")
-                    total, squares = sums[:_DIGESTS], sums[_DIGESTS:]
-                    in_step.append(~ops.any(size * squares != total * total))
+            if dtype == "float32" and self._flagged:
+                count = len(self._flagged)
+                bad = ops.conditions(buffers[dtype][offset : offset + count] > 0, count)
+                for j, i in enumerate(self._flagged):
+                    flags[i].append(bad[j])
+                offset = offset + count
+                # Equal if and only if all ranks sent the same digests (Cauchy-Schwarz).
+                sums = ops.cast(buffers[dtype][offset : offset + 2 * _DIGESTS], "float64")
+                total, squares = sums[:_DIGESTS], sums[_DIGESTS:]
+                in_step.append(~ops.any(size * squares != total * total))
         return Received(payloads, flags, in_step)
 
 
@@ -493,7 +513,7 @@ def _check_payload(
     index: int,
 ) -> None:
     """Compare a payload with its declared fields, and fill in the run-time lengths."""
-    if set(payload) != {f.name for f in fields}:
+    if len(payload) != len(fields) or not all(f.name in payload for f in fields):
         raise PayloadError(
             f"tensor '{spec.name}': compress returned the fields {sorted(payload)}, "
             f"but wire announced {sorted(f.name for f in fields)}; make the two agree."
