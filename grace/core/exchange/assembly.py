@@ -64,15 +64,19 @@ class Outgoing:
     """Merged gradients of one step, as far as `rank` gets them.
 
     Those in `into` are written there if arrays can be changed in place. Of a tensor of which the rank gets only some
-    elements, both are flat arrays of these.
+    elements, both are flat arrays of these. `windows` says which (`Plan.windows`).
     """
 
-    def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps], into: Mapping[str, Array], rank: int) -> None:
-        self._plan, self._ops, self._into = plan, ops, into
+    def __init__(
+        self,
+        plan: Plan,
+        ops: Callable[[str], ArrayOps],
+        into: Mapping[str, Array],
+        rank: int,
+        windows: Mapping[str, tuple[int, int]],
+    ) -> None:
+        self._plan, self._ops, self._into, self._rank, self._windows = plan, ops, into, rank, windows
         self._specs = {item.spec.name: item.spec for item in plan.exchanged}
-        # The elements of each tensor that the rank gets.
-        self._windows = {name: plan.window(name, rank) for name in self._specs}
-        self._rank = rank
         self._pieces: dict[str, list[tuple[int, Array]]] = {}
         self._places: dict[str, Array] = {}
         self._written: dict[str, int] = {}
@@ -87,8 +91,9 @@ class Outgoing:
         spec, ops = self._specs[piece.tensor], self._ops(unit.spec.device)
         if len(unit.pieces) > 1 or not self._goes_into_place(piece, ops) or spec.dtype != spec.work_dtype:
             return None
-        start = self._windows[piece.tensor][0]
-        return self._all(piece.tensor, ops)[piece.start - start : piece.stop - start]
+        start, stop = self._windows[piece.tensor]
+        whole = self._all(piece.tensor, ops)
+        return whole if piece.numel == stop - start else whole[piece.start - start : piece.stop - start]
 
     def add(self, unit: Unit, x: Array, factor: float, target: Array | None) -> None:
         """Take the merged gradient of a unit, x times the factor; consumes x, which may be the target."""
@@ -125,9 +130,11 @@ class Outgoing:
         return ops.reshape(x, spec.shape) if self._numel(tensor) == spec.numel else x
 
     def _count(self, piece: Piece, ops: ArrayOps) -> None:
-        self._written[piece.tensor] = self._written.get(piece.tensor, 0) + piece.numel
-        if self._written[piece.tensor] == self._numel(piece.tensor):
-            self.merged[piece.tensor] = self._shaped(piece.tensor, self._all(piece.tensor, ops), ops)
+        tensor = piece.tensor
+        written = self._written[tensor] = self._written.get(tensor, 0) + piece.numel
+        if written == self._numel(tensor):
+            given = self._into.get(tensor)
+            self.merged[tensor] = self._shaped(tensor, self._all(tensor, ops), ops) if given is None else given
 
     def _collect(self, ops: ArrayOps, piece: Piece, x: Array) -> None:
         spec = self._specs[piece.tensor]

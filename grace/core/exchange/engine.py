@@ -130,6 +130,7 @@ class Engine:
         self._assignment_of = {item.spec.name: item for item in plan.exchanged}
         self._units = plan.stateful
         self._names_of_norm = {item.spec.name for item in plan.exchanged if item.memory.needs_norm}
+        self._windows = plan.windows(self.transport.rank)
         self._bucket_of = {unit.spec.name: bucket for bucket in plan.buckets for unit in bucket.units}
         self.drop()
 
@@ -392,17 +393,17 @@ class Engine:
         return {name: x for name, x in outgoing.merged.items() if name not in before}
 
     def _outgoing_into(self, into: Mapping[str, Array] | None) -> Outgoing:
-        outgoing = self._outgoing or Outgoing(self.plan, self._ops, into or {}, self.transport.rank)
-        self._outgoing = outgoing
-        return outgoing
+        if self._outgoing is None:
+            self._outgoing = Outgoing(self.plan, self._ops, into or {}, self.transport.rank, self._windows)
+        return self._outgoing
 
     def finish(self, into: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """Complete the step and return each tensor's merged gradient, in the shape and dtype of its spec.
 
         `into` maps tensors to contiguous arrays of that shape and dtype, which must not overlap; if arrays can be
         changed in place, the gradients are written there. Of a tensor of which this rank gets only some elements
-        (`Plan.window`), both are flat arrays of these; it has no result if it gets none. Raises StepError if a gradient
-        is missing, WaitError if other ranks do not come, and MismatchError if they are at another step.
+        (`Plan.windows`), both are flat arrays of these; it has no result if it gets none. Raises StepError if a
+        gradient is missing, WaitError if other ranks do not come, and MismatchError if they are at another step.
         """
         self._check_complete()
         outgoing = self._outgoing_into(into)

@@ -149,6 +149,8 @@ class UnitStep:
 
     def sent_bytes(self) -> Any:
         """Return the bytes of the payload's fields on the wire: an int, or a 0-d array in a traced graph."""
+        if self.unit.field_bytes is not None:
+            return self.unit.field_bytes
         return sent_bytes(self.site.ops, self.unit.fields, self.payload if self._coded is None else self._coded)
 
     @property

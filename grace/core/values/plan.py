@@ -98,10 +98,13 @@ class Plan:
         )
         return frozenset((*own, *of_means))
 
-    def window(self, tensor: str, rank: int) -> tuple[int, int]:
-        """Return the range of the elements of a tensor whose mean a rank gets: the first, and the end."""
-        pieces = [piece for unit, _, piece in self.places[tensor] if unit.is_merged_by(rank)]
-        return (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
+    def windows(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Return by tensor the range of the elements whose mean a rank gets: the first, and the end."""
+        windows = {}
+        for tensor, places in self.places.items():
+            pieces = [piece for unit, _, piece in places if unit.is_merged_by(rank)]
+            windows[tensor] = (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
+        return windows
 
     def only(self, tensors: Collection[str]) -> Plan:
         """Return the part of the plan with these tensors, which share no bucket with others."""

@@ -94,8 +94,7 @@ class Assignment:
     @property
     def wire_bytes(self) -> int | None:
         """Bytes per step of its fields and its proposal; None if they depend on the data."""
-        fields = payload_bytes(self.fields)
-        return None if fields is None else fields + self.negotiated_bytes
+        return None if self.field_bytes is None else self.field_bytes + self.negotiated_bytes
 
     @property
     def expected_bytes(self) -> int | None:
@@ -149,6 +148,11 @@ class Assignment:
         exact = ("values",) if sparsifies(self.compressor) and not self.shows else ()
         floats = [f.name for f in self.fields if f.dtype.startswith(("float", "bfloat"))]
         return tuple(name for name in floats if name not in exact)
+
+    @cached_property
+    def field_bytes(self) -> int | None:
+        """Bytes per step of its fields; None if they depend on the data."""
+        return payload_bytes(self.fields)
 
     @cached_property
     def at_home(self) -> tuple[str, ...]:
