@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -41,7 +42,9 @@ class TorchOps(ArrayOps):
 
     def cast(self, x: Array, dtype: str) -> Array:
         if isinstance(x, torch.Tensor):
-            return x.to(self.device, DTYPES[dtype])
+            # The most frequent call, for which `to` takes as long as a small kernel.
+            known = x.dtype is DTYPES[dtype] and x.is_cpu and self.device == "cpu"
+            return x if known else x.to(self.device, DTYPES[dtype])
         if isinstance(x, (int, float)):
             # Unlike a copy from the host, this waits for no device.
             return torch.full((), x, dtype=DTYPES[dtype], device=self.device)
@@ -191,8 +194,11 @@ class TorchOps(ArrayOps):
     def sub_(self, x: Array, y: Array) -> Array:
         return x.sub_(y)
 
+    def scaled(self, x: Array, factor: float) -> Array:
+        return x * _operand(factor, x)
+
     def scale_(self, x: Array, factor: float) -> Array:
-        return x.mul_(factor)
+        return x.mul_(_operand(factor, x))
 
     def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
         return (a.t() if transpose_a else a) @ (b.t() if transpose_b else b)
@@ -207,6 +213,16 @@ class TorchOps(ArrayOps):
             return a[:, : min(a.shape)], a.reshape(-1)[: min(a.shape)], a.t()[:, : min(a.shape)]
         u, s, v = torch.linalg.svd(a, full_matrices=False)
         return u, s, v.t()
+
+
+def _operand(number: float, x: torch.Tensor) -> float | torch.Tensor:
+    """Return a number as a 0-d tensor of x's dtype where that gives the same result: PyTorch takes it sooner."""
+    return _number(number, x.dtype) if x.is_cpu and x.dtype in (torch.float32, torch.float64) else number
+
+
+@lru_cache
+def _number(number: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((), number, dtype=dtype)
 
 
 def _end_to_end(arrays: Sequence[torch.Tensor]) -> bool:

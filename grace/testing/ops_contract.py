@@ -88,6 +88,14 @@ class OpsContract:
         x = ops.arange(6, "int32")
         assert host(ops, ops.reshape(x, (2, 3))).tolist() == [[0, 1, 2], [3, 4, 5]]
         assert host(ops, ops.concat([ops.reshape(x, (2, 3)), ops.zeros(0, "int32"), x[:1]])).tolist() == [*range(6), 0]
+        for lengths in ([6], [1, 0, 3, 2]):
+            parts = ops.split(x, lengths)
+            assert [ops.length(part) for part in parts] == lengths
+            assert host(ops, ops.concat(parts)).tolist() == [*range(6)]
+        assert [int(size) for size in ops.sizes(x[1:3], 2)] == [1, 2]
+        numbers = ops.numbers([3, True, ops.full(1, 2, "int64")[0]], "int32")
+        assert (ops.dtype(numbers), host(ops, numbers).tolist()) == ("int32", [3, 1, 2])
+        assert host(ops, ops.numbers([False, True], "float32")).tolist() == [0, 1]
         assert host(ops, ops.stack([x[:2], x[2:4]], axis=0)).tolist() == [[0, 1], [2, 3]]
         assert host(ops, ops.stack([x[:2], x[2:4]], axis=1)).tolist() == [[0, 2], [1, 3]]
         assert ops.length(ops.reshape(x, (2, 3))) == 6
@@ -110,6 +118,17 @@ class OpsContract:
         assert host(ops, ops.where(x > 0, 1.0, x)).tolist() == [-2.5, 0, 1]
         assert host(ops, ops.clip(x, -1, 1)).tolist() == [-1, 0, 1]
         assert host(ops, ops.clip(x, -ops.max(x), ops.max(x))).tolist() == [-2.25, 0, 2.25]
+
+    def test_scaling_rounds_once_and_keeps_the_dtype(self, ops: ArrayOps) -> None:
+        for dtype in ("float32", "float64"):
+            values = [1.0, -3.0, 1e-3]
+            for factor in (0.5, 1 / 3, 3):
+                x = array(ops, values, dtype)
+                scaled = ops.scaled(x, factor)
+                assert ops.dtype(scaled) == dtype
+                assert host(ops, x).tolist() == host(ops, array(ops, values, dtype)).tolist(), "x is only read"
+                assert host(ops, scaled).tobytes() == host(ops, x * factor).tobytes()
+                assert host(ops, ops.scale_(x, factor)).tobytes() == host(ops, scaled).tobytes()
 
     def test_bit_operations(self, ops: ArrayOps) -> None:
         x = array(ops, [12, -8, 2**40], "int64")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
@@ -31,7 +32,7 @@ class BucketQuantizer(Compressor):
         # A bucket for the whole tensor would depend on its length.
         return self.bucket_size > 0
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         return ("norms",)
 

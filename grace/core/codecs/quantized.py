@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from grace.core.methods.capabilities import Learning, Selecting
 from grace.core.methods.compressor import Compressor, Sparsifier
@@ -37,7 +37,7 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
     def fixed_size(self) -> bool:
         return all(inner.fixed_size for inner in self.pair)
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         return ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grace.core.codecs.bloom import BloomFilter, filter_for, filter_positions, insert, smallest_conflict
@@ -86,7 +87,7 @@ class DeepReduce(Compressor, Selecting, Thinning):
     def fixed_size(self) -> bool:
         return self.policy != "p0"
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         return ("heights",) if self.pieces else ("values",)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
@@ -51,7 +52,7 @@ class DME(Compressor, Thinning):
     def __post_init__(self) -> None:
         check_ratio("dme", self.compress_ratio)
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         return ("centre", "values") if self.probabilities == "uniform" else ("centre", *self._optimal.linear_in)
 

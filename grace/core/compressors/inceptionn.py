@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from grace.core.methods.compressor import Compressor
@@ -64,7 +65,7 @@ class Inceptionn(Compressor):
     def absolute(self) -> bool:
         return not self.relative
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         return ("scale",) if self.relative else ()
 

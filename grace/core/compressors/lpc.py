@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from grace.core.codecs.levels import dequantize_sum
@@ -76,7 +77,7 @@ class LPC(Compressor):
     def joins(self) -> bool:
         return self.delta is not None
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         return ("delta",) if self.delta is None else ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.core.codecs.centroids import both_signs, fitted
 from grace.core.codecs.listed import levels_sum, round_packed
@@ -75,7 +76,7 @@ class MUCSC(Compressor, Selecting):
     def default_memory(self) -> str:
         return "residual" if self.super_cluster else "none"
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         return ("centroids",)
 

@@ -209,7 +209,7 @@ class UnitStep:
         if not unit.memory.finishes:
             factor, back = factor * back, 1.0
         # A site of its own for this merge: no other engine, and no later call, may write to `out`.
-        there = site if out is None else site._replace(ops=ops.writing_to(out))
+        there = site if out is None else Site(ops.writing_to(out), *site[1:])
         if unit.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
             # A power of two is exact, and the payload is small compared with the dense result.
             gradient = unit.compressor.merge([self._scaled(payload, factor) for payload in payloads], there)
@@ -238,7 +238,7 @@ class UnitStep:
         """Do the same with the one payload in which an owner has sent the mean on."""
         unit, ops, there = self.unit, self.site.ops, bringing.site
         if out is not None:
-            there = there._replace(ops=ops.writing_to(out))
+            there = Site(ops.writing_to(out), *there[1:])
         gradient = bringing.unit.compressor.merge(payloads, there)
         factor = unit.memory.gain
         averages = all(step.unit.compressor.averages for step in (self, *self.chain))
@@ -311,8 +311,10 @@ class UnitStep:
 
     def _scaled(self, payload: Payload, factor: float) -> Payload:
         """Return a payload that carries its gradient times a factor."""
-        fields = self.unit.compressor.linear_in
-        return {name: v * factor if name in fields else v for name, v in payload.items()}
+        scaled = dict(payload)
+        for name in self.unit.compressor.linear_in:
+            scaled[name] = self.site.ops.scaled(payload[name], factor)
+        return scaled
 
     def _check_proposal(self, proposal: Proposal) -> None:
         """Raise PayloadError if the proposal is not what the compressor announced."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from grace.core.methods.capabilities import Selecting, selects
@@ -62,7 +63,7 @@ class DGCMemory(Memory):
     def whole(self) -> bool:
         return self.gradient_clipping is not None and not self.needs_norm
 
-    @property
+    @cached_property
     def needs_norm(self) -> bool:
         return self.clipping_norm == "all"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
@@ -39,7 +40,7 @@ class EFSignMemory(Memory):
     def residual_scale(self) -> float:
         return self.lr
 
-    @property
+    @cached_property
     def gain(self) -> float:
         return 1.0 / self.lr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.core.methods.capabilities import Selecting
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
@@ -44,7 +45,7 @@ class Compressor(ABC):
         """
         return False
 
-    @property
+    @cached_property
     def averages(self) -> bool:
         """False if merge() is scale-free (a vote), so that its result must not be divided by the number of ranks."""
         return True
@@ -91,7 +92,7 @@ class Compressor(ABC):
         """True if matrix products decode a payload: kernels and the frameworks' libraries round them differently."""
         return False
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         """Names of the fields that scale the decoded gradient: multiplying all of them multiplies it."""
         return ()
@@ -168,7 +169,7 @@ class Sparsifier(Compressor, Selecting):
         # Chosen from all tensors, the largest elements train better than the largest of each (docs/accuracy.md).
         return True
 
-    @property
+    @cached_property
     def linear_in(self) -> tuple[str, ...]:
         return ("values",)
 

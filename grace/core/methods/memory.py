@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from grace.core.methods.compressor import Compressor
@@ -31,7 +32,7 @@ class Memory(ABC):
     trailing underscore.
     """
 
-    @property
+    @cached_property
     def stateless(self) -> bool:
         """True if the memory keeps nothing."""
         return False
@@ -46,7 +47,7 @@ class Memory(ABC):
         """True if the memory may hold a residual, which a change of the plan must not lose."""
         return self.feeds_back
 
-    @property
+    @cached_property
     def finishes(self) -> bool:
         """True if `finish` is defined, so that the new state is known only with the merged gradient."""
         return False
@@ -84,17 +85,17 @@ class Memory(ABC):
         """
         return ("residual",)
 
-    @property
+    @cached_property
     def gain(self) -> float:
         """Factor on the mean before `finish` gets it, applied with the division by the number of ranks."""
         return 1.0
 
-    @property
+    @cached_property
     def needs_lr(self) -> bool:
         """True if the memory reads `Site.lr`; its tensors are not joined. Optimizers know it, tapes do not."""
         return False
 
-    @property
+    @cached_property
     def needs_norm(self) -> bool:
         """True if the memory reads `Site.norm`: no tensor of such a memory is compressed before the last one is ready.
 

@@ -272,6 +272,10 @@ class Primitives(ABC):
     def cumsum(self, x: Array) -> Array:
         """Return the cumulative sums of a flat int64 array."""
 
+    def scaled(self, x: Array, factor: float) -> Array:
+        """Return x * factor."""
+        return x * factor
+
     # --- consuming arithmetic -----------------------------------------------------------------------------------
 
     @abstractmethod
