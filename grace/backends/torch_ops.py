@@ -85,7 +85,11 @@ class TorchOps(ArrayOps):
         return super().lay_out(arrays)
 
     def place(self, out: Array, start: int, x: Array, factor: float) -> None:
-        torch.mul(x, factor, out=out[start : start + x.numel()])
+        target = out if x.numel() == out.numel() else out[start : start + x.numel()]
+        if factor == 1:
+            target.copy_(x)
+        else:
+            torch.mul(x, _operand(factor, x), out=target)
 
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:
         return torch.stack(tuple(arrays), dim=axis)

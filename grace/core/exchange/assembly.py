@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.plan import Plan
 from grace.core.values.spec import Array
-from grace.core.values.unit import Piece, Unit, offsets
+from grace.core.values.unit import Piece, Unit
 
 
 class Incoming:
@@ -98,17 +98,21 @@ class Outgoing:
     def add(self, unit: Unit, x: Array, factor: float, target: Array | None) -> None:
         """Take the merged gradient of a unit, x times the factor; consumes x, which may be the target."""
         ops = self._ops(unit.spec.device)
-        direct = [self._goes_into_place(piece, ops) for piece in unit.pieces]
-        if factor != 1 and (x is target or not all(direct)):
+        if x is target and factor != 1:
             x, factor = ops.scale_(x, factor), 1.0
-        for (piece, offset), placed in zip(offsets(unit), direct, strict=True):
-            part = x if len(unit.pieces) == 1 else x[offset : offset + piece.numel]
+        if x is target:
+            self._count(unit.pieces[0], ops)
+            return
+        direct = [self._goes_into_place(piece, ops) for piece in unit.pieces]
+        if factor != 1 and not all(direct):
+            x, factor = ops.scale_(x, factor), 1.0
+        parts = ops.split(x, [piece.numel for piece in unit.pieces])
+        for piece, part, placed in zip(unit.pieces, parts, direct, strict=True):
             if not placed:
                 self._collect(ops, piece, part)
                 continue
-            if x is not target:
-                start = self._windows[piece.tensor][0]
-                ops.place(self._all(piece.tensor, ops), piece.start - start, part, factor)
+            start = self._windows[piece.tensor][0]
+            ops.place(self._all(piece.tensor, ops), piece.start - start, part, factor)
             self._count(piece, ops)
 
     def _goes_into_place(self, piece: Piece, ops: ArrayOps) -> bool:

@@ -318,10 +318,13 @@ class Engine:
                 self._begin_unit(unit, flat, rate, norm)
 
     def _begin_unit(self, unit: Unit, flat: Array, lr: Any, norm: Array | None = None) -> None:
-        bucket = self._bucket_of[unit.spec.name]
-        run = self._runs.setdefault(bucket.name, BucketRun())
-        self.times.mark("begun", unit.spec.name, (flat,))
-        run.steps[unit.spec.name] = step = self._step_of(unit)
+        name = unit.spec.name
+        bucket = self._bucket_of[name]
+        run = self._runs.get(bucket.name)
+        if run is None:
+            run = self._runs[bucket.name] = BucketRun()
+        self.times.mark("begun", name, (flat,))
+        run.steps[name] = step = self._step_of(unit)
         step.begin(flat, lr, norm)
         if len(run.steps) == len(bucket.units):
             run.program = self._program(bucket, run)
@@ -455,7 +458,7 @@ class Engine:
             self._slots.read(unit.spec.name),
             self._ops(unit.spec.device),
             seed=self._seed,
-            step=self.step,
+            step=self._slots.step,
             rank=rank,
             size=size,
             average=self._average or unit.owners is not None,

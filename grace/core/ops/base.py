@@ -101,6 +101,8 @@ class Primitives(ABC):
 
     def split(self, x: Array, lengths: Sequence[int]) -> list[Array]:
         """Return the parts of a flat array that have these lengths, one after another; the inverse of `concat`."""
+        if len(lengths) == 1:
+            return [x]
         ends = list(itertools.accumulate(lengths))
         return [x[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 

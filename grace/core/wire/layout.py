@@ -132,6 +132,7 @@ class GatherLayout:
         self.specs = tuple(specs)
         self.fields = tuple(tuple(f) for f in fields)
         self.guarded = tuple(guarded)
+        self._by_name = [{f.name: f for f in own} for own in self.fields]
         self._start = CHECKSUM_BYTES if checksum else 0
         self.counts: list[tuple[int, str]] = []
         self._coded: list[tuple[int, Field]] = []
@@ -191,7 +192,7 @@ class GatherLayout:
         Raises PayloadError if a payload is not what `wire` announced.
         """
         lengths: Lengths = {}
-        for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
+        for i, (tensor_fields, payload) in enumerate(zip(self._by_name, payloads, strict=True)):
             _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
         pieces: list[Array] = []
         position: int = self._start
@@ -221,7 +222,8 @@ class GatherLayout:
 
         put_fixed(self._wide)
         pad(self._counts_offset)
-        payloads = [codings.coded(ops, own, payload) for own, payload in zip(self.fields, payloads, strict=True)]
+        if self._coded:
+            payloads = [codings.coded(ops, own, payload) for own, payload in zip(self.fields, payloads, strict=True)]
         coded = [payloads[i][f.name] for i, f in self._coded]
         numbers = (*(lengths[key] for key in self.counts), *(one.word for one in coded), stamp & _INT32)
         put(ops.to_bytes(ops.numbers(numbers, "int32")))
@@ -386,6 +388,7 @@ class SumLayout:
         self.specs = tuple(specs)
         self.fields = tuple(tuple(f) for f in fields)
         self.guarded = tuple(guarded)
+        self._by_name = [{f.name: f for f in own} for own in self.fields]
         self.groups: dict[str, list[tuple[int, Field]]] = {}
         for i, tensor_fields in enumerate(self.fields):
             for f in tensor_fields:
@@ -419,7 +422,7 @@ class SumLayout:
         Raises PayloadError if a payload is not what `wire` announced.
         """
         lengths: Lengths = {}
-        for i, (tensor_fields, payload) in enumerate(zip(self.fields, payloads, strict=True)):
+        for i, (tensor_fields, payload) in enumerate(zip(self._by_name, payloads, strict=True)):
             _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
         buffers: dict[str, Array] = {}
         for dtype, group in self.groups.items():
@@ -507,19 +510,19 @@ def _digests(ops: ArrayOps, stamp: int, size: int) -> Array:
 def _check_payload(
     ops: ArrayOps,
     spec: TensorSpec,
-    fields: Sequence[Field],
+    fields: Mapping[str, Field],
     payload: Payload,
     lengths: Lengths,
     index: int,
 ) -> None:
     """Compare a payload with its declared fields, and fill in the run-time lengths."""
-    if len(payload) != len(fields) or not all(f.name in payload for f in fields):
+    if payload.keys() != fields.keys():
         raise PayloadError(
             f"tensor '{spec.name}': compress returned the fields {sorted(payload)}, "
-            f"but wire announced {sorted(f.name for f in fields)}; make the two agree."
+            f"but wire announced {sorted(fields)}; make the two agree."
         )
-    for f in fields:
-        array = payload[f.name]
+    for name, f in fields.items():
+        array = payload[name]
         if isinstance(array, codings.Coded):
             # Checked when it was coded, which the buffer of another owner may share.
             if isinstance(f.length, str):
