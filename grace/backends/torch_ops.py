@@ -118,6 +118,10 @@ class TorchOps(ArrayOps):
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         if isinstance(condition, bool):
             condition = self.constant(("condition", condition), lambda: self.full(1, condition, "uint8").bool()[0])
+        if isinstance(b, (int, float)) and isinstance(a, torch.Tensor):
+            b = _operand(b, a)
+        elif isinstance(a, (int, float)) and isinstance(b, torch.Tensor):
+            a = _operand(a, b)
         return torch.where(condition, a, b)
 
     def clip(self, x: Array, low: Array, high: Array) -> Array:

@@ -99,5 +99,5 @@ def bits_for(levels: int) -> int:
 
 def constant_levels(ops: ArrayOps, levels: tuple[float, ...], dtype: str) -> Array:
     """Return the levels as a constant, with the last one repeated up to a power of two."""
-    padded = [*levels, *levels[-1:] * ((1 << bits_for(len(levels))) - len(levels))]
-    return ops.constant((levels, dtype), lambda: ops.concat([ops.full(1, level, dtype) for level in padded]))
+    missing = (1 << bits_for(len(levels))) - len(levels)
+    return ops.constant((levels, dtype), lambda: ops.numbers([*levels, *levels[-1:] * missing], dtype))

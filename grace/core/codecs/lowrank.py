@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from grace.core.methods.capabilities import Learning, Negotiating
@@ -16,7 +17,13 @@ from grace.core.values.spec import Array, Field, Key, Payload, Site, State, Tens
 
 def matrix_shape(spec: TensorSpec) -> tuple[int, int]:
     """Return rows and columns of a tensor of two or more axes as a matrix, split where their sum is smallest."""
-    splits = ((math.prod(spec.shape[:i]), math.prod(spec.shape[i:])) for i in range(1, spec.ndim))
+    return _split(spec.shape)
+
+
+# Every step asks for the shape of every tensor several times.
+@cache
+def _split(shape: tuple[int, ...]) -> tuple[int, int]:
+    splits = ((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape)))
     return min(splits, key=sum)
 
 

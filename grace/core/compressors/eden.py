@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.core.codecs.rotation import RotatedQuantizer, normal_levels
 from grace.core.values.registry import compressors
@@ -34,6 +35,6 @@ class EDEN(RotatedQuantizer):
 
     fit = True
 
-    @property
+    @cached_property
     def levels(self) -> tuple[float, ...]:
         return normal_levels(self.bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from grace.core.codecs.levels import bucket_norms, rows_of
@@ -69,7 +70,7 @@ class Kashin(Compressor):
             if not least <= value <= most or value & (value - 1):
                 raise ConfigError(f"kashin: {name} must be a power of two from {least} to {most}, received {value!r}.")
 
-    @property
+    @cached_property
     def levels(self) -> tuple[float, ...]:
         """Levels in units of the largest coefficient of a block, ascending."""
         return even_levels(self.bits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from grace.core.codecs.buckets import BucketQuantizer
@@ -56,7 +57,7 @@ class NUQSGD(BucketQuantizer):
             )
         super().__post_init__()
 
-    @property
+    @cached_property
     def levels(self) -> tuple[float, ...]:
         """Levels in units of the norm, ascending."""
         half = [2.0 ** (j - self.quantum_num) for j in range(1, self.quantum_num + 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.core.codecs.rotation import RotatedQuantizer, even_levels
 from grace.core.values.registry import compressors
@@ -32,6 +33,6 @@ class Rotated(RotatedQuantizer):
 
     stochastic = True
 
-    @property
+    @cached_property
     def levels(self) -> tuple[float, ...]:
         return even_levels(self.bits)
