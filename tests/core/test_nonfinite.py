@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from grace.core.compressors.fp16 import BF16
-from grace.core.values.config import Method
+from grace.core.values.config import Method, make_config
+from grace.core.values.plan import make_plan
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import MAX_MAGNITUDE, TensorSpec
 from grace.testing.harness import FRAMEWORKS, same
@@ -116,6 +117,22 @@ def test_without_kernels_no_method_computes_with_a_bad_gradient(name, monkeypatc
         return np.where(np.arange(x.size).reshape(x.shape) == 125, x.dtype.type(np.inf), x) if rank == 1 else x
 
     assert all(np.isnan(mine["matrix"]).all() for mine in step(sim, 0, change=poison))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "looked_at"),
+    [
+        ("topk", {}, []),
+        ("randomk", {"scaled": True}, ["values"]),
+        ("efsignsgd", {}, ["scale"]),
+        ("fp16", {}, []),
+    ],
+)
+def test_values_that_a_sparsifier_only_copies_are_not_looked_at(name, options, looked_at):
+    """They are elements of an array that was looked at, and a look takes as long as a kernel for a small tensor."""
+    config = make_config({"compressor": name, "default_rules": False, **options})
+    (unit,) = make_plan([TensorSpec("matrix", (24, 40))], config).units
+    assert list(unit.overflowing) == looked_at
 
 
 @pytest.mark.parametrize("name", ["qsgd", "eden", "signsgd"])

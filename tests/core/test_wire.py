@@ -57,6 +57,24 @@ def test_what_was_written_is_read(framework, fields, guarded):
         assert [bool(flag) for flag in flags[i]] == (expected[i] if guard else [])
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_flags_in_main_memory_are_bools(framework):
+    """Operations on arrays of one element would take longer than the kernels of a small tensor."""
+    pytest.importorskip(framework)
+    ops = get_ops(framework)
+    fields = [(Field("values", "float32", 3),)] * 2
+    sent = [payload(ops, own, {}, i) for i, own in enumerate(fields)]
+    gathered = GatherLayout(SPECS[:2], fields, (True, True))
+    received = gathered.decode(ops, gathered.encode(ops, sent, [False, True], 5), 1, 5)
+    assert (received.flags, received.in_step) == ([[False], [True]], [True])
+    assert all(isinstance(condition, bool) for flags in (*received.flags, received.in_step) for condition in flags)
+    summed = SumLayout(SPECS[:2], fields, (True, True))
+    buffers, lengths = summed.encode(ops, sent, [False, True], 5, 1)
+    flags = summed.decode(ops, buffers, 1, lengths).flags
+    assert flags == [[False], [True]]
+    assert all(isinstance(flag, bool) for of_unit in flags for flag in of_unit)
+
+
 def test_size_is_known_before_the_first_step():
     ops = get_ops("numpy")
     layout = GatherLayout(SPECS, FIXED, (True, False, True))

@@ -691,6 +691,17 @@ def test_tensors_of_a_pytorch_before_2_10_go_through_python():
         native.module.run("max_abs", [x[::2]], [], [], False, 1, Old)
 
 
+@every_backend
+def test_what_a_kernel_judges_is_a_bool(framework):
+    ops = get_ops(framework, native=True)
+    good, bad = array(ops, [1.0, 2.0], "float32"), array(ops, [1.0, np.inf], "float32")
+    assert (ops.finite(good), ops.finite(bad)) == (True, False)
+    for y, finite in ((good, True), (bad, False)):
+        total, found = ops.finite_sum(good, 1, y, 1)
+        assert found is finite
+        assert ops.length(total) == 2
+
+
 def test_arrays_of_numpy_and_of_torch_are_told_apart():
     torch = pytest.importorskip("torch")
     x, tensor = np.zeros(3, np.float32), torch.zeros(3)
