@@ -51,7 +51,10 @@ class NativeTorchOps(Native, TorchOps):
         judges = outputs[-1] == "bool"
         try:
             if self._on_gpu:
-                results = self._run_on_gpu(kernel, inputs, integers, numbers, judges)
+                results = self._run_on_gpu(kernel, inputs, integers, numbers)
+                if judges:
+                    # Views: a comparison with a number takes PyTorch four times as long.
+                    results[-1] = results[-1].view(torch.bool).squeeze()
             else:
                 threads = torch.get_num_threads()
                 results = module.run(kernel, inputs, integers, numbers, consumes, threads, torch.Tensor, out, judges)
@@ -66,7 +69,7 @@ class NativeTorchOps(Native, TorchOps):
         return [inputs[0]] if consumes else results
 
     def _run_on_gpu(
-        self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any], judges: bool
+        self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any]
     ) -> list[Array]:
         device = torch.device(self.device)
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -80,9 +83,6 @@ class NativeTorchOps(Native, TorchOps):
         # Capsules, because a tensor's own DLPack method may make streams wait for each other.
         capsules = [to_dlpack(x) for x in inputs]
         results: list[Array] = module.run_on_gpu(kernel, capsules, integers, numbers, index, stream, allocate)
-        if judges:
-            # Views: a comparison with a number takes PyTorch four times as long.
-            results[-1] = results[-1].view(torch.bool).squeeze()
         return results
 
 

@@ -50,13 +50,14 @@ class EmulatedOps(NativeTorchOps):
 
     def __init__(self):
         super().__init__("cpu")
+        self._on_gpu = True
         self.started = set()
 
     def _thin(self, *arguments):
         # As `Native` does for a GPU.
         return None
 
-    def _start(self, kernel, inputs, integers, numbers, consumes, out):
+    def _run_on_gpu(self, kernel, inputs, integers, numbers):
         made = []
 
         def allocate(dtype, n):
