@@ -39,6 +39,10 @@ MARKS = 2 / 8
 # Bytes per element of float32 beyond arguments and results, and where they come from.
 WITHIN = {
     "finite_sum": (4, "the check reads the sum"),
+    "momentum_sum": (8, "the second sum reads the momentum, and the check its result"),
+    "binarize_finite": (4, "bits and check are separate passes"),
+    "sum_top": (8 + 3 * 4 + 2 * MARKS, "the check and the selection read the sum; else as top"),
+    "sum_select": (8 + MARKS, "the check and the selection read the sum; marks"),
     "top": (3 * 4 + 2 * MARKS, "three passes find the k-th magnitude; marks of larger and of equal elements"),
     "top_bound": (3 * 4 + 2 * MARKS, "as top"),
     "top_of_sides": (2 * (4 * 4 + 2 * MARKS), "as top, for each sign"),
@@ -126,7 +130,7 @@ def moved(kernel, inputs, numbers, results, consumes):
     if consumes:
         # The first argument is written as well.
         outside += sizes[0]
-    if kernel in ("top", "select", "select_in_bins", "draw_kept", "top_of_sides", "power_words"):
+    if kernel in ("top", "select", "sum_top", "sum_select", "select_in_bins", "draw_kept", "top_of_sides", "power_words"):
         within += SECTOR * sum(x.size for x in results if x.dtype == np.int32)
     if kernel in AGAIN:
         payloads = sum(x.dtype == np.uint8 for x in inputs)

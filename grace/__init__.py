@@ -10,7 +10,16 @@ import importlib
 from typing import Any
 
 from grace.core.exchange.simulation import Simulation
-from grace.core.methods.capabilities import Checking, Learning, Negotiating, Selecting, Stateful, Thinning, Tuning
+from grace.core.methods.capabilities import (
+    Checking,
+    Learning,
+    Negotiating,
+    Selecting,
+    Stateful,
+    Summing,
+    Thinning,
+    Tuning,
+)
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.memory import Memory
@@ -18,7 +27,7 @@ from grace.core.ops import register_backend
 from grace.core.ops.table import composite
 from grace.core.values.config import Config, Method, Rule, make_config
 from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import Field, Payload, Proposal, Site, TensorSpec
+from grace.core.values.spec import Field, Payload, Proposal, Site, TensorSpec, WeightedSum
 
 __version__ = "0.2.0.dev0"
 
@@ -47,9 +56,11 @@ __all__ = [
     "Site",
     "Sparsifier",
     "Stateful",
+    "Summing",
     "TensorSpec",
     "Thinning",
     "Tuning",
+    "WeightedSum",
     "__version__",
     "communicators",
     "composite",

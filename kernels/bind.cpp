@@ -57,18 +57,17 @@ class HostCall : public grace::Call {
             outputs.push_back({nullptr, n, dtype});
             return offered_.data;
         }
-        if (judges_ && dtype == grace::DType::uint8 && n == 1) return &verdict;
         outputs.push_back({grace::acquire(static_cast<size_t>(grace::size_of(dtype) * n)), n, dtype});
         return outputs.back().data;
     }
+    uint8_t* verdict() override { return judges_ ? &judged : output<uint8_t>(1); }
     void parallel(int64_t tasks, const std::function<void(int64_t)>& task) override {
         grace::run_tasks(tasks, threads_, task);
     }
     int threads() const override { return threads_; }
 
     std::vector<Output> outputs;
-    // What a kernel that judges its input writes as its last result.
-    uint8_t verdict = 0;
+    uint8_t judged = 0;
 
   private:
     int threads_;
@@ -169,7 +168,7 @@ nb::list run_on(const Framework& framework, const std::string& kernel, nb::seque
     for (Output& output : call.outputs) {
         results.append(output.data == nullptr ? nb::borrow(out) : framework.wrap(output));
     }
-    if (judges) results.append(nb::bool_(call.verdict != 0));
+    if (judges) results.append(nb::bool_(call.judged != 0));
     return results;
 }
 

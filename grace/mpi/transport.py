@@ -125,7 +125,7 @@ class MPITransport(OrderedTransport):
         yield self._comms[1].Iallreduce(np.ascontiguousarray(x), result, MPI.SUM if op == "sum" else MPI.MAX).Test
         return result
 
-    def _gather(self, x: Array, lengths: Sequence[int]) -> Phases:
+    def _gather(self, x: Array, lengths: Sequence[int], equal: bool) -> Phases:
         x, result = np.ascontiguousarray(x), np.empty(sum(lengths), x.dtype)
         receiving = [result.view(np.uint8), [length * x.itemsize for length in lengths], None, MPI.BYTE]
         yield self._comms[1].Iallgatherv([x.view(np.uint8), MPI.BYTE], receiving).Test

@@ -18,9 +18,9 @@ from grace.core.values.errors import ConfigError
 class _Tensor(Handle):
     """The result of a collective. The graph itself waits for it: readers of the tensor run after the collective."""
 
-    result: tf.Tensor
+    result: tf.Tensor | list[tf.Tensor]
 
-    def wait(self) -> tf.Tensor:
+    def wait(self) -> tf.Tensor | list[tf.Tensor]:
         return self.result
 
 
@@ -90,7 +90,7 @@ class HorovodTransport(Transport):
             hvd.allreduce(self._at_run_time(x), op={"sum": hvd.Sum, "max": hvd.Max}[op], **self._named(name))
         )
 
-    def _gather_of_two(self, x: tf.Tensor, name: str) -> tf.Tensor:
+    def _gather_of_two(self, x: tf.Tensor, name: str) -> list[tf.Tensor]:
         """Gather the byte buffers of two ranks, of equal length, by an allreduce.
 
         It is faster; see `_GatherOfTwo` in `grace.torch.horovod.transport`. It serves the CPU only, because TensorFlow
@@ -100,9 +100,8 @@ class HorovodTransport(Transport):
         padded = tf.pad(x, [[0, -n % 4]]) if n % 4 else x
         mine = tf.bitcast(tf.reshape(padded, [-1, 4]), tf.int32)
         other = hvd.allreduce(mine, op=hvd.Sum, **self._named(name)) - mine
-        rows = tf.stack([mine, other] if self.rank == 0 else [other, mine])
-        both = tf.reshape(tf.bitcast(rows, tf.uint8), [2, n + -n % 4])
-        return tf.reshape(both[:, :n], [2 * n])
+        theirs = tf.reshape(tf.bitcast(other, tf.uint8), [-1])[:n]
+        return [x, theirs] if self.rank == 0 else [theirs, x]
 
     def allgather(self, x: tf.Tensor, *, name: str, equal: bool = False) -> Handle:
         if self.size == 1:

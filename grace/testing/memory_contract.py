@@ -144,6 +144,21 @@ class MemoryContract:
                 if finite is not None:
                     assert bool(finite) == bool(np.isfinite(host(ops, x)).all()), (bad, place)
 
+    def test_a_sum_to_add_is_what_it_compensates(self, memory: Memory, ops: ArrayOps) -> None:
+        compressor = next(iter(self.served(memory)))
+        at = exchange(compressor, ops, self.spec, [draw(self.spec, 1)]).sites[0]
+        at = at._replace(lr=ops.full(1, 0.1, "float64")[0], norm=ops.full(1, 9.0, "float64")[0])
+        state = {
+            key: array(ops, draw(self.spec, 2), self.spec.work_dtype) if ops.length(value) == self.spec.numel else value
+            for key, value in memory.init(self.spec, ops).items()
+        }
+        gradient = array(ops, draw(self.spec, 1), self.spec.work_dtype)
+        total = memory.to_add(gradient, state, at)
+        if total is not None:
+            x, in_progress, _ = memory.compensate(gradient, state, at)
+            assert same(host(ops, ops.finite_sum(*total)[0]), host(ops, x))
+            assert not in_progress
+
     def test_finish_is_declared(self, memory: Memory) -> None:
         assert memory.finishes == (type(memory).finish is not Memory.finish)
 

@@ -57,7 +57,11 @@ class TransportContract:
             ]
             expected = np.concatenate([host(ops, _row(ops, rank, n)) for rank, n in enumerate(lengths)])
             for handle in handles:
-                assert same(host(ops, handle.wait()), expected), name
+                gathered = handle.wait()
+                # Buffers of one length may come as a list.
+                assert name.startswith("equal") or not isinstance(gathered, list), name
+                rows = gathered if isinstance(gathered, list) else [gathered]
+                assert same(np.concatenate([host(ops, row) for row in rows]), expected), name
 
     def test_alltoall(self, transports: Sequence[Transport], ops: ArrayOps) -> None:
         """Rank i sends another number of bytes to each rank."""

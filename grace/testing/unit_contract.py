@@ -9,16 +9,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grace.core.methods.capabilities import Checking, proposed_fields
+from grace.core.memories.residual import Residual
+from grace.core.methods.capabilities import Checking, Summing, proposed_fields, sums
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.spec import MAX_MAGNITUDE, Payload, TensorSpec
+from grace.core.values.spec import MAX_MAGNITUDE, Payload, TensorSpec, WeightedSum
 from grace.testing.harness import EPS, array, draw, exchange, host, learnt, payload_on_host, same, wide
 
 
 class UnitContract(ABC):
-    """Tests of the flags `flat`, `joins` and `linear_in` of a compressor, and of the capability `Checking`."""
+    """Tests of a compressor's flags `flat`, `joins` and `linear_in`, and its capabilities `Checking` and `Summing`."""
 
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
 
@@ -88,6 +89,26 @@ class UnitContract(ABC):
                         one, two = (payload_on_host(ops, p) for p in (payload, compressor.compress(x, at)))
                         assert one.keys() == two.keys()
                         assert all(same(one[name], two[name]) for name in one), (spec, bad, place)
+
+    def test_a_sum_is_compressed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
+        if not sums(compressor, Residual()):
+            return
+        assert isinstance(compressor, Summing)
+        for spec in self.specs(compressor, ops):
+            at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
+            for beta, bad in ((1.0, 0.0), (0.9, 0.0), (1.0, np.nan), (0.9, -np.inf)):
+                gradient = draw(spec, 1)
+                gradient[spec.numel // 2 :] += bad
+                arrays = (array(ops, each, spec.work_dtype) for each in (draw(spec, 3), gradient))
+                total = WeightedSum(next(arrays), beta, next(arrays), 1.0)
+                x, payload, finite = compressor.compress_sum(total, at)
+                expected, good = ops.finite_sum(*total)
+                assert bool(finite) == bool(good), (spec, beta, bad)
+                if finite:
+                    assert same(host(ops, x), host(ops, expected)), (spec, beta)
+                    one, two = (payload_on_host(ops, p) for p in (payload, compressor.compress(expected, at)))
+                    assert one.keys() == two.keys()
+                    assert all(same(one[name], two[name]) for name in one), (spec, beta)
 
     def _told(
         self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, given: Sequence[np.ndarray[Any, Any]]

@@ -220,7 +220,7 @@ class Exchange(core.Exchange[Engine]):
     ) -> None:
         if self.transport.rank >= 0:
             sent = torch.frombuffer(bytearray(summary(digests)), dtype=torch.uint8)
-            handle = self.transport.allgather(sent, name=f"{self.prefix}/{purpose}", equal=True)
+            handle = self.transport.allgather(sent, name=f"{self.prefix}/{purpose}")
             self._comparing.append((handle, what, in_detail))
 
     def _compare_first(self, step: int, digests: Mapping[str, int], what: str) -> None:

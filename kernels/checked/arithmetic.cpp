@@ -38,12 +38,43 @@ void finite_sum_kernel(Call& call) {
         const T *x = call.input<T>(0), *y = call.input<T>(1, n);
         const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
         T* out = call.output<T>(n);
-        uint8_t* good = call.output<uint8_t>(1);
+        uint8_t* good = call.verdict();
         GRACE_GPU(call, finite_sum, x, a, y, b, out, n, good);
         Scratch<uint8_t> each(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             each[begin / kPiece] =
                 loops<T>().weighted_sum(x + begin, a, y + begin, b, out + begin, end - begin, is_large<T>(n));
+        });
+        *good = all_good(each, n);
+    });
+}
+
+void momentum_sum_kernel(Call& call) {
+    call.expect(3, 0, 1);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T *u = call.input<T>(0), *g = call.input<T>(1, n), *v = call.input<T>(2, n);
+        const T m = static_cast<T>(call.number(0));
+        T* momentum = call.output<T>(n);
+        T* out = call.output<T>(n);
+        uint8_t* good = call.verdict();
+        GRACE_GPU(call, momentum_sum, u, m, g, v, momentum, out, good, n);
+        Scratch<uint8_t> each(divide_up(n, kPiece));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            // The second sum reads the new momentum while it is in the cache.
+            constexpr int64_t kShort = 1024;
+            alignas(64) T fresh[kShort], sum[kShort];
+            uint8_t all = 1;
+            for (int64_t at = begin; at < end; at += kShort) {
+                const int64_t length = std::min(kShort, end - at);
+                loops<T>().weighted_sum(u + at, m, g + at, T(1), fresh, length, false);
+                all &= loops<T>().weighted_sum(v + at, T(1), fresh, T(1), sum, length, false) ? 1 : 0;
+                loops<T>().copy(fresh, momentum + at, length, is_large<T>(n));
+                loops<T>().copy(sum, out + at, length, is_large<T>(n));
+            }
+            integer_loops().settle();
+            each[begin / kPiece] = all;
         });
         *good = all_good(each, n);
     });
@@ -107,7 +138,7 @@ void finite_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
-        uint8_t* out = call.output<uint8_t>(1);
+        uint8_t* out = call.verdict();
         GRACE_GPU(call, finite, x, n, out);
         Scratch<uint8_t> good(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {

@@ -1,4 +1,5 @@
 // Signs and levels: quantizers, and the packing of bits.
+#include <atomic>
 #include <cstring>
 
 #include "grace/kernels.h"
@@ -172,6 +173,30 @@ void binarize_kernel(Call& call) {
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             loops<T>().binarize(x + begin, threshold, bits + begin / 8, end - begin);
         });
+    });
+}
+
+void binarize_finite_kernel(Call& call) {
+    call.expect(1, 0, 1);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T* x = call.input<T>(0);
+        const T threshold = static_cast<T>(call.number(0));
+        uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
+        uint8_t* good = call.verdict();
+        GRACE_GPU(call, binarize_finite, x, threshold, bits, good, n);
+        std::atomic<uint8_t> all{1};
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            // The second loop reads a step from the first-level cache.
+            constexpr int64_t step = 4096;
+            for (int64_t at = begin; at < end; at += step) {
+                const int64_t length = std::min(step, end - at);
+                loops<T>().binarize(x + at, threshold, bits + at / 8, length);
+                if (!loops<T>().finite(x + at, length)) all = 0;
+            }
+        });
+        *good = all;
     });
 }
 

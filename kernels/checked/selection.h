@@ -36,7 +36,7 @@ template <class T> class Finds {
             // Small steps need little reserved memory.
             for (int64_t at = begin; at < end; at += kStep) {
                 const int64_t length = std::min(kStep, end - at);
-                mine.reserve(length);
+                mine.reserve(length + 1);
                 Selected<T> into{mine.values, mine.indices, mine.count};
                 pass(at, length, &into);
                 mine.count = into.count;
@@ -129,7 +129,9 @@ template <class T> using WordOf = typename Format<T>::Word;
 // matrix every time.
 template <class T> class Sample {
   public:
-    Sample(const T* x, int64_t n, int64_t draws) : n_(n), draws_(draws), drawn_(draws), words_(draws) {
+    // x[i] returns element i.
+    template <class Values>
+    Sample(const Values& x, int64_t n, int64_t draws) : n_(n), draws_(draws), drawn_(draws), words_(draws) {
         uint64_t state = 0x9E3779B97F4A7C15u * static_cast<uint64_t>(draws + 1);
         for (int64_t i = 0; i < draws; ++i) {
             // splitmix64 (Steele, Lea and Flood, OOPSLA 2014), with the upper bits scaled to n.

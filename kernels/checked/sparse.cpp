@@ -79,6 +79,44 @@ bool fill_with_zeros(const T* x, int64_t n, const Finds<T>& finds, int64_t k, T*
     return zeros == 0;
 }
 
+// The weighted sum of two arrays, element by element.
+template <class T> struct Sum {
+    const T* x;
+    T a;
+    const T* y;
+    T b;
+    T operator[](int64_t i) const { return x[i] * a + y[i] * b; }
+};
+
+// The pass that writes a sum to `out` and selects from it while it is in the cache.
+template <class T> class SumPass {
+  public:
+    SumPass(const Sum<T>& sum, T* out, int64_t n) : sum_(sum), out_(out), around_(is_large<T>(n)) {}
+
+    void operator()(int64_t begin, int64_t n, T bound, bool strict, Selected<T>* into) {
+        constexpr int64_t kShort = 1024;
+        alignas(64) T buffer[kShort];
+        bool good = true;
+        for (int64_t at = begin; at < begin + n; at += kShort) {
+            const int64_t length = std::min(kShort, begin + n - at);
+            good &= loops<T>().weighted_sum(sum_.x + at, sum_.a, sum_.y + at, sum_.b, buffer, length, false);
+            if (into != nullptr) {
+                loops<T>().select(buffer, bound, strict, false, static_cast<int32_t>(at), length, into);
+            }
+            loops<T>().copy(buffer, out_ + at, length, around_);
+        }
+        integer_loops().settle();
+        if (!good) good_ = 0;
+    }
+    uint8_t good() const { return good_; }
+
+  private:
+    Sum<T> sum_;
+    T* out_;
+    bool around_;
+    std::atomic<uint8_t> good_{1};
+};
+
 // The k largest magnitudes of x, 0 <= k <= n, sorted by index. Of equal magnitudes, the lower index is kept.
 template <class T> void take_top(Call& call, const T* x, int64_t n, int64_t k, T* values, int32_t* indices) {
     if (k == n) {
@@ -149,19 +187,26 @@ void add_lists(Call& call, const std::vector<List>& lists, const Target<T>& to, 
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
         std::vector<int64_t> at;
         for (const List& list : lists) at.push_back(count_before(list, begin));
+        std::vector<int64_t> ends = at;
         constexpr int64_t kCached = 512;
-        alignas(64) T buffer[kCached];
+        // It is all zeros at the start of each piece. Only what was added is cleared: loads of a cache line that has just
+        // been stored in parts would have to wait.
+        alignas(64) T buffer[kCached] = {};
         for (int64_t from = begin; from < end; from += kCached) {
             const int64_t length = std::min(kCached, end - from);
-            std::fill(buffer, buffer + length, T(0));
             for (size_t r = 0; r < lists.size(); ++r) {
                 const List& list = lists[r];
                 int64_t i = at[r];
                 for (; i < list.count && list.index(i) < from + length; ++i) buffer[list.index(i) - from] += list.value(i);
-                at[r] = i;
+                ends[r] = i;
             }
             loops<T>().copy(buffer, to.out + from, length, to.around);
+            for (size_t r = 0; r < lists.size(); ++r) {
+                for (int64_t i = at[r]; i < ends[r]; ++i) buffer[lists[r].index(i) - from] = T(0);
+                at[r] = ends[r];
+            }
         }
+        integer_loops().settle();
     });
 }
 
@@ -220,6 +265,60 @@ void top_kernel(Call& call) {
         int32_t* indices = call.output<int32_t>(k);
         GRACE_GPU(call, top, x, n, k, values, indices);
         take_top(call, x, n, k, values, indices);
+    });
+}
+
+void sum_top_kernel(Call& call) {
+    call.expect(2, 1, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, k = std::min(n, call.length(0));
+        check_addressable(call, n);
+        const Sum<T> sum{call.input<T>(0), static_cast<T>(call.number(0)), call.input<T>(1, n),
+                         static_cast<T>(call.number(1))};
+        T* out = call.output<T>(n);
+        T* values = call.output<T>(k);
+        int32_t* indices = call.output<int32_t>(k);
+        uint8_t* good = call.verdict();
+        GRACE_GPU(call, sum_top, sum.x, sum.a, sum.y, sum.b, out, good, n, k, values, indices);
+        SumPass<T> pass(sum, out, n);
+        bool found = false;
+        if (k > 0 && Sample<T>::pays(n, k)) {
+            const Sample<T> sample(sum, n, Sample<T>::draws_for(n));
+            const T bound = std::max(std::numeric_limits<T>::denorm_min(), sample.bound(k, 4.0, [](T) { return true; }));
+            const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+                pass(at, length, bound, false, into);
+            });
+            found = finds.count() >= k;
+            if (found) best_of(finds.values(), finds.indices(), finds.count(), k, values, indices);
+        } else {
+            over_pieces(call, n, [&](int64_t begin, int64_t end) { pass(begin, end - begin, T(0), false, nullptr); });
+        }
+        *good = pass.good();
+        if (!found) take_top(call, out, n, k, values, indices);
+    });
+}
+
+void sum_select_kernel(Call& call) {
+    call.expect(3, 1, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        check_addressable(call, n);
+        const bool strict = call.integer(0) != 0;
+        const Sum<T> sum{call.input<T>(0), static_cast<T>(call.number(0)), call.input<T>(1, n),
+                         static_cast<T>(call.number(1))};
+        const T* bound = call.input<T>(2, 1);
+        T* out = call.output<T>(n);
+        GRACE_GPU(call, sum_select, sum.x, sum.a, sum.y, sum.b, out, bound, strict, n, room_of<T>(call),
+                  [&call] { return call.verdict(); });
+        SumPass<T> pass(sum, out, n);
+        const Finds<T> finds(call, n, [&](int64_t at, int64_t length, Selected<T>* into) {
+            pass(at, length, *bound, strict, into);
+        });
+        std::copy(finds.values(), finds.values() + finds.count(), call.output<T>(finds.count()));
+        std::copy(finds.indices(), finds.indices() + finds.count(), call.output<int32_t>(finds.count()));
+        *call.verdict() = pass.good();
     });
 }
 

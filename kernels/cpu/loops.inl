@@ -154,7 +154,6 @@ template <class T> static void fill(T* out, T value, int64_t n, bool around) {
 template <class T> static void copy(const T* x, T* out, int64_t n, bool around) {
     if (around) {
         write_around(out, x, n * int64_t(sizeof(T)));
-        settle();
     } else {
         memcpy(out, x, size_t(n) * sizeof(T));
     }
@@ -610,6 +609,6 @@ const IntegerLoops GRACE_NAME(integer_loops_, GRACE_ISA) = {
     GRACE_ISA::stream_words, GRACE_ISA::uniforms, GRACE_ISA::sample, GRACE_ISA::pack, GRACE_ISA::unpack,
     GRACE_ISA::pack_lanes<int8_t>, GRACE_ISA::pack_lanes<int16_t>, GRACE_ISA::pack_lanes<int32_t>,
     GRACE_ISA::unpack_lanes<int8_t>, GRACE_ISA::unpack_lanes<int16_t>, GRACE_ISA::unpack_lanes<int32_t>,
-    GRACE_ISA::filter_marks, GRACE_ISA::count_tags};
+    GRACE_ISA::filter_marks, GRACE_ISA::count_tags, GRACE_ISA::settle};
 
 }  // namespace grace

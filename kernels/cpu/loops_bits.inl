@@ -313,6 +313,11 @@ static void column_sum(const uint8_t* const* bits, const T* const* levels, int64
 
 template <class T>
 static void majority(const uint8_t* const* bits, int ranks, T* out, int64_t n, bool around) {
+    if (ranks <= 2) {
+        // The sum of votes of 1 or 1/2.
+        const T vote = T(1) / T(ranks), levels[4] = {-vote, vote, -vote, vote};
+        return binary_sum(bits, levels, ranks, static_cast<const T*>(nullptr), out, n, around);
+    }
     in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
         for (int64_t i = 0; i < length; i += 32) {
             int32_t votes[32];

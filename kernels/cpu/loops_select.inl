@@ -2,10 +2,19 @@
 
 template <class T>
 GRACE_LOCAL int64_t append(const T* x, uint64_t mask, int32_t first, int64_t count, Selected<T>* into) {
-    for (; mask != 0; mask &= mask - 1) {
-        const int j = __builtin_ctzll(mask);
+    const auto place = [&](int j) {
         into->values[count] = x[j];
         into->indices[count] = first + j;
+    };
+    // Few of 64 elements pass, and how many is hard to predict: the first two take no branch. Bit 0 replaces a missing
+    // one, and what it places is overwritten or beyond the count.
+    for (int i = 0; i < 2; ++i) {
+        place(__builtin_ctzll(mask | (mask == 0)));
+        count += mask != 0;
+        mask &= mask - 1;
+    }
+    for (; mask != 0; mask &= mask - 1) {
+        place(__builtin_ctzll(mask));
         ++count;
     }
     return count;

@@ -31,7 +31,7 @@ class Transport(OrderedTransport):
         yield self._phase()
         return [header, header if self.foreign is None else self.foreign]
 
-    def _gather(self, x, lengths):
+    def _gather(self, x, lengths, equal):
         yield self._phase()
         return np.concatenate([x, x])
 

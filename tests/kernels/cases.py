@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.codecs import bloom, estimated, levels, listed, rotation, signs, tables
+from grace.core.codecs import bloom, estimated, levels, listed, rotation, signs, sums, tables
 from grace.core.compressors import (
     adacomp,
     adaptive,
@@ -32,6 +32,7 @@ from grace.core.compressors import (
     wangni,
 )
 from grace.core.compressors import uniform as integers
+from grace.core.memories import dgc
 from grace.core.memories import variance as squares
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
@@ -255,6 +256,50 @@ def finite_sum(ops, g):
 
 
 @case
+def momentum_sum(ops, g):
+    for m in g.some([0.9, 0.0, 0.3]):
+        momentum, total, finite = dgc.momentum_sum(ops, g.x(), m, g.x(), g.x())
+        yield momentum
+        yield total
+        yield ops.cast(finite, "uint8")
+    for at in g.some([0, g.n // 2, g.n - 1]) if g.n else ():
+        for value in (np.nan, np.inf, -1.01 * MAX_MAGNITUDE[g.dtype]):
+            values = g.numbers()
+            values[at] = value
+            for u, v in ((values, g.numbers()), (g.numbers(), values)):
+                yield ops.cast(dgc.momentum_sum(ops, g.lay(u), 1.0, g.x(), g.lay(v))[2], "uint8")
+
+
+@case
+def sum_top(ops, g):
+    for k in (0, 1, g.n // 100, g.n // 3, g.n):
+        for a, b in g.some([(1.0, 1.0), (0.9, 1.0), (1.0, 0.3)]):
+            for x in (g.x(), g.lay(np.round(g.numbers()))):
+                total, finite, *found = sums.sum_top(ops, x, a, g.x(), b, k)
+                yield total
+                yield ops.cast(finite, "uint8")
+                yield from found
+    if g.n:
+        values = g.numbers()
+        values[g.n // 2] = np.nan
+        yield ops.cast(sums.sum_top(ops, g.x(), 1.0, g.lay(values), 1.0, g.n // 100)[1], "uint8")
+
+
+@case
+def sum_select(ops, g):
+    for bound, strict in g.some([(0.0, True), (0.5, True), (1.0, False), (0.0, False), (1e30, True)]):
+        for a, b in g.some([(1.0, 1.0), (0.9, 1.0)]):
+            total, finite, *found = sums.sum_select(ops, g.x(), a, g.x(), b, bound, strict)
+            yield total
+            yield ops.cast(finite, "uint8")
+            yield from found
+    if g.n:
+        values = g.numbers()
+        values[-1] = np.inf
+        yield ops.cast(sums.sum_select(ops, g.x(), 1.0, g.lay(values), 1.0, 0.5, True)[1], "uint8")
+
+
+@case
 def half_sum(ops, g):
     for half in ("float16", "bfloat16"):
         for rows, factor in g.some([(1, 1.0), (2, 1.0), (2, 0.5), (3, 1 / 3), (5, 1.0)]):
@@ -439,10 +484,22 @@ def binarize_means(ops, g):
 
 @case
 def sign_mean(ops, g):
+    bits, mean = signs.sign_mean(ops, g.x())
+    yield bits
+    yield free(ops, g, mean)
+
+
+@case
+def binarize_finite(ops, g):
     for strict in (False, True):
-        bits, mean = signs.sign_mean(ops, g.x(), strict)
+        bits, finite = signs.binarize_finite(ops, g.x(), strict)
         yield bits
-        yield free(ops, g, mean)
+        yield ops.cast(finite, "uint8")
+    for at in g.some([0, g.n // 2, g.n - 1]) if g.n else ():
+        for value in (np.nan, np.inf, -np.inf, MAX_MAGNITUDE[g.dtype], -1.01 * MAX_MAGNITUDE[g.dtype]):
+            values = g.numbers()
+            values[at] = value
+            yield ops.cast(signs.binarize_finite(ops, g.lay(values), True)[1], "uint8")
 
 
 @case

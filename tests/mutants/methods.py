@@ -28,7 +28,7 @@ from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import IncompatibleError
-from grace.core.values.spec import Field
+from grace.core.values.spec import Field, WeightedSum
 
 COMPRESSORS: list[tuple[str, Compressor]] = []
 MEMORIES: list[tuple[str, Memory]] = []
@@ -355,6 +355,29 @@ class SaysNothingOfNaN(SignSGD):
         return self.compress(x, at), at.ops.finite(at.ops.zeros(1, "float32"))
 
 
+@breaks("test_a_sum_is_compressed_as_ever", compress_ratio=0.1)
+@dataclass(frozen=True)
+class AddsTheWholeResidual(TopK):
+    """Adds the residual without its factor."""
+
+    def compress(self, x, at):
+        return super().compress(x, at)
+
+    def compress_sum(self, total, at):
+        return super().compress_sum(total._replace(a=1.0), at)
+
+
+@breaks("test_a_sum_is_compressed_as_ever", compress_ratio=0.1)
+@dataclass(frozen=True)
+class TakesEverySumForFinite(TopK):
+    def compress(self, x, at):
+        return super().compress(x, at)
+
+    def compress_sum(self, total, at):
+        x, payload, finite = super().compress_sum(total, at)
+        return x, payload, finite == finite
+
+
 @breaks("test_declared_nonfinite_values_are_carried")
 @dataclass(frozen=True)
 class LosesNaN(NoCompression):
@@ -443,6 +466,16 @@ class KeepsTheGradientItself(SharedMomentum):
 class TakesAllForFinite(Residual):
     def compensate(self, grad, state, at):
         return super().compensate(grad, state, at)._replace(finite=at.ops.finite(at.ops.zeros(1, "float32")))
+
+
+@breaks("test_a_sum_to_add_is_what_it_compensates")
+@dataclass(frozen=True)
+class AddsTheGradientTwice(Residual):
+    def to_add(self, grad, state, at):
+        return WeightedSum(state["residual"], 1.0, grad, 2.0)
+
+    def compensate(self, grad, state, at):
+        return super().compensate(grad, state, at)
 
 
 @breaks("test_finish_is_declared")

@@ -114,6 +114,40 @@ def half_sum(n, dtype):
 
 
 @case
+def momentum_sum(n, dtype):
+    x, y, z = several(n, dtype)
+    t = np.dtype(dtype).type
+    for m in (0.9, 0.0):
+        momentum = x * t(m) + y
+        yield Call("momentum_sum", (x, m, y, z), {}, (momentum, z + momentum, np.array(True)))
+    if n:
+        z = z.copy()
+        z[n // 2] = np.nan
+        yield Call("momentum_sum", (x, 0.9, y, z), {}, (x * t(0.9) + y, z + (x * t(0.9) + y), np.array(False)))
+
+
+@case
+def sum_top(n, dtype):
+    x, y, _ = several(n, dtype)
+    t = np.dtype(dtype).type
+    for k in {0, min(1, n), n // 3, n}:
+        total = x * t(0.9) + y
+        indices = np.sort(np.argsort(-np.abs(total), kind="stable")[:k]).astype(np.int32)
+        yield Call("sum_top", (x, 0.9, y, 1, k), {}, (total, np.array(True), total[indices], indices))
+
+
+@case
+def sum_select(n, dtype):
+    x, y, _ = several(n, dtype)
+    for bound, strict in ((0.5, True), (0.0, False), (1e9, True)):
+        total = x + y
+        passed = np.abs(total) > bound if strict else np.abs(total) >= bound
+        (indices,) = np.nonzero(passed)
+        found = total[indices], indices.astype(np.int32)
+        yield Call("sum_select", (x, 1, y, 1, bound, strict), {}, (total, np.array(True), *found))
+
+
+@case
 def finite_sum(n, dtype):
     x, y, _ = several(n, dtype)
     t = np.dtype(dtype).type
@@ -194,7 +228,17 @@ def binarize(n, dtype):
             yield Call("binarize_means", (x, threshold, columns), {}, (bits, pairs.T.reshape(-1)))
     mean = np.abs(x).sum(dtype=np.float64).astype(dtype) / np.array(max(1, n), dtype)
     yield Call("sign_mean", (x,), {}, (packed(x >= 0, 1), mean.reshape(1)))
-    yield Call("sign_mean", (x, True), {}, (packed(x > 0, 1), mean.reshape(1)))
+
+
+@case
+def binarize_finite(n, dtype):
+    x = numbers(n, dtype)
+    for strict, bits in ((False, packed(x >= 0, 1)), (True, packed(x > 0, 1))):
+        yield Call("binarize_finite", (x, strict), {}, (bits, np.array(True)))
+    if n:
+        x = x.copy()
+        x[n // 2] = np.inf
+        yield Call("binarize_finite", (x,), {}, (packed(x >= 0, 1), np.array(False)))
 
 
 @case

@@ -49,6 +49,23 @@ def _least(ops: Native, threshold: float, strict: Array | bool, dtype: str) -> A
 
 
 @composite(one_graph=True)
+def binarize_finite(ops: ArrayOps, x: Array, strict: Array | bool = False) -> tuple[Array, Array]:
+    """Return the packed bits of x >= 0, or x > 0, and whether x is finite. See `binarize`."""
+    return binarize(ops, x, 0, strict), ops.finite(x)
+
+
+@binarize_finite.kernel(binarize_finite="x T; ; threshold -> uint8[packed], uint8[1]")
+def _(ops: Native, x: Array, strict: Array | bool = False) -> tuple[Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None:
+        return None
+    lengths = [packed_size(ops.length(x), 1), 1]
+    least = _least(ops, 0.0, strict, dtype)
+    bits, good = ops.run("binarize_finite", [x], (), [least], outputs=["uint8", "bool"], lengths=lengths)
+    return bits, good
+
+
+@composite(one_graph=True)
 def binarize_means(ops: ArrayOps, x: Array, threshold: float, columns: int = 1) -> tuple[Array, Array]:
     """Return the bits of `binarize` and the means of the elements with bit 0 and bit 1, in x's dtype.
 
@@ -77,24 +94,21 @@ def _(ops: Native, x: Array, threshold: float, columns: int = 1) -> tuple[Array,
 
 
 @composite(one_graph=True)
-def sign_mean(ops: ArrayOps, x: Array, strict: Array | bool = False) -> tuple[Array, Array]:
-    """Return the packed bits of x >= 0, or x > 0, and the mean magnitude (x's dtype, (1,)); 0 for an empty array.
-
-    See `binarize`.
-    """
+def sign_mean(ops: ArrayOps, x: Array) -> tuple[Array, Array]:
+    """Return the packed bits of x >= 0 and the mean magnitude (x's dtype, (1,)); 0 for an empty array."""
     _, high, low = _sides(ops, x, 0)
     n, dtype = ops.cast(ops.length(x), "float64"), ops.dtype(x)
     mean = ops.cast(high - low, dtype) / ops.cast(ops.where(n > 0, n, 1.0), dtype)
-    return binarize(ops, x, 0, strict), ops.reshape(mean, (1,))
+    return binarize(ops, x, 0), ops.reshape(mean, (1,))
 
 
 @sign_mean.kernel()
-def _(ops: Native, x: Array, strict: Array | bool = False) -> tuple[Array, Array] | None:
+def _(ops: Native, x: Array) -> tuple[Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
         return None
-    least, outputs, lengths = _least(ops, 0.0, strict, dtype), ["uint8", dtype], [packed_size(ops.length(x), 1), 1]
-    bits, mean = ops.run("binarize_means", [x], [1], [least], outputs=outputs, lengths=lengths)
+    outputs, lengths = ["uint8", dtype], [packed_size(ops.length(x), 1), 1]
+    bits, mean = ops.run("binarize_means", [x], [1], [0.0], outputs=outputs, lengths=lengths)
     return bits, mean
 
 

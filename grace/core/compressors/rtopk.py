@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.codecs.sums import sum_top
 from grace.core.compressors.topk import check_ratio
-from grace.core.methods.capabilities import Thinning
+from grace.core.methods.capabilities import Summing, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 @compressors.register("rtopk")
 @dataclass(frozen=True)
-class RTopK(Sparsifier, Thinning):
+class RTopK(Sparsifier, Summing, Thinning):
     r"""Random top-k (rTop-k): k elements drawn at random among the r of largest magnitude.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K \subset R \;\text{random}, \; |K| = k, \; R: \text{the $r$ largest}
@@ -50,9 +51,17 @@ class RTopK(Sparsifier, Thinning):
         return Field("values", spec.work_dtype, k), Field("indices", "int32", k, below=spec.numel)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops, n = at.ops, at.spec.numel
-        k = keep_count(self.compress_ratio, n)
-        r = min(n, int(self.spread * k))
-        values, indices = ops.sparsify(x, r)
+        return self._chosen(*at.ops.sparsify(x, self._largest(at)), at)
+
+    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
+        x, finite, values, indices = sum_top(at.ops, *total, self._largest(at))
+        return x, self._chosen(values, indices, at), finite
+
+    def _largest(self, at: Site) -> int:
+        """Return r."""
+        return min(at.spec.numel, int(self.spread * keep_count(self.compress_ratio, at.spec.numel)))
+
+    def _chosen(self, values: Array, indices: Array, at: Site) -> Payload:
+        ops, r, k = at.ops, self._largest(at), keep_count(self.compress_ratio, at.spec.numel)
         chosen = ops.cast(ops.sort(ops.sample(r, k, at.private_key)), "int32")
         return {"values": ops.gather(values, chosen), "indices": ops.gather(indices, chosen)}

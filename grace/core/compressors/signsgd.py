@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.codecs.signs import binarize, majority, sign_mean
+from grace.core.codecs.signs import binarize, binarize_finite, majority
 from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
@@ -48,9 +48,8 @@ class SignSGD(Compressor, Checking):
         return {"signs": binarize(at.ops, x, 0, _turn(at))}
 
     def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
-        # The mean magnitude comes almost free with reading x, and is not finite if an element is not.
-        signs, mean = sign_mean(at.ops, x, _turn(at))
-        return {"signs": signs}, at.ops.finite(mean)
+        signs, finite = binarize_finite(at.ops, x, _turn(at))
+        return {"signs": signs}, finite
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return majority(at.ops, [payload["signs"]], at.spec.numel, at.spec.work_dtype)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.methods.capabilities import Selecting
+from grace.core.codecs.sums import sum_select
+from grace.core.methods.capabilities import Selecting, Summing
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 @compressors.register("strom")
 @dataclass(frozen=True)
-class Strom(Compressor, Selecting):
+class Strom(Compressor, Selecting, Summing):
     r"""Strom's threshold: plus or minus tau for every element beyond it, one word of 32 bits each.
 
     Formula: C(x)_i = \tau \, \mathrm{sign}(x_i) \, 1_{|x_i| > \tau}
@@ -60,9 +61,14 @@ class Strom(Compressor, Selecting):
         return (Field("words", "int32", "sent"),)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
-        values, indices = ops.select(x, self.threshold, strict=True)
-        return {"words": ops.where(values < 0, -1 - indices, indices)}
+        return self._words(*at.ops.select(x, self.threshold, strict=True), at)
+
+    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
+        x, finite, values, indices = sum_select(at.ops, *total, self.threshold, strict=True)
+        return x, self._words(values, indices, at), finite
+
+    def _words(self, values: Array, indices: Array, at: Site) -> Payload:
+        return {"words": at.ops.where(values < 0, -1 - indices, indices)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)

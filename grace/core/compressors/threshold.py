@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.codecs.sums import sum_select
+from grace.core.methods.capabilities import Summing
 from grace.core.methods.compressor import Sparsifier
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 @compressors.register("threshold")
 @dataclass(frozen=True)
-class Threshold(Sparsifier):
+class Threshold(Sparsifier, Summing):
     r"""Threshold sparsifier: every element above a fixed magnitude.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| > v}
@@ -53,8 +55,14 @@ class Threshold(Sparsifier):
         return Field("values", spec.work_dtype, "kept"), Field("indices", "int32", "kept", below=spec.numel)
 
     def compress(self, x: Array, at: Site) -> Payload:
+        return self._within_capacity(*at.ops.select(x, self.threshold, strict=True), at)
+
+    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
+        x, finite, values, indices = sum_select(at.ops, *total, self.threshold, strict=True)
+        return x, self._within_capacity(values, indices, at), finite
+
+    def _within_capacity(self, values: Array, indices: Array, at: Site) -> Payload:
         ops = at.ops
-        values, indices = ops.select(x, self.threshold, strict=True)
         if self.capacity is not None:
             most = max(1, int(self.capacity * at.spec.numel))
             values, best = ops.sparsify(values, ops.min_size(ops.length(values), most))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.methods.capabilities import Thinning
+from grace.core.codecs.sums import sum_top
+from grace.core.methods.capabilities import Summing, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 def check_ratio(name: str, ratio: float) -> None:
@@ -30,7 +31,7 @@ def advice_on_ratio(ratio: float) -> str | None:
 
 @compressors.register("topk")
 @dataclass(frozen=True)
-class TopK(Sparsifier, Thinning):
+class TopK(Sparsifier, Summing, Thinning):
     r"""Top-k sparsifier: the k elements of largest magnitude; needs error feedback.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K = \text{the indices of the $k$ largest}\; |x_i|
@@ -65,3 +66,7 @@ class TopK(Sparsifier, Thinning):
     def compress(self, x: Array, at: Site) -> Payload:
         values, indices = at.ops.sparsify(x, keep_count(self.compress_ratio, at.spec.numel))
         return {"values": values, "indices": indices}
+
+    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
+        x, finite, values, indices = sum_top(at.ops, *total, keep_count(self.compress_ratio, at.spec.numel))
+        return x, {"values": values, "indices": indices}, finite

@@ -19,7 +19,7 @@ class Collective(NamedTuple):
     """One collective on flat buffers; its result is one flat buffer.
 
     `buffers` holds one buffer per receiver for an alltoall, else one. `equal` says that all buffers of an allgather
-    have one length.
+    have one length; its result may then be a list of the buffers, because joining them would copy.
     """
 
     kind: Kind
@@ -48,7 +48,10 @@ def allreduce(x: Array, op: Reduction = "sum") -> Collective:
 
 
 def allgather(x: Array, *, equal: bool = False) -> Collective:
-    """Return the collective that joins the buffers of all ranks, in rank order; they may differ in length."""
+    """Return the collective that joins the buffers of all ranks, in rank order; they may differ in length.
+
+    With `equal` they have one length, and the result may be a list of the buffers.
+    """
     return Collective("allgather", (x,), equal=equal)
 
 
@@ -140,6 +143,7 @@ def sum_halves(ops: ArrayOps, x: Array, rank: int, size: int, factor: float) -> 
     n, dtype = ops.length(x), ops.dtype(x)
     if size == 2:
         (both,) = yield [allgather(ops.to_bytes(x), equal=True)]
+        both = ops.concat(both) if isinstance(both, list) else both
         return ops.half_sum(ops.from_bytes(both, dtype), 2, factor)
     ends = [n * i // size for i in range(size + 1)]
     slices = [ops.to_bytes(x[start:stop]) for start, stop in itertools.pairwise(ends)]

@@ -13,6 +13,7 @@ Only the last two wait for other ranks. Memories are committed as payloads arriv
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -509,7 +510,8 @@ class Engine:
                 self.times.mark("waiting", bucket.name)
             arrived = [handle.wait() for handle in run.handles]
             if run.sent:
-                self.times.mark("arrived", bucket.name, arrived)
+                buffers = (each if isinstance(each, list) else [each] for each in arrived)
+                self.times.mark("arrived", bucket.name, itertools.chain.from_iterable(buffers))
             self._resume(bucket, run, arrived)
         return run.received is None
 

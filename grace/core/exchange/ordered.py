@@ -93,8 +93,11 @@ class OrderedTransport(MeetingTransport):
         """Reduce x element by element over all ranks."""
 
     @abstractmethod
-    def _gather(self, x: Array, lengths: Sequence[int]) -> Phases:
-        """Join the buffers of all ranks in rank order; `lengths` are theirs, in elements."""
+    def _gather(self, x: Array, lengths: Sequence[int], equal: bool) -> Phases:
+        """Join the buffers of all ranks in rank order; `lengths` are theirs, in elements.
+
+        With `equal` the result may be a list of the buffers.
+        """
 
     @abstractmethod
     def _trade(self, x: Array, sent: Sequence[int], received: Sequence[int]) -> Phases:
@@ -121,7 +124,7 @@ class OrderedTransport(MeetingTransport):
         if self.size == 1:
             return _Done(x)
         return self._start(
-            f"allgather {x.dtype}", name, x, [len(x)], lambda rows: self._gather(x, [row[0] for row in rows])
+            f"allgather {x.dtype}", name, x, [len(x)], lambda rows: self._gather(x, [row[0] for row in rows], equal)
         )
 
     def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:

@@ -19,7 +19,7 @@ class Handle(Protocol):
     """Collective under way."""
 
     def wait(self) -> Array:
-        """Block until the collective is done and return its result, a flat buffer.
+        """Block until the collective is done and return its result, a flat buffer, or what `allgather` says.
 
         Raises WaitError after the transport's `timeout`, if it can.
         """
@@ -81,7 +81,8 @@ class Transport(ABC):
     def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
         """Join the buffers of all ranks in rank order; they may differ in length.
 
-        `equal` means that all have the same length.
+        `equal` means that all have the same length. The result may then be a list of the buffers, of which this rank's
+        is the one that it passed.
         """
 
     @abstractmethod

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.methods.capabilities import Checking, Negotiating, Tuning
+from grace.core.methods.capabilities import Checking, Negotiating, Summing, Tuning
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
 from grace.core.values.registry import memories
-from grace.core.values.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State
+from grace.core.values.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State, WeightedSum
 from grace.core.values.unit import Unit
 from grace.core.wire.codings import coded
 from grace.core.wire.layout import sent_bytes
@@ -90,9 +90,19 @@ class UnitStep:
         if unit.memory.needs_norm:
             norm = wide_norm(ops, gradient) if norm is None else ops.cast(norm, "float64")
             self.site = self.site._replace(norm=norm)
-        x, self.memory, finite = unit.memory.compensate(
-            ops.cast(gradient, spec.work_dtype), self.states["memory"], self.site
-        )
+        gradient, memory = ops.cast(gradient, spec.work_dtype), self.states["memory"]
+        total = unit.memory.to_add(gradient, memory, self.site) if unit.sums else None
+        if total is None:
+            self._prepare(gradient)
+        else:
+            self._compress_sum(total)
+        for flag in flags:
+            self.bad = ops.bit_or(self.bad, flag)
+
+    def _prepare(self, gradient: Array) -> None:
+        """Compensate a gradient, and propose or compress."""
+        unit, ops, spec = self.unit, self.site.ops, self.unit.spec
+        x, self.memory, finite = unit.memory.compensate(gradient, self.states["memory"], self.site)
         if self.memory:
             self.site = self.site._replace(memory=self.memory)
         if unit.memory.stateless and unit.proposed:
@@ -111,8 +121,26 @@ class UnitStep:
             self._check_proposal(self.proposal)
         else:
             self.compress()
-        for flag in flags:
-            self.bad = ops.bit_or(self.bad, flag)
+
+    def _compress_sum(self, total: WeightedSum) -> None:
+        """Make x and the payload in one pass; zeros replace a sum that is not finite."""
+        unit, ops, compressor = self.unit, self.site.ops, self.unit.compressor
+        assert isinstance(compressor, Summing)
+        # Such a memory has no state in progress.
+        self.memory = NO_STATE
+        self.x, self.payload, finite = compressor.compress_sum(total, self.site)
+        self.bad = ops.bit_not(finite)
+        if self.bad is not False:
+            names, given = list(self.payload), [self.x, *self.payload.values()]
+
+            def nothing() -> list[Array]:
+                zeros = ops.zeros(unit.spec.numel, unit.spec.work_dtype)
+                of_zeros = compressor.compress(zeros, self.site)
+                return [zeros, *(of_zeros[name] for name in names)]
+
+            self.x, *fields = ops.choose(self.bad, nothing, lambda: given)
+            self.payload = dict(zip(names, fields, strict=True))
+        self._check_payload()
 
     def compress(self, negotiated: Array | None = None) -> None:
         """Make the payload, with what the ranks negotiated."""
@@ -125,8 +153,15 @@ class UnitStep:
             self.bad = ops.bit_not(finite)
         else:
             self.payload = unit.compressor.compress(self.x, self.site)
-        # A finite gradient can still overflow in the payload (float16, a norm); then no state may keep it.
-        for name in unit.overflowing:
+        self._check_payload()
+
+    def _check_payload(self) -> None:
+        """Set the flag if the payload is not finite.
+
+        A finite gradient can still overflow in it (float16, a norm); then no state may keep it.
+        """
+        ops = self.site.ops
+        for name in self.unit.overflowing:
             self.bad = ops.bit_or(self.bad, ops.bit_not(ops.finite(self.payload[name])))
 
     def norms(self) -> tuple[Array, Array]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import memories
 from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @memories.register("dgc")
@@ -72,8 +76,7 @@ class DGCMemory(Memory):
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops, grad = at.ops, clipped(grad, self.gradient_clipping, at, at.norm)
-        momentum = ops.weighted_sum(state["momentum"], self.momentum, grad, 1)
-        x, finite = ops.finite_sum(state["residual"], 1, momentum, 1)
+        momentum, x, finite = momentum_sum(ops, state["momentum"], self.momentum, grad, state["residual"])
         return Compensated(x, {"momentum": momentum}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
@@ -82,3 +85,20 @@ class DGCMemory(Memory):
             assert isinstance(compressor, Selecting)
             momentum = compressor.erase_(momentum, payload, at)
         return {"momentum": momentum, "residual": compressor.residual_(x_, payload, at)}
+
+
+@composite()
+def momentum_sum(ops: ArrayOps, u: Array, m: float, g: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Return m u + g, its sum with v, and whether that sum is finite."""
+    momentum = ops.weighted_sum(u, m, g, 1)
+    return momentum, *ops.finite_sum(v, 1, momentum, 1)
+
+
+@momentum_sum.kernel(momentum_sum="u T, g T, v T; ; m -> T[u], T[u], uint8[1]")
+def _(ops: Native, u: Array, m: float, g: Array, v: Array) -> tuple[Array, Array, Array] | None:
+    dtype = ops.floating(u)
+    if dtype is None or ops.floating(g) != dtype or ops.floating(v) != dtype:
+        return None
+    n = ops.length(u)
+    momentum, x, good = ops.run("momentum_sum", [u, g, v], (), [m], outputs=[dtype, dtype, "bool"], lengths=[n, n, 1])
+    return momentum, x, good

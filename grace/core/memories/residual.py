@@ -9,7 +9,7 @@ from grace.core.methods.memory import Compensated, Memory, check_clipping, clipp
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import memories
-from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.values.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
 
 
 @memories.register("residual")
@@ -53,6 +53,11 @@ class Residual(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         state = {"residual": ops.zeros(spec.numel, spec.work_dtype)}
         return {**state, "lr": ops.zeros(1, "float64")} if self.lr_correction else state
+
+    def to_add(self, grad: Array, state: State, at: Site) -> WeightedSum | None:
+        if self.lr_correction:
+            return None
+        return WeightedSum(state["residual"], self.beta, clipped(grad, self.gradient_clipping, at), self.gamma)
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops, dtype, rest = at.ops, at.spec.work_dtype, {}

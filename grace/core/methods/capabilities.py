@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec
+from grace.core.values.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec, WeightedSum
 
 
 class Negotiating(ABC):
@@ -32,6 +32,17 @@ class Checking(ABC):
         """Return the payload and a 0-d bool that is True if x is finite.
 
         If x is not finite, the payload may be anything.
+        """
+
+
+class Summing(ABC):
+    """Capability to compress a sum in the pass over memory that computes it."""
+
+    @abstractmethod
+    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
+        """Return the sum, what `compress` returns of it, and a 0-d bool that is True if the sum is finite.
+
+        If the sum is not finite, the payload may be anything.
         """
 
 
@@ -100,3 +111,18 @@ def proposed_fields(compressor: object, spec: TensorSpec) -> tuple[Field, ...]:
 def selects(compressor: object) -> bool:
     """Return whether the payload carries nothing of the coordinates left out, so that `erase_` may be called."""
     return isinstance(compressor, Selecting) and compressor.selects
+
+
+def sums(compressor: object, memory: object) -> bool:
+    """Return whether the compressor can compute the sum that the memory would compress.
+
+    A subclass that replaces only `compress` or `compensate` cannot: what it inherits knows nothing of that.
+    """
+    together = _same_home(compressor, "compress_sum", "compress") and _same_home(memory, "to_add", "compensate")
+    return isinstance(compressor, Summing) and together
+
+
+def _same_home(method: object, first: str, second: str) -> bool:
+    """Return whether the two functions come from the same class."""
+    homes = [next((cls for cls in type(method).__mro__ if name in vars(cls)), None) for name in (first, second)]
+    return homes[0] is homes[1]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.values.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
 
 
 class Compensated(NamedTuple):
@@ -120,6 +120,14 @@ class Memory(ABC):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         """Return the state before the first step: flat buffers of zeros (default: none)."""
         return {}
+
+    def to_add(self, grad: Array, state: State, at: Site) -> WeightedSum | None:
+        """Return the sum that `compensate` returns, if it does nothing else (default: None).
+
+        Compressors that are `Summing` then compute it while they compress. Define it in the class that defines
+        `compensate`.
+        """
+        return None
 
     @abstractmethod
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:

@@ -150,6 +150,15 @@ class Proposal(NamedTuple):
     op: Literal["sum", "max", "leader"]
 
 
+class WeightedSum(NamedTuple):
+    """The sum a x + b y of two flat arrays, before anything has computed it."""
+
+    x: Array
+    a: float
+    y: Array
+    b: float
+
+
 class Site(NamedTuple):
     """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and negotiated values.
 

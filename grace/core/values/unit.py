@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from grace.core.methods.capabilities import Checking, Learning, Thinning, Tuning, proposed_fields
+from grace.core.methods.capabilities import Checking, Learning, Thinning, Tuning, proposed_fields, sums
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory
@@ -133,6 +133,11 @@ class Assignment:
         """True if the compressor itself finds NaN and infinity, and nothing needs to know of them earlier."""
         checking = isinstance(self.compressor, Checking)
         return self.guarded and checking and self.memory.stateless and not self.proposed
+
+    @cached_property
+    def sums(self) -> bool:
+        """True if the compressor can add the residual to the gradient itself."""
+        return sums(self.compressor, self.memory) and not self.proposed
 
     @cached_property
     def shows(self) -> bool:

@@ -242,7 +242,7 @@ class GatherLayout:
         return ops.concat([ops.to_bytes(checksum(ops, body)), body]) if self._start else body
 
     def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
-        """Return the contents of `size` buffers in a row, which `data` holds as flat uint8.
+        """Return the contents of `size` buffers, which `data` holds as flat uint8 in a row, or as a list of them.
 
         Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
         """
@@ -362,19 +362,23 @@ def _runs(fields: Sequence[tuple[int, int, Field]], offset: int) -> list[_Run]:
 
 
 def decode_rows(ops: ArrayOps, data: Array, layouts: Sequence[GatherLayout], stamp: int) -> list[Received]:
-    """Return the contents of buffers in a row, one per rank, each of its own layout.
+    """Return the contents of buffers in a row, or in a list; one per rank, each of its own layout.
 
     Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
     """
     rows, base, mine = [], 0, ops.full(1, stamp & _INT32, "int32")
+    ends: list[tuple[int, Array, Any]] = []
     for rank, layout in enumerate(layouts):
         rows.append(layout.empty())
-        base = layout.decode_rank(ops, data, base, rows[-1], mine, rank)
-    if layouts[0].has_checksum:
-        total, last = ops.length(data), rows[-1].in_step
-        require = functools.partial(_require, ops, len(layouts) - 1)
+        buffer, start = (data[rank], 0) if isinstance(data, list) else (data, base)
+        base = layout.decode_rank(ops, buffer, start, rows[-1], mine, rank)
+        if isinstance(data, list) or rank == len(layouts) - 1:
+            ends.append((rank, buffer, base))
+    for rank, buffer, end in ends if layouts[0].has_checksum else ():
+        total, in_step = ops.length(buffer), rows[rank].in_step
+        require = functools.partial(_require, ops, rank)
         # Nothing reads the bytes after the last buffer. A graph checks them if something waits for the check.
-        last[-1] = require(base == total, f"{base} bytes in all", total, last[-1])
+        in_step[-1] = require(end == total, f"{end} bytes in all", total, in_step[-1])
     return rows
 
 

@@ -172,9 +172,13 @@ class ProcessGroupTransport(OrderedTransport):
             yield self._done(self._groups[x.device.type].allreduce([x], options))
         return x
 
-    def _gather(self, x: torch.Tensor, lengths: Sequence[int]) -> Phases:
+    def _gather(self, x: torch.Tensor, lengths: Sequence[int], equal: bool) -> Phases:
         if self.size == 2 and x.device.type == "cpu":
-            return (yield from self._swap(x, x, lengths))
+            if not equal:
+                return (yield from self._join_two(x, x, lengths))
+            other = torch.empty_like(x)
+            yield from self._swap(x, other)
+            return [x, other] if self.rank == 0 else [other, x]
         most = max(lengths)
         if not most:
             return x
@@ -189,29 +193,34 @@ class ProcessGroupTransport(OrderedTransport):
     def _trade(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Phases:
         if self.size == 2 and x.device.type == "cpu":
             parts = x.split(list(sent))
-            return (yield from self._swap(parts[self.rank], parts[1 - self.rank], received))
+            return (yield from self._join_two(parts[self.rank], parts[1 - self.rank], received))
         result = x.new_empty(sum(received))
         yield self._done(self._groups[x.device.type].alltoall_base(result, x, list(received), list(sent)))
         return result
 
-    def _swap(self, kept: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int]) -> Phases:
-        """Join what this rank of two keeps and what the other one sends, in rank order; `lengths` are theirs.
+    def _join_two(self, kept: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int]) -> Phases:
+        """Join what this rank of two keeps and what the other one sends, in rank order; `lengths` are theirs."""
+        result = sent.new_empty(sum(lengths))
+        parts = result.split(list(lengths))
+        parts[self.rank].copy_(kept)
+        yield from self._swap(sent, parts[1 - self.rank])
+        return result
+
+    def _swap(self, sent: torch.Tensor, received: torch.Tensor) -> Phases:
+        """Send a buffer to the other one of two ranks, and write to `received` what it sends.
 
         The buffers travel in pieces. Within a collective, Gloo sends in one direction at a time, but several
         collectives use both. Gloo's allgather needs equal lengths, and copies what it has received.
         """
-        result, other = sent.new_empty(sum(lengths)), 1 - self.rank
-        parts = result.split(list(lengths))
-        parts[self.rank].copy_(kept)
-        most = max(len(sent), lengths[other]) * sent.element_size()
+        other = 1 - self.rank
+        most = max(len(sent), len(received)) * sent.element_size()
         count = min(_MOST_PIECES, -(-most // _PIECE_BYTES))
         works = []
-        for start, end in zip(_cut(sent, count), _cut(parts[other], count), strict=True):
+        for start, end in zip(_cut(sent, count), _cut(received, count), strict=True):
             to, of = [0, 0], [0, 0]
             to[other], of[other] = len(start), len(end)
             works.append(self._groups["cpu"].alltoall_base(end, start, of, to))
         yield self._done(*works)
-        return result
 
     def _join(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(xs))

@@ -67,30 +67,21 @@ class _GatherOfTwo(Handle):
     """A gather of two ranks' byte buffers of equal length, by an allreduce of their bits as 32-bit integers.
 
     Each rank subtracts its own buffer from the sum and gets the other's. Integers wrap around, so the result is exact.
-    Gloo's allgather of two ranks sends in one direction at a time, its allreduce in both, which halves the time on a
-    slow link.
+    Gloo's allgather and alltoall of two ranks send in one direction at a time, its allreduce in both, which halves the
+    time on a slow link.
     """
 
     def __init__(self, x: torch.Tensor, rank: int, name: str, process_set: Any, waiter: _Waiter) -> None:
-        self._length, self._waiter = x.numel(), waiter
+        self._mine, self._rank, self._waiter = x, rank, waiter
         # The view as 32-bit integers needs whole ones, and memory that is aligned to them. pad() copies.
         if x.numel() % 4 or x.data_ptr() % 4:
             x = torch.nn.functional.pad(x, (0, -x.numel() % 4))
-        self._x = x.view(torch.int32)
-        n = self._x.numel()
-        self._both = torch.empty(2 * n, dtype=torch.int32)
-        self._both[rank * n : (rank + 1) * n] = self._x
-        self._other = self._both[(1 - rank) * n : (2 - rank) * n]
-        self._other.copy_(self._x)
-        self._handle = hvd.allreduce_async_(self._other, name=name, op=hvd.Sum, process_set=process_set)
+        self._words = x.view(torch.int32)
+        self._handle = hvd.allreduce_async(self._words, name=name, op=hvd.Sum, process_set=process_set)
 
-    def wait(self) -> torch.Tensor:
-        self._waiter(self._handle)
-        self._other.sub_(self._x)
-        both = self._both.view(torch.uint8)
-        if both.numel() == 2 * self._length:
-            return both
-        return both.view(2, -1)[:, : self._length].flatten()
+    def wait(self) -> list[torch.Tensor]:
+        other = self._waiter(self._handle).sub_(self._words).view(torch.uint8)[: self._mine.numel()]
+        return [self._mine, other] if self._rank == 0 else [other, self._mine]
 
     def arrived(self) -> bool:
         return bool(hvd.poll(self._handle))

@@ -81,6 +81,8 @@ class Call {
     // The next output, of n uninitialized elements. The caller owns the memory.
     template <class T> T* output(int64_t n) { return static_cast<T*>(allocate(dtype_of<T>(), n)); }
     virtual void* allocate(DType dtype, int64_t n) = 0;
+    // The last output of a kernel that judges its input: one uint8 of 0 or 1.
+    virtual uint8_t* verdict() { return output<uint8_t>(1); }
 
     // Runs task(0) .. task(tasks - 1) on as many threads as the framework uses. Rethrows exceptions of tasks.
     virtual void parallel(int64_t tasks, const std::function<void(int64_t)>& task) = 0;

@@ -91,6 +91,12 @@ template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T*
 template <class T>
 void finite_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n, uint8_t* good);
 template <class T>
+void momentum_sum(const Stream& on, const T* u, T m, const T* g, const T* v, T* momentum, T* out, uint8_t* good,
+                  int64_t n) {
+    weighted_sum(on, u, m, g, T(1), momentum, n);
+    finite_sum(on, v, T(1), momentum, T(1), out, n, good);
+}
+template <class T>
 void square_sum(const Stream& on, const T* x, const T* onto, T largest, T limit, T* out, int64_t n);
 template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out);
 template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out);
@@ -107,6 +113,11 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
 template <class Code> void pack(const Stream& on, const Code* codes, int bits, uint8_t* out, int64_t n);
 void unpack(const Stream& on, const uint8_t* data, int bits, int64_t* out, int64_t n);
 template <class T> void binarize(const Stream& on, const T* x, T threshold, uint8_t* bits, int64_t n);
+template <class T>
+void binarize_finite(const Stream& on, const T* x, T threshold, uint8_t* bits, uint8_t* good, int64_t n) {
+    binarize(on, x, threshold, bits, n);
+    finite(on, x, n, good);
+}
 // `means` has two elements, or one if `single`: the mean magnitude.
 template <class T>
 void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n);
@@ -178,6 +189,20 @@ template <class T>
 void vertices_sum(const Stream& on, const std::vector<VertexCodes<T>>& ranks, const Vertices& by, const T* onto, T* out);
 // The k largest magnitudes, 0 <= k <= n < 2^31, sorted by index. Of equal magnitudes, the lower index comes first.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
+// A selection from a weighted sum of x and y, which is also the output `out`.
+template <class T>
+void sum_top(const Stream& on, const T* x, T a, const T* y, T b, T* out, uint8_t* good, int64_t n, int64_t k, T* values,
+             int32_t* indices) {
+    finite_sum(on, x, a, y, b, out, n, good);
+    top(on, out, n, k, values, indices);
+}
+template <class T>
+void sum_select(const Stream& on, const T* x, T a, const T* y, T b, T* out, const T* bound, bool strict, int64_t n,
+                const Room<T>& room, const std::function<uint8_t*()>& good) {
+    weighted_sum(on, x, a, y, b, out, n);
+    select(on, out, bound, strict, false, n, room);
+    finite(on, out, n, good());
+}
 // The smallest of the k largest magnitudes, 1 <= k.
 template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64_t k, T* out);
 // Selects the kept(count) largest elements of each sign. Their means are summed in float64. Waits for the stream.

@@ -19,6 +19,7 @@ namespace grace {
 
 #define GRACE_KERNELS(X)                                                                                                              \
     X(weighted_sum, "x T, y T; ; a, b -> T[x]")                                                                                       \
+    X(momentum_sum, "u T, g T, v T; ; m -> T[u], T[u], uint8[1]")                                                                     \
     X(finite_sum, "x T, y T; ; a, b -> T[x], uint8[1]")                                                                               \
     X(square_sum, "x T, onto T; ; largest -> T[x]")                                                                                   \
     X(max_abs, "x T -> T[1]")                                                                                                         \
@@ -39,6 +40,8 @@ namespace grace {
     X(drawn_entries, "signed int32, scale T -> T[signed], int32[signed]")                                                             \
     X(draw_vertices, "x T, norms T; width, samples, least, key -> int64[vertices], int64[norms]")                                     \
     X(vertices_sum, "[onto_ T], codes int64..., scales T...; ranks, width, samples, n, has_onto -> T[n]")                             \
+    X(sum_top, "x T, y T; k; a, b -> T[x], T[k], int32[k], uint8[1]")                                                                 \
+    X(sum_select, "x T, y T, bound T; strict; a, b -> T[x], T[m], int32[m], uint8[1]")                                                \
     X(top, "x T; k -> T[k], int32[k]")                                                                                                \
     X(top_bound, "x T; k -> T[1]")                                                                                                    \
     X(gather, "x T, indices int32 -> T[indices]")                                                                                     \
@@ -47,6 +50,7 @@ namespace grace {
     X(sparse_sum, "[onto_ T], values T..., indices int32...; ranks, n, has_onto -> T[n]")                                             \
     X(thin_product, "a T, b T; n, m, r, transpose_a, transpose_b -> T")                                                               \
     X(binarize, "x T; ; threshold -> uint8[packed]")                                                                                  \
+    X(binarize_finite, "x T; ; threshold -> uint8[packed], uint8[1]")                                                                 \
     X(binarize_means, "x T; single; threshold -> uint8[packed], T[2 - single]")                                                       \
     X(binarize_columns, "x T; columns; threshold -> uint8[packed], T[2 columns]")                                                     \
     X(binary_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, single, negate, has_onto -> T[n]")                                \

@@ -126,6 +126,7 @@ template <class T> struct Loops {
     // out = onto + x^2, see bounded_square_sum.
     void (*square_sum)(const T* x, const T* onto, T largest, T limit, T* out, int64_t n, bool around);
     void (*fill)(T* out, T value, int64_t n, bool around);
+    // A series of copies around the cache ends with a call of `settle`.
     void (*copy)(const T* x, T* out, int64_t n, bool around);
 
     // Bits of x >= threshold. n must be a multiple of 8, except for the last piece.
@@ -196,7 +197,7 @@ template <class T> struct Loops {
     void (*rotated_sum)(const Coded<T>* ranks, const RotationKey* keys, int count, const Rotation<T>* by, const T* onto,
                         T* out, int64_t begin, int64_t end, bool around);
 
-    // Appends the selected elements. The lists have room for n more.
+    // Appends the selected elements. The lists have room for n + 1 more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);
 
     // Appends the elements that are clear (all of them without noise) and large enough to be sent beside *most, the
@@ -308,6 +309,8 @@ struct IntegerLoops {
                             int64_t end, uint8_t* marks);
     // counts[t] += number of tags equal to t > 0, of n packed tags of two bits.
     void (*count_tags)(const uint8_t* tags, int64_t n, int64_t* counts);
+    // Makes what this thread has copied around the cache visible to other threads.
+    void (*settle)();
 };
 
 // The tables for this processor: for its best instruction set, or for the one in GRACE_ISA (baseline, avx2, avx512).

@@ -1,0 +1,62 @@
+"""Selections from the sum of a residual and a gradient, made in the pass that adds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
+from grace.core.values.spec import Array
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
+
+Selection = tuple[Array, Array, Array, Array]
+
+
+@composite()
+def sum_top(ops: ArrayOps, x: Array, a: float, y: Array, b: float, k: int) -> Selection:
+    """Return a x + b y, whether it is finite, and its k largest magnitudes: values and ascending indices."""
+    total, finite = ops.finite_sum(x, a, y, b)
+    return total, finite, *ops.sparsify(total, k)
+
+
+@sum_top.kernel(sum_top="x T, y T; k; a, b -> T[x], T[k], int32[k], uint8[1]")
+def _(ops: Native, x: Array, a: float, y: Array, b: float, k: int) -> Selection | None:
+    dtype = ops.floating(x)
+    if dtype is None or ops.floating(y) != dtype:
+        return None
+    n = ops.length(x)
+    k = ops.min_size(k, n)
+    total, values, indices, good = ops.run(
+        "sum_top",
+        [x, y],
+        [k],
+        [a, b],
+        outputs=[dtype, dtype, "int32", "bool"],
+        lengths=[n, k, k, 1],
+    )
+    return total, good, values, indices
+
+
+@composite()
+def sum_select(ops: ArrayOps, x: Array, a: float, y: Array, b: float, bound: float, strict: bool) -> Selection:
+    """Return a x + b y, whether it is finite, and what `ops.select` returns of it."""
+    total, finite = ops.finite_sum(x, a, y, b)
+    return total, finite, *ops.select(total, bound, strict)
+
+
+@sum_select.kernel(sum_select="x T, y T, bound T; strict; a, b -> T[x], T[m], int32[m], uint8[1]")
+def _(ops: Native, x: Array, a: float, y: Array, b: float, bound: float, strict: bool) -> Selection | None:
+    dtype = ops.floating(x)
+    if dtype is None or ops.floating(y) != dtype:
+        return None
+    total, values, indices, good = ops.run(
+        "sum_select",
+        [x, y, ops.full(1, bound, dtype)],
+        [int(strict)],
+        [a, b],
+        outputs=[dtype, dtype, "int32", "bool"],
+        lengths=[ops.length(x), None, None, 1],
+    )
+    return total, good, values, indices
