@@ -1,0 +1,86 @@
+"""Compressors that add the residual themselves give what they give without that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pytest
+
+from grace.core.compressors.rtopk import RTopK
+from grace.core.compressors.strom import Strom
+from grace.core.compressors.threshold import Threshold
+from grace.core.compressors.topk import TopK
+from grace.core.exchange.simulation import deliver
+from grace.core.exchange.state import initial
+from grace.core.exchange.unit_step import UnitStep
+from grace.core.memories.residual import Residual
+from grace.core.ops import get_ops
+from grace.core.values.spec import TensorSpec
+from grace.testing.harness import FRAMEWORKS, array, draw, host, payload_on_host, same, unit_of
+
+SPEC = TensorSpec("t", (40, 25))
+
+
+def without_the_capability(compressor):
+    """Return the same compressor as a subclass that replaces `compress` alone."""
+    cls = type(compressor)
+
+    def compress(self, x, at):
+        return cls.compress(self, x, at)
+
+    made = dataclass(frozen=True)(type(f"Plain{cls.__name__}", (cls,), {"compress": compress}))
+    return made(**{f.name: getattr(compressor, f.name) for f in fields(compressor)})
+
+
+def run(compressor, memory, ops):
+    """Return payloads, results and residuals of four steps, the third of which has a NaN."""
+    unit, told = unit_of(compressor, memory, SPEC), []
+    states = initial(unit, ops, 1, 0)
+    for number in range(4):
+        gradient = draw(SPEC, number)
+        gradient[7] = np.nan if number == 2 else gradient[7]
+        step = UnitStep(unit, states, ops, seed=1, step=number, rank=0, size=1)
+        step.begin(array(ops, gradient, SPEC.work_dtype))
+        told.append(payload_on_host(ops, step.payload))
+        ((payloads, flags),) = deliver([step])
+        step.remember()
+        x, factor, states, _ = step.conclude(payloads, flags)
+        told.append({"x": host(ops, x) * factor, "e": host(ops, states["memory"]["residual"])})
+    return told
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "memory", [Residual(), Residual(beta=0.9, gamma=0.5), Residual(gradient_clipping=1)], ids=str
+)
+@pytest.mark.parametrize(
+    "compressor", [TopK(0.1), TopK(1.0), Threshold(1.0), Threshold(0.5, capacity=0.1), Strom(1.0), RTopK(0.1)], ids=str
+)
+def test_a_step_gives_the_same_with_and_without_it(compressor, memory, framework):
+    ops, plain = get_ops(framework), without_the_capability(compressor)
+    assert unit_of(compressor, memory, SPEC).sums
+    assert not unit_of(plain, memory, SPEC).sums
+    with np.errstate(invalid="ignore"):
+        one, two = run(compressor, memory, ops), run(plain, memory, ops)
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        assert all(same(a[name], b[name]) for name in a)
+
+
+def test_a_memory_that_replaces_compensate_alone_is_asked_for_it():
+    class Doubles(Residual):
+        def compensate(self, grad, state, at):
+            return super().compensate(grad + grad, state, at)
+
+    assert not unit_of(TopK(0.1), Doubles(), SPEC).sums
+    plain, doubled = (run(TopK(0.1), memory, get_ops("numpy")) for memory in (Residual(), Doubles()))
+    assert np.array_equal(2 * plain[0]["values"], doubled[0]["values"])
+
+
+def test_a_memory_with_more_to_do_is_asked_to_compensate():
+    memory = Residual(lr_correction=True)
+    unit = unit_of(TopK(0.1), memory, SPEC)
+    step = UnitStep(unit, initial(unit, get_ops("numpy"), 1, 0), get_ops("numpy"), seed=1, step=0, rank=0, size=1)
+    step.begin(draw(SPEC, 1), 0.1)
+    assert step.memory["lr"] == 0.1
