@@ -38,7 +38,8 @@ def run(compressor, memory, ops):
     unit, told = unit_of(compressor, memory, SPEC), []
     states = initial(unit, ops, 1, 0)
     for number in range(4):
-        gradient = draw(SPEC, number)
+        # Coarse, so that some sums equal a threshold.
+        gradient = np.round(2 * draw(SPEC, number)) / 2
         gradient[7] = np.nan if number == 2 else gradient[7]
         step = UnitStep(unit, states, ops, seed=1, step=number, rank=0, size=1)
         step.begin(array(ops, gradient, SPEC.work_dtype))
