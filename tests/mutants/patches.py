@@ -2432,7 +2432,7 @@ PATCHES = [
         "return [self._mine, other] if self._rank == 0 else [other, self._mine]",
         "return [self._mine, other]",
         "two ranks merge their payloads in different orders",
-        ("tests/adapters/torch/test_optimizer.py -k 'keeps_its_contract and horovodrun-2'",),
+        ("tests/adapters/torch/test_optimizer.py -k 'keeps_its_contract and mpirun-2'",),
     ),
     Patch(
         "torchrun-two-rows-in-own-order",
