@@ -52,9 +52,7 @@ def run(compressor, memory, ops):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(
-    "memory", [Residual(), Residual(beta=0.9, gamma=0.5), Residual(gradient_clipping=1)], ids=str
-)
+@pytest.mark.parametrize("memory", [Residual(), Residual(beta=0.9, gamma=0.5), Residual(gradient_clipping=1)], ids=str)
 @pytest.mark.parametrize(
     "compressor", [TopK(0.1), TopK(1.0), Threshold(1.0), Threshold(0.5, capacity=0.1), Strom(1.0), RTopK(0.1)], ids=str
 )

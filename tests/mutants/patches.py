@@ -2397,8 +2397,8 @@ PATCHES = [
     Patch(
         "summed-nan-stays-in-x",
         UNIT_STEP,
-        "self.x, *fields = ops.choose(self.bad, nothing, lambda: [x, *payload.values()])",
-        "self.x, *fields = x, *payload.values()",
+        "            self.x, *fields = ops.choose(self.bad, nothing, lambda: given)\n",
+        "            self.x, *fields = given\n",
         "the payload of a sum that is not finite travels",
         (SUMMING,),
     ),
