@@ -40,7 +40,6 @@ MARKS = 2 / 8
 WITHIN = {
     "finite_sum": (4, "the check reads the sum"),
     "momentum_sum": (8, "the second sum reads the momentum, and the check its result"),
-    "binarize_finite": (4, "bits and check are separate passes"),
     "sum_top": (8 + 3 * 4 + 2 * MARKS, "the check and the selection read the sum; else as top"),
     "sum_select": (8 + MARKS, "the check and the selection read the sum; marks"),
     "top": (3 * 4 + 2 * MARKS, "three passes find the k-th magnitude; marks of larger and of equal elements"),
@@ -120,6 +119,8 @@ class Counter:
 def moved(kernel, inputs, numbers, results, consumes):
     """Return the bytes of arguments and results, and those that move within the kernel."""
     sizes = [x.nbytes for x in inputs]
+    # A condition comes back as a Python bool.
+    results = [x for x in results if not isinstance(x, bool)]
     outside = sum(sizes) + sum(x.nbytes for x in results)
     within = WITHIN.get(kernel, (0, ""))[0] * max(x.size for x in (*inputs, *results))
     if kernel in SPARSE:
@@ -130,7 +131,16 @@ def moved(kernel, inputs, numbers, results, consumes):
     if consumes:
         # The first argument is written as well.
         outside += sizes[0]
-    if kernel in ("top", "select", "sum_top", "sum_select", "select_in_bins", "draw_kept", "top_of_sides", "power_words"):
+    if kernel in (
+        "top",
+        "select",
+        "sum_top",
+        "sum_select",
+        "select_in_bins",
+        "draw_kept",
+        "top_of_sides",
+        "power_words",
+    ):
         within += SECTOR * sum(x.size for x in results if x.dtype == np.int32)
     if kernel in AGAIN:
         payloads = sum(x.dtype == np.uint8 for x in inputs)

@@ -194,6 +194,29 @@ template <class T> void binarize(const Stream& on, const T* x, T threshold, uint
 }
 
 template <class T>
+void binarize_finite(const Stream& on, const T* x, T threshold, uint8_t* bits, uint8_t* good, int64_t n) {
+    using Word = typename Format<T>::Word;
+    reduce(
+        on, divide_up(n, 8), Word(0),
+        [=] __device__(int64_t group) {
+            const int count = group_size(group, n);
+            T found[8];
+            load_group(x, group, count, found);
+            uint32_t byte = 0;
+            Word most = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                byte |= uint32_t(j < count && found[j] >= threshold) << j;
+                const Word word = magnitude_bits(found[j]);
+                most = word > most ? word : most;
+            }
+            bits[group] = uint8_t(byte);
+            return most;
+        },
+        Larger<Word>(), [=] __device__(Word most) { *good = most <= largest_bits<T>() ? 1 : 0; });
+}
+
+template <class T>
 void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n) {
     reduce(
         on, divide_up(n, 8), Sides{0, 0, 0},
@@ -397,6 +420,7 @@ void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lan
 
 #define GRACE_MAKE(T)                                                                                                 \
     template void binarize<T>(const Stream&, const T*, T, uint8_t*, int64_t);                                         \
+    template void binarize_finite<T>(const Stream&, const T*, T, uint8_t*, uint8_t*, int64_t);                        \
     template void binarize_means<T>(const Stream&, const T*, T, bool, uint8_t*, T*, int64_t);                         \
     template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, bool, bool, const T*, T*, int64_t);       \
     template void binarize_columns<T>(const Stream&, const T*, T, int64_t, uint8_t*, T*, int64_t);                     \

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis.extra import numpy as arrays
 
 from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
-from grace.core.codecs.signs import binarize, binarize_means, binary_sum, majority, sign_mean
+from grace.core.codecs.signs import binarize, binarize_finite, binarize_means, binary_sum, majority, sign_mean
 from grace.core.codecs.tables import table_encode, table_sum
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.natural import natural_encode, natural_sum
@@ -133,8 +133,11 @@ def test_selection(x, bound, strict, nonzero):
 @hypothesis.given(numbers(special=True), st.floats(-(2.0**99), 2.0**99, width=32), st.booleans())
 def test_signs_and_finiteness(x, threshold, strict):
     agree(lambda ops: binarize(ops, x, threshold, strict))
-    agree(lambda ops: sign_mean(ops, x, strict)[0])
-    assert bool(NATIVE.finite(x)) == bool((np.abs(x) <= MAX_MAGNITUDE[x.dtype.name]).all())
+    agree(lambda ops: sign_mean(ops, x)[0])
+    finite = bool((np.abs(x) <= MAX_MAGNITUDE[x.dtype.name]).all())
+    bits, good = binarize_finite(NATIVE, x, strict)
+    assert np.array_equal(bits, binarize(NATIVE, x, 0.0, strict))
+    assert (bool(NATIVE.finite(x)), bool(good)) == (finite, finite)
 
 
 @settings

@@ -114,10 +114,7 @@ template <class Code> void pack(const Stream& on, const Code* codes, int bits, u
 void unpack(const Stream& on, const uint8_t* data, int bits, int64_t* out, int64_t n);
 template <class T> void binarize(const Stream& on, const T* x, T threshold, uint8_t* bits, int64_t n);
 template <class T>
-void binarize_finite(const Stream& on, const T* x, T threshold, uint8_t* bits, uint8_t* good, int64_t n) {
-    binarize(on, x, threshold, bits, n);
-    finite(on, x, n, good);
-}
+void binarize_finite(const Stream& on, const T* x, T threshold, uint8_t* bits, uint8_t* good, int64_t n);
 // `means` has two elements, or one if `single`: the mean magnitude.
 template <class T>
 void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n);
