@@ -169,4 +169,5 @@ def _faults() -> int:
 
 
 def _size(arrays: Iterable[Any] | None) -> int:
-    return sum(x.nbytes for x in arrays or ())
+    # A condition is a Python bool.
+    return sum(x.nbytes for x in arrays or () if not isinstance(x, bool))
