@@ -12,7 +12,7 @@ from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
 from grace.core.values.registry import compressors
-from grace.core.values.spec import MAX_MAGNITUDE, Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
@@ -72,7 +72,8 @@ class Natural(Compressor, Checking):
 
     def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
         payload, most = self._encoded(x, at)
-        return payload, at.ops.reshape(most, ()) <= MAX_MAGNITUDE[at.spec.work_dtype]
+        # Not a comparison: TensorFlow would turn "not <=" into ">", and NaN is neither.
+        return payload, at.ops.finite(most)
 
     def _encoded(self, x: Array, at: Site) -> tuple[Payload, Array]:
         """Return the payload and the largest magnitude."""
