@@ -448,8 +448,8 @@ def discarded() -> dict[str, Any]:
         return "".join(digest(exchange(given(number))) for number in numbers)
 
     whole, results = run(make_exchange(spec, config), range(4)), {}
-    real = TopK.compress, TopK.merge
-    for label, method in {"compress": "compress", "merge": "merge", "skipped": "", "limit": ""}.items():
+    real = TopK.compress_sum, TopK.merge
+    for label, method in {"compress": "compress_sum", "merge": "merge", "skipped": "", "limit": ""}.items():
         exchange = make_exchange(spec, {**config, "timeout": 1 if label == "limit" else 60})
         begun, calls = run(exchange, range(2)), []
 
@@ -459,7 +459,7 @@ def discarded() -> dict[str, Any]:
                 raise ZeroDivisionError("for this test")
             return real[m == "merge"](*arguments)
 
-        method_fails = mock.patch.object(TopK, method or "compress", fail if method else real[0])
+        method_fails = mock.patch.object(TopK, method or "compress_sum", fail if method else real[0])
         with method_fails, mock.patch.object(mpi.transport, "NOTES_SECONDS", 0.5):
             skips = not method and last
             error = "" if skips else outcome(lambda e=exchange: e(given(9)))

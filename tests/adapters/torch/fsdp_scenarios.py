@@ -366,7 +366,7 @@ def waits_by_fsdp() -> str:
 
 def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
     """Fail on the first rank in the second module; return the error, and that of another attempt."""
-    real, calls = TopK.compress, itertools.count()
+    real, calls = TopK.compress_sum, itertools.count()
 
     def fail(*arguments: Any) -> Any:
         # The first module has a unit for each rank.
@@ -374,7 +374,7 @@ def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[s
             raise ZeroDivisionError("for this test")
         return real(*arguments)
 
-    with mock.patch.object(TopK, "compress", fail):
+    with mock.patch.object(TopK, "compress_sum", fail):
         first = outcome(lambda: backward(model, batch))
     model.reset_iter_state()
     return [first, outcome(lambda: backward(model, batch))]
