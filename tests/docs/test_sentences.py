@@ -183,7 +183,7 @@ def codecs():
     low, high = data["copy_ms"]
     yield f"The gradient has {data['elements'] / 1e6:.0f} million float32, a copy of which takes {low} to {high} ms."
     slow = {r["method"] for r in data["rows"] if r.get("break_even", 9) < 1.3}
-    assert slow == {"deepreduce", "fedqcs", "homomorphic", "kashin", "qcs"}
+    assert slow == {"deepreduce", "fedqcs", "homomorphic", "qcs"}
     goals = (data["columns"][f"small_{framework}"]["goal"] for framework in ("numpy", "torch"))
     yield "the goal is {} with NumPy and {} with PyTorch.".format(*goals)
     products, step = {r["products"]: r["together"] for r in rows("products")}, row("codec", "powersgd")
