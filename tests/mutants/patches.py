@@ -2405,7 +2405,7 @@ PATCHES = [
     Patch(
         "summing-where-compress-was-replaced",
         "grace/core/methods/capabilities.py",
-        '_same_home(compressor, "compress_sum", "compress") and _same_home(memory, "to_add", "compensate")',
+        '_same_class(compressor, "compress_sum", "compress") and _same_class(memory, "to_add", "compensate")',
         "True",
         "what a subclass of a method or memory replaces is not called",
         (SUMMING,),

@@ -118,11 +118,11 @@ def sums(compressor: object, memory: object) -> bool:
 
     A subclass that replaces only `compress` or `compensate` cannot: what it inherits knows nothing of that.
     """
-    together = _same_home(compressor, "compress_sum", "compress") and _same_home(memory, "to_add", "compensate")
+    together = _same_class(compressor, "compress_sum", "compress") and _same_class(memory, "to_add", "compensate")
     return isinstance(compressor, Summing) and together
 
 
-def _same_home(method: object, first: str, second: str) -> bool:
+def _same_class(method: object, first: str, second: str) -> bool:
     """Return whether the two functions come from the same class."""
-    homes = [next((cls for cls in type(method).__mro__ if name in vars(cls)), None) for name in (first, second)]
-    return homes[0] is homes[1]
+    classes = [next((cls for cls in type(method).__mro__ if name in vars(cls)), None) for name in (first, second)]
+    return classes[0] is classes[1]
