@@ -83,7 +83,8 @@ class Pool:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.broken = False
-        self._folder = tempfile.TemporaryDirectory()
+        # Ranks that are being killed may still write files there.
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._output = Path(self._folder.name) / "output"
         path = f"{self._folder.name}/socket"
         launcher = command(launch.launcher, launch.ranks)
@@ -96,10 +97,11 @@ class Pool:
         with socket.socket(socket.AF_UNIX) as server, self._output.open("wb") as output:
             server.bind(path)
             server.listen(launch.ranks)
+            # mpirun names its files by its process id, and does not start if those of a killed mpirun are in its way.
             self._process = subprocess.Popen(
                 [*self._words, path, str(launch.ranks)],
                 cwd=ROOT,
-                env=environment(),
+                env=environment(TMPDIR=self._folder.name),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

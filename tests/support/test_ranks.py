@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support import ranks
@@ -49,3 +51,13 @@ def test_a_rank_that_fails_is_told_and_the_next_scenario_has_a_new_pool(monkeypa
 def test_a_launch_that_does_not_start_is_told():
     with pytest.raises(AssertionError, match=r"did not start(?s:.*)No module named"):
         ranks.scenario("number", LAUNCH._replace(worker="tests.support.no_such_worker"))
+
+
+def test_a_killed_launch_leaves_no_files_of_mpirun_behind():
+    # An mpirun that gets the process id of a killed one does not start where it finds that one's files.
+    assert ranks.scenario("number", LAUNCH, 5) == [5, 6]
+    assert ranks._pool is not None
+    folder = Path(ranks._pool._folder.name)
+    assert list(folder.glob("ompi.*")), f"mpirun keeps its files outside of {folder}"
+    ranks._pool.kill()
+    assert not folder.exists()
