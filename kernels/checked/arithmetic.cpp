@@ -62,19 +62,8 @@ void momentum_sum_kernel(Call& call) {
         GRACE_GPU(call, momentum_sum, u, m, g, v, momentum, out, good, n);
         Scratch<uint8_t> each(divide_up(n, kPiece));
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            // The second sum reads the new momentum while it is in the cache.
-            constexpr int64_t kShort = 1024;
-            alignas(64) T fresh[kShort], sum[kShort];
-            uint8_t all = 1;
-            for (int64_t at = begin; at < end; at += kShort) {
-                const int64_t length = std::min(kShort, end - at);
-                loops<T>().weighted_sum(u + at, m, g + at, T(1), fresh, length, false);
-                all &= loops<T>().weighted_sum(v + at, T(1), fresh, T(1), sum, length, false) ? 1 : 0;
-                loops<T>().copy(fresh, momentum + at, length, is_large<T>(n));
-                loops<T>().copy(sum, out + at, length, is_large<T>(n));
-            }
-            integer_loops().settle();
-            each[begin / kPiece] = all;
+            each[begin / kPiece] = loops<T>().momentum_sum(u + begin, m, g + begin, v + begin, momentum + begin,
+                                                           out + begin, end - begin, is_large<T>(n));
         });
         *good = all_good(each, n);
     });

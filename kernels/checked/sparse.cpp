@@ -94,19 +94,15 @@ template <class T> class SumPass {
     SumPass(const Sum<T>& sum, T* out, int64_t n) : sum_(sum), out_(out), around_(is_large<T>(n)) {}
 
     void operator()(int64_t begin, int64_t n, T bound, bool strict, Selected<T>* into) {
-        constexpr int64_t kShort = 1024;
-        alignas(64) T buffer[kShort];
-        bool good = true;
-        for (int64_t at = begin; at < begin + n; at += kShort) {
-            const int64_t length = std::min(kShort, begin + n - at);
-            good &= loops<T>().weighted_sum(sum_.x + at, sum_.a, sum_.y + at, sum_.b, buffer, length, false);
-            if (into != nullptr) {
-                loops<T>().select(buffer, bound, strict, false, static_cast<int32_t>(at), length, into);
-            }
-            loops<T>().copy(buffer, out_ + at, length, around_);
-        }
-        integer_loops().settle();
+        const T *x = sum_.x + begin, *y = sum_.y + begin;
+        const bool good = loops<T>().sum_select(x, sum_.a, y, sum_.b, out_ + begin, around_, bound, strict,
+                                                static_cast<int32_t>(begin), n, into);
         if (!good) good_ = 0;
+    }
+    // Only the sum.
+    void operator()(int64_t begin, int64_t n) {
+        const T *x = sum_.x + begin, *y = sum_.y + begin;
+        if (!loops<T>().weighted_sum(x, sum_.a, y, sum_.b, out_ + begin, n, around_)) good_ = 0;
     }
     uint8_t good() const { return good_; }
 
@@ -292,7 +288,7 @@ void sum_top_kernel(Call& call) {
             found = finds.count() >= k;
             if (found) best_of(finds.values(), finds.indices(), finds.count(), k, values, indices);
         } else {
-            over_pieces(call, n, [&](int64_t begin, int64_t end) { pass(begin, end - begin, T(0), false, nullptr); });
+            over_pieces(call, n, [&](int64_t begin, int64_t end) { pass(begin, end - begin); });
         }
         *good = pass.good();
         if (!found) take_top(call, out, n, k, values, indices);

@@ -10,15 +10,16 @@ namespace GRACE_ISA {
 
 GRACE_LOCAL int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Elements that are written at once around the cache: long bursts of such stores delay concurrent reads.
+template <class T> constexpr int64_t kBurst = 1024 / int64_t(sizeof(T));
+
 // Runs body(begin, length, target) over blocks of an output. The target is the output itself, or a buffer that is then
 // copied to the output with stores that bypass the cache.
 template <class T, class Body> GRACE_LOCAL void in_blocks(T* out, int64_t n, bool around, Body body) {
-    // Short blocks, because long bursts of such stores delay concurrent reads.
-    constexpr int64_t short_block = 1024 / int64_t(sizeof(T));
-    alignas(64) T buffer[short_block];
+    alignas(64) T buffer[kBurst<T>];
     if (around) {
-        for (int64_t at = 0; at < n; at += short_block) {
-            const int64_t length = lesser(short_block, n - at);
+        for (int64_t at = 0; at < n; at += kBurst<T>) {
+            const int64_t length = lesser(kBurst<T>, n - at);
             body(at, length, buffer);
             write_around(out + at, buffer, length * int64_t(sizeof(T)));
         }
@@ -45,6 +46,34 @@ static bool weighted_sum(const T* x, T a, const T* y, T b, T* out, int64_t n, bo
             for (int64_t i = 0; i < length; ++i) place(target, i, x[at + i] * a + y[at + i] * b);
         }
     });
+    return most <= largest_bits<T>();
+}
+
+template <class T> static void copy(const T* x, T* out, int64_t n, bool around) {
+    if (around) {
+        write_around(out, x, n * int64_t(sizeof(T)));
+    } else {
+        memcpy(out, x, size_t(n) * sizeof(T));
+    }
+}
+
+template <class T>
+static bool momentum_sum(const T* u, T m, const T* g, const T* v, T* momentum, T* out, int64_t n, bool around) {
+    using Word = typename Format<T>::Word;
+    alignas(64) T fresh[kBurst<T>], sum[kBurst<T>];
+    Word most = 0;
+    for (int64_t at = 0; at < n; at += kBurst<T>) {
+        const int64_t length = lesser(kBurst<T>, n - at);
+        for (int64_t i = 0; i < length; ++i) {
+            fresh[i] = u[at + i] * m + g[at + i];
+            sum[i] = v[at + i] + fresh[i];
+            const Word word = magnitude_bits(sum[i]);
+            most = word > most ? word : most;
+        }
+        copy(fresh, momentum + at, length, around);
+        copy(sum, out + at, length, around);
+    }
+    settle();
     return most <= largest_bits<T>();
 }
 
@@ -149,14 +178,6 @@ template <class T> static void fill(T* out, T value, int64_t n, bool around) {
         write_around(out + at, buffer, lesser(kBlock, n - at) * int64_t(sizeof(T)));
     }
     settle();
-}
-
-template <class T> static void copy(const T* x, T* out, int64_t n, bool around) {
-    if (around) {
-        write_around(out, x, n * int64_t(sizeof(T)));
-    } else {
-        memcpy(out, x, size_t(n) * sizeof(T));
-    }
 }
 
 #include "loops_bits.inl"
@@ -509,15 +530,43 @@ static void uniforms(const RandomKey* key, int64_t begin, int64_t end, float* ou
     }
 }
 
+// The same as `permuted` for many indices. Each round takes all of them, because its products wait for those of the
+// round before.
+GRACE_LOCAL void permute(const Permutation& p, uint32_t* indices, int64_t n) {
+    alignas(64) uint32_t left[kBlock], right[kBlock];
+    for (int64_t i = 0; i < n; ++i) {
+        left[i] = indices[i] & p.low_mask;
+        right[i] = indices[i] >> p.low;
+    }
+    for (int r = 0; r < 8; r += 2) {
+        for (int64_t i = 0; i < n; ++i) left[i] ^= mix(right[i], p.keys[r]) & p.low_mask;
+        for (int64_t i = 0; i < n; ++i) right[i] ^= mix(left[i], p.keys[r + 1]) & p.high_mask;
+    }
+    for (int64_t i = 0; i < n; ++i) indices[i] = left[i] + (right[i] << p.low);
+}
+
 static void sample(const Permutation* permutation, uint32_t n, int64_t begin, int64_t end, int32_t* out) {
     const Permutation p = *permutation;
     alignas(64) uint32_t found[kBlock];
+    int32_t places[kBlock];
     for (int64_t at = begin; at < end; at += kBlock) {
-        const int64_t length = lesser(kBlock, end - at);
-        for (int64_t i = 0; i < length; ++i) found[i] = permuted(p, uint32_t(at + i));
-        for (int64_t i = 0; i < length; ++i) {
-            while (found[i] >= n) found[i] = permuted(p, found[i]);
-            out[at - begin + i] = int32_t(found[i]);
+        int64_t left = lesser(kBlock, end - at);
+        for (int64_t i = 0; i < left; ++i) {
+            found[i] = uint32_t(at + i);
+            places[i] = int32_t(i);
+        }
+        // What lies beyond the range, up to half of all, is permuted again.
+        while (left > 0) {
+            permute(p, found, left);
+            int64_t beyond = 0;
+            for (int64_t i = 0; i < left; ++i) {
+                const uint32_t here = found[i];
+                out[at - begin + places[i]] = int32_t(here);
+                found[beyond] = here;
+                places[beyond] = places[i];
+                beyond += here >= n ? 1 : 0;
+            }
+            left = beyond;
         }
     }
 }
@@ -536,6 +585,7 @@ static void sample(const Permutation* permutation, uint32_t n, int64_t begin, in
 template <class T> static constexpr Loops<T> make_loops() {
     using namespace GRACE_ISA;
     return {weighted_sum<T>,
+            momentum_sum<T>,
             max_abs<T>,
             finite<T>,
             norm_max<T>,
@@ -569,6 +619,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             rotated_codes<T>,
             rotated_sum<T>,
             select<T>,
+            sum_select<T>,
             select_powers<T>,
             moments<T>,
             moments_below<T>,

@@ -37,12 +37,37 @@ GRACE_LOCAL void select_by(const T* x, T bound, bool nonzero, int32_t first, int
 }
 
 template <class T>
-static void select(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into) {
+GRACE_LOCAL void select_cached(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n,
+                               Selected<T>* into) {
     if (strict) {
         select_by<Test::size_above>(x, bound, nonzero, first, n, into);
     } else {
         select_by<Test::size_at_least>(x, bound, nonzero, first, n, into);
     }
+}
+
+template <class T>
+static void select(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into) {
+    for (int64_t at = 0; at < n; at += 64) {
+        fetch_ahead<64>(x + at);
+        select_cached(x + at, bound, strict, nonzero, first + int32_t(at), lesser(64, n - at), into);
+    }
+}
+
+template <class T>
+static bool sum_select(const T* x, T a, const T* y, T b, T* out, bool around, T bound, bool strict, int32_t first,
+                       int64_t n, Selected<T>* into) {
+    bool good = true;
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        good &= weighted_sum(x + at, a, y + at, b, target, length, false);
+        // The selection reads no memory: the next elements can arrive meanwhile.
+        for (int64_t i = at; i < at + length; i += 64) {
+            fetch_ahead<64>(x + i);
+            fetch_ahead<64>(y + i);
+        }
+        select_cached(target, bound, strict, false, first + int32_t(at), length, into);
+    });
+    return good;
 }
 
 template <class T>
@@ -81,6 +106,7 @@ template <class T> static void moments(const T* x, T bound, int powers, double* 
         const int64_t length = lesser(kBlock, n - at);
         int64_t count = 0;
         for (int64_t i = 0; i < length; i += 64) {
+            fetch_ahead<64>(x + at + i);
             count += __builtin_popcountll(mask_up_to_64<Test::size_at_least>(x + at + i, bound, length - i));
         }
         sums[0] += double(count);
@@ -104,6 +130,7 @@ static void moments_below(const T* x, T bound, T unit, int powers, double* sums,
         const int64_t length = lesser(kBlock, n - at);
         int64_t count = length;
         for (int64_t i = 0; i < length; i += 64) {
+            fetch_ahead<64>(x + at + i);
             count -= __builtin_popcountll(mask_up_to_64<Test::size_at_least>(x + at + i, bound, length - i));
         }
         sums[0] += double(count);
@@ -126,6 +153,7 @@ static void draw(const T* x, const Odds* odds, const RandomKey* key, int64_t beg
     // `begin` is a multiple of 4, so every block of random words starts at an element.
     for (int64_t at = begin; at < begin + n; at += kBlock) {
         const int64_t length = lesser(kBlock, begin + n - at);
+        for (int64_t i = 0; i < length; i += 64) fetch_ahead<64>(x + at + i);
         words(*key, uint32_t(at / 4), (length + 3) / 4, random);
         for (int64_t i = 0; i < length; ++i) above[i] = magnitude(x[at + i]) * rough + (slack - T(uniform(random[i])));
         for (int64_t i = 0; i < length; i += 64) {
@@ -207,6 +235,7 @@ template <class T>
 static void select_sides(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts) {
     int64_t count = into->count;
     for (int64_t i = 0; i < n; i += 64) {
+        fetch_ahead<64>(x + i);
         const uint64_t up = mask_up_to_64<Test::at_least>(x + i, high, n - i);
         const uint64_t down = mask_up_to_64<Test::at_most>(x + i, low, n - i);
         counts[0] += __builtin_popcountll(mask_up_to_64<Test::above>(x + i, T(0), n - i));

@@ -119,6 +119,8 @@ template <class T> struct Widths {
 template <class T> struct Loops {
     // Returns whether all sums are finite.
     bool (*weighted_sum)(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around);
+    // momentum = m u + g, and out = v + momentum. Returns whether all of `out` is finite.
+    bool (*momentum_sum)(const T* u, T m, const T* g, const T* v, T* momentum, T* out, int64_t n, bool around);
     T (*max_abs)(const T* x, int64_t n);
     bool (*finite)(const T* x, int64_t n);
     // Returns the sum of squares.
@@ -199,6 +201,9 @@ template <class T> struct Loops {
 
     // Appends the selected elements. The lists have room for n + 1 more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);
+    // The same from out = a x + b y. Returns whether all sums are finite.
+    bool (*sum_select)(const T* x, T a, const T* y, T b, T* out, bool around, T bound, bool strict, int32_t first,
+                       int64_t n, Selected<T>* into);
 
     // Appends the elements that are clear (all of them without noise) and large enough to be sent beside *most, the
     // largest magnitude that is clear so far, and updates *most.
