@@ -40,6 +40,7 @@ MARKS = 2 / 8
 WITHIN = {
     "finite_sum": (4, "the check reads the sum"),
     "momentum_sum": (8, "the second sum reads the momentum, and the check its result"),
+    "sum_sign_mean": (8, "the check and the signs read the sum"),
     "sum_top": (8 + 3 * 4 + 2 * MARKS, "the check and the selection read the sum; else as top"),
     "sum_select": (8 + MARKS, "the check and the selection read the sum; marks"),
     "top": (3 * 4 + 2 * MARKS, "three passes find the k-th magnitude; marks of larger and of equal elements"),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from grace.core.memories.residual import Residual
-from grace.core.methods.capabilities import Checking, Summing, proposed_fields, sums
+from grace.core.methods.capabilities import Checking, Scaling, Summing, proposed_fields, scales, sums
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
@@ -19,7 +19,7 @@ from grace.testing.harness import EPS, array, draw, exchange, host, learnt, payl
 
 
 class UnitContract(ABC):
-    """Tests of a compressor's flags `flat`, `joins` and `linear_in`, and its capabilities `Checking` and `Summing`."""
+    """Tests of a compressor's flags `flat`, `joins` and `linear_in`, and of `Checking`, `Summing` and `Scaling`."""
 
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
 
@@ -109,6 +109,19 @@ class UnitContract(ABC):
                     one, two = (payload_on_host(ops, p) for p in (payload, compressor.compress(expected, at)))
                     assert one.keys() == two.keys()
                     assert all(same(one[name], two[name]) for name in one), (spec, beta)
+
+    def test_what_is_scaled_while_it_merges_is_the_merged_gradient(self, compressor: Compressor, ops: ArrayOps) -> None:
+        if not scales(compressor):
+            return
+        assert isinstance(compressor, Scaling)
+        for spec in self.specs(compressor, ops):
+            ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2), draw(spec, 3)])
+            at = ex.sites[0]
+            for payloads in (ex.payloads[:1], ex.payloads):
+                merged = compressor.merge(payloads, at)
+                for factor in (1.0, 0.5, 1 / 3, 10.0):
+                    expected = host(ops, ops.scale_(ops.copy(merged), factor))
+                    assert same(host(ops, compressor.merge_scaled(payloads, factor, at)), expected), (spec, factor)
 
     def _told(
         self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, given: Sequence[np.ndarray[Any, Any]]

@@ -103,7 +103,7 @@ void natural_encode_kernel(Call& call) {
 
 void natural_sum_kernel(Call& call) {
     const int ranks = ranks_at(call, 0), first = call.integer(5) != 0 ? 1 : 0;
-    call.expect(first + 2 * ranks, 6, 0);
+    call.expect(first + 2 * ranks, 6, 1);
     const int64_t n = call.length(1);
     const bool clipped = call.integer(3) != 0, negate = call.integer(4) != 0;
     const auto body = [&](auto* type) {
@@ -113,12 +113,14 @@ void natural_sum_kernel(Call& call) {
             lists.push_back({call.input<uint8_t>(first + r, packed_size(n, clipped ? 8 : Format<T>::exponent + 1)),
                              call.input<int32_t>(first + ranks + r, 1)});
         }
+        const T factor = static_cast<T>(call.number(0));
         const Target<T> to = target_of<T>(call, first == 1, n);
-        GRACE_GPU(call, natural_sum, lists, clipped, negate, to.onto, to.out, n);
+        GRACE_GPU(call, natural_sum, lists, clipped, negate, to.onto, factor, to.out, n);
         std::vector<Powers> payloads;
         for (const gpu::NaturalCodes& one : lists) payloads.push_back({one.codes, static_cast<uint32_t>(*one.base)});
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            loops<T>().natural_sum(payloads.data(), ranks, clipped, negate, n, to.onto, to.out, begin, end, to.around);
+            loops<T>().natural_sum(payloads.data(), ranks, clipped, negate, n, to.onto, factor, to.out, begin, end,
+                                   to.around);
         });
     };
     call.integer(2) != 0 ? body(static_cast<double*>(nullptr)) : body(static_cast<float*>(nullptr));

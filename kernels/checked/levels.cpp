@@ -26,6 +26,23 @@ int64_t columns_at(const Call& call, int i, int64_t n) {
     return columns;
 }
 
+// The sums of both sides of all pieces; body(begin, end, sums) adds those of a piece to three zeros.
+template <class Body> Sides sides_of_pieces(Call& call, int64_t n, Body body) {
+    Scratch<double> of_piece(3 * divide_up(n, kPiece));
+    over_pieces(call, n, [&](int64_t begin, int64_t end) {
+        double* mine = of_piece.data() + begin / kPiece * 3;
+        mine[0] = mine[1] = mine[2] = 0;
+        body(begin, end, mine);
+    });
+    Sides sides{0, 0, 0};
+    for (int64_t i = 0; i < divide_up(n, kPiece); ++i) {
+        sides.count += of_piece[3 * i];
+        sides.high += of_piece[3 * i + 1];
+        sides.low += of_piece[3 * i + 2];
+    }
+    return sides;
+}
+
 // codes(begin, end, low, high) writes the low bytes of a piece's codes and, above 8 bits, the high bytes.
 template <class Codes> void packed(Call& call, uint8_t* out, int64_t n, int bits, Codes codes) {
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
@@ -205,31 +222,46 @@ void binarize_means_kernel(Call& call) {
     const bool single = call.integer(0) != 0;
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        const int64_t n = call.input(0).size, pieces = divide_up(n, kPiece);
+        const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
         uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
         T* means = call.output<T>(single ? 1 : 2);
         const T threshold = static_cast<T>(call.number(0));
         GRACE_GPU(call, binarize_means, x, threshold, single, bits, means, n);
-        Scratch<double> of_piece(3 * pieces);
-        over_pieces(call, n, [&](int64_t begin, int64_t end) {
-            double* mine = of_piece.data() + begin / kPiece * 3;
-            mine[0] = mine[1] = mine[2] = 0;
-            loops<T>().binarize_sums(x + begin, threshold, bits + begin / 8, mine, end - begin);
+        const Sides sides = sides_of_pieces(call, n, [&](int64_t begin, int64_t end, double* sums) {
+            loops<T>().binarize_sums(x + begin, threshold, bits + begin / 8, sums, end - begin);
         });
-        Sides sides{0, 0, 0};
-        for (int64_t i = 0; i < pieces; ++i) {
-            sides.count += of_piece[3 * i];
-            sides.high += of_piece[3 * i + 1];
-            sides.low += of_piece[3 * i + 2];
-        }
         single ? mean_magnitude(sides, n, means) : means_of(sides, n, means);
+    });
+}
+
+void sum_sign_mean_kernel(Call& call) {
+    call.expect(2, 0, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T *x = call.input<T>(0), *y = call.input<T>(1, n);
+        const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
+        T* out = call.output<T>(n);
+        uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
+        T* mean = call.output<T>(1);
+        uint8_t* good = call.verdict();
+        GRACE_GPU(call, sum_sign_mean, x, a, y, b, out, good, bits, mean, n);
+        std::atomic<uint8_t> all{1};
+        const Sides sides = sides_of_pieces(call, n, [&](int64_t begin, int64_t end, double* sums) {
+            if (!loops<T>().sum_signs(x + begin, a, y + begin, b, out + begin, is_large<T>(n), bits + begin / 8, sums,
+                                      end - begin)) {
+                all = 0;
+            }
+        });
+        mean_magnitude(sides, n, mean);
+        *good = all;
     });
 }
 
 void binary_sum_kernel(Call& call) {
     const int ranks = ranks_at(call, 0), first = call.integer(4) != 0 ? 1 : 0;
-    call.expect(first + 2 * ranks, 5, 0);
+    call.expect(first + 2 * ranks, 5, 1);
     const int64_t n = call.length(1);
     const bool single = call.integer(2) != 0, negate = call.integer(3) != 0;
     dispatch(call, call.input(first + ranks), [&](auto* type) {
@@ -239,16 +271,17 @@ void binary_sum_kernel(Call& call) {
         for (int r = 0; r < ranks; ++r) {
             payloads.push_back({bits[r], call.input<T>(first + ranks + r, single ? 1 : 2)});
         }
+        const T factor = static_cast<T>(call.number(0));
         const Target<T> to = target_of<T>(call, first == 1, n);
-        GRACE_GPU(call, binary_sum, payloads, single, negate, to.onto, to.out, n);
+        GRACE_GPU(call, binary_sum, payloads, single, negate, to.onto, factor, to.out, n);
         std::vector<T> levels;
         for (const Coded<T>& one : payloads) {
             for (const bool bit : {false, true}) levels.push_back(level_of(one.scales, single, negate, bit));
         }
         over_pieces(call, n, [&](int64_t begin, int64_t end) {
             const T* onto = to.onto == nullptr ? nullptr : to.onto + begin;
-            loops<T>().binary_sum(moved(bits, begin).data(), levels.data(), ranks, onto, to.out + begin, end - begin,
-                                  to.around);
+            loops<T>().binary_sum(moved(bits, begin).data(), levels.data(), ranks, onto, factor, to.out + begin,
+                                  end - begin, to.around);
         });
     });
 }

@@ -112,9 +112,12 @@ template <class Word> Word kth_largest(Word* words, int64_t n, int64_t k) {
         // No digit is larger than the bitwise or of all words.
         int digit = static_cast<int>(all);
         for (int64_t here; (here = int64_t(counts[0][digit]) + counts[1][digit]) < k; --digit) k -= here;
+        // Without a branch, because the digits of neighbours are hard to predict.
         int64_t left = 0;
         for (int64_t i = 0; i < n; ++i) {
-            if (digit_of(words[i]) == digit) words[left++] = words[i];
+            const Word word = words[i];
+            words[left] = word;
+            left += digit_of(word) == digit ? 1 : 0;
         }
         n = left;
     }
@@ -179,12 +182,14 @@ void best_of(const T* from, const int32_t* indices_from, int64_t count, int64_t 
     int64_t above = 0;
     for (int64_t i = 0; i < count; ++i) above += magnitude_bits(from[i]) > bound;
     int64_t ties = k - above;
-    for (int64_t i = 0; i < count; ++i) {
+    // Without a branch that is hard to predict, as above.
+    for (int64_t i = 0, at = 0; at < k; ++i) {
         const WordOf<T> size = magnitude_bits(from[i]);
-        if (size > bound || (size == bound && ties-- > 0)) {
-            *values++ = from[i];
-            *indices++ = indices_from[i];
-        }
+        const int64_t tie = int64_t(size == bound) & int64_t(ties > 0);
+        values[at] = from[i];
+        indices[at] = indices_from[i];
+        ties -= tie;
+        at += int64_t(size > bound) | tie;
     }
 }
 

@@ -29,6 +29,11 @@ template <class T, class Body> GRACE_LOCAL void in_blocks(T* out, int64_t n, boo
     }
 }
 
+template <class T> GRACE_LOCAL void scale(T* x, T factor, int64_t n) {
+    if (factor == T(1)) return;
+    for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
 template <class T>
 static bool weighted_sum(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around) {
     using Word = typename Format<T>::Word;
@@ -594,6 +599,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             copy<T>,
             binarize<T>,
             binarize_sums<T>,
+            sum_signs<T>,
             binary_sum<T>,
             binarize_columns<T>,
             column_sum<T>,

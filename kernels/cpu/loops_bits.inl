@@ -38,7 +38,6 @@ GRACE_LOCAL uint64_t sums64(const T* x, T threshold, EightDoubles* high, EightDo
 GRACE_LOCAL uint64_t sums64(const float* x, float threshold, EightDoubles* high, EightDoubles* low) {
     const __m512 edge = _mm512_set1_ps(threshold);
     uint64_t mask = 0;
-    fetch_ahead<64>(x);
 #pragma GCC unroll 4
     for (int j = 0; j < 64; j += 16) {
         const __mmask16 here = _mm512_cmp_ps_mask(_mm512_loadu_ps(x + j), edge, _CMP_GE_OQ);
@@ -55,31 +54,62 @@ GRACE_LOCAL uint64_t sums64(const float* x, float threshold, EightDoubles* high,
 }
 #endif
 
-template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
+// The bits of an array, and the sums of both sides, which are added in the same order however the array is divided into
+// blocks of whole 64 elements.
+template <class T> struct SideSums {
     // Two accumulators each, to shorten the dependency chain.
     EightDoubles high[2] = {}, low[2] = {};
-    int64_t count = 0, i = 0;
-    for (; i + 64 <= n; i += 64) {
-        const uint64_t mask = sums64(x + i, threshold, high, low);
-        store_mask(mask, bits + i / 8, 8);
-        count += __builtin_popcountll(mask);
-    }
-    const int rest = int(n - i);
-    if (rest > 0) {
-        const uint64_t mask = mask_of<Test::at_least>(x + i, threshold, rest);
-        store_mask(mask, bits + i / 8, (rest + 7) / 8);
-        count += __builtin_popcountll(mask);
-        for (int j = 0; j < rest; ++j) {
-            // As one expression, GCC 12 with -fsanitize=undefined uses a wrong lane.
-            EightDoubles& side = (mask >> j & 1) != 0 ? high[0] : low[0];
-            side[j % 8] += double(x[i + j]);
+    int64_t count = 0;
+
+    // Runs beside(i) before the 64 elements from i on.
+    template <class Beside> GRACE_MEMBER void add(const T* x, T threshold, uint8_t* bits, int64_t n, Beside beside) {
+        int64_t i = 0;
+        for (; i + 64 <= n; i += 64) {
+            beside(i);
+            const uint64_t mask = sums64(x + i, threshold, high, low);
+            store_mask(mask, bits + i / 8, 8);
+            count += __builtin_popcountll(mask);
+        }
+        const int rest = int(n - i);
+        if (rest > 0) {
+            const uint64_t mask = mask_of<Test::at_least>(x + i, threshold, rest);
+            store_mask(mask, bits + i / 8, (rest + 7) / 8);
+            count += __builtin_popcountll(mask);
+            for (int j = 0; j < rest; ++j) {
+                // As one expression, GCC 12 with -fsanitize=undefined uses a wrong lane.
+                EightDoubles& side = (mask >> j & 1) != 0 ? high[0] : low[0];
+                side[j % 8] += double(x[i + j]);
+            }
         }
     }
-    sums[0] += double(count);
-    for (int l = 0; l < 8; ++l) {
-        sums[1] += high[0][l] + high[1][l];
-        sums[2] += low[0][l] + low[1][l];
+    GRACE_MEMBER void add_to(double* sums) const {
+        sums[0] += double(count);
+        for (int l = 0; l < 8; ++l) {
+            sums[1] += high[0][l] + high[1][l];
+            sums[2] += low[0][l] + low[1][l];
+        }
     }
+};
+
+template <class T> static void binarize_sums(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n) {
+    SideSums<T> sides;
+    sides.add(x, threshold, bits, n, [x](int64_t i) { fetch_ahead<64>(x + i); });
+    sides.add_to(sums);
+}
+
+template <class T>
+static bool sum_signs(const T* x, T a, const T* y, T b, T* out, bool around, uint8_t* bits, double* sums, int64_t n) {
+    SideSums<T> sides;
+    bool good = true;
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        good &= weighted_sum(x + at, a, y + at, b, target, length, false);
+        sides.add(target, T(0), bits + at / 8, length, [=](int64_t i) {
+            fetch_ahead<64>(x + at + i);
+            fetch_ahead<64>(y + at + i);
+        });
+    });
+    sides.add_to(sums);
+    return good;
 }
 
 // 32 bits in memory order. Only the bits of n elements are read.
@@ -133,8 +163,8 @@ GRACE_LOCAL void add_values(const T* value, const T* base, T* target, int64_t i,
 }
 
 template <class T>
-static void binary_sum(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T* out, int64_t n,
-                       bool around) {
+static void binary_sum(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T factor, T* out,
+                       int64_t n, bool around) {
     using Word = typename Format<T>::Word;
     in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
         const T* from = onto == nullptr ? nullptr : onto + at;
@@ -151,6 +181,7 @@ static void binary_sum(const uint8_t* const* bits, const T* levels, int ranks, c
                 add_values(value, base, target, i, length);
             }
         }
+        scale(target, factor, length);
     });
 }
 
@@ -316,7 +347,7 @@ static void majority(const uint8_t* const* bits, int ranks, T* out, int64_t n, b
     if (ranks <= 2) {
         // The sum of votes of 1 or 1/2.
         const T vote = T(1) / T(ranks), levels[4] = {-vote, vote, -vote, vote};
-        return binary_sum(bits, levels, ranks, static_cast<const T*>(nullptr), out, n, around);
+        return binary_sum(bits, levels, ranks, static_cast<const T*>(nullptr), T(1), out, n, around);
     }
     in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
         for (int64_t i = 0; i < length; i += 32) {

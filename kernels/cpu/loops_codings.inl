@@ -1,11 +1,11 @@
 // Powers of two, tables, ternary digits and numbers of several widths. Included by loops.inl.
 
-// out = onto + sum over ranks of the values that decode(rank, at, length, values) writes, for elements at .. at +
-// length - 1. Before, vectors(rank, at, length, base, target) adds the values of the first elements to `base`, which may
+// out = factor (onto + sum over ranks of the values that decode(rank, at, length, values) writes), for elements at .. at
+// + length - 1. Before, vectors(rank, at, length, base, target) adds the values of the first elements to `base`, which may
 // be null, and returns their number, a multiple of 16. decode gets the rest.
 template <class T, class Vectors, class Decode>
 GRACE_LOCAL void sum_ranks(int ranks, const T* onto, T* out, int64_t begin, int64_t end, bool around, Vectors vectors,
-                           Decode decode) {
+                           Decode decode, T factor = T(1)) {
     in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
         const int64_t at = begin + from;
         for (int r = 0; r < ranks; ++r) {
@@ -20,6 +20,7 @@ GRACE_LOCAL void sum_ranks(int ranks, const T* onto, T* out, int64_t begin, int6
             decode(r, at + done, rest, values);
             for (int64_t i = 0; i < rest; ++i) target[done + i] = base[done + i] + values[i];
         }
+        scale(target, factor, length);
     });
 }
 
@@ -157,13 +158,13 @@ GRACE_LOCAL int64_t natural_vectors(const Powers& rank, uint32_t flip, int64_t n
 #endif
 
 template <class T>
-static void natural_sum(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto, T* out,
-                        int64_t begin, int64_t end, bool around) {
+static void natural_sum(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto,
+                        T factor, T* out, int64_t begin, int64_t end, bool around) {
     const uint32_t flip = negate ? 1 : 0;
     const auto vectors = [&](int r, int64_t at, int64_t length, const T* base, T* target) {
         return clipped ? 0 : natural_vectors(ranks[r], flip, n, at, length, base, target);
     };
-    sum_ranks(count, onto, out, begin, end, around, vectors, [&](int r, int64_t at, int64_t length, T* values) {
+    const auto decode = [&](int r, int64_t at, int64_t length, T* values) {
         const uint8_t *data = ranks[r].codes, *codes = data + at;
         if (clipped) {
             const uint32_t base = ranks[r].base;
@@ -190,7 +191,8 @@ static void natural_sum(const Powers* ranks, int count, bool clipped, bool negat
                 values[i] = natural_value<T>(codes[i], sign ^ flip);
             }
         }
-    });
+    };
+    sum_ranks(count, onto, out, begin, end, around, vectors, decode, factor);
 }
 
 // --- tables ----------------------------------------------------------------------------------------------------------

@@ -103,8 +103,8 @@ void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey&
 
 template <class T>
 void natural_sum(const Stream& on, const std::vector<NaturalCodes>& ranks, bool clipped, bool negate, const T* onto,
-                 T* out, int64_t n) {
-    sum_parts(on, ranks, onto, out, n, NaturalValue<T>{n, clipped, negate ? 1u : 0u});
+                 T factor, T* out, int64_t n) {
+    sum_parts(on, ranks, onto, out, n, NaturalValue<T>{n, clipped, negate ? 1u : 0u}, factor);
 }
 
 template <class T>
@@ -143,7 +143,7 @@ void table_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_t wid
 #define GRACE_MAKE(T)                                                                                              \
     template void natural_encode<T>(const Stream&, const T*, bool, const RandomKey&, uint8_t*, int32_t*, T*,       \
                                     int64_t);                                                                      \
-    template void natural_sum<T>(const Stream&, const std::vector<NaturalCodes>&, bool, bool, const T*, T*, int64_t); \
+    template void natural_sum<T>(const Stream&, const std::vector<NaturalCodes>&, bool, bool, const T*, T, T*, int64_t); \
     template void table_encode<T>(const Stream&, const T*, const T*, int64_t, const T*, uint8_t*, int64_t);        \
     template void table_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, const T*, const T*, T*, int64_t);
 GRACE_MAKE(float)

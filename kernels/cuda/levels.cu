@@ -244,9 +244,9 @@ void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint
 }
 
 template <class T>
-void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T* out,
-                int64_t n) {
-    sum_parts(on, ranks, onto, out, n, BinaryValue<T>{single, negate});
+void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T factor,
+                T* out, int64_t n) {
+    sum_parts(on, ranks, onto, out, n, BinaryValue<T>{single, negate}, factor);
 }
 
 template <class T>
@@ -422,7 +422,7 @@ void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lan
     template void binarize<T>(const Stream&, const T*, T, uint8_t*, int64_t);                                         \
     template void binarize_finite<T>(const Stream&, const T*, T, uint8_t*, uint8_t*, int64_t);                        \
     template void binarize_means<T>(const Stream&, const T*, T, bool, uint8_t*, T*, int64_t);                         \
-    template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, bool, bool, const T*, T*, int64_t);       \
+    template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, bool, bool, const T*, T, T*, int64_t);    \
     template void binarize_columns<T>(const Stream&, const T*, T, int64_t, uint8_t*, T*, int64_t);                     \
     template void column_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, bool, const T*, T*, int64_t);    \
     template void majority<T>(const Stream&, const std::vector<const uint8_t*>&, T*, int64_t);                        \

@@ -22,22 +22,24 @@ template <class P, class Body> static void in_turns(const std::vector<P>& all, B
     }
 }
 
-// out = onto + value(part, i) of every rank, rounded after each addition. Without `onto`, the sum starts with the first
-// value.
+// out = factor (onto + value(part, i) of every rank), rounded after each operation. Without `onto`, the sum starts with
+// the first value.
 template <class T, class P, class Value>
-static void add_parts(const Stream& on, const Ranks<P>& some, const T* onto, T* out, int64_t n, Value value) {
+static void add_parts(const Stream& on, const Ranks<P>& some, const T* onto, T* out, int64_t n, Value value,
+                      T factor) {
     map(on, out, n, [=] __device__(int64_t i) {
         T sum = onto == nullptr ? value(some.parts[0], i) : onto[i] + value(some.parts[0], i);
         for (int r = 1; r < some.count; ++r) sum = sum + value(some.parts[r], i);
-        return sum;
+        return sum * factor;
     });
 }
 
-// The sum over all ranks.
+// The same of all ranks.
 template <class T, class P, class Value>
-static void sum_parts(const Stream& on, const std::vector<P>& all, const T* onto, T* out, int64_t n, Value value) {
-    in_turns(all, [&](const Ranks<P>& some, bool begins, bool) {
-        add_parts(on, some, begins ? onto : out, out, n, value);
+static void sum_parts(const Stream& on, const std::vector<P>& all, const T* onto, T* out, int64_t n, Value value,
+                      T factor = T(1)) {
+    in_turns(all, [&](const Ranks<P>& some, bool begins, bool ends) {
+        add_parts(on, some, begins ? onto : out, out, n, value, ends ? factor : T(1));
     });
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pytest
 
+from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.rtopk import RTopK
 from grace.core.compressors.strom import Strom
 from grace.core.compressors.threshold import Threshold
@@ -14,6 +15,7 @@ from grace.core.compressors.topk import TopK
 from grace.core.exchange.simulation import deliver
 from grace.core.exchange.state import initial
 from grace.core.exchange.unit_step import UnitStep
+from grace.core.memories.efsignsgd import EFSignMemory
 from grace.core.memories.residual import Residual
 from grace.core.ops import get_ops
 from grace.core.values.spec import TensorSpec
@@ -52,9 +54,15 @@ def run(compressor, memory, ops):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("memory", [Residual(), Residual(beta=0.9, gamma=0.5), Residual(gradient_clipping=1)], ids=str)
 @pytest.mark.parametrize(
-    "compressor", [TopK(0.1), TopK(1.0), Threshold(1.0), Threshold(0.5, capacity=0.1), Strom(1.0), RTopK(0.1)], ids=str
+    "memory",
+    [Residual(), Residual(beta=0.9, gamma=0.5), Residual(gradient_clipping=1), EFSignMemory(lr=0.25)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "compressor",
+    [TopK(0.1), TopK(1.0), Threshold(1.0), Threshold(0.5, capacity=0.1), Strom(1.0), RTopK(0.1), EFSignSGD()],
+    ids=str,
 )
 def test_a_step_gives_the_same_with_and_without_it(compressor, memory, framework):
     ops, plain = get_ops(framework), without_the_capability(compressor)

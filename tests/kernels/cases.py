@@ -522,6 +522,21 @@ def sign_sum(ops, g):
         bits = [g.bytes(size) for _ in range(g.ranks)]
         scales = [g.x(1, offset=1) for _ in range(g.ranks)]
         yield signs.sign_sum(ops, bits, scales, g.n, g.x() if onto else None, negate=onto)
+        yield signs.sign_sum(ops, bits, scales, g.n, g.x() if onto else None, factor=1 / 3)
+
+
+@case
+def sum_sign_mean(ops, g):
+    for a, b in g.some([(1.0, 1.0), (0.9, 1.0), (1.0, 0.3)]):
+        total, bits, mean, finite = signs.sum_sign_mean(ops, g.x(), a, g.x(), b)
+        yield total
+        yield bits
+        yield free(ops, g, mean)
+        yield ops.cast(finite, "uint8")
+    if g.n:
+        values = g.numbers()
+        values[g.n // 2] = np.nan
+        yield ops.cast(signs.sum_sign_mean(ops, g.x(), 1.0, g.lay(values), 1.0)[3], "uint8")
 
 
 @case
@@ -750,6 +765,7 @@ def natural_sum(ops, g):
             made = [natural.natural_encode(g.reference, g.numbers(), g.key(), clipped) for _ in range(g.ranks)]
             codes, bases = [g.lay(code, 1) for code, _, _ in made], [g.lay(base) for _, base, _ in made]
             yield natural.natural_sum(ops, codes, bases, g.n, g.dtype, clipped, g.x() if onto else None, negate)
+            yield natural.natural_sum(ops, codes, bases, g.n, g.dtype, clipped, factor=1 / 3)
 
 
 @case

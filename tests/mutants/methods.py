@@ -378,6 +378,18 @@ class TakesEverySumForFinite(TopK):
         return x, payload, finite == finite
 
 
+@breaks("test_what_is_scaled_while_it_merges_is_the_merged_gradient")
+@dataclass(frozen=True)
+class ScalesThePayloads(EFSignSGD):
+    """Multiplies the scales of the payloads, which rounds otherwise."""
+
+    def merge(self, payloads, at):
+        return super().merge_scaled(payloads, 1.0, at)
+
+    def merge_scaled(self, payloads, factor, at):
+        return self.merge([{**each, "scale": each["scale"] * factor} for each in payloads], at)
+
+
 @breaks("test_declared_nonfinite_values_are_carried")
 @dataclass(frozen=True)
 class LosesNaN(NoCompression):

@@ -55,6 +55,7 @@ SCHEDULE = "tests/core/test_schedule.py"
 GRANULARITY = "tests/core/test_granularity.py"
 UNIT_CHANGES = "tests/core/test_unit_changes.py"
 SUMMING = "tests/core/test_summing.py"
+SCALING = "tests/core/test_scaling.py"
 JOINT = "tests/core/test_joint_memories.py"
 OTHER_RANKS = "tests/core/test_checkpoint_on_other_ranks.py"
 DCP = "tests/adapters/torch/test_checkpoint.py"
@@ -2408,6 +2409,38 @@ PATCHES = [
         '_same_class(compressor, "compress_sum", "compress") and _same_class(memory, "to_add", "compensate")',
         "True",
         "what a subclass of a method or memory replaces is not called",
+        (SUMMING,),
+    ),
+    Patch(
+        "scaling-where-merge-was-replaced",
+        "grace/core/methods/capabilities.py",
+        'isinstance(compressor, Scaling) and _same_class(compressor, "merge_scaled", "merge")',
+        "isinstance(compressor, Scaling)",
+        "what a subclass replaces is not called",
+        (SCALING,),
+    ),
+    Patch(
+        "scaled-twice",
+        UNIT_STEP,
+        "compressor.merge_scaled(payloads, factor, at), 1.0",
+        "compressor.merge_scaled(payloads, factor, at), factor",
+        "gradients that were multiplied while they were merged are multiplied again",
+        (SCALING,),
+    ),
+    Patch(
+        "natural-scaled-without-its-factor",
+        "grace/core/compressors/natural.py",
+        "return self._sum(payloads, at, factor=factor)",
+        "return self._sum(payloads, at)",
+        "means of natural compression are sums",
+        (SCALING,),
+    ),
+    Patch(
+        "efsignsgd-sum-in-gradients",
+        "grace/core/memories/efsignsgd.py",
+        'WeightedSum(state["residual"], 1.0, grad, self.lr)',
+        'WeightedSum(state["residual"], 1.0, grad, 1.0)',
+        "gradients are added to residuals in units of the weights",
         (SUMMING,),
     ),
     Patch(

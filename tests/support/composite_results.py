@@ -231,6 +231,15 @@ def binarize(n, dtype):
 
 
 @case
+def sum_sign_mean(n, dtype):
+    x, y, _ = several(n, dtype)
+    total = x * np.dtype(dtype).type(0.9) + y
+    mean = np.abs(total).sum(dtype=np.float64).astype(dtype) / np.array(max(1, n), dtype)
+    told = (total, packed(total >= 0, 1), mean.reshape(1), np.array(True))
+    yield Call("sum_sign_mean", (x, 0.9, y, 1), {}, told)
+
+
+@case
 def binarize_finite(n, dtype):
     x = numbers(n, dtype)
     for strict, bits in ((False, packed(x >= 0, 1)), (True, packed(x > 0, 1))):
@@ -260,6 +269,8 @@ def binary_sum(n, dtype):
     scales = [level[:1] for level in levels]
     values = [np.where(x >= 0, scale, -scale) for x, scale in zip(xs, scales, strict=True)]
     yield from sums("sign_sum", values, lambda count: (bits[:count], scales[:count], n), base)
+    third = np.dtype(dtype).type(1 / 3)
+    yield Call("sign_sum", (bits[:2], scales[:2], n), {"factor": 1 / 3}, ((values[0] + values[1]) * third,))
 
 
 @case
@@ -599,6 +610,9 @@ def natural(n, dtype):
                 return made[:count], bases[:count], n, dtype, clipped
 
             yield from sums("natural_sum", signed, args, numbers(n, dtype, 9), negate=negate)
+        third = np.dtype(dtype).type(1 / 3)
+        total = (values[0] + values[1]) * third
+        yield Call("natural_sum", (made[:2], bases[:2], n, dtype, clipped), {"factor": 1 / 3}, (total,))
 
 
 @case

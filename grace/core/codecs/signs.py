@@ -112,6 +112,24 @@ def _(ops: Native, x: Array) -> tuple[Array, Array] | None:
     return bits, mean
 
 
+@composite(one_graph=True)
+def sum_sign_mean(ops: ArrayOps, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array, Array, Array]:
+    """Return a x + b y, what `sign_mean` returns of it, and whether it is finite."""
+    total, finite = ops.finite_sum(x, a, y, b)
+    return total, *sign_mean(ops, total), finite
+
+
+@sum_sign_mean.kernel(sum_sign_mean="x T, y T; ; a, b -> T[x], uint8[packed], T[1], uint8[1]")
+def _(ops: Native, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array, Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None or ops.floating(y) != dtype:
+        return None
+    n = ops.length(x)
+    outputs, lengths = [dtype, "uint8", dtype, "bool"], [n, packed_size(n, 1), 1, 1]
+    total, bits, mean, good = ops.run("sum_sign_mean", [x, y], (), [a, b], outputs=outputs, lengths=lengths)
+    return total, bits, mean, good
+
+
 def _sides(ops: ArrayOps, x: Array, threshold: float, columns: int = 1) -> tuple[Array, Array, Array]:
     """Return in float64 the number of elements with bit 1, their sum, and the sum of the others.
 
@@ -148,7 +166,7 @@ def binary_sum(
 
 
 @binary_sum.kernel(
-    binary_sum="[onto_ T], bits uint8..., levels T...; ranks, n, single, negate, has_onto -> T[n]",
+    binary_sum="[onto_ T], bits uint8..., levels T...; ranks, n, single, negate, has_onto; factor -> T[n]",
     column_sum="[onto_ T], bits uint8..., levels T...; ranks, n, columns, negate, has_onto -> T[n]",
 )
 def _(
@@ -160,9 +178,9 @@ def _(
     negate: bool = False,
     columns: int = 1,
 ) -> Array | None:
-    kernel, kind = ("binary_sum", 0) if columns == 1 else ("column_sum", columns)
+    kernel, kind, numbers = ("binary_sum", 0, [1.0]) if columns == 1 else ("column_sum", columns, [])
     integers = [len(bits), n, kind, int(negate)]
-    return ops.total(kernel, [*bits, *levels], integers, n, ops.dtype(levels[0]), onto)
+    return ops.total(kernel, [*bits, *levels], integers, n, ops.dtype(levels[0]), onto, numbers)
 
 
 @composite(one_graph=True)
@@ -173,9 +191,11 @@ def sign_sum(
     n: int,
     onto: Array | None = None,
     negate: bool = False,
+    factor: float = 1.0,
 ) -> Array:
-    """Return the result of `binary_sum` for levels of minus and plus a rank's scale."""
-    return binary_sum(ops, bits, [ops.concat([-scale, scale]) for scale in scales], n, onto, negate)
+    """Return the result of `binary_sum` for levels of minus and plus a rank's scale, times a factor."""
+    total = binary_sum(ops, bits, [ops.concat([-scale, scale]) for scale in scales], n, onto, negate)
+    return total if factor == 1 else ops.scale_(total, factor)
 
 
 @sign_sum.kernel()
@@ -186,9 +206,10 @@ def _(
     n: int,
     onto: Array | None = None,
     negate: bool = False,
+    factor: float = 1.0,
 ) -> Array | None:
     integers = [len(bits), n, 1, int(negate)]
-    return ops.total("binary_sum", [*bits, *scales], integers, n, ops.dtype(scales[0]), onto)
+    return ops.total("binary_sum", [*bits, *scales], integers, n, ops.dtype(scales[0]), onto, [factor])
 
 
 @composite(one_graph=True)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.codecs.signs import sign_mean, sign_sum
+from grace.core.codecs.signs import sign_mean, sign_sum, sum_sign_mean
+from grace.core.methods.capabilities import Scaling, Summing
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 @compressors.register("efsignsgd")
 @dataclass(frozen=True)
-class EFSignSGD(Compressor):
+class EFSignSGD(Compressor, Scaling, Summing):
     r"""EF-SignSGD: one sign bit per element, scaled by the mean magnitude of the tensor; needs error feedback.
 
     Formula: C(x) = \frac{\|x\|_1}{d} \, \mathrm{sign}(x)
@@ -23,7 +24,8 @@ class EFSignSGD(Compressor):
 
     Error: 0.36 |x|^2 for normal x.
 
-    Cost: one pass for the mean magnitude and one for the signs, and bit packing; no random numbers, no sorting.
+    Cost: one pass for the mean magnitude and the signs, with error feedback the one that adds the residual; no random
+    numbers, no sorting.
 
     When: one bit per element at the usual learning rate. Not where a few elements of a tensor are large: delta is small
     there, and topk carries them better.
@@ -44,12 +46,19 @@ class EFSignSGD(Compressor):
         signs, scale = sign_mean(at.ops, x)
         return {"scale": scale, "signs": signs}
 
+    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
+        x, signs, scale, finite = sum_sign_mean(at.ops, *total)
+        return x, {"scale": scale, "signs": signs}, finite
+
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        return self.merge_scaled(payloads, 1.0, at)
+
+    def merge_scaled(self, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
         signs, scales = ([payload[name] for payload in payloads] for name in ("signs", "scale"))
-        return sign_sum(at.ops, signs, scales, at.spec.numel)
+        return sign_sum(at.ops, signs, scales, at.spec.numel, factor=factor)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return sign_sum(at.ops, [payload["signs"]], [payload["scale"]], at.spec.numel, onto=x, negate=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grace.core.methods.capabilities import Checking
+from grace.core.methods.capabilities import Checking, Scaling
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
@@ -26,7 +26,7 @@ _CLIPPED = 127
 
 @compressors.register("natural")
 @dataclass(frozen=True)
-class Natural(Compressor, Checking):
+class Natural(Compressor, Checking, Scaling):
     r"""Natural compression: stochastic rounding to a power of two, sent as sign and exponent.
 
     Formula: C(x)_i = \mathrm{sign}(x_i) \, 2^{e + b_i}, \; b_i \sim \mathrm{Bernoulli}(|x_i| / 2^e - 1)
@@ -84,7 +84,10 @@ class Natural(Compressor, Checking):
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return self._sum(payloads, at)
+        return self.merge_scaled(payloads, 1.0, at)
+
+    def merge_scaled(self, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
+        return self._sum(payloads, at, factor=factor)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return self._sum([payload], at, onto=x, negate=True)
@@ -156,8 +159,9 @@ def natural_sum(
     clipped: bool,
     onto: Array | None = None,
     negate: bool = False,
+    factor: float = 1.0,
 ) -> Array:
-    """Return the sum of the powers of two from `natural_encode`; `negate` subtracts instead of adding."""
+    """Return a factor times the sum of the powers of two from `natural_encode`; `negate` subtracts them."""
     exponent, mantissa, integer = _FORMAT[dtype]
     bits = 8 if clipped else 1 + exponent
     for data, base in zip(codes, bases, strict=True):
@@ -168,11 +172,11 @@ def natural_sum(
         magnitude = ops.from_bytes(ops.to_bytes(ops.shift_left(ops.cast(code, integer), mantissa)), dtype)
         flipped = ops.shift_right(word, bits - 1) == (0 if negate else 1)
         onto = plus(ops, onto, ops.where(flipped, -magnitude, magnitude))
-    return onto
+    return onto if factor == 1 else ops.scale_(onto, factor)
 
 
 @natural_sum.kernel(
-    natural_sum="[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto -> T[n]"
+    natural_sum="[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto; factor -> T[n]"
 )
 def _(
     ops: Native,
@@ -183,6 +187,7 @@ def _(
     clipped: bool,
     onto: Array | None = None,
     negate: bool = False,
+    factor: float = 1.0,
 ) -> Array | None:
     integers = [len(codes), n, int(dtype == "float64"), int(clipped), int(negate)]
-    return ops.total("natural_sum", [*codes, *bases], integers, n, dtype, onto)
+    return ops.total("natural_sum", [*codes, *bases], integers, n, dtype, onto, [factor])

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.methods.capabilities import Checking, Negotiating, Summing, Tuning
+from grace.core.methods.capabilities import Checking, Negotiating, Scaling, Summing, Tuning
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
@@ -221,9 +221,9 @@ class UnitStep:
 
     def merged(self, payloads: Sequence[Payload]) -> Array:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
-        gradient = self.unit.compressor.merge(payloads, self.site)
         averages = self.unit.compressor.averages and len(payloads) > 1
-        return self.site.ops.scale_(gradient, 1 / len(payloads)) if averages else gradient
+        gradient, factor = merged_times(self.unit, payloads, 1 / len(payloads) if averages else 1.0, self.site)
+        return gradient if factor == 1 else self.site.ops.scale_(gradient, factor)
 
     def conclude(self, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None = None) -> Concluded:
         """Merge the payloads of all ranks, or their sum, and return the gradient for the optimizer and the new states.
@@ -245,12 +245,7 @@ class UnitStep:
             factor, back = factor * back, 1.0
         # A site of its own for this merge: no other engine, and no later call, may write to `out`.
         there = site if out is None else Site(ops.writing_to(out), *site[1:])
-        if unit.compressor.linear_in and factor != 1 and math.frexp(factor)[0] == 0.5:
-            # A power of two is exact, and the payload is small compared with the dense result.
-            gradient = unit.compressor.merge([self._scaled(payload, factor) for payload in payloads], there)
-            factor = 1.0
-        else:
-            gradient = unit.compressor.merge(payloads, there)
+        gradient, factor = merged_times(unit, payloads, factor, there)
         memory = self.memory
         if unit.memory.finishes:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
@@ -274,8 +269,7 @@ class UnitStep:
         unit, ops, there = self.unit, self.site.ops, bringing.site
         if out is not None:
             there = Site(ops.writing_to(out), *there[1:])
-        gradient = bringing.unit.compressor.merge(payloads, there)
-        factor = unit.memory.gain
+        gradient, factor = merged_times(bringing.unit, payloads, unit.memory.gain, there)
         averages = all(step.unit.compressor.averages for step in (self, *self.chain))
         back = 1.0 if self._average or not averages else float(self.site.size)
         memory = self.memory
@@ -344,13 +338,6 @@ class UnitStep:
         )
         return gradient, _states(places, chosen)
 
-    def _scaled(self, payload: Payload, factor: float) -> Payload:
-        """Return a payload that carries its gradient times a factor."""
-        scaled = dict(payload)
-        for name in self.unit.compressor.linear_in:
-            scaled[name] = self.site.ops.scaled(payload[name], factor)
-        return scaled
-
     def _check_proposal(self, proposal: Proposal) -> None:
         """Raise PayloadError if the proposal is not what the compressor announced."""
         ops = self.site.ops
@@ -361,6 +348,22 @@ class UnitStep:
                 f"tensor '{self.unit.spec.name}': proposed() announced {announced}, but propose() returned {proposed}; "
                 "make the two agree."
             )
+
+
+def merged_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
+    """Merge, multiply by the factor if that needs no pass of its own, and return the gradient and the factor left."""
+    compressor, ops = unit.compressor, at.ops
+    if factor == 1:
+        return compressor.merge(payloads, at), 1.0
+    if compressor.linear_in and math.frexp(factor)[0] == 0.5:
+        # A power of two is exact, and the payload is small compared with the dense result.
+        fields = compressor.linear_in
+        scaled = [{**payload, **{name: ops.scaled(payload[name], factor) for name in fields}} for payload in payloads]
+        return compressor.merge(scaled, at), 1.0
+    if unit.scales:
+        assert isinstance(compressor, Scaling)
+        return compressor.merge_scaled(payloads, factor, at), 1.0
+    return compressor.merge(payloads, at), factor
 
 
 def _states(places: Sequence[tuple[str, str]], values: Sequence[Array]) -> dict[str, State]:

@@ -10,7 +10,7 @@ from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
 from grace.core.values.registry import memories
-from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.values.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
 
 
 @memories.register("efsignsgd")
@@ -46,6 +46,9 @@ class EFSignMemory(Memory):
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
+
+    def to_add(self, grad: Array, state: State, at: Site) -> WeightedSum | None:
+        return WeightedSum(state["residual"], 1.0, grad, self.lr)
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         x, finite = at.ops.finite_sum(state["residual"], 1, grad, self.lr)

@@ -46,6 +46,14 @@ class Summing(ABC):
         """
 
 
+class Scaling(ABC):
+    """Capability to multiply the merged gradient in the pass over memory that makes it."""
+
+    @abstractmethod
+    def merge_scaled(self, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
+        """Return the factor times what `merge` returns, with the same bits as a multiplication afterwards."""
+
+
 class Selecting(ABC):
     """Capability to say which coordinates the payload carries; it carries nothing of the others (momentum masking)."""
 
@@ -120,6 +128,11 @@ def sums(compressor: object, memory: object) -> bool:
     """
     together = _same_class(compressor, "compress_sum", "compress") and _same_class(memory, "to_add", "compensate")
     return isinstance(compressor, Summing) and together
+
+
+def scales(compressor: object) -> bool:
+    """Return whether the compressor can multiply while it merges; a subclass that replaces only `merge` cannot."""
+    return isinstance(compressor, Scaling) and _same_class(compressor, "merge_scaled", "merge")
 
 
 def _same_class(method: object, first: str, second: str) -> bool:

@@ -190,14 +190,21 @@ class Native(ArrayOps):
             return None
 
     def total(
-        self, kernel: str, lists: Sequence[Array], integers: Sequence[Any], n: Any, dtype: str, onto: Array | None
+        self,
+        kernel: str,
+        lists: Sequence[Array],
+        integers: Sequence[Any],
+        n: Any,
+        dtype: str,
+        onto: Array | None,
+        numbers: Sequence[Any] = (),
     ) -> Array:
         """Return the result of a kernel that adds payloads; its last integer is 1 if the sum starts from an array."""
         inputs = lists if onto is None else [onto, *lists]
         flag = int(onto is not None)
         out = self.withdraw() if onto is None else None
         consumes, integers = onto is not None, [*integers, flag]
-        return self.run(kernel, inputs, integers, outputs=[dtype], lengths=[n], consumes=consumes, out=out)[0]
+        return self.run(kernel, inputs, integers, numbers, outputs=[dtype], lengths=[n], consumes=consumes, out=out)[0]
 
     # --- arithmetic -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from grace.core.methods.capabilities import Checking, Learning, Thinning, Tuning, proposed_fields, sums
+from grace.core.methods.capabilities import Checking, Learning, Thinning, Tuning, proposed_fields, scales, sums
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory
@@ -138,6 +138,11 @@ class Assignment:
     def sums(self) -> bool:
         """True if the compressor can add the residual to the gradient itself."""
         return sums(self.compressor, self.memory) and not self.proposed
+
+    @cached_property
+    def scales(self) -> bool:
+        """True if the compressor can multiply the merged gradient while it merges."""
+        return scales(self.compressor)
 
     @cached_property
     def shows(self) -> bool:

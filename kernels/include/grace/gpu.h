@@ -118,10 +118,17 @@ void binarize_finite(const Stream& on, const T* x, T threshold, uint8_t* bits, u
 // `means` has two elements, or one if `single`: the mean magnitude.
 template <class T>
 void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n);
+// The signs and the mean magnitude of a weighted sum of x and y, which is also the output `out`.
+template <class T>
+void sum_sign_mean(const Stream& on, const T* x, T a, const T* y, T b, T* out, uint8_t* good, uint8_t* bits, T* mean,
+                   int64_t n) {
+    finite_sum(on, x, a, y, b, out, n, good);
+    binarize_means(on, out, T(0), true, bits, mean, n);
+}
 // Coded::scales holds the two levels of the rank, or one if `single`. `onto` may be `out` or null.
 template <class T>
-void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T* out,
-                int64_t n);
+void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T factor,
+                T* out, int64_t n);
 // `means` has the low means of all columns, then the high means, as Coded::scales of column_sum.
 template <class T>
 void binarize_columns(const Stream& on, const T* x, T threshold, int64_t columns, uint8_t* bits, T* means, int64_t n);
@@ -243,7 +250,7 @@ void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey&
                     T* most, int64_t n);
 template <class T>
 void natural_sum(const Stream& on, const std::vector<NaturalCodes>& ranks, bool clipped, bool negate, const T* onto,
-                 T* out, int64_t n);
+                 T factor, T* out, int64_t n);
 template <class T>
 void table_encode(const Stream& on, const T* x, const T* scales, int64_t width, const T* table, uint8_t* codes,
                   int64_t n);

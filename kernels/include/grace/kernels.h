@@ -53,7 +53,8 @@ namespace grace {
     X(binarize_finite, "x T; ; threshold -> uint8[packed], uint8[1]")                                                                 \
     X(binarize_means, "x T; single; threshold -> uint8[packed], T[2 - single]")                                                       \
     X(binarize_columns, "x T; columns; threshold -> uint8[packed], T[2 columns]")                                                     \
-    X(binary_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, single, negate, has_onto -> T[n]")                                \
+    X(sum_sign_mean, "x T, y T; ; a, b -> T[x], uint8[packed], T[1], uint8[1]")                                                       \
+    X(binary_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, single, negate, has_onto; factor -> T[n]")                        \
     X(column_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, columns, negate, has_onto -> T[n]")                               \
     X(majority, "bits uint8...; n, wide -> T[n]")                                                                                     \
     X(bucket_norms, "x T; width, largest -> T[buckets]")                                                                              \
@@ -75,7 +76,7 @@ namespace grace {
     X(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")                                       \
     X(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto -> T[n]")        \
     X(natural_encode, "x T; clipped, key -> uint8[packed], int32[1], T[1]")                                                           \
-    X(natural_sum, "[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto -> T[n]")                    \
+    X(natural_sum, "[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto; factor -> T[n]")            \
     X(power_words, "x T, [noise T]; ; alpha -> T[1], int32[m]")                                                                       \
     X(power_sum, "[onto_ T], words int32..., scales T...; ranks, n, has_onto -> T[n]")                                                \
     X(power_fade, "x_ T, words int32; ; factor -> x_")                                                                                \

@@ -135,10 +135,12 @@ template <class T> struct Loops {
     void (*binarize)(const T* x, T threshold, uint8_t* bits, int64_t n);
     // Also: sums[0] += number of set bits, sums[1] += sum of their elements, sums[2] += sum of the others.
     void (*binarize_sums)(const T* x, T threshold, uint8_t* bits, double* sums, int64_t n);
-    // out = onto + sum over ranks of levels[2 r + bit]. onto may be out or null. bits[r] point to the start of the
-    // piece.
-    void (*binary_sum)(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T* out, int64_t n,
-                       bool around);
+    // The same of out = a x + b y, with the threshold 0. Returns whether all sums are finite.
+    bool (*sum_signs)(const T* x, T a, const T* y, T b, T* out, bool around, uint8_t* bits, double* sums, int64_t n);
+    // out = factor (onto + sum over ranks of levels[2 r + bit]). onto may be out or null. bits[r] point to the start of
+    // the piece.
+    void (*binary_sum)(const uint8_t* const* bits, const T* levels, int ranks, const T* onto, T factor, T* out,
+                       int64_t n, bool around);
     // The bits of a tile of the whole matrix x, which has n elements. For column j of the tile, sets sums[j] to the number
     // of set bits, sums[columns + j] to the sum of their elements, and sums[2 columns + j] to the sum of the others.
     void (*binarize_columns)(const T* x, T threshold, uint8_t* bits, int64_t n, const Tile* tile, double* sums);
@@ -249,8 +251,8 @@ template <class T> struct Loops {
     // code, and packed the sign and the other bits. Both outputs begin at `begin`. Returns the largest magnitude.
     T (*natural_codes)(const T* x, const RandomKey* key, int32_t base, int64_t begin, int64_t end, uint8_t* low,
                        uint8_t* high);
-    void (*natural_sum)(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto, T* out,
-                        int64_t begin, int64_t end, bool around);
+    void (*natural_sum)(const Powers* ranks, int count, bool clipped, bool negate, int64_t n, const T* onto,
+                        T factor, T* out, int64_t begin, int64_t end, bool around);
     // The number of edges that are at most |x|, plus 128 if x < 0.
     void (*table_codes)(const T* x, const Edges<T>* edges, int64_t n, uint8_t* codes);
     // The same for elements begin .. end - 1, divided by the scales of their buckets.
