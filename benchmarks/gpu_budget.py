@@ -13,6 +13,7 @@ import measurements
 import numpy as np
 
 from grace.bench.codec import LocalStep, make_unit
+from grace.core.codecs.signs import sign_mean
 from grace.core.ops import get_ops, native
 from grace.core.values.registry import compressors
 from grace.core.wire.lanes import pack_lanes, unpack_lanes
@@ -160,11 +161,13 @@ def gradients(rng):
     return [(sizes * rng.standard_normal(ELEMENTS)).astype(np.float32) for _ in range(RANKS)]
 
 
-def sums(ops, counter):
-    """Count the kernels of sums that a transport cannot make: of 16-bit floats, and of integers in words."""
-    halves = ops.zeros(RANKS * ELEMENTS, "float16")
+def others(ops, counter):
+    """Count kernels of other options, and those of sums that no transport makes: of 16-bit floats, and in words."""
+    counter.method = "efsignsgd without memory"
+    sign_mean(ops, ops.zeros(ELEMENTS, "float32"))
+    halves = [ops.zeros(ELEMENTS, "float16") for _ in range(RANKS)]
     counter.method = "fp16, the sum"
-    ops.half_sum(halves, RANKS, 1 / RANKS)
+    ops.half_sum(halves, 1 / RANKS)
     counter.method = "uniform by allreduce"
     words = pack_lanes(ops, ops.zeros(ELEMENTS, "int8"), ELEMENTS, 3)
     unpack_lanes(ops, words, ELEMENTS, 3)
@@ -184,7 +187,7 @@ def main():
                 # The last step is counted, when memories are full.
                 counter.method = name if step == STEPS - 1 else ""
                 local.run(given[0], step, arrived)
-        sums(ops, counter)
+        others(ops, counter)
     rows = [
         {
             "kernel": kernel,

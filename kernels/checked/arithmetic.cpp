@@ -150,8 +150,8 @@ void half_kernel(Call& call) {
 }
 
 // Input 0, whose elements must have 16 bits.
-static const uint16_t* halves_of(const Call& call) {
-    const Array& x = call.input(0);
+static const uint16_t* halves_of(const Call& call, int i = 0) {
+    const Array& x = call.input(i);
     if (x.dtype != DType::float16 && x.dtype != DType::bfloat16) {
         call.fail(Error::Kind::type, std::string("expected float16 or bfloat16, received ") + name_of(x.dtype));
     }
@@ -171,22 +171,29 @@ void wide_kernel(Call& call) {
 }
 
 void half_sum_kernel(Call& call) {
-    call.expect(1, 1, 1);
-    const Array& x = call.input(0);
-    const uint16_t* from = halves_of(call);
-    const int64_t rows = call.integer(0);
-    if (rows < 1) call.fail(Error::Kind::value, "expected at least one row, received " + std::to_string(rows));
-    if (x.size % rows != 0) {
-        call.fail(Error::Kind::payload, "expected " + std::to_string(rows) + " rows of one length, received " +
-                                            std::to_string(x.size) + " elements");
+    if (call.inputs() < 1) call.fail(Error::Kind::value, "expected at least one row, received none");
+    call.expect(call.inputs(), 0, 1);
+    const Array& first = call.input(0);
+    const int64_t n = first.size;
+    std::vector<const uint16_t*> rows;
+    for (int r = 0; r < call.inputs(); ++r) {
+        rows.push_back(halves_of(call, r));
+        if (call.input(r).dtype != first.dtype) {
+            call.fail(Error::Kind::type, std::string("expected rows of ") + name_of(first.dtype) + ", received " +
+                                             name_of(call.input(r).dtype));
+        }
+        if (call.input(r).size != n) {
+            call.fail(Error::Kind::payload, "expected rows of " + std::to_string(n) + " elements, received " +
+                                                std::to_string(call.input(r).size));
+        }
     }
-    const int64_t n = x.size / rows;
     const float factor = static_cast<float>(call.number(0));
-    const bool brain = x.dtype == DType::bfloat16;
-    uint16_t* out = static_cast<uint16_t*>(call.allocate(x.dtype, n));
-    GRACE_GPU(call, half_sum, from, rows, brain, factor, out, n);
+    const bool brain = first.dtype == DType::bfloat16;
+    uint16_t* out = static_cast<uint16_t*>(call.allocate(first.dtype, n));
+    GRACE_GPU(call, half_sum, rows, brain, factor, out, n);
     over_pieces(call, n, [&](int64_t begin, int64_t end) {
-        loops<float>().half_sum(from + begin, n, rows, brain, factor, out + begin, end - begin, is_large<uint16_t>(n));
+        loops<float>().half_sum(rows.data(), call.inputs(), begin, brain, factor, out + begin, end - begin,
+                                is_large<uint16_t>(n));
     });
 }
 

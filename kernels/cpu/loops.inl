@@ -506,14 +506,14 @@ template <class T> static void from_half(const uint16_t* x, bool brain, T* out, 
 }
 
 template <class T>
-static void half_sum(const uint16_t* x, int64_t stride, int64_t rows, bool brain, T factor, uint16_t* out, int64_t n,
-                     bool around) {
+static void half_sum(const uint16_t* const* rows, int64_t count, int64_t from, bool brain, T factor, uint16_t* out,
+                     int64_t n, bool around) {
     in_blocks(out, n, around, [&](int64_t at, int64_t length, uint16_t* target) {
         alignas(64) T total[kBlock], row[kBlock];
-        widen(x + at, brain, total, length);
+        widen(rows[0] + from + at, brain, total, length);
         for (int64_t i = 0; i < length; ++i) total[i] *= factor;
-        for (int64_t r = 1; r < rows; ++r) {
-            widen(x + r * stride + at, brain, row, length);
+        for (int64_t r = 1; r < count; ++r) {
+            widen(rows[r] + from + at, brain, row, length);
             for (int64_t i = 0; i < length; ++i) total[i] += row[i] * factor;
         }
         narrow(total, brain, target, length);

@@ -1,5 +1,5 @@
 // Sums, norms, conversions and random numbers.
-#include "device.h"
+#include "ranks.h"
 
 namespace grace {
 namespace gpu {
@@ -109,16 +109,24 @@ void wide(const Stream& on, const uint16_t* x, bool brain, float* out, int64_t n
     }
 }
 
-void half_sum(const Stream& on, const uint16_t* x, int64_t rows, bool brain, float factor, uint16_t* out, int64_t n) {
-    map(on, out, n, [=] __device__(int64_t i) {
-        float total = 0;
-        for (int64_t r = 0; r < rows; ++r) {
-            const uint16_t half = x[r * n + i];
-            const float value = (brain ? from_bfloat16(half) : from_float16(half)) * factor;
-            // Start with the first row instead of zero, because 0 + -0 would lose the sign.
-            total = r == 0 ? value : total + value;
-        }
-        return brain ? to_bfloat16(total) : to_float16(total);
+void half_sum(const Stream& on, const std::vector<const uint16_t*>& rows, bool brain, float factor, uint16_t* out,
+              int64_t n) {
+    float* totals = rows.size() > kRanks ? scratch<float>(on, n) : nullptr;
+    in_turns(rows, [&](const Ranks<const uint16_t*>& some, bool begins, bool ends) {
+        each(on, n, [=] __device__(int64_t i) {
+            float total = begins ? 0 : totals[i];
+            for (int r = 0; r < some.count; ++r) {
+                const uint16_t half = some.parts[r][i];
+                const float value = (brain ? from_bfloat16(half) : from_float16(half)) * factor;
+                // Start with the first row instead of zero, because 0 + -0 would lose the sign.
+                total = begins && r == 0 ? value : total + value;
+            }
+            if (ends) {
+                out[i] = brain ? to_bfloat16(total) : to_float16(total);
+            } else {
+                totals[i] = total;
+            }
+        });
     });
 }
 

@@ -307,7 +307,7 @@ def half_sum(ops, g):
             pattern = g.rng.integers(0, 2**16, rows * g.n, np.uint16)
             infinite = 0x7C00 if half == "float16" else 0x7F80
             pattern &= np.where(pattern & infinite == infinite, 0xBFFF, 0xFFFF).astype(np.uint16)
-            yield ops.half_sum(g.lay(pattern.view(DTYPES[half])), rows, factor)
+            yield ops.half_sum([g.lay(row) for row in pattern.view(DTYPES[half]).reshape(rows, -1)], factor)
 
 
 # --- random --------------------------------------------------------------------------------------------------------

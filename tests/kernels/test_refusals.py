@@ -187,11 +187,20 @@ REFUSED = {
     "the bound of none": (lambda o, m: o.top_bound(m.f(10), 0), ValueError, "from 1 to 10, received 0"),
     "the bound of too many": (lambda o, m: o.top_bound(m.f(10), 11), ValueError, "from 1 to 10, received 11"),
     "rows of several lengths": (
-        lambda o, m: o.half_sum(m.f(10, "float16"), 3),
+        lambda o, m: o.half_sum([m.f(10, "float16"), m.f(9, "float16")]),
         PayloadError,
-        "expected 3 rows of one length, received 10 elements",
+        "expected rows of 10 elements, received 9",
     ),
-    "no rows": (lambda o, m: o.half_sum(m.f(10, "float16"), -1), ValueError, "at least one row, received -1"),
+    "rows of two dtypes": (
+        lambda o, m: o.run("half_sum", [m.f(4, "float16"), m.f(4)], (), [1.0], outputs=["float16"], lengths=[4]),
+        TypeError,
+        "expected float16 or bfloat16, received float32",
+    ),
+    "no rows": (
+        lambda o, m: o.run("half_sum", [], (), [1.0], outputs=["float16"], lengths=[4]),
+        ValueError,
+        "expected at least one row, received none",
+    ),
     "a negative k": (lambda o, m: o.sparsify(m.f(10), -1), ValueError, "received -1"),
     "an index too large": (lambda o, m: o.gather(m.f(10), m.i(3, 10)), PayloadError, "from 0 to 9, received 10"),
     "a negative index": (lambda o, m: o.gather(m.f(10), m.i(-1)), PayloadError, "from 0 to 9, received -1"),

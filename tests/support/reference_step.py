@@ -121,7 +121,7 @@ class Reference:
         if self.ops.dtype(arrays[0]) not in HALF_DTYPES:
             return reduced(self.ops, arrays, "sum")
         # 16-bit floats are averaged by the allreduce, because their sum may overflow.
-        return self.ops.half_sum(self.ops.concat(arrays), self.size, 1 / self.size if item.half_sum else 1.0)
+        return self.ops.half_sum(arrays, 1 / self.size if item.half_sum else 1.0)
 
     def _conclude(self, item, site, payloads):
         states = self.states[site.rank][item.spec.name]

@@ -143,13 +143,16 @@ def sum_halves(ops: ArrayOps, x: Array, rank: int, size: int, factor: float) -> 
     n, dtype = ops.length(x), ops.dtype(x)
     if size == 2:
         (both,) = yield [allgather(ops.to_bytes(x), equal=True)]
-        both = ops.concat(both) if isinstance(both, list) else both
-        return ops.half_sum(ops.from_bytes(both, dtype), 2, factor)
+        if isinstance(both, list):
+            return ops.half_sum([ops.from_bytes(each, dtype) for each in both], factor)
+        both = ops.from_bytes(both, dtype)
+        return ops.half_sum([both[:n], both[n:]], factor)
     ends = [n * i // size for i in range(size + 1)]
     slices = [ops.to_bytes(x[start:stop]) for start, stop in itertools.pairwise(ends)]
     (rows,) = yield [alltoall(slices)]
     # A graph does not know the length.
-    known = ops.reshape(ops.from_bytes(rows, dtype), (size * (ends[rank + 1] - ends[rank]),))
-    total = ops.half_sum(known, size, factor)
+    length = ends[rank + 1] - ends[rank]
+    known = ops.reshape(ops.from_bytes(rows, dtype), (size * length,))
+    total = ops.half_sum([known[i * length : (i + 1) * length] for i in range(size)], factor)
     (sums,) = yield [allgather(ops.to_bytes(total))]
     return ops.reshape(ops.from_bytes(sums, dtype), (n,))

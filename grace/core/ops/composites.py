@@ -43,17 +43,17 @@ class ArrayOps(Primitives):
         total = self.weighted_sum(x, a, y, b)
         return total, self.finite(total)
 
-    def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
-        """Return factor times the sum of the rows of a flat array of 16-bit floats, in their dtype.
+    def half_sum(self, rows: Sequence[Array], factor: float = 1.0) -> Array:
+        """Return factor times the sum of flat arrays of 16-bit floats, in their dtype.
 
         Every row is multiplied in float32, the products are added in float32 in row order, and the sum is rounded once.
         So the sum of two float16 equals that of float16 arithmetic, and a mean is no larger than its terms.
         """
-        n, by = self.length(x) // rows, self.cast(factor, "float32")
-        total = self.cast(x[:n], "float32") * by
-        for row in range(1, rows):
-            total = self.add_(total, self.cast(x[row * n : (row + 1) * n], "float32") * by)
-        return self.cast(total, self.dtype(x))
+        by = self.cast(factor, "float32")
+        total = self.cast(rows[0], "float32") * by
+        for row in rows[1:]:
+            total = self.add_(total, self.cast(row, "float32") * by)
+        return self.cast(total, self.dtype(rows[0]))
 
     def max_abs(self, x: Array) -> Array:
         """Return the largest magnitude, in x's dtype; 0 for an empty array."""

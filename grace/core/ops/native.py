@@ -114,7 +114,7 @@ kernel_signatures.update(
     finite="x T -> uint8[1]",
     half="x float32; brain -> float16/bfloat16[x]",
     wide="x float16/bfloat16 -> float32[x]",
-    half_sum="x float16/bfloat16; rows; factor -> float16/bfloat16[x / rows]",
+    half_sum="rows float16/bfloat16...; ; factor -> float16/bfloat16[rows]",
     words="; n, key -> int64[n]",
     uniform="; n, key -> float32[n]",
     sample="; n, k, key -> int32[k]",
@@ -253,11 +253,11 @@ class Native(ArrayOps):
             return self.run("wide", [x], outputs=[dtype], lengths=[self.length(x)], out=self.withdraw())[0]
         return super().cast(x, dtype)
 
-    def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
-        dtype = self.kind(x)
-        if dtype not in HALF_DTYPES or len(x.shape) != 1:
-            return super().half_sum(x, rows, factor)
-        return self.run("half_sum", [x], [rows], [factor], outputs=[dtype], lengths=[self.length(x) // rows])[0]
+    def half_sum(self, rows: Sequence[Array], factor: float = 1.0) -> Array:
+        dtype = self.kind(rows[0])
+        if dtype not in HALF_DTYPES or any(len(row.shape) != 1 for row in rows):
+            return super().half_sum(rows, factor)
+        return self.run("half_sum", rows, (), [factor], outputs=[dtype], lengths=[self.length(rows[0])])[0]
 
     # --- random ---------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,8 @@ class NativeNumpyOps(Native, NumpyOps):
                 return self.run("wide", [x.view(np.uint16)], outputs=[dtype])[0]
         return super().cast(x, dtype)
 
-    def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
-        if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype == _BFLOAT16:
-            return self.run("half_sum", [x.view(np.uint16)], [rows], [factor], outputs=["bfloat16"])[0].view(_BFLOAT16)
-        return super().half_sum(x, rows, factor)
+    def half_sum(self, rows: Sequence[Array], factor: float = 1.0) -> Array:
+        if all(isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype == _BFLOAT16 for row in rows):
+            bits = [row.view(np.uint16) for row in rows]
+            return self.run("half_sum", bits, (), [factor], outputs=["bfloat16"])[0].view(_BFLOAT16)
+        return super().half_sum(rows, factor)

@@ -52,10 +52,10 @@ class NumpyOps(ArrayOps):
             # NumPy would round float64 to float16 directly.
             return (x.astype(np.float32) if target == np.float16 else x).astype(target)
 
-    def half_sum(self, x: Array, rows: int, factor: float = 1.0) -> Array:
+    def half_sum(self, rows: Sequence[Array], factor: float = 1.0) -> Array:
         # As for a cast; also, infinities of both signs add to NaN without a warning.
         with np.errstate(over="ignore", invalid="ignore"):
-            return super().half_sum(x, rows, factor)
+            return super().half_sum(rows, factor)
 
     def copy(self, x: Array) -> Array:
         return x.copy()

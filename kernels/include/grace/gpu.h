@@ -104,7 +104,8 @@ template <class T> void norm_max(const Stream& on, const T* x, int64_t n, T* out
 template <class T> void finite(const Stream& on, const T* x, int64_t n, uint8_t* out);
 void half(const Stream& on, const float* x, bool brain, uint16_t* out, int64_t n);
 void wide(const Stream& on, const uint16_t* x, bool brain, float* out, int64_t n);
-void half_sum(const Stream& on, const uint16_t* x, int64_t rows, bool brain, float factor, uint16_t* out, int64_t n);
+void half_sum(const Stream& on, const std::vector<const uint16_t*>& rows, bool brain, float factor, uint16_t* out,
+              int64_t n);
 void words(const Stream& on, const RandomKey& key, int64_t* out, int64_t n);
 void uniform(const Stream& on, const RandomKey& key, float* out, int64_t n);
 void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_t* out, int64_t k);

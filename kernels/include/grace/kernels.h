@@ -27,7 +27,7 @@ namespace grace {
     X(finite, "x T -> uint8[1]")                                                                                                      \
     X(half, "x float32; brain -> float16/bfloat16[x]")                                                                                \
     X(wide, "x float16/bfloat16 -> float32[x]")                                                                                       \
-    X(half_sum, "x float16/bfloat16; rows; factor -> float16/bfloat16[x / rows]")                                                     \
+    X(half_sum, "rows float16/bfloat16...; ; factor -> float16/bfloat16[rows]")                                                       \
     X(words, "; n, key -> int64[n]")                                                                                                  \
     X(uniform, "; n, key -> float32[n]")                                                                                              \
     X(sample, "; n, k, key -> int32[k]")                                                                                              \

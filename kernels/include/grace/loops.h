@@ -241,9 +241,9 @@ template <class T> struct Loops {
 
     void (*to_half)(const T* x, bool brain, uint16_t* out, int64_t n, bool around);
     void (*from_half)(const uint16_t* x, bool brain, T* out, int64_t n, bool around);
-    // out = sum over rows of factor * x[stride * row], summed in T and rounded once.
-    void (*half_sum)(const uint16_t* x, int64_t stride, int64_t rows, bool brain, T factor, uint16_t* out, int64_t n,
-                     bool around);
+    // out = sum over rows of factor * rows[row][from + i], summed in T and rounded once.
+    void (*half_sum)(const uint16_t* const* rows, int64_t count, int64_t from, bool brain, T factor, uint16_t* out,
+                     int64_t n, bool around);
 
     // Returns whether any element begin .. end - 1 is rounded to a larger exponent. No element has a larger one itself.
     bool (*natural_rises)(const T* x, const RandomKey* key, int32_t exponent, int64_t begin, int64_t end);
