@@ -2839,8 +2839,8 @@ PATCHES = [
     Patch(
         "helpers-half-sum-rounded",
         COMPOSITES,
-        'total = self.add_(total, self.cast(x[row * n : (row + 1) * n], "float32") * by)',
-        'total = self.add_(total, self.cast(self.cast(x[row * n : (row + 1) * n], "float32") * by, self.dtype(x)))',
+        'total = self.add_(total, self.cast(row, "float32") * by)',
+        'total = self.add_(total, self.cast(self.cast(row, "float32") * by, self.dtype(row)))',
         "what is added to a sum of 16-bit floats is rounded first",
         (f"{OPS} -k half", f"{BYTES} -k half"),
     ),
