@@ -13,8 +13,8 @@ import time
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
-import measurements
 import numpy as np
+import tables
 import torch
 from sklearn.datasets import load_digits
 
@@ -91,7 +91,7 @@ def main():
         print(row, f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     # Those that train most alike first.
     rows.sort(key=lambda row: (row["method"] != "none", row["loss"]))
-    measurements.write(
+    tables.write(
         sys.argv[1],
         f"AdamW, learning rate {LR}, weight decay {DECAY}, {RANKS} simulated ranks, batch {BATCH} each, "
         f"{EPOCHS} epochs; means over the seeds {', '.join(map(str, SEEDS))}",

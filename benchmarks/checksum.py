@@ -14,8 +14,8 @@ import statistics
 import sys
 import time
 
-import measurements
 import numpy as np
+import tables
 import torch
 
 from grace.core.ops import get_ops
@@ -61,7 +61,7 @@ def main():
             times = {name: found[length][work] for name, length in LENGTHS.items()}
             rows.append({"work": f"{title}: {words}", **times})
             print(rows[-1], file=sys.stderr)
-    measurements.write(
+    tables.write(
         sys.argv[1],
         "Microseconds that a checksum adds, by the bytes of a rank's payload; one thread",
         {"work": {"title": ""}, **{name: {"title": name} for name in LENGTHS}},

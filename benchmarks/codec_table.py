@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-import measurements
+import tables
 
 # From this number of elements on, a result is in copies of the gradient, and below in microseconds.
 LARGE = 1_000_000
@@ -56,4 +56,4 @@ data |= {
         for row in ({"aim": old.get(method, {}).get("aim"), **row} for method, row in rows.items())
     ],
 }
-measurements.save(path, data)
+tables.save(path, data)

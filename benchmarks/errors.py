@@ -9,8 +9,8 @@ see the gradient three times before. It takes about a minute.
 
 import sys
 
-import measurements
 import numpy as np
+import tables
 import torch
 from sklearn.datasets import load_digits
 
@@ -135,7 +135,7 @@ def main() -> None:
             row = {"method": name, "setting": setting, "bits": round(measured["normal"][0], 4)}
             rows.append(row | {kind: float(f"{error:.4g}") for kind, (_, error) in measured.items()})
             print(rows[-1], file=sys.stderr, flush=True)
-    measurements.write(
+    tables.write(
         sys.argv[1],
         "Error |x - C(x)|^2 / |x|^2 of matrices of 512 x 512 elements; bits of normal x",
         COLUMNS,

@@ -9,8 +9,8 @@ single element moves a sector of 32 bytes. What stays in the caches (levels, sca
 
 import sys
 
-import measurements
 import numpy as np
+import tables
 
 from grace.bench.codec import LocalStep, make_unit
 from grace.core.codecs.signs import sign_mean
@@ -201,7 +201,7 @@ def main():
     ]
     commands = [f"python benchmarks/gpu_budget.py {sys.argv[1]} {sys.argv[2]}"]
     what = f"Bytes that each kernel moves on a GPU per element of a float32 gradient, in a step with {CONDITIONS}"
-    measurements.write(sys.argv[1], what, COLUMNS, rows, commands=commands)
+    tables.write(sys.argv[1], what, COLUMNS, rows, commands=commands)
     steps = [
         {
             "method": name,
@@ -212,7 +212,7 @@ def main():
         for name, total in counter.total.items()
     ]
     what = f"Bytes that the kernels of a step move on a GPU per element of a float32 gradient, with {CONDITIONS}"
-    measurements.write(sys.argv[2], what, STEPS_COLUMNS, steps, commands=commands)
+    tables.write(sys.argv[2], what, STEPS_COLUMNS, steps, commands=commands)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import sys
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
-import measurements
 import numpy as np
+import tables
 import torch
 from sklearn.datasets import load_digits
 
@@ -115,7 +115,7 @@ def main():
                 row[f"{key}_range"] = [f"{worst(found):.3f}" for worst in (min, max)]
             print(row, file=sys.stderr, flush=True)
             rows.append(row)
-    measurements.write(
+    tables.write(
         sys.argv[1],
         f"Training loss of the last epoch: SGD, learning rate {LR}, momentum {MOMENTUM}, {RANKS} simulated "
         f"ranks, batch {BATCH} each, {EPOCHS} epochs; means over the seeds {', '.join(map(str, SEEDS))}",

@@ -16,7 +16,7 @@ from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", GRACE_NUM_THREADS="1")
 
-import measurements
+import tables
 import torch
 from torch.nn import functional
 
@@ -99,7 +99,7 @@ def main(path: str) -> None:
             row[communicator if isinstance(communicator, str) else "finer"] = round(statistics.mean(found), 2)
             print(f"{method:10} {communicator!s:16} {found}", flush=True)
         rows.append(row)
-    measurements.write(
+    tables.write(
         path,
         "Test accuracy in percent of a small convolutional network on scikit-learn's digits: "
         f"{RANKS} simulated ranks, batch {BATCH} each, {EPOCHS} epochs; means over the seeds "

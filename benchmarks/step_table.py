@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-import measurements
+import tables
 
 
 def value(result, title):
@@ -35,4 +35,4 @@ for column, name in (argument.split("=", 1) for argument in given):
         row = rows.setdefault(result["method"], {"method": result["method"]})
         row[column] = value(result, data["columns"][column]["title"])
 data |= {"machine": f"{processor}, 2 cores, CPU only", "date": time.strftime("%Y-%m-%d"), "rows": list(rows.values())}
-measurements.save(path, data)
+tables.save(path, data)
