@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import pytest
 
 from grace.core.compressors.efsignsgd import EFSignSGD
@@ -16,19 +14,9 @@ from grace.core.memories.none import NoMemory
 from grace.core.ops import get_ops
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of
+from tests.support.capabilities import replacing
 
 SPEC = TensorSpec("t", (40, 25))
-
-
-def without_the_capability(compressor):
-    """Return the same compressor as a subclass that replaces `merge` alone."""
-    cls = type(compressor)
-
-    def merge(self, payloads, at):
-        return cls.merge(self, payloads, at)
-
-    made = dataclass(frozen=True)(type(f"Plain{cls.__name__}", (cls,), {"merge": merge}))
-    return made(**{f.name: getattr(compressor, f.name) for f in fields(compressor)})
 
 
 def run(compressor, memory, ops, size, average):
@@ -55,7 +43,7 @@ def run(compressor, memory, ops, size, average):
     ids=str,
 )
 def test_a_step_gives_the_same_with_and_without_it(compressor, memory, framework, size, average):
-    ops, plain = get_ops(framework), without_the_capability(compressor)
+    ops, plain = get_ops(framework), replacing(compressor, "merge")
     assert unit_of(compressor, memory, SPEC).scales
     assert not unit_of(plain, memory, SPEC).scales
     x, factor = run(compressor, memory, ops, size, average)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import numpy as np
 import pytest
 
@@ -20,19 +18,9 @@ from grace.core.memories.residual import Residual
 from grace.core.ops import get_ops
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, draw, host, payload_on_host, same, unit_of
+from tests.support.capabilities import replacing
 
 SPEC = TensorSpec("t", (40, 25))
-
-
-def without_the_capability(compressor):
-    """Return the same compressor as a subclass that replaces `compress` alone."""
-    cls = type(compressor)
-
-    def compress(self, x, at):
-        return cls.compress(self, x, at)
-
-    made = dataclass(frozen=True)(type(f"Plain{cls.__name__}", (cls,), {"compress": compress}))
-    return made(**{f.name: getattr(compressor, f.name) for f in fields(compressor)})
 
 
 def run(compressor, memory, ops):
@@ -65,7 +53,7 @@ def run(compressor, memory, ops):
     ids=str,
 )
 def test_a_step_gives_the_same_with_and_without_it(compressor, memory, framework):
-    ops, plain = get_ops(framework), without_the_capability(compressor)
+    ops, plain = get_ops(framework), replacing(compressor, "compress")
     assert unit_of(compressor, memory, SPEC).sums
     assert not unit_of(plain, memory, SPEC).sums
     with np.errstate(invalid="ignore"):
