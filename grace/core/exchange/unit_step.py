@@ -222,7 +222,7 @@ class UnitStep:
     def merged(self, payloads: Sequence[Payload]) -> Array:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
         averages = self.unit.compressor.averages and len(payloads) > 1
-        gradient, factor = merged_times(self.unit, payloads, 1 / len(payloads) if averages else 1.0, self.site)
+        gradient, factor = _merged_times(self.unit, payloads, 1 / len(payloads) if averages else 1.0, self.site)
         return gradient if factor == 1 else self.site.ops.scale_(gradient, factor)
 
     def conclude(self, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None = None) -> Concluded:
@@ -245,7 +245,7 @@ class UnitStep:
             factor, back = factor * back, 1.0
         # A site of its own for this merge: no other engine, and no later call, may write to `out`.
         there = site if out is None else Site(ops.writing_to(out), *site[1:])
-        gradient, factor = merged_times(unit, payloads, factor, there)
+        gradient, factor = _merged_times(unit, payloads, factor, there)
         memory = self.memory
         if unit.memory.finishes:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
@@ -269,7 +269,7 @@ class UnitStep:
         unit, ops, there = self.unit, self.site.ops, bringing.site
         if out is not None:
             there = Site(ops.writing_to(out), *there[1:])
-        gradient, factor = merged_times(bringing.unit, payloads, unit.memory.gain, there)
+        gradient, factor = _merged_times(bringing.unit, payloads, unit.memory.gain, there)
         averages = all(step.unit.compressor.averages for step in (self, *self.chain))
         back = 1.0 if self._average or not averages else float(self.site.size)
         memory = self.memory
@@ -350,7 +350,7 @@ class UnitStep:
             )
 
 
-def merged_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
+def _merged_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
     """Merge, multiply by the factor if that needs no pass of its own, and return the gradient and the factor left."""
     compressor, ops = unit.compressor, at.ops
     if factor == 1:
