@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import ClassVar
@@ -235,7 +236,8 @@ def _number(number: float, dtype: torch.dtype) -> torch.Tensor:
 
 def _end_to_end(arrays: Sequence[torch.Tensor]) -> bool:
     """Return whether each array begins, in one storage, where the one before ends."""
-    if len({a.untyped_storage().data_ptr() for a in arrays}) > 1:
-        return False
-    ends = [a.storage_offset() + a.numel() for a in arrays]
-    return all(b.is_contiguous() and b.storage_offset() == end for b, end in zip(arrays[1:], ends, strict=False))
+    # The offsets first: those of arrays that lie apart differ at the first pair.
+    for a, b in itertools.pairwise(arrays):
+        if b.storage_offset() != a.storage_offset() + a.numel() or not b.is_contiguous():
+            return False
+    return len({a.untyped_storage().data_ptr() for a in arrays}) == 1

@@ -301,13 +301,13 @@ def _attach(
         with way_back.attempt():
             if not taken:
                 way_back.keep()
+                exchange.start_comparing()
             handle = hand_over(p)
             assert p.grad is not None
             taken[p] = p.grad, p.grad._version
             return handle
 
     def hand_over(p: torch.nn.Parameter) -> Any:
-        exchange.start_comparing()
         name = names[p]
         if not p.requires_grad:
             # Frozen in mid-run. It takes part with zeros, but neither its residual nor its weight may move.
@@ -336,11 +336,12 @@ def _attach(
             if len(samples) < 4 and gradient.is_contiguous():
                 some = gradient.detach().flatten()[:: max(1, gradient.numel() // 16)]
                 samples.append((some, some.clone()))
-        with torch.no_grad():
-            if loss_scale is not None:
-                gradient = loss_scale.unscaled(gradient)
-            engine.ready(name, gradient, wrapped.param_groups[group_of[p]]["lr"])
-        return (lambda: exchange._result(name)), None
+        # Detached, because hooks may run with gradients enabled.
+        gradient = gradient.detach()
+        if loss_scale is not None:
+            gradient = loss_scale.unscaled(gradient)
+        engine.ready(name, gradient, wrapped.param_groups[group_of[p]]["lr"])
+        return functools.partial(exchange._result, name), None
 
     def synchronize() -> None:
         with way_back.attempt():

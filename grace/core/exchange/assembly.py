@@ -29,11 +29,12 @@ class Incoming:
         complete = []
         whole = len(gradient) == 1
         starts = [] if whole else [0, *itertools.accumulate(len(part) for part in gradient)]
-        for unit, _, piece in self._plan.places[name]:
+        places = self._plan.places[name]
+        for unit, _, piece in places:
             ops = self._ops(unit.spec.device)
             if whole:
                 x = ops.reshape(gradient[0], (-1,))
-                if piece.numel != ops.length(x):
+                if len(places) > 1:
                     x = x[piece.start : piece.stop]
             else:
                 x = _joined(ops, gradient, starts, piece)
@@ -111,8 +112,13 @@ class Outgoing:
             if not placed:
                 self._collect(ops, piece, part)
                 continue
-            start = self._windows[piece.tensor][0]
-            ops.place(self._all(piece.tensor, ops), piece.start - start, part, factor)
+            whole = self._all(piece.tensor, ops)
+            if len(self._plan.places[piece.tensor]) == 1:
+                # The most frequent case: the piece is a tensor.
+                ops.place(whole, 0, part, factor)
+                self.merged[piece.tensor] = self._into[piece.tensor]
+                continue
+            ops.place(whole, piece.start - self._windows[piece.tensor][0], part, factor)
             self._count(piece, ops)
 
     def _goes_into_place(self, piece: Piece, ops: ArrayOps) -> bool:
