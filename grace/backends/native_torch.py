@@ -66,7 +66,7 @@ class NativeTorchOps(Native, TorchOps):
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
             return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
-        return [inputs[0]] if consumes else results
+        return [inputs[0], *results] if consumes else results
 
     def _run_on_gpu(
         self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from grace.core.memories.residual import Residual
-from grace.core.methods.capabilities import Checking, Scaling, Summing, proposed_fields, scales, sums
+from grace.core.methods.capabilities import Checking, Scaling, Subtracting, Summing, proposed_fields, scales, sums
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
@@ -19,7 +19,10 @@ from grace.testing.harness import EPS, array, draw, exchange, host, learnt, payl
 
 
 class UnitContract(ABC):
-    """Tests of a compressor's flags `flat`, `joins` and `linear_in`, and of `Checking`, `Summing` and `Scaling`."""
+    """Tests of a compressor's flags `flat`, `joins` and `linear_in`, and of the capabilities that save passes.
+
+    These are `Checking`, `Summing`, `Scaling` and `Subtracting`.
+    """
 
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
 
@@ -122,6 +125,20 @@ class UnitContract(ABC):
                 for factor in (1.0, 0.5, 1 / 3, 10.0):
                     expected = host(ops, ops.scale_(ops.copy(merged), factor))
                     assert same(host(ops, compressor.merge_scaled(payloads, factor, at)), expected), (spec, factor)
+
+    def test_what_is_subtracted_while_it_merges_is_the_merged_gradient(
+        self, compressor: Compressor, ops: ArrayOps
+    ) -> None:
+        if not isinstance(compressor, Subtracting):
+            return
+        for spec in self.specs(compressor, ops):
+            ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2), draw(spec, 3)])
+            at, x = ex.sites[0], array(ops, draw(spec, 4), spec.work_dtype)
+            for payloads in (ex.payloads[:1], ex.payloads):
+                expected = compressor.merge(payloads, at)
+                merged, rest = compressor.merge_subtracted(payloads, ops.copy(x), at)
+                assert same(host(ops, merged), host(ops, expected)), spec
+                assert same(host(ops, rest), host(ops, ops.sub_(ops.copy(x), expected))), spec
 
     def _told(
         self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, given: Sequence[np.ndarray[Any, Any]]

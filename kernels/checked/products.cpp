@@ -34,33 +34,58 @@ template <class T> void transposed_times_kernel(Call& call, const T* a, const T*
     });
 }
 
-// a times the transpose of b; a has n rows of r, b has m rows of r.
-template <class T> void times_transposed_kernel(Call& call, const T* a, const T* b, int64_t n, int64_t m, int64_t r) {
+// a times the transpose of b; a has n rows of r, b has m rows of r. Subtracts the product from x unless that is null.
+template <class T>
+void times_transposed_kernel(Call& call, const T* a, const T* b, int64_t n, int64_t m, int64_t r, T* x) {
     T* out = call.output<T>(n * m);
     Scratch<T> columns(m * r);
     transpose(b, m, r, columns.data());
+    const bool around = is_large<T>(n * m);
     over_pieces(call, n * m, [&](int64_t begin, int64_t end) {
-        loops<T>().times_transposed(a, columns.data(), m, static_cast<int>(r), begin, end, out, is_large<T>(n * m));
+        loops<T>().times_transposed(a, columns.data(), m, static_cast<int>(r), begin, end, out, x, around);
     });
+}
+
+// The sides n and m and the columns r of a product, from the first three integers.
+struct Sides {
+    int64_t n, m, r;
+};
+
+Sides sides_of(const Call& call, bool possible = true) {
+    const Sides sides = {call.length(0), call.length(1), call.length(2)};
+    if (!possible || call.gpu() != nullptr || sides.r < 1 || sides.r > 16 || sides.m < 1 || sides.n > kMost / sides.m) {
+        call.fail(Error::Kind::value, "expected matrices in main memory, one of them at most transposed, with 1 to 16 "
+                                      "columns, received n = " + std::to_string(sides.n) + ", m = " +
+                                      std::to_string(sides.m) + ", r = " + std::to_string(sides.r));
+    }
+    return sides;
 }
 
 }  // namespace
 
 void thin_product_kernel(Call& call) {
     call.expect(2, 5, 0);
-    const int64_t n = call.length(0), m = call.length(1), r = call.length(2);
     const bool first = call.integer(3) != 0, second = call.integer(4) != 0;
-    if (call.gpu() != nullptr || (first && second) || r < 1 || r > 16 || m < 1 || n > kMost / m) {
-        call.fail(Error::Kind::value, "expected matrices in main memory, one of them at most transposed, with 1 to 16 "
-                                      "columns, received n = " + std::to_string(n) + ", m = " + std::to_string(m) +
-                                      ", r = " + std::to_string(r));
-    }
-    dispatch(call, call.input(0), [&](auto* type) {
+    const auto [n, m, r] = sides_of(call, !(first && second));
+    dispatch(call, call.input(0), [&, n = n, m = m, r = r](auto* type) {
         using T = of_pointer<decltype(type)>;
         const T* a = call.input<T>(0, second ? n * r : n * m);
         const T* b = call.input<T>(1, first ? n * r : m * r);
-        const auto kernel = first ? transposed_times_kernel<T> : second ? times_transposed_kernel<T> : times_kernel<T>;
-        kernel(call, a, b, n, m, r);
+        if (second) {
+            times_transposed_kernel<T>(call, a, b, n, m, r, nullptr);
+        } else {
+            (first ? transposed_times_kernel<T> : times_kernel<T>)(call, a, b, n, m, r);
+        }
+    });
+}
+
+void sub_product_kernel(Call& call) {
+    call.expect(3, 3, 0);
+    const auto [n, m, r] = sides_of(call);
+    dispatch(call, call.input(0), [&, n = n, m = m, r = r](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        T* x = call.consumed<T>(0, n * m);
+        times_transposed_kernel<T>(call, call.input<T>(1, n * r), call.input<T>(2, m * r), n, m, r, x);
     });
 }
 

@@ -149,7 +149,7 @@ static void transposed_times(const T* a, const T* b, int64_t n, int64_t m, int r
 }
 
 template <class T>
-static void times_transposed(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out,
+static void times_transposed(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out, T* x,
                              bool around) {
     using Vector = typename Lanes<T>::Vector;
     constexpr int lanes = Lanes<T>::count;
@@ -176,5 +176,8 @@ static void times_transposed(const T* a, const T* b, int64_t m, int r, int64_t b
             }
             done += here;
         }
+        if (x == nullptr) return;
+        T* rest = x + begin + from;
+        for (int64_t i = 0; i < length; ++i) rest[i] -= target[i];
     });
 }

@@ -430,6 +430,19 @@ def flat_product(ops, g):
 
 
 @case
+def sub_product_(ops, g):
+    if g.kind.startswith("huge"):
+        return  # As in matmul.
+    shapes = [(1, 1, 1), (33, 7, 4), (7, 33, 2), (1, 700, 16), (513, 3, 1)]
+    for rows, columns, r in [(257, 4099, 3)] if g.n >= AROUND[g.dtype] else g.some(shapes):
+        a, b = (ops.reshape(g.x(side * r), (side, r)) for side in (rows, columns))
+        loss = 2.5e5 if g.dtype == "float32" else 1.0
+        most = float(host(ops, ops.max_abs(ops.flat_product(ops.abs(a), ops.abs(b)))))
+        for each in ops.sub_product_(g.x(rows * columns), a, b):
+            yield Loose(each, loss * max(most, float(host(ops, ops.max_abs(each)))))
+
+
+@case
 def orthogonalize(ops, g):
     for rank in (1, 4):
         if g.n >= 4 * rank:

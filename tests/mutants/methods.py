@@ -378,6 +378,16 @@ class TakesEverySumForFinite(TopK):
         return x, payload, finite == finite
 
 
+@breaks("test_what_is_subtracted_while_it_merges_is_the_merged_gradient", compress_rank=1)
+@dataclass(frozen=True)
+class SubtractsOnePayload(PowerSGD):
+    """Subtracts what the first payload decodes to in place of what all of them do."""
+
+    def merge_subtracted(self, payloads, x_, at):
+        _, rest = super().merge_subtracted(payloads[:1], x_, at)
+        return self.merge(payloads, at), rest
+
+
 @breaks("test_what_is_scaled_while_it_merges_is_the_merged_gradient")
 @dataclass(frozen=True)
 class ScalesThePayloads(EFSignSGD):

@@ -56,6 +56,7 @@ GRANULARITY = "tests/core/test_granularity.py"
 UNIT_CHANGES = "tests/core/test_unit_changes.py"
 SUMMING = "tests/core/test_summing.py"
 SCALING = "tests/core/test_scaling.py"
+SUBTRACTING = "tests/core/test_subtracting.py"
 JOINT = "tests/core/test_joint_memories.py"
 OTHER_RANKS = "tests/core/test_checkpoint_on_other_ranks.py"
 DCP = "tests/adapters/torch/test_checkpoint.py"
@@ -179,7 +180,7 @@ PATCHES = [
     Patch(
         "failed-step-goes-on",
         "grace/torch/way_back.py",
-        "            self._failed = True\n",
+        "        self._failed = True\n",
         "",
         "a step that failed goes on and ends with a KeyError",
         (f"{DISCARD} -k refused",),
@@ -2420,6 +2421,34 @@ PATCHES = [
         (SCALING,),
     ),
     Patch(
+        "subtracting-where-finish-was-replaced",
+        "grace/core/methods/capabilities.py",
+        '_same_class(memory, "subtracts_from", "finish")',
+        "True",
+        "what a subclass of a memory replaces is not called",
+        (SUBTRACTING,),
+    ),
+    Patch(
+        "subtracting-where-merge-was-replaced",
+        "grace/core/methods/capabilities.py",
+        '_same_class(compressor, "merge_subtracted", "merge")',
+        "True",
+        "what a subclass of a method replaces is not called",
+        (SUBTRACTING,),
+    ),
+    Patch(
+        "subtracted-before-the-division",
+        UNIT_STEP,
+        """            payloads, factor = _scaled(unit, payloads, factor, there)
+            if factor == 1:
+""",
+        """            payloads, factor = _scaled(unit, payloads, factor, there)
+            if factor <= 1:
+""",
+        "residuals lose the sum in place of the mean where the number of ranks is no power of two",
+        (SUBTRACTING,),
+    ),
+    Patch(
         "scaled-twice",
         UNIT_STEP,
         "compressor.merge_scaled(payloads, factor, at), 1.0",
@@ -2831,8 +2860,8 @@ PATCHES = [
     Patch(
         "torch-lays-out-other-storage",
         TORCH,
-        "if len({a.untyped_storage().data_ptr() for a in arrays}) > 1:",
-        "if False:",
+        "return len({a.untyped_storage().data_ptr() for a in arrays}) == 1",
+        "return True",
         "arrays of different storages pass for neighbours where their offsets fit",
         (f"{PLACEMENT} -k 'end_to_end'",),
     ),
@@ -3147,9 +3176,17 @@ PATCHES = [
     Patch(
         "reduce-scatter-windows-from-the-start",
         ASSEMBLY,
-        "ops.place(self._all(piece.tensor, ops), piece.start - start, part, factor)",
-        "ops.place(self._all(piece.tensor, ops), 0, part, factor)",
+        "ops.place(whole, piece.start - self._windows[piece.tensor][0], part, factor)",
+        "ops.place(whole, 0, part, factor)",
         "several units of a part are written over each other",
+        ("tests/core/test_gradient_placement.py", "tests/core/test_granularity.py"),
+    ),
+    Patch(
+        "pieces-placed-as-whole-tensors",
+        ASSEMBLY,
+        "if len(self._plan.places[piece.tensor]) == 1:",
+        "if piece.tensor in self._into:",
+        "pieces of a tensor are written over each other, each at its beginning",
         ("tests/core/test_gradient_placement.py", "tests/core/test_granularity.py"),
     ),
     Patch(

@@ -94,6 +94,13 @@ def flat_product(n, dtype):
 
 
 @case
+def sub_product_(n, dtype):
+    a, b, x = numbers(n, dtype), numbers(3, dtype, 1), numbers(3 * n, dtype, 2)
+    product = np.outer(a, b).ravel()
+    yield Call("sub_product_", (x, a[:, None], b[:, None]), {}, (x - product, product))
+
+
+@case
 def weighted_sum(n, dtype):
     x, y, _ = several(n, dtype)
     t = np.dtype(dtype).type

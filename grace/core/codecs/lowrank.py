@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-from grace.core.methods.capabilities import Learning, Negotiating
+from grace.core.methods.capabilities import Learning, Negotiating, Subtracting
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError
@@ -38,7 +38,7 @@ def unfit_matrix(name: str, spec: TensorSpec, rank: float) -> str | None:
 
 
 @dataclass(frozen=True)
-class TwoFactors(Compressor, Negotiating, Learning):
+class TwoFactors(Compressor, Negotiating, Learning, Subtracting):
     """Base of methods that send a matrix as P Q^T: P is negotiated, then Q, linear in the matrix, travels.
 
     They define `propose` and `compress`. The summed Q starts the next step.
@@ -86,11 +86,11 @@ class TwoFactors(Compressor, Negotiating, Learning):
         return (Field("p", spec.work_dtype, matrix_shape(spec)[0] * self.compress_rank),)
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        ops = at.ops
-        rows, columns = matrix_shape(at.spec)
-        p = ops.reshape(payload["p"], (rows, self.compress_rank))
-        q = ops.reshape(payload["q"], (columns, self.compress_rank))
-        return ops.flat_product(p, q)
+        return at.ops.flat_product(*self._factors(payload["p"], payload["q"], at))
+
+    def _factors(self, p: Array, q: Array, at: Site) -> tuple[Array, Array]:
+        (rows, columns), r = matrix_shape(at.spec), self.compress_rank
+        return at.ops.reshape(p, (rows, r)), at.ops.reshape(q, (columns, r))
 
     def _sum_q(self, payloads: Sequence[Payload]) -> Array:
         q = payloads[0]["q"]
@@ -99,7 +99,11 @@ class TwoFactors(Compressor, Negotiating, Learning):
         return q
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return self.decompress({"p": payloads[0]["p"], "q": self._sum_q(payloads)}, at)
+        return at.ops.flat_product(*self._factors(payloads[0]["p"], self._sum_q(payloads), at))
+
+    def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
+        rest, merged = at.ops.sub_product_(x_, *self._factors(payloads[0]["p"], self._sum_q(payloads), at))
+        return merged, rest
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:
         return {"q": at.ops.reshape(self._sum_q(payloads), (-1, self.compress_rank))}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.powersgd import orthogonalize
-from grace.core.methods.capabilities import Learning
+from grace.core.methods.capabilities import Learning, Subtracting
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import ConfigError, PayloadError
@@ -17,7 +17,7 @@ from grace.core.values.spec import Array, Field, Key, Payload, Site, State, Tens
 
 @compressors.register("acpsgd")
 @dataclass(frozen=True)
-class ACPSGD(Compressor, Learning):
+class ACPSGD(Compressor, Learning, Subtracting):
     r"""ACP-SGD: the two halves of PowerSGD's step in turn, one low-rank factor and one allreduce per step.
 
     Formula: P_i = M_i Q, \; C(M_i) = P_i Q^\top; \quad \text{next step:}\; Q_i = M_i^\top P, \; C(M_i) = P Q_i^\top
@@ -86,18 +86,21 @@ class ACPSGD(Compressor, Learning):
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        ops, (rows, columns), r = at.ops, matrix_shape(at.spec), self.compress_rank
-        total = self._sum(payloads, at)
+        return at.ops.flat_product(*self._factors(payloads, at))
 
-        # Each branch knows its sides, also in a graph.
-        def even() -> Array:
-            return ops.flat_product(ops.reshape(total, (rows, r)), at.state["q"])
+    def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
+        rest, merged = at.ops.sub_product_(x_, *self._factors(payloads, at))
+        return merged, rest
 
-        def odd() -> Array:
-            return ops.flat_product(at.state["p"], ops.reshape(total, (columns, r)))
-
-        product = ops.choose(at.state["odd"][0] == 0, even, odd)
-        return ops.reshape(product, (at.spec.numel,))
+    def _factors(self, payloads: Sequence[Payload], at: Site) -> list[Array]:
+        """Return the factors of the merged gradient; both branches give them the same shapes."""
+        ops, (rows, columns), r, total = at.ops, matrix_shape(at.spec), self.compress_rank, self._sum(payloads, at)
+        factors: list[Array] = ops.choose(
+            at.state["odd"][0] == 0,
+            lambda: [ops.reshape(total, (rows, r)), at.state["q"]],
+            lambda: [at.state["p"], ops.reshape(total, (columns, r))],
+        )
+        return factors
 
     def _sum(self, payloads: Sequence[Payload], at: Site) -> Array:
         """Return the sum of the factors. Raises PayloadError for one of another length."""

@@ -7,7 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.methods.capabilities import Checking, Negotiating, Scaling, Summing, Tuning
+from grace.core.methods.capabilities import (
+    Checking,
+    Negotiating,
+    Scaling,
+    Subtracting,
+    Summing,
+    Tuning,
+)
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError
@@ -245,12 +252,7 @@ class UnitStep:
             factor, back = factor * back, 1.0
         # A site of its own for this merge: no other engine, and no later call, may write to `out`.
         there = site if out is None else Site(ops.writing_to(out), *site[1:])
-        gradient, factor = _merged_times(unit, payloads, factor, there)
-        memory = self.memory
-        if unit.memory.finishes:
-            mean = gradient if factor == 1 else ops.scale_(gradient, factor)
-            gradient, memory = unit.memory.finish(mean, memory, site)
-            factor = 1.0
+        gradient, factor, memory = self._merge(payloads, factor, there)
         learnt = site.state if unit.learning is None else unit.learning.learn(payloads, site)
         states = {"memory": memory, "compressor": learnt}
         tally = None if unit.tuning is None else unit.tuning.tally(payloads, site)
@@ -261,6 +263,23 @@ class UnitStep:
                 tally = ops.where(bad, float("nan"), tally[0]), tally[1]
         self.concluded = states
         return Concluded(gradient, factor * back, states, tally)
+
+    def _merge(self, payloads: Sequence[Payload], factor: float, there: Site) -> tuple[Array, float, State]:
+        """Merge payloads of the unit times a factor; return an array and what is left of the factor, and the memory."""
+        unit, memory, ops = self.unit, self.memory, self.site.ops
+        if unit.subtracts_from is not None:
+            payloads, factor = _scaled(unit, payloads, factor, there)
+            if factor == 1:
+                assert isinstance(unit.compressor, Subtracting)
+                key = unit.subtracts_from
+                gradient, rest = unit.compressor.merge_subtracted(payloads, memory[key], there)
+                return gradient, 1.0, {**memory, key: rest}
+        gradient, factor = _merged_times(unit, payloads, factor, there)
+        if unit.memory.finishes:
+            mean = gradient if factor == 1 else ops.scale_(gradient, factor)
+            gradient, memory = unit.memory.finish(mean, memory, self.site)
+            factor = 1.0
+        return gradient, factor, memory
 
     def _conclude_mean(
         self, bringing: UnitStep, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None
@@ -352,18 +371,20 @@ class UnitStep:
 
 def _merged_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
     """Merge, multiply by the factor if that needs no pass of its own, and return the gradient and the factor left."""
-    compressor, ops = unit.compressor, at.ops
-    if factor == 1:
-        return compressor.merge(payloads, at), 1.0
-    if compressor.linear_in and math.frexp(factor)[0] == 0.5:
-        # A power of two is exact, and the payload is small compared with the dense result.
-        fields = compressor.linear_in
-        scaled = [{**payload, **{name: ops.scaled(payload[name], factor) for name in fields}} for payload in payloads]
-        return compressor.merge(scaled, at), 1.0
-    if unit.scales:
-        assert isinstance(compressor, Scaling)
-        return compressor.merge_scaled(payloads, factor, at), 1.0
-    return compressor.merge(payloads, at), factor
+    payloads, factor = _scaled(unit, payloads, factor, at)
+    if factor != 1 and unit.scales:
+        assert isinstance(unit.compressor, Scaling)
+        return unit.compressor.merge_scaled(payloads, factor, at), 1.0
+    return unit.compressor.merge(payloads, at), factor
+
+
+def _scaled(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Sequence[Payload], float]:
+    """Multiply payloads by the factor if that gives the same bits as afterwards; return them and the factor left."""
+    fields = unit.compressor.linear_in
+    # A power of two is exact, and the payload is small compared with the dense result.
+    if factor == 1 or not fields or math.frexp(factor)[0] != 0.5:
+        return payloads, factor
+    return [{**each, **{name: at.ops.scaled(each[name], factor) for name in fields}} for each in payloads], 1.0
 
 
 def _states(places: Sequence[tuple[str, str]], values: Sequence[Array]) -> dict[str, State]:

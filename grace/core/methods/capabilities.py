@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec, WeightedSum
+
+if TYPE_CHECKING:
+    from grace.core.methods.memory import Memory
 
 
 class Negotiating(ABC):
@@ -52,6 +56,14 @@ class Scaling(ABC):
     @abstractmethod
     def merge_scaled(self, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
         """Return the factor times what `merge` returns, with the same bits as a multiplication afterwards."""
+
+
+class Subtracting(ABC):
+    """Capability to subtract the merged gradient from an array in the pass over memory that makes it."""
+
+    @abstractmethod
+    def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
+        """Return what `merge` returns, and x_ minus that; consumes x_."""
 
 
 class Selecting(ABC):
@@ -133,6 +145,15 @@ def sums(compressor: object, memory: object) -> bool:
 def scales(compressor: object) -> bool:
     """Return whether the compressor can multiply while it merges; a subclass that replaces only `merge` cannot."""
     return isinstance(compressor, Scaling) and _same_class(compressor, "merge_scaled", "merge")
+
+
+def subtracts_from(compressor: object, memory: Memory) -> str | None:
+    """Return the key of the memory's state from which the compressor can subtract the merged gradient, if it can.
+
+    A subclass that replaces only `merge` or `finish` cannot.
+    """
+    together = _same_class(compressor, "merge_subtracted", "merge") and _same_class(memory, "subtracts_from", "finish")
+    return memory.subtracts_from if isinstance(compressor, Subtracting) and together else None
 
 
 def _same_class(method: object, first: str, second: str) -> bool:

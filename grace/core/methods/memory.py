@@ -140,6 +140,14 @@ class Memory(ABC):
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
 
+    @cached_property
+    def subtracts_from(self) -> str | None:
+        """Key of the state from which `finish` subtracts the merged gradient, if it does nothing else (default: None).
+
+        Compressors that are `Subtracting` then do so while they merge. Define it in the class that defines `finish`.
+        """
+        return None
+
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`.
 

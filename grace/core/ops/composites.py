@@ -67,6 +67,11 @@ class ArrayOps(Primitives):
         """Return a b^T, flat."""
         return self.reshape(self.matmul(a, b, transpose_b=True), (-1,))
 
+    def sub_product_(self, x: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        """Return x - a b^T and a b^T, both flat; consumes the flat array x."""
+        product = self.flat_product(a, b)
+        return self.sub_(x, product), product
+
     # --- random -------------------------------------------------------------------------------------------------
 
     def words(self, n: int, key: Key, stream: int = 0) -> Array:

@@ -128,6 +128,7 @@ kernel_signatures.update(
     scatter_add="x_ T, indices int32, values T -> x_",
     sparse_sum="[onto_ T], values T..., indices int32...; ranks, n, has_onto -> T[n]",
     thin_product="a T, b T; n, m, r, transpose_a, transpose_b -> T",
+    sub_product="x_ T, a T, b T; n, m, r -> x_, T[x]",
 )
 
 
@@ -171,7 +172,7 @@ class Native(ArrayOps):
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
         results and `lengths` their lengths, None where only the kernel knows them. The last one may be "bool": a
         condition, which the kernel writes as one uint8 of 0 or 1. With `consumes` the first input is changed in place
-        and is the only result. The first result may be written to `out` if dtype and length fit.
+        and is the first result. The first of the others may be written to `out` if dtype and length fit.
         """
 
     def floating(self, x: Array) -> str | None:
@@ -368,6 +369,16 @@ class Native(ArrayOps):
             return super().flat_product(a, b)
         sides, rows, columns = shape
         return self._thin_product(a, b, [*sides, 0, 1], rows * columns, out=self.withdraw())
+
+    def sub_product_(self, x: Array, a: Array, b: Array) -> tuple[Array, Array]:
+        dtype, shape = self.floating(x), self._thin(a, b, False, True)
+        if shape is None or dtype is None or dtype != self.dtype(a):
+            return super().sub_product_(x, a, b)
+        sides, rows, columns = shape
+        inputs, lengths = [x, self.reshape(a, (-1,)), self.reshape(b, (-1,))], [rows * columns] * 2
+        out = self.withdraw()
+        run = self.run("sub_product", inputs, sides, outputs=[dtype] * 2, lengths=lengths, consumes=True, out=out)
+        return run[0], run[1]
 
     def _thin_product(self, a: Array, b: Array, integers: list[Any], size: Any, out: Array | None = None) -> Array:
         inputs = [self.reshape(a, (-1,)), self.reshape(b, (-1,))]

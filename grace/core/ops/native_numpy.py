@@ -60,7 +60,7 @@ class NativeNumpyOps(Native, NumpyOps):
             if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
                 raise
             return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
-        return [inputs[0]] if consumes else results
+        return [inputs[0], *results] if consumes else results
 
     def cast(self, x: Array, dtype: str) -> Array:
         if isinstance(x, np.ndarray):

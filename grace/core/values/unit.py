@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from grace.core.methods.capabilities import Checking, Learning, Thinning, Tuning, proposed_fields, scales, sums
+from grace.core.methods.capabilities import (
+    Checking,
+    Learning,
+    Thinning,
+    Tuning,
+    proposed_fields,
+    scales,
+    subtracts_from,
+    sums,
+)
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory
@@ -143,6 +152,11 @@ class Assignment:
     def scales(self) -> bool:
         """True if the compressor can multiply the merged gradient while it merges."""
         return scales(self.compressor)
+
+    @cached_property
+    def subtracts_from(self) -> str | None:
+        """Key of the memory's state from which the compressor can subtract the merged gradient while it merges."""
+        return subtracts_from(self.compressor, self.memory)
 
     @cached_property
     def shows(self) -> bool:

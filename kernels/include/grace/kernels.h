@@ -49,6 +49,7 @@ namespace grace {
     X(scatter_add, "x_ T, indices int32, values T -> x_")                                                                             \
     X(sparse_sum, "[onto_ T], values T..., indices int32...; ranks, n, has_onto -> T[n]")                                             \
     X(thin_product, "a T, b T; n, m, r, transpose_a, transpose_b -> T")                                                               \
+    X(sub_product, "x_ T, a T, b T; n, m, r -> x_, T[x]")                                                                             \
     X(binarize, "x T; ; threshold -> uint8[packed]")                                                                                  \
     X(binarize_finite, "x T; ; threshold -> uint8[packed], uint8[1]")                                                                 \
     X(binarize_means, "x T; single; threshold -> uint8[packed], T[2 - single]")                                                       \

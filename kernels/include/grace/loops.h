@@ -283,8 +283,10 @@ template <class T> struct Loops {
     void (*times)(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out);
     // a^T b, rows begin .. end - 1. a has n rows of length m, b has n rows of length r.
     void (*transposed_times)(const T* a, const T* b, int64_t n, int64_t m, int r, int64_t begin, int64_t end, T* out);
-    // a b^T, elements begin .. end - 1. a has rows of length r; b is given by its r columns of length m.
-    void (*times_transposed)(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out, bool around);
+    // a b^T, elements begin .. end - 1. a has rows of length r; b is given by its r columns of length m. Subtracts the
+    // product from x unless that is null.
+    void (*times_transposed)(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out, T* x,
+                             bool around);
 
     // Adds every element to the bucket of its hash, in their order.
     void (*sketch_row)(const T* x, const SketchHash* hash, uint32_t columns, int64_t n, double* sums);

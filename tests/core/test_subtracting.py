@@ -1,0 +1,77 @@
+"""Compressors that subtract from the residual while they merge give what they give without that."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grace.core.compressors.acpsgd import ACPSGD
+from grace.core.compressors.gradzip import GradZip
+from grace.core.compressors.powersgd import PowerSGD
+from grace.core.exchange.simulation import deliver, negotiate
+from grace.core.exchange.state import initial
+from grace.core.exchange.unit_step import UnitStep
+from grace.core.memories.powersgd import PowerSGDMemory
+from grace.core.ops import get_ops
+from grace.core.values.spec import TensorSpec
+from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of
+from tests.support.capabilities import replacing
+
+SPEC = TensorSpec("t", (40, 25))
+
+
+def run(compressor, memory, ops, size, average, out=False):
+    """Return the results and residuals of rank 0 in four steps; in the third, another rank has a NaN."""
+    unit, told = unit_of(compressor, memory, SPEC), []
+    states = [initial(unit, ops, 1, rank) for rank in range(size)]
+    for number in range(4):
+        steps = []
+        for rank in range(size):
+            gradient = draw(SPEC, 10 * number + rank)
+            gradient[7] = np.nan if number == 2 and rank == size - 1 else gradient[7]
+            step = UnitStep(unit, states[rank], ops, seed=1, step=number, rank=rank, size=size, average=average)
+            step.begin(array(ops, gradient, SPEC.work_dtype))
+            steps.append(step)
+        negotiate(steps)
+        for rank, (step, (payloads, flags)) in enumerate(zip(steps, deliver(steps), strict=True)):
+            step.remember()
+            target = ops.zeros(SPEC.numel, SPEC.work_dtype) if out else None
+            x, factor, states[rank], _ = step.conclude(payloads, flags, target)
+            if rank == 0:
+                residual = states[rank]["memory"]["residual"]
+                told.append({"x": host(ops, x) * factor, "e": host(ops, residual).copy()})
+    return told
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("compressor", [PowerSGD(2), ACPSGD(2), GradZip(2)], ids=str)
+def test_a_step_gives_the_same_with_and_without_it(compressor, framework, size, average):
+    ops, plain, memory = get_ops(framework), replacing(compressor, "merge"), PowerSGDMemory()
+    assert unit_of(compressor, memory, SPEC).subtracts_from == "residual"
+    assert unit_of(plain, memory, SPEC).subtracts_from is None
+    one, two = (run(each, memory, ops, size, average) for each in (compressor, plain))
+    for a, b in zip(one, two, strict=True):
+        assert np.isfinite(a["e"]).all()
+        assert same(a["x"], b["x"])
+        assert same(a["e"], b["e"])
+
+
+def test_a_mean_written_in_place_leaves_the_same_residual():
+    ops = get_ops("numpy")
+    one, two = (run(PowerSGD(2), PowerSGDMemory(), ops, 2, True, out) for out in (True, False))
+    for a, b in zip(one, two, strict=True):
+        assert same(a["x"], b["x"])
+        assert same(a["e"], b["e"])
+
+
+def test_a_memory_that_replaces_finish_alone_is_asked_for_it():
+    class Forgets(PowerSGDMemory):
+        def finish(self, merged, state, at):
+            gradient, state = super().finish(merged, state, at)
+            return gradient, {"residual": state["residual"] * 0.5}
+
+    assert unit_of(PowerSGD(2), Forgets(), SPEC).subtracts_from is None
+    plain, halved = (run(PowerSGD(2), memory, get_ops("numpy"), 2, True) for memory in (PowerSGDMemory(), Forgets()))
+    assert same(0.5 * plain[0]["e"], halved[0]["e"])
