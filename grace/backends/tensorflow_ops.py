@@ -165,6 +165,9 @@ class TensorflowOps(ArrayOps):
             return tf.zeros([] if axis is None else [s for i, s in enumerate(x.shape) if i != axis], x.dtype)
         return tf.reduce_max(x, axis=axis)
 
+    def min(self, x: Array) -> Array:
+        return tf.zeros([], x.dtype) if x.shape.num_elements() == 0 else tf.reduce_min(x)
+
     def norm(self, x: Array, axis: int | None = None) -> Array:
         return tf.cast(tf.sqrt(tf.reduce_sum(tf.square(tf.cast(x, tf.float64)), axis=axis)), x.dtype)
 

@@ -140,6 +140,9 @@ class TorchOps(ArrayOps):
             return torch.zeros(shape, dtype=x.dtype, device=x.device)
         return x.max() if axis is None else x.amax(dim=axis)
 
+    def min(self, x: Array) -> Array:
+        return x.min() if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)
+
     def norm(self, x: Array, axis: int | None = None) -> Array:
         return torch.linalg.vector_norm(x, dim=axis, dtype=torch.float64).to(x.dtype)
 

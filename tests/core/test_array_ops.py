@@ -29,6 +29,7 @@ CALLS = {
     "clip": lambda ops, x, y: ops.clip(x, -0.5, 0.7),
     "sum": lambda ops, x, y: ops.sum(x),
     "max": lambda ops, x, y: ops.max(x),
+    "min": lambda ops, x, y: ops.min(x),
     "norm": lambda ops, x, y: ops.norm(x),
     "top_indices": lambda ops, x, y: ops.top_indices(x, 100),
     "nonzero": lambda ops, x, y: ops.nonzero(x > 0.5),

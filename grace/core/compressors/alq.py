@@ -175,8 +175,8 @@ def _exponential(ops: ArrayOps, sizes: Array, s: int) -> Array:
     first, second = per_gap(ops.gather(_sums(ops, sizes), upto)), per_gap(ops.gather(_sums(ops, sizes * sizes), upto))
     low, high = rows[:, :-1], rows[:, 1:]
     variance = ops.sum((low + high) * first - second - low * high * number, axis=1)
-    least = variance <= -ops.max(-variance)
-    best = -ops.max(-ops.where(least, ops.arange(_TRIALS, "float64"), float(_TRIALS)))
+    least = variance <= ops.min(variance)
+    best = ops.min(ops.where(least, ops.arange(_TRIALS, "float64"), float(_TRIALS)))
     at = ops.cast(best, "int32") * (s + 1) + ops.arange(s + 1, "int32")
     return ops.gather(table, at)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.core.codecs.levels import rows_of
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
@@ -97,14 +98,9 @@ class GradiVeQ(Compressor, Learning):
         ops = at.ops
 
         def components() -> Array:
-            return ops.reshape(ops.matmul(self._cut(x, at), at.state["basis"]), (-1,))
+            return ops.reshape(ops.matmul(rows_of(ops, x, self.slice_size), at.state["basis"]), (-1,))
 
         return {"values": ops.choose(self._training(at), lambda: x, components)}
-
-    def _cut(self, x: Array, at: Site) -> Array:
-        rows, k = self._slices(at.spec), self.slice_size
-        padding = at.ops.zeros(rows * k - at.spec.numel, at.spec.work_dtype)
-        return at.ops.reshape(at.ops.concat([x, padding]), (rows, k))
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         ops, values, n = at.ops, payload["values"], at.spec.numel
@@ -129,7 +125,7 @@ class GradiVeQ(Compressor, Learning):
             total = payloads[0]["values"]
             for payload in payloads[1:]:
                 total = total + payload["values"]
-            slices = ops.cast(self._cut(ops.reshape(total, (at.spec.numel,)), at), "float64")
+            slices = ops.cast(rows_of(ops, ops.reshape(total, (at.spec.numel,)), self.slice_size), "float64")
             old = ops.where(position[0] > 0, at.state["moment"], 0.0)
             new = old + ops.matmul(slices, slices, transpose_a=True)
             # A sum that overflowed teaches nothing, and has no decomposition.

@@ -142,6 +142,5 @@ class MUCSC(Compressor, Selecting):
 
 def _ends(ops: ArrayOps, x: Array) -> tuple[Array, Array]:
     """Return the least and the largest element; frameworks differ in the sign of zero, so it gets none."""
-    ends = -ops.max(-x), ops.max(x)
-    low, high = (ops.where(end < 0, end, ops.abs(end)) for end in ends)
+    low, high = (ops.where(end < 0, end, ops.abs(end)) for end in (ops.min(x), ops.max(x)))
     return low, high

@@ -211,6 +211,10 @@ class Primitives(ABC):
     def max(self, x: Array, axis: int | None = None) -> Array:
         """Return the largest element; 0 for an empty array."""
 
+    def min(self, x: Array) -> Array:
+        """Return the smallest element of an array; 0 for an empty array."""
+        return -self.max(-x)
+
     @abstractmethod
     def norm(self, x: Array, axis: int | None = None) -> Array:
         """Return the Euclidean norm, in x's dtype."""

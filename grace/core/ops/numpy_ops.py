@@ -127,6 +127,9 @@ class NumpyOps(ArrayOps):
             return np.zeros(() if axis is None else np.delete(x.shape, axis), x.dtype)
         return np.asarray(x.max(axis=axis))
 
+    def min(self, x: Array) -> Array:
+        return np.asarray(x.min()) if x.size else np.zeros((), x.dtype)
+
     def norm(self, x: Array, axis: int | None = None) -> Array:
         wide = x.astype(np.float64)
         with np.errstate(over="ignore"):
