@@ -39,7 +39,8 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
 
     @cached_property
     def linear_in(self) -> tuple[str, ...]:
-        return ()
+        sparsifier, quantizer = self.pair
+        return tuple(_PREFIX + name for name in quantizer.linear_in) if sparsifier.linear_in == ("values",) else ()
 
     @property
     def flat(self) -> bool:
