@@ -75,3 +75,13 @@ def test_a_memory_that_replaces_finish_alone_is_asked_for_it():
     assert unit_of(PowerSGD(2), Forgets(), SPEC).subtracts_from is None
     plain, halved = (run(PowerSGD(2), memory, get_ops("numpy"), 2, True) for memory in (PowerSGDMemory(), Forgets()))
     assert same(0.5 * plain[0]["e"], halved[0]["e"])
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_factors_may_be_strided(framework):
+    ops = get_ops(framework)
+    a, b, x = (array(ops, draw(SPEC, seed)[:100], SPEC.work_dtype) for seed in range(3))
+    p, q = ops.transpose(ops.reshape(a[:20], (2, 10))), ops.transpose(ops.reshape(b[:20], (2, 10)))
+    rest, product = ops.sub_product_(ops.copy(x), p, q)
+    assert same(host(ops, product), host(ops, ops.flat_product(p, q)))
+    assert same(host(ops, rest), host(ops, ops.sub_(ops.copy(x), product)))

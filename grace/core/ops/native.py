@@ -375,14 +375,14 @@ class Native(ArrayOps):
         if shape is None or dtype is None or dtype != self.dtype(a):
             return super().sub_product_(x, a, b)
         sides, rows, columns = shape
+        # Flat, because `run` makes strided arrays contiguous only if it consumes none.
         inputs, lengths = [x, self.reshape(a, (-1,)), self.reshape(b, (-1,))], [rows * columns] * 2
         out = self.withdraw()
         run = self.run("sub_product", inputs, sides, outputs=[dtype] * 2, lengths=lengths, consumes=True, out=out)
         return run[0], run[1]
 
     def _thin_product(self, a: Array, b: Array, integers: list[Any], size: Any, out: Array | None = None) -> Array:
-        inputs = [self.reshape(a, (-1,)), self.reshape(b, (-1,))]
-        return self.run("thin_product", inputs, integers, outputs=[self.dtype(a)], lengths=[size], out=out)[0]
+        return self.run("thin_product", [a, b], integers, outputs=[self.dtype(a)], lengths=[size], out=out)[0]
 
     def _thin(
         self, a: Array, b: Array, transpose_a: bool, transpose_b: bool
