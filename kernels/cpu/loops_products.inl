@@ -105,6 +105,8 @@ GRACE_LOCAL void add_rows(const T* a, int64_t m, const T* b, int64_t ranks, int6
         for (int row = 0; row < rows; ++row) {
             Vector x;
             load_lanes(a + row * m + j, &x);
+            // The next rows: short pieces of rows far apart are no stream that the processor would read ahead.
+            __builtin_prefetch(a + (row + rows) * m + j);
             for (int k = 0; k < r; ++k) mine[k] += x * b[row * ranks + k];
         }
         for (int k = 0; k < r; ++k) memcpy(sums + k * stride + j, &mine[k], sizeof(Vector));
