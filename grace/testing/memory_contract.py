@@ -162,6 +162,19 @@ class MemoryContract:
     def test_finish_is_declared(self, memory: Memory) -> None:
         assert memory.finishes == (type(memory).finish is not Memory.finish)
 
+    def test_finish_subtracts_from_what_is_declared(self, memory: Memory, ops: ArrayOps) -> None:
+        key = memory.subtracts_from
+        if key is None:
+            return
+        at = exchange(next(iter(self.served(memory))), ops, self.spec, [draw(self.spec, 1)]).sites[0]
+        before, mean = draw(self.spec, 2), draw(self.spec, 3)
+        arrays = (array(ops, each, self.spec.work_dtype) for each in (before, mean))
+        gradient, state = memory.finish(at=at, state={key: next(arrays)}, merged=next(arrays))
+        expected = ops.sub_(array(ops, before, self.spec.work_dtype), array(ops, mean, self.spec.work_dtype))
+        assert same(host(ops, gradient), host(ops, array(ops, mean, self.spec.work_dtype)))
+        assert state.keys() == {key}
+        assert same(host(ops, state[key]), host(ops, expected))
+
     def test_zero_gradients_leave_nothing_behind(self, memory: Memory, ops: ArrayOps) -> None:
         """A sparsifier sends nothing of a zero gradient. So the memory must stay at zero."""
         for compressor in self.served(memory):

@@ -21,6 +21,7 @@ from grace.core.compressors.terngrad import TernGrad
 from grace.core.compressors.topk import TopK
 from grace.core.memories.dgc import DGCMemory
 from grace.core.memories.none import NoMemory
+from grace.core.memories.powersgd import PowerSGDMemory
 from grace.core.memories.residual import Residual
 from grace.core.memories.shared_momentum import SharedMomentum
 from grace.core.methods.capabilities import selects
@@ -498,6 +499,16 @@ class AddsTheGradientTwice(Residual):
 
     def compensate(self, grad, state, at):
         return super().compensate(grad, state, at)
+
+
+@breaks("test_finish_subtracts_from_what_is_declared")
+@dataclass(frozen=True)
+class FadesAfterTheSubtraction(PowerSGDMemory):
+    """Does more than it says, which a compressor that subtracts would leave out."""
+
+    def finish(self, merged, state, at):
+        gradient, state = super().finish(merged, state, at)
+        return gradient, {"residual": at.ops.scale_(state["residual"], 0.5)}
 
 
 @breaks("test_finish_is_declared")

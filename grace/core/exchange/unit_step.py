@@ -7,14 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.methods.capabilities import (
-    Checking,
-    Negotiating,
-    Scaling,
-    Subtracting,
-    Summing,
-    Tuning,
-)
+from grace.core.methods.capabilities import Checking, Negotiating, Scaling, Subtracting, Summing, Tuning
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.errors import PayloadError

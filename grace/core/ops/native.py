@@ -172,7 +172,7 @@ class Native(ArrayOps):
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
         results and `lengths` their lengths, None where only the kernel knows them. The last one may be "bool": a
         condition, which the kernel writes as one uint8 of 0 or 1. With `consumes` the first input is changed in place
-        and is the first result. The first of the others may be written to `out` if dtype and length fit.
+        and is the first result. The first new array may be written to `out` if dtype and length fit.
         """
 
     def floating(self, x: Array) -> str | None:
