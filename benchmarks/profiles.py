@@ -98,7 +98,7 @@ def main():
     rows, drawn = [], Gradients(near_square(NUMEL), RANKS * (STEPS + 1))
     for method in sys.argv[2:] or slow():
         copies, parts = profile(method, clock, drawn)
-        named = [f"{name} {copies:.1f}" for name, copies in parts[:NAMED] if copies >= SMALL]
+        named = [f"{name} {part:.1f}" for name, part in parts[:NAMED] if part >= SMALL]
         rows.append({"method": method, "copies": float(f"{copies:.3g}"), "parts": ", ".join(named)})
         print(rows[-1], flush=True)
     columns = {

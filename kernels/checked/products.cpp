@@ -51,6 +51,7 @@ struct Sides {
     int64_t n, m, r;
 };
 
+// `possible` is false if both matrices are transposed.
 Sides sides_of(const Call& call, bool possible = true) {
     const Sides sides = {call.length(0), call.length(1), call.length(2)};
     if (!possible || call.gpu() != nullptr || sides.r < 1 || sides.r > 16 || sides.m < 1 || sides.n > kMost / sides.m) {
