@@ -181,6 +181,18 @@ nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<i
     return run_on(grace::Torch(tensors), kernel, inputs, integers, numbers, consumes, threads, out, judges);
 }
 
+nb::object empty(int64_t n, nb::handle tensors) {
+    if (n < 0) {
+        throw grace::Error(grace::Error::Kind::value, "empty: expected a length from 0 on, received " + std::to_string(n));
+    }
+    // Released here unless an array takes ownership.
+    struct Block {
+        Output output;
+        ~Block() { grace::release(output.data); }
+    } block = {{grace::acquire(static_cast<size_t>(n)), n, grace::DType::uint8}};
+    return tensors.is_none() ? grace::Numpy().wrap(block.output) : grace::Torch(tensors).wrap(block.output);
+}
+
 #ifdef GRACE_CUDA
 
 #ifdef GRACE_EMULATED
@@ -286,6 +298,8 @@ NB_MODULE(GRACE_MODULE, module) {
                "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or tensors of that "
                "class where it is not None. The first is written to `out` where that has its dtype and length. The "
                "last is a bool if the kernel judges its input.");
+    module.def("empty", &empty, nb::arg("n"), nb::arg("tensors").none(),
+               "An array of n uninitialized bytes from the memory of results; a tensor of that class unless it is None.");
     module.def("kernels", &grace::signatures, "The signatures of all kernels by name.");
     module.def("isa", &grace::isa, "The instruction set in use: baseline, avx2 or avx512.");
     module.def("kept_bytes", &grace::kept_bytes, "Bytes of memory kept for use again.");

@@ -68,6 +68,9 @@ class NativeTorchOps(Native, TorchOps):
             return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
         return [inputs[0], *results] if consumes else results
 
+    def room(self, nbytes: int) -> Array | None:
+        return None if self._on_gpu else module.empty(nbytes, torch.Tensor)
+
     def _run_on_gpu(
         self, kernel: str, inputs: Sequence[Any], integers: Sequence[Any], numbers: Sequence[Any]
     ) -> list[Array]:

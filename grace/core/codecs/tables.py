@@ -59,7 +59,8 @@ def table_encode(ops: ArrayOps, x: Array, scales: Array, table: Array, width: in
 def _(ops: Native, x: Array, scales: Array, table: Array, width: int) -> Array | None:
     if ops.floating(x) is None:
         return None
-    return ops.run("table_encode", [x, scales, table], [width], outputs=["uint8"], lengths=[ops.length(x)])[0]
+    inputs, lengths, out = [x, scales, table], [ops.length(x)], ops.withdraw()
+    return ops.run("table_encode", inputs, [width], outputs=["uint8"], lengths=lengths, out=out)[0]
 
 
 @composite(one_graph=True)

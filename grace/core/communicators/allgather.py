@@ -10,10 +10,11 @@ from grace.core.exchange import collectives
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.exchange.collectives import Program
 from grace.core.methods.communicator import Communicator
+from grace.core.ops.composites import ArrayOps
 from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks
 from grace.core.values.unit import Unit
-from grace.core.wire.layout import GatherLayout, Layout, Received
+from grace.core.wire.layout import Buffer, GatherLayout, Layout, Received
 
 
 @communicators.register("allgather")
@@ -30,8 +31,12 @@ class Allgather(Communicator):
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> GatherLayout:
         return GatherLayout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
 
+    def buffer(self, layout: Layout, ops: ArrayOps) -> Buffer | None:
+        assert isinstance(layout, GatherLayout)
+        return layout.buffer(ops)
+
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
         assert isinstance(layout, GatherLayout)
-        buffer = layout.encode(at.ops, at.coded, at.flags, at.stamp)
+        buffer = layout.encode(at.ops, at.coded, at.flags, at.stamp, at.buffer)
         (data,) = yield [collectives.allgather(buffer, equal=layout.fixed)]
         return layout.decode(at.ops, data, at.size, at.stamp)

@@ -10,7 +10,7 @@ from grace.core.exchange.unit_step import UnitStep
 from grace.core.methods.communicator import Communicator
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.spec import Array, Payload
-from grace.core.wire.layout import Layout, Received
+from grace.core.wire.layout import Buffer, Layout, Received
 
 ProposalKind = tuple[Literal["sum", "max", "leader"], str]
 
@@ -19,13 +19,23 @@ class BucketStep:
     """The units of a bucket in one step, for the program of its communicator.
 
     `steps` has the step of each unit, `ops` the array operations, and `stamp` is the number of the step. `mean` says
-    that 16-bit floats are averaged while they are added, because their sum may overflow.
+    that 16-bit floats are averaged while they are added, because their sum may overflow. `buffer` is the wire buffer to
+    which the payloads were written, if the communicator has made one.
     """
 
     def __init__(
-        self, steps: Sequence[UnitStep], ops: ArrayOps, *, rank: int, size: int, stamp: int, mean: bool
+        self,
+        steps: Sequence[UnitStep],
+        ops: ArrayOps,
+        *,
+        rank: int,
+        size: int,
+        stamp: int,
+        mean: bool,
+        buffer: Buffer | None = None,
     ) -> None:
         self.steps, self.ops, self.rank, self.size, self.stamp, self.mean = list(steps), ops, rank, size, stamp, mean
+        self.buffer = buffer
 
     @property
     def payloads(self) -> list[Payload]:

@@ -48,7 +48,7 @@ from grace.core.values.plan import Bucket, Plan
 from grace.core.values.registry import memories
 from grace.core.values.spec import ITEMSIZE, Array, State
 from grace.core.values.unit import Assignment, Unit
-from grace.core.wire.layout import Received
+from grace.core.wire.layout import Buffer, Received
 
 
 class Snapshot(NamedTuple):
@@ -72,6 +72,7 @@ class BucketRun:
     nbytes: dict[str, int] = field(default_factory=dict)
     sent: bool = False
     received: Received | None = None
+    buffer: Buffer | None = None
 
 
 class Engine:
@@ -323,9 +324,12 @@ class Engine:
         bucket = self._bucket_of[name]
         run = self._runs.get(bucket.name)
         if run is None:
-            run = self._runs[bucket.name] = BucketRun()
+            buffer = bucket.communicator.buffer(bucket.layout, self._ops(unit.spec.device))
+            run = self._runs[bucket.name] = BucketRun(buffer=buffer)
         self.times.mark("begun", name, (flat,))
         run.steps[name] = step = self._step_of(unit)
+        if run.buffer is not None:
+            step.write_to(run.buffer.places.get(name))
         step.begin(flat, lr, norm)
         if len(run.steps) == len(bucket.units):
             run.program = self._program(bucket, run)
@@ -469,7 +473,8 @@ class Engine:
     def _program(self, bucket: Bucket, run: BucketRun) -> Program[Received]:
         steps = [run.steps[unit.spec.name] for unit in bucket.units]
         ops, transport = self._ops(bucket.units[0].spec.device), self.transport
-        at = BucketStep(steps, ops, rank=transport.rank, size=transport.size, stamp=self.step, mean=self._average)
+        rank, size = transport.rank, transport.size
+        at = BucketStep(steps, ops, rank=rank, size=size, stamp=self.step, mean=self._average, buffer=run.buffer)
         if at.proposals:
             self.times.mark("proposed", bucket.name, [s.proposal.array for s in steps if s.proposal is not None])
             results = yield from at.negotiate()

@@ -50,6 +50,7 @@ class UnitStep:
     concluded: dict[str, State] | None = None
     proposal: Proposal | None = None
     _coded: Payload | None = None
+    _place: Array | None = None
 
     def __init__(
         self,
@@ -76,6 +77,10 @@ class UnitStep:
         # The memory's state in progress.
         self.memory: State = states["memory"]
         self._average = average
+
+    def write_to(self, place: Array | None) -> None:
+        """Let kernels write the longest field of the payload to an array that has its dtype and length."""
+        self._place = place
 
     def begin(self, gradient: Array, lr: Any = None, norm: Array | None = None, flags: Sequence[Array] = ()) -> None:
         """Compensate a flat gradient, which is only read; compress it unless the ranks must negotiate first.
@@ -147,12 +152,14 @@ class UnitStep:
         unit, ops = self.unit, self.site.ops
         if negotiated is not None:
             self.site = self.site._replace(negotiated=negotiated)
+        # A site of its own, as for the merge.
+        at = self.site if self._place is None else Site(ops.writing_to(self._place), *self.site[1:])
         if unit.checks:
             assert isinstance(unit.compressor, Checking)
-            self.payload, finite = unit.compressor.compress_checked(self.x, self.site)
+            self.payload, finite = unit.compressor.compress_checked(self.x, at)
             self.bad = ops.bit_not(finite)
         else:
-            self.payload = unit.compressor.compress(self.x, self.site)
+            self.payload = unit.compressor.compress(self.x, at)
         self._check_payload()
 
     def _check_payload(self) -> None:

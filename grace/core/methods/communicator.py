@@ -14,8 +14,9 @@ from grace.core.values.spec import Ranks
 if TYPE_CHECKING:
     from grace.core.exchange.bucket_step import BucketStep
     from grace.core.exchange.collectives import Program
+    from grace.core.ops.composites import ArrayOps
     from grace.core.values.unit import Assignment, Unit
-    from grace.core.wire.layout import Layout, Received
+    from grace.core.wire.layout import Buffer, Layout, Received
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class Communicator(ABC):
     @abstractmethod
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
         """Return the layout of the fields of a bucket's units on the wire."""
+
+    def buffer(self, layout: Layout, ops: ArrayOps) -> Buffer | None:
+        """Return a wire buffer to which kernels can write payloads, for `BucketStep.buffer` (default: None)."""
+        return None
 
     @abstractmethod
     def program(self, at: BucketStep, layout: Layout) -> Program[Received]:

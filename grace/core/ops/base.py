@@ -110,8 +110,12 @@ class Primitives(ABC):
         """Return arrays of one dtype end to end, without a copy if they already lie so; the result is read-only."""
         return arrays[0] if len(arrays) == 1 else self.concat(arrays)
 
+    def room(self, nbytes: int) -> Array | None:
+        """Return uninitialized bytes to parts of which kernels can write (`writing_to`); None if there are no such."""
+        return None
+
     def writing_to(self: Ops, out: Array) -> Ops:
-        """Return these operations for one merge: its sum of payloads, or cast from 16 bits, is written to `out`.
+        """Return these operations for one call: a kernel of a merge, or of `compress`, writes its array to `out`.
 
         `out` is flat. If its dtype or length does not fit, the result is allocated; the caller recognizes the array in
         the result. The operations of other engines and threads stay as they are.
@@ -125,6 +129,10 @@ class Primitives(ABC):
         """Return the array of `writing_to` once, then None."""
         out, self._offered = self._offered, None
         return out
+
+    def is_same(self, x: Array, y: Array) -> bool:
+        """Return whether two flat, contiguous arrays are the same memory. Only if `eager`."""
+        raise TypeError(f"arrays of {self.name} have no address; use is_same only if eager is True")
 
     def place(self, out: Array, start: int, x: Array, factor: float) -> None:
         """Write x * factor, rounded to the dtype of the flat `out`, to `out` from `start` on. Only if `eager`."""

@@ -248,8 +248,8 @@ class Native(ArrayOps):
     def cast(self, x: Array, dtype: str) -> Array:
         source = self.kind(x)
         if source == "float32" and dtype in HALF_DTYPES and len(x.shape) == 1:
-            brain = int(dtype == "bfloat16")
-            return self.run("half", [x], [brain], outputs=[dtype], lengths=[self.length(x)])[0]
+            integers, lengths = [int(dtype == "bfloat16")], [self.length(x)]
+            return self.run("half", [x], integers, outputs=[dtype], lengths=lengths, out=self.withdraw())[0]
         if source in HALF_DTYPES and dtype == "float32" and len(x.shape) == 1:
             return self.run("wide", [x], outputs=[dtype], lengths=[self.length(x)], out=self.withdraw())[0]
         return super().cast(x, dtype)

@@ -62,6 +62,9 @@ class NativeNumpyOps(Native, NumpyOps):
             return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
         return [inputs[0], *results] if consumes else results
 
+    def room(self, nbytes: int) -> Array | None:
+        return module.empty(nbytes, None)
+
     def cast(self, x: Array, dtype: str) -> Array:
         if isinstance(x, np.ndarray):
             # The most frequent call, for which the general one takes as long as a small kernel.

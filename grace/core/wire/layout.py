@@ -36,6 +36,9 @@ _INT32 = 0x7FFFFFFF
 _ALL_THERE = "a buffer that holds as many elements as its header says"
 # Fields end to end of at most this many elements together are copied once more when they are sent.
 _FEW = 1 << 14
+# A field of at least this many bytes is written straight to the wire buffer. The copy of a shorter one takes no longer
+# than to arrange that.
+_LONG = 1 << 20
 # Digests of the step in a summed bucket; two steps have all of them in common with probability 2^-24 on 256 ranks.
 _DIGESTS = 3
 
@@ -104,6 +107,13 @@ class _Run(NamedTuple):
         return self.offset + sum(self.lengths) * ITEMSIZE[self.dtype]
 
 
+class Buffer(NamedTuple):
+    """Wire buffer of a rank that exists before its payloads, and by unit the place in it for the longest field."""
+
+    data: Array
+    places: dict[str, Array]
+
+
 class Received(NamedTuple):
     """Received contents of a bucket.
 
@@ -161,6 +171,7 @@ class GatherLayout:
         self._flagged = [i for i, guard in enumerate(self.guarded) if guard]
         self._fixed_end = self._flags_offset + len(self._flagged)
         self._variable = [_Slot(i, f) for _, i, f in variable]
+        self._long = {} if self._start or not self.fixed else _long([*self._wide, *self._narrow])
 
     def checked(self) -> GatherLayout:
         """Return this layout with a checksum in every buffer."""
@@ -186,10 +197,28 @@ class GatherLayout:
         """Start of the part whose length depends on the data."""
         return _align(self._fixed_end, 8) if self.counts or self._coded else self._fixed_end
 
-    def encode(self, ops: ArrayOps, payloads: Sequence[Payload], flags: Sequence[Array], stamp: int) -> Array:
+    def buffer(self, ops: ArrayOps) -> Buffer | None:
+        """Return a buffer whose places kernels can write long fields to, for `encode`; None if that does not pay."""
+        data = ops.room(self.nbytes) if self._long else None
+        if data is None:
+            return None
+        places = {}
+        for i, (offset, field) in self._long.items():
+            places[self.specs[i].name] = ops.from_bytes(data[offset : offset + _fixed_bytes(field)], field.dtype)
+        return Buffer(data, places)
+
+    def encode(
+        self,
+        ops: ArrayOps,
+        payloads: Sequence[Payload],
+        flags: Sequence[Array],
+        stamp: int,
+        buffer: Buffer | None = None,
+    ) -> Array:
         """Return the buffer of this rank at the step `stamp`, flat and uint8; fields may be coded already.
 
-        Raises PayloadError if a payload is not what `wire` announced.
+        It is `buffer` if all long fields are in their places there. Raises PayloadError if a payload is not what `wire`
+        announced.
         """
         lengths: Lengths = {}
         for i, (tensor_fields, payload) in enumerate(zip(self._by_name, payloads, strict=True)):
@@ -238,8 +267,21 @@ class GatherLayout:
             # TensorFlow's graph optimizer infers a wrong length for the result of the branches.
             put(one.data, one.size)
         pad(_align(position, ALIGNMENT))
+        if buffer is not None and self._in_place(ops, payloads, buffer):
+            offset = 0
+            for piece in pieces:
+                length = ops.length(piece)
+                if not ops.is_same(piece, buffer.data[offset : offset + length]):
+                    ops.place(buffer.data, offset, piece, 1.0)
+                offset += length
+            return buffer.data
         body = ops.concat(pieces)
         return ops.concat([ops.to_bytes(checksum(ops, body)), body]) if self._start else body
+
+    def _in_place(self, ops: ArrayOps, payloads: Sequence[Payload], buffer: Buffer) -> bool:
+        """Return whether kernels have written all long fields to their places in a buffer."""
+        long = [(self.specs[i].name, payloads[i][field.name]) for i, (_, field) in self._long.items()]
+        return all(ops.is_same(array, buffer.places[name]) for name, array in long)
 
     def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
         """Return the contents of `size` buffers, which `data` holds as flat uint8 in a row, or as a list of them.
@@ -359,6 +401,19 @@ def _runs(fields: Sequence[tuple[int, int, Field]], offset: int) -> list[_Run]:
         runs[-1].slots.append(_Slot(i, f))
         runs[-1].lengths.append(int(f.length))
     return runs
+
+
+def _long(runs: Sequence[_Run]) -> dict[int, tuple[int, Field]]:
+    """Return the longest field of each unit that has a long one, with its offset."""
+    found: dict[int, tuple[int, Field]] = {}
+    for run in runs:
+        offset = run.offset
+        for slot, length in zip(run.slots, run.lengths, strict=True):
+            nbytes = length * ITEMSIZE[run.dtype]
+            if nbytes >= max(_LONG, _fixed_bytes(found[slot.tensor][1]) if slot.tensor in found else 0):
+                found[slot.tensor] = offset, slot.field
+            offset += nbytes
+    return found
 
 
 def decode_rows(ops: ArrayOps, data: Array, layouts: Sequence[GatherLayout], stamp: int) -> list[Received]:
