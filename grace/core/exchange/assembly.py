@@ -32,14 +32,14 @@ class Incoming:
         places = self._plan.places[name]
         for unit, _, piece in places:
             ops = self._ops(unit.spec.device)
-            if whole:
-                x = ops.reshape(gradient[0], (-1,))
-                if len(places) > 1:
-                    x = x[piece.start : piece.stop]
-            else:
+            if not whole:
                 x = _joined(ops, gradient, starts, piece)
+            elif len(places) > 1:
+                x = ops.reshape(gradient[0], (-1,))[piece.start : piece.stop]
+            else:
+                x = gradient[0]
             if len(unit.pieces) == 1:
-                complete.append((unit, x))
+                complete.append((unit, ops.reshape(x, (-1,))))
                 continue
             waiting = self._waiting.setdefault(unit.spec.name, {})
             waiting[piece] = x
@@ -104,6 +104,12 @@ class Outgoing:
         if x is target:
             self._count(unit.pieces[0], ops)
             return
+        if factor == 1 and all(self._is_whole(piece, ops) for piece in unit.pieces):
+            # The most frequent case: the pieces are tensors.
+            placed = {piece.tensor: self._into[piece.tensor] for piece in unit.pieces}
+            ops.place_all(list(placed.values()), x)
+            self.merged.update(placed)
+            return
         direct = [self._goes_into_place(piece, ops) for piece in unit.pieces]
         if factor != 1 and not all(direct):
             x, factor = ops.scale_(x, factor), 1.0
@@ -113,13 +119,11 @@ class Outgoing:
                 self._collect(ops, piece, part)
                 continue
             whole = self._all(piece.tensor, ops)
-            if len(self._plan.places[piece.tensor]) == 1:
-                # The most frequent case: the piece is a tensor.
-                ops.place(whole, 0, part, factor)
-                self.merged[piece.tensor] = self._into[piece.tensor]
-                continue
             ops.place(whole, piece.start - self._windows[piece.tensor][0], part, factor)
             self._count(piece, ops)
+
+    def _is_whole(self, piece: Piece, ops: ArrayOps) -> bool:
+        return ops.eager and piece.tensor in self._into and len(self._plan.places[piece.tensor]) == 1
 
     def _goes_into_place(self, piece: Piece, ops: ArrayOps) -> bool:
         return ops.eager and (piece.tensor in self._into or len(self._plan.places[piece.tensor]) > 1)

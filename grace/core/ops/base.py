@@ -138,6 +138,11 @@ class Primitives(ABC):
         """Write x * factor, rounded to the dtype of the flat `out`, to `out` from `start` on. Only if `eager`."""
         raise TypeError(f"arrays of {self.name} cannot be written in place; use place only if eager is True")
 
+    def place_all(self, outs: Sequence[Array], x: Array) -> None:
+        """Write the parts of the flat x, one after another, to contiguous arrays that they fill. Only if `eager`."""
+        for out, part in zip(outs, self.split(x, [self.length(out) for out in outs]), strict=True):
+            self.place(self.reshape(out, (-1,)), 0, part, 1.0)
+
     @abstractmethod
     def stack(self, arrays: Sequence[Array], axis: int) -> Array:
         """Return arrays of equal shape stacked along a new axis."""
