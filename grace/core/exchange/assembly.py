@@ -106,9 +106,9 @@ class Outgoing:
             return
         if factor == 1 and all(self._is_whole(piece, ops) for piece in unit.pieces):
             # The most frequent case: the pieces are tensors.
-            placed = {piece.tensor: self._into[piece.tensor] for piece in unit.pieces}
-            ops.place_all(list(placed.values()), x)
-            self.merged.update(placed)
+            tensors = {piece.tensor: self._into[piece.tensor] for piece in unit.pieces}
+            ops.place_all(list(tensors.values()), x)
+            self.merged.update(tensors)
             return
         direct = [self._goes_into_place(piece, ops) for piece in unit.pieces]
         if factor != 1 and not all(direct):
