@@ -199,6 +199,11 @@ def max_abs(ops, g):
 
 
 @case
+def flat_max_abs(ops, g):
+    yield ops.flat_max_abs(g.x())
+
+
+@case
 def norm_max(ops, g):
     norm, most = ops.norm_max(g.x())
     yield free(ops, g, norm)

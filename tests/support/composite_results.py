@@ -171,7 +171,9 @@ def finite_sum(n, dtype):
 @case
 def max_abs(n, dtype):
     x = numbers(n, dtype)
-    yield Call("max_abs", (x,), {}, (np.array(max(abs(x), default=0), dtype),))
+    most = np.array(max(abs(x), default=0), dtype)
+    yield Call("max_abs", (x,), {}, (most,))
+    yield Call("flat_max_abs", (x,), {}, (most.reshape(1),))
 
 
 @case

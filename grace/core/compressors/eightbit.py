@@ -67,7 +67,7 @@ class EightBit(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
-        scale = ops.reshape(ops.max_abs(x), (1,))
+        scale = ops.flat_max_abs(x)
         return {"scale": scale, "codes": table_encode(ops, x, scale, self._table(ops, at.spec.work_dtype), _whole(at))}
 
     def decompress(self, payload: Payload, at: Site) -> Array:

@@ -99,7 +99,7 @@ class Inceptionn(Compressor):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, payload = at.ops, {}
         if self.relative:
-            payload["scale"] = ops.reshape(ops.max_abs(x), (1,))
+            payload["scale"] = ops.flat_max_abs(x)
         arrays = precision_encode(ops, x, self._scale(payload, at), self.error_bound, *self._ends)
         return {**payload, **dict(zip(_FIELDS, arrays, strict=True))}
 

@@ -93,7 +93,9 @@ class LPC(Compressor):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, dtype = at.ops, at.spec.work_dtype
         if self.delta is None:
-            delta = ops.reshape(ops.max_abs(x), (1,)) / ops.cast(self._half - 1, dtype)
+            # A constant, because TensorFlow multiplies by the reciprocal of a number.
+            most = ops.constant(("lpc", self._half, dtype), lambda: ops.cast(self._half - 1, dtype))
+            delta = ops.flat_max_abs(x) / most
             return {"delta": delta, "codes": floor_packed(ops, x, delta, self.width, at.private_key)}
         return {"codes": floor_packed(ops, x, ops.full(1, self.delta, dtype), self.width, at.private_key)}
 
@@ -109,9 +111,9 @@ class LPC(Compressor):
     def _sum(self, payloads: Sequence[Payload], at: Site, sign: float, onto: Array | None = None) -> Array:
         ops, n, dtype = at.ops, at.spec.numel, at.spec.work_dtype
         # A power of two times delta; `dequantize_sum` divides by it, and both are exact.
-        most = ops.cast(sign * self._half, dtype)
+        most = sign * self._half
         fixed = None if self.delta is None else ops.full(1, self.delta, dtype)
-        scales = [(payload["delta"] if fixed is None else fixed) * most for payload in payloads]
+        scales = [ops.scaled(payload["delta"] if fixed is None else fixed, most) for payload in payloads]
         codes = [payload["codes"] for payload in payloads]
         return dequantize_sum(ops, codes, scales, max(1, n), self._half, self.width, n, onto=onto)
 

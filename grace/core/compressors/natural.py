@@ -123,7 +123,7 @@ def natural_encode(ops: ArrayOps, x: Array, key: Key, clipped: bool) -> tuple[Ar
         code = ops.where(ops.shift_right(word, mantissa) > low, code - low, ops.cast(up, integer))
         bits, base = 8, ops.reshape(ops.cast(low, "int32"), (1,))
     sign = ops.shift_left(ops.cast(negative, "int64"), bits - 1)
-    return ops.pack(ops.cast(code, "int64") + sign, bits), base, ops.reshape(ops.max_abs(x), (1,))
+    return ops.pack(ops.cast(code, "int64") + sign, bits), base, ops.flat_max_abs(x)
 
 
 @natural_encode.kernel(natural_encode="x T; clipped, key -> uint8[packed], int32[1], T[1]")

@@ -95,7 +95,7 @@ class TernGrad(Compressor, Negotiating):
         """
         ops = at.ops
         if self.clip_factor is None or not at.spec.numel:
-            return ops.reshape(ops.max_abs(x), (1,)), None
+            return ops.flat_max_abs(x), None
         norm, largest = ops.norm_max(x)
         limit = norm * (self.clip_factor / math.sqrt(at.spec.numel))
         clips = ops.bit_and(limit < largest, largest <= MAX_MAGNITUDE[at.spec.work_dtype])

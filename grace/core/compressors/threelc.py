@@ -69,7 +69,7 @@ class ThreeLC(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
-        scale = ops.reshape(ops.max_abs(x), (1,))
+        scale = ops.flat_max_abs(x)
         if self.sparsity_multiplier != 1:
             scale = scale * ops.full(1, self.sparsity_multiplier, at.spec.work_dtype)
         return {"scale": scale, "codes": ternary_encode(ops, x, scale)}

@@ -95,7 +95,7 @@ class Uniform(Compressor, Negotiating):
         return (Field("scale", spec.work_dtype, 1),)
 
     def propose(self, x: Array, at: Site) -> Proposal:
-        return Proposal(at.ops.reshape(at.ops.max_abs(x), (1,)), "max")
+        return Proposal(at.ops.flat_max_abs(x), "max")
 
     def compress(self, x: Array, at: Site) -> Payload:
         key = at.private_key if self.stochastic else None

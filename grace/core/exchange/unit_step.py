@@ -21,6 +21,10 @@ from grace.core.wire.layout import sent_bytes
 States = Mapping[str, State]
 
 
+# With at most this many elements, one operation on the dense result takes less time than one for each payload.
+_SMALL = 4096
+
+
 class Concluded(NamedTuple):
     """Result of a step: an array and a factor whose product is the unit's gradient, the new states, and the tally."""
 
@@ -381,8 +385,9 @@ def _merged_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Si
 def _scaled(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Sequence[Payload], float]:
     """Multiply payloads by the factor if that gives the same bits as afterwards; return them and the factor left."""
     fields = unit.compressor.linear_in
-    # A power of two is exact, and the payload is small compared with the dense result.
-    if factor == 1 or not fields or math.frexp(factor)[0] != 0.5:
+    # A power of two is exact, and the payload is small compared with the dense result, unless that is small itself.
+    few = unit.spec.numel <= _SMALL and len(payloads) * len(fields) > 1
+    if factor == 1 or not fields or few or math.frexp(factor)[0] != 0.5:
         return payloads, factor
     return [{**each, **{name: at.ops.scaled(each[name], factor) for name in fields}} for each in payloads], 1.0
 

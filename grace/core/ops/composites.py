@@ -59,6 +59,10 @@ class ArrayOps(Primitives):
         """Return the largest magnitude, in x's dtype; 0 for an empty array."""
         return self.max(self.abs(x))
 
+    def flat_max_abs(self, x: Array) -> Array:
+        """Return the largest magnitude as an array of one element."""
+        return self.reshape(self.max_abs(x), (1,))
+
     def norm_max(self, x: Array) -> tuple[Array, Array]:
         """Return the Euclidean norm and the largest magnitude of a flat array, in x's dtype."""
         return self.norm(x), self.max_abs(x)

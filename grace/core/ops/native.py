@@ -223,10 +223,13 @@ class Native(ArrayOps):
         return total, good
 
     def max_abs(self, x: Array) -> Array:
+        return super().max_abs(x) if self.floating(x) is None else self.reshape(self.flat_max_abs(x), ())
+
+    def flat_max_abs(self, x: Array) -> Array:
         dtype = self.floating(x)
         if dtype is None:
-            return super().max_abs(x)
-        return self.reshape(self.run("max_abs", [x], outputs=[dtype], lengths=[1])[0], ())
+            return self.reshape(super().max_abs(x), (1,))
+        return self.run("max_abs", [x], outputs=[dtype], lengths=[1])[0]
 
     def norm_max(self, x: Array) -> tuple[Array, Array]:
         dtype = self.floating(x)
