@@ -5,34 +5,88 @@
     python benchmarks/step_table.py docs/results/step_torch.json "Intel Xeon with AVX-512" \
         1gbit=slow.json 10gbit=fast.json
 
-Each column takes its unit from its title: ms, s, MB sent, or else the speed-up over the plain baseline.
+A column takes its unit from its title: ms, s, MB sent, or else the speed-up over the plain baseline. Without a column,
+a file gives whole rows: of `--account` to step_account.json, of `--memory` to memory.json, and of other models to
+step_models.json, which keeps the rows of models and links that are not in the files.
+
+    python benchmarks/step_table.py docs/results/step_account.json "Intel Xeon with AVX-512" account.json
+    python benchmarks/step_table.py docs/results/step_ddp.json "Intel Xeon with AVX-512" \
+        two=two.json mb=two.json four=four.json mb4=four.json
 """
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
 
 import tables
 
+LINKS = {"none": "none", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+
+
+def ms(seconds, digits=1):
+    """Return milliseconds."""
+    return round(1000 * seconds, digits)
+
+
+def speedup(result):
+    """Return the speed-up over the baseline of the run."""
+    return round(next(x for key, x in result.items() if key.startswith("speedup_over_")), 2)
+
 
 def value(result, title):
     """Return what a result has for a column with this title."""
     unit = title.split(": ")[-1]
-    if unit in ("ms", "s"):
-        seconds = result["median_s"]
-        return round(1000 * seconds) if unit == "ms" else round(seconds, 2)
+    if unit == "ms":
+        return round(1000 * result["median_s"])
+    if unit == "s":
+        return round(result["median_s"], 2)
     if unit.startswith("MB"):
         return round(result["wire_bytes"] / 1e6, 2)
-    return round(next(x for key, x in result.items() if key.startswith("speedup_over_")), 2)
+    return speedup(result)
+
+
+def of_account(result):
+    """Return the row of a method whose time was split."""
+    parts = {name.lower(): ms(seconds) for name, seconds in result["parts_s"].items() if name != "faults"}
+    of_step = {"step": ms(result["step_s"]), "overhead": ms(result["overhead_s"])}
+    limits = {"limit": ms(result["limit_s"]), "wire": ms(result["wire_s"])}
+    return {**of_step, "copies": round(result["overhead_copies"], 2), **parts, **limits}
+
+
+def of_model(results):
+    """Return the row of a model behind a link."""
+    by_name = {result["method"]: result for result in results}
+    times = {name: round(1000 * by_name[name]["median_s"]) for name in ("compute", "horovod")}
+    return times | {name: speedup(result) for name, result in by_name.items() if name not in times}
 
 
 path, processor, *given = sys.argv[1:]
 data = json.loads(Path(path).read_text())
-rows: dict[str, dict] = {}
-for column, name in (argument.split("=", 1) for argument in given):
-    for result in json.loads(Path(name).read_text()):
-        row = rows.setdefault(result["method"], {"method": result["method"]})
-        row[column] = value(result, data["columns"][column]["title"])
-data |= {"machine": f"{processor}, 2 cores, CPU only", "date": time.strftime("%Y-%m-%d"), "rows": list(rows.values())}
+rows: dict[tuple, dict] = {}
+if "model" in data["columns"]:
+    rows = {(row["model"], row["link"]): row for row in data["rows"]}
+for argument in given:
+    column, _, name = argument.rpartition("=")
+    results = json.loads(Path(name).read_text())
+    if "model" in data["columns"]:
+        key = results[0]["model"], LINKS[results[0]["link"]]
+        rows[key] |= of_model(results)
+        continue
+    for result in results:
+        # A baseline has the name of its launcher, and the table has one row for all launchers.
+        method = result["method"].removesuffix("-zero2")
+        row = rows.setdefault((method,), {"method": method})
+        if column:
+            row[column] = value(result, data["columns"][column]["title"])
+        elif "parts_s" in result:
+            row |= of_account(result)
+            compute, copy = result["step_s"] - result["overhead_s"], result["overhead_s"] / result["overhead_copies"]
+            what = re.sub(r"exchange \([\d.]+ ms\)", f"exchange ({ms(compute)} ms)", data["what"])
+            data["what"] = re.sub(r"takes [\d.]+ ms", f"takes {ms(copy)} ms", what)
+        elif method != "compute":
+            row["peak"] = round(result["exchange_over_gradients"], 2)
+found = [row for row in rows.values() if len(row) > 1]
+data |= {"machine": f"{processor}, 2 cores, CPU only", "date": time.strftime("%Y-%m-%d"), "rows": found}
 tables.save(path, data)
