@@ -2731,7 +2731,7 @@ PATCHES = [
     Patch(
         "inceptionn-absolute-bound",
         "grace/core/compressors/inceptionn.py",
-        'payload["scale"] = ops.reshape(ops.max_abs(x), (1,))',
+        'payload["scale"] = ops.flat_max_abs(x)',
         'payload["scale"] = ops.full(1, 1.0, at.spec.work_dtype)',
         "small gradients are lost",
         ("tests/papers/test_inceptionn.py -k follows",),
