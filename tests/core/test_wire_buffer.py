@@ -122,6 +122,22 @@ def test_room_has_the_length_that_was_asked_for(framework):
         ops.room(-1)
 
 
+@pytest.mark.parametrize("framework", IN_PLACE)
+def test_a_step_sends_the_buffer_to_which_its_kernels_have_written(framework, short, monkeypatch):
+    with_kernels(framework)
+    sent, encode = [], GatherLayout.encode
+
+    def told(self, ops, payloads, flags, stamp, buffer=None):
+        made = encode(self, ops, payloads, flags, stamp, buffer)
+        sent.append(buffer is not None and made is buffer.data)
+        return made
+
+    monkeypatch.setattr(GatherLayout, "encode", told)
+    sim = simulate(METHODS["qsgd"], framework, size=2, specs=[SPEC])
+    step(sim, 0)
+    assert sent == [True, True]
+
+
 @each(
     in_turn(METHODS, size=[2, 3]),
     chosen=METHODS,

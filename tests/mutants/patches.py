@@ -3198,6 +3198,22 @@ PATCHES = [
         ("tests/core/test_wire_buffer.py -k pay",),
     ),
     Patch(
+        "wire-buffer-not-offered-to-kernels",
+        ENGINE,
+        "step.write_to(run.buffer.places.get(name))",
+        "pass",
+        "a step makes a wire buffer and copies every payload to another",
+        ("tests/core/test_wire_buffer.py -k sends_the_buffer",),
+    ),
+    Patch(
+        "wire-buffer-not-sent",
+        "grace/core/communicators/allgather.py",
+        "layout.encode(at.ops, at.coded, at.flags, at.stamp, at.buffer)",
+        "layout.encode(at.ops, at.coded, at.flags, at.stamp)",
+        "kernels write to a buffer that is not sent",
+        ("tests/core/test_wire_buffer.py -k sends_the_buffer",),
+    ),
+    Patch(
         "payload-not-written-to-the-wire-buffer",
         UNIT_STEP,
         "at = self.site if self._place is None else Site(ops.writing_to(self._place), *self.site[1:])",

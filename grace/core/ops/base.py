@@ -111,7 +111,7 @@ class Primitives(ABC):
         return arrays[0] if len(arrays) == 1 else self.concat(arrays)
 
     def room(self, nbytes: int) -> Array | None:
-        """Return uninitialized bytes to parts of which kernels can write (`writing_to`); None if there are no such."""
+        """Return uninitialized bytes, to parts of which kernels can write (`writing_to`); None if kernels cannot."""
         return None
 
     def writing_to(self: Ops, out: Array) -> Ops:

@@ -217,8 +217,8 @@ class GatherLayout:
     ) -> Array:
         """Return the buffer of this rank at the step `stamp`, flat and uint8; fields may be coded already.
 
-        It is `buffer` if all long fields are in their places there. Raises PayloadError if a payload is not what `wire`
-        announced.
+        It is `buffer.data` if all long fields are in their places there. Raises PayloadError if a payload is not what
+        `wire` announced.
         """
         lengths: Lengths = {}
         for i, (tensor_fields, payload) in enumerate(zip(self._by_name, payloads, strict=True)):
