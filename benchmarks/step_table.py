@@ -6,12 +6,13 @@
         1gbit=slow.json 10gbit=fast.json
 
 A column takes its unit from its title: ms, s, MB sent, or else the speed-up over the plain baseline. Without a column,
-a file gives whole rows: of `--account` to step_account.json, of `--memory` to memory.json, and of other models to
-step_models.json, which keeps the rows of models and links that are not in the files.
+a file gives whole rows: of `--account` to step_account.json, and of other models to step_models.json, which keeps the
+rows of models and links that are not in the files. The figures of `--memory` need no unit.
 
     python benchmarks/step_table.py docs/results/step_account.json "Intel Xeon with AVX-512" account.json
     python benchmarks/step_table.py docs/results/step_ddp.json "Intel Xeon with AVX-512" \
         two=two.json mb=two.json four=four.json mb4=four.json
+    python benchmarks/step_table.py docs/results/memory.json "Intel Xeon with AVX-512" peak=usual.json once=without.json
 """
 
 import json
@@ -38,6 +39,8 @@ def speedup(result):
 def value(result, title):
     """Return what a result has for a column with this title."""
     unit = title.split(": ")[-1]
+    if "exchange_over_gradients" in result:
+        return round(result["exchange_over_gradients"], 2)
     if unit == "ms":
         return round(1000 * result["median_s"])
     if unit == "s":
@@ -78,6 +81,11 @@ for argument in given:
         # A baseline has the name of its launcher, and the table has one row for all launchers.
         method = result["method"].removesuffix("-zero2")
         row = rows.setdefault((method,), {"method": method})
+        if "exchange_over_gradients" in result and (
+            method == "compute" or (result["launcher"] is None and len(row) > 1)
+        ):
+            # It has no exchange, or another run had the same baseline.
+            continue
         if column:
             row[column] = value(result, data["columns"][column]["title"])
         elif "parts_s" in result:
@@ -85,8 +93,6 @@ for argument in given:
             compute, copy = result["step_s"] - result["overhead_s"], result["overhead_s"] / result["overhead_copies"]
             what = re.sub(r"exchange \([\d.]+ ms\)", f"exchange ({ms(compute)} ms)", data["what"])
             data["what"] = re.sub(r"takes [\d.]+ ms", f"takes {ms(copy)} ms", what)
-        elif method != "compute":
-            row["peak"] = round(result["exchange_over_gradients"], 2)
 found = [row for row in rows.values() if len(row) > 1]
 data |= {"machine": f"{processor}, 2 cores, CPU only", "date": time.strftime("%Y-%m-%d"), "rows": found}
 tables.save(path, data)

@@ -44,18 +44,19 @@ bool read_dtype(const nb::dlpack::dtype& dtype, grace::DType& found) {
 class HostCall : public grace::Call {
   public:
     HostCall(std::string kernel, std::vector<grace::Array> inputs, std::vector<int64_t> integers,
-             std::vector<double> numbers, int threads, grace::Array offered, bool judges)
+             std::vector<double> numbers, int threads, std::vector<grace::Array> offered, bool judges)
         : Call(std::move(kernel), std::move(inputs), std::move(integers), std::move(numbers)), threads_(threads),
-          offered_(offered), judges_(judges) {}
+          offered_(std::move(offered)), judges_(judges) {}
     ~HostCall() override {
         for (const Output& output : outputs) grace::release(output.data);
     }
 
     void* allocate(grace::DType dtype, int64_t n) override {
-        if (outputs.empty() && offered_.data != nullptr && dtype == offered_.dtype && n == offered_.size) {
+        const size_t i = outputs.size();
+        if (i < offered_.size() && offered_[i].data != nullptr && dtype == offered_[i].dtype && n == offered_[i].size) {
             // The caller's array is the result; it needs no memory of its own.
             outputs.push_back({nullptr, n, dtype});
-            return offered_.data;
+            return offered_[i].data;
         }
         outputs.push_back({grace::acquire(static_cast<size_t>(grace::size_of(dtype) * n)), n, dtype});
         return outputs.back().data;
@@ -71,7 +72,7 @@ class HostCall : public grace::Call {
 
   private:
     int threads_;
-    grace::Array offered_;
+    std::vector<grace::Array> offered_;
     bool judges_;
 };
 
@@ -150,35 +151,40 @@ std::vector<double> numbers_of(nb::sequence given) {
 template <class Framework>
 nb::list run_on(const Framework& framework, const std::string& kernel, nb::sequence inputs,
                 const std::vector<int64_t>& integers, nb::sequence numbers, bool consumes, int threads,
-                nb::handle out, bool judges) {
+                nb::sequence outs, bool judges) {
     const grace::Kernel function = kernel_of(kernel);
     std::vector<nb::object> held;
     std::vector<grace::Array> arrays = arrays_of(kernel, Items(inputs), consumes, framework, held);
-    grace::Array offered = {nullptr, 0, grace::DType::uint8, false};
-    View view;
-    if (!out.is_none() && framework.view(out, view, held) && view.writable) {
-        offered = array_of(kernel, arrays.size(), view, nb::device::cpu::value, 0);
+    const Items offers(outs);
+    std::vector<grace::Array> offered;
+    for (nb::handle out : offers) {
+        View view;
+        offered.push_back({nullptr, 0, grace::DType::uint8, false});
+        if (framework.view(out, view, held) && view.writable) {
+            offered.back() = array_of(kernel, arrays.size() + offered.size() - 1, view, nb::device::cpu::value, 0);
+        }
     }
-    HostCall call(kernel, std::move(arrays), integers, numbers_of(numbers), threads, offered, judges);
+    HostCall call(kernel, std::move(arrays), integers, numbers_of(numbers), threads, std::move(offered), judges);
     {
         nb::gil_scoped_release released;
         function(call);
     }
     nb::list results;
-    for (Output& output : call.outputs) {
-        results.append(output.data == nullptr ? nb::borrow(out) : framework.wrap(output));
+    for (size_t i = 0; i < call.outputs.size(); ++i) {
+        Output& output = call.outputs[i];
+        results.append(output.data == nullptr ? nb::borrow(offers.begin()[i]) : framework.wrap(output));
     }
     if (judges) results.append(nb::bool_(call.judged != 0));
     return results;
 }
 
 nb::list run(const std::string& kernel, nb::sequence inputs, const std::vector<int64_t>& integers,
-             nb::sequence numbers, bool consumes, int threads, nb::handle tensors, nb::handle out,
+             nb::sequence numbers, bool consumes, int threads, nb::handle tensors, nb::sequence outs,
              bool judges) {
     if (tensors.is_none()) {
-        return run_on(grace::Numpy(), kernel, inputs, integers, numbers, consumes, threads, out, judges);
+        return run_on(grace::Numpy(), kernel, inputs, integers, numbers, consumes, threads, outs, judges);
     }
-    return run_on(grace::Torch(tensors), kernel, inputs, integers, numbers, consumes, threads, out, judges);
+    return run_on(grace::Torch(tensors), kernel, inputs, integers, numbers, consumes, threads, outs, judges);
 }
 
 nb::object empty(int64_t n, nb::handle tensors) {
@@ -293,10 +299,10 @@ NB_MODULE(GRACE_MODULE, module) {
     if (_import_array() < 0) throw nb::python_error();
     module.doc() = "Kernels of grace on NumPy arrays and PyTorch tensors.";
     module.def("run", &run, nb::arg("kernel"), nb::arg("inputs"), nb::arg("integers"), nb::arg("numbers"),
-               nb::arg("consumes"), nb::arg("threads"), nb::arg("tensors").none(), nb::arg("out").none() = nb::none(),
+               nb::arg("consumes"), nb::arg("threads"), nb::arg("tensors").none(), nb::arg("outs") = nb::tuple(),
                nb::arg("judges") = false,
                "Results of a kernel, of flat contiguous arrays, integers and numbers: NumPy arrays, or tensors of that "
-               "class where it is not None. The first is written to `out` where that has its dtype and length. The "
+               "class where it is not None. The first are written to `outs` where these have their dtype and length. The "
                "last is a bool if the kernel judges its input.");
     module.def("empty", &empty, nb::arg("n"), nb::arg("tensors").none(),
                "An array of n uninitialized bytes from the memory of results; a tensor of that class unless it is None.");

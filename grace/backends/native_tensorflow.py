@@ -96,7 +96,7 @@ class NativeTensorflowOps(Native, TensorflowOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
-        out: Array | None = None,
+        outs: Sequence[Array] = (),
     ) -> list[Array]:
         # Shapes help only in graphs; eager TensorFlow would cache an operation for each of them.
         eager = tf.executing_eagerly()

@@ -46,7 +46,7 @@ class NativeTorchOps(Native, TorchOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
-        out: Array | None = None,
+        outs: Sequence[Array] = (),
     ) -> list[Array]:
         judges = outputs[-1] == "bool"
         try:
@@ -57,7 +57,7 @@ class NativeTorchOps(Native, TorchOps):
                     results[-1] = results[-1].view(torch.bool).squeeze()
             else:
                 threads = torch.get_num_threads()
-                results = module.run(kernel, inputs, integers, numbers, consumes, threads, torch.Tensor, out, judges)
+                results = module.run(kernel, inputs, integers, numbers, consumes, threads, torch.Tensor, outs, judges)
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None
         except TypeError:

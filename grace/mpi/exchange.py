@@ -96,7 +96,7 @@ class MPIExchange(Exchange[Engine]):
             check_lr(item, lr)
         if is_due(self.engine.completed, self.config.check_replicas):
             self.check_replicas()
-        before = self.engine.snapshot()
+        before = self.engine.before_step()
         try:
             # All ranks start their collectives in the order of the plan.
             for item in self.plan.assignments:
@@ -117,9 +117,10 @@ class MPIExchange(Exchange[Engine]):
     def discard(self) -> None:
         """Drop a call that failed on some ranks or on all; every rank must call it instead of the exchange.
 
-        A call that fails leaves residuals and all other states as they were before it. This method drops what it has
-        started, waits for the other ranks for up to twice the `timeout` of the configuration, and lets the exchange go
-        on. Raises MismatchError on every rank if the call has succeeded on some of them: then load a checkpoint.
+        A call that fails leaves residuals and all other states as they were before it; with `rollback = false`, its
+        memories start from zero. This method drops what it has started, waits for the other ranks for up to twice the
+        `timeout` of the configuration, and lets the exchange go on. Raises MismatchError on every rank if the call has
+        succeeded on some of them: then load a checkpoint.
         """
         self.transport.discard()
         self.engine.count_anew()

@@ -454,10 +454,11 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
 
         `absent` holds the indices of variables that this step does not train; their memories do not change. With
         `loss_scale`, all memories are rolled back if a result times `loss_scale` is not finite, because the caller then
-        skips the step. The step is traced once per pattern of dense and sparse gradients, in eager mode and inside a
-        `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first step. The first call contacts the
-        other ranks. Raises StepError for a wrong number of gradients, or for one that no rank had in the first step,
-        ConfigError inside `jit_compile=True`, and MismatchError on every rank if the ranks differ.
+        skips the step; with `rollback = false` in the configuration, they start from zero. The step is traced once per
+        pattern of dense and sparse gradients, in eager mode and inside a `tf.function`. Inside a `tf.function`,
+        TensorFlow wraps errors of the first step. The first call contacts the other ranks. Raises StepError for a wrong
+        number of gradients, or for one that no rank had in the first step, ConfigError inside `jit_compile=True`, and
+        MismatchError on every rank if the ranks differ.
         """
         given = [
             tf.zeros(spec.shape, spec.dtype) if gradient is None else gradient
@@ -532,7 +533,9 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         self._replicas.compare(self._weights(), stages.slots.shared_states, stages.slots.step, self._transport)
         stages.slots.belong_to(self._transport.rank, self._transport.size)
         stages.enter()
-        before = stages.slots.snapshot() if absent or loss_scale is not None else []
+        before = []
+        if absent or loss_scale is not None:
+            before = stages.slots.snapshot(memories=bool(absent) or self.config.rollback)
         merged = stages.run(gradients, None if self.learning_rate is None else self.learning_rate())
         results = flat(merged)
         if loss_scale is not None:

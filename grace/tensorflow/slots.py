@@ -78,6 +78,10 @@ class VariableSlots(Slots):
         self.states[made] = self._make(made, value)
         return self.states[made]
 
+    def let_go(self, name: str) -> None:
+        # The next assignment frees the value.
+        pass
+
     def names(self, name: str) -> dict[str, dict[str, str]]:
         """Return the names in `states` of a unit's variables, by kind and key, as `read` returns their values."""
         made = {id(variable): place for place, variable in self.states.items()}
@@ -119,20 +123,29 @@ class VariableSlots(Slots):
             if id(variable) not in own
         }
 
-    def snapshot(self) -> list[tuple[str, tf.Variable, tf.Tensor]]:
-        """Return unit name, variable and current value of all states in all stages."""
+    def snapshot(self, *, memories: bool = True) -> list[tuple[str, tf.Variable, tf.Tensor]]:
+        """Return unit name, variable and current value of all states in all stages, or of all but those of memories."""
         places = {
             id(variable): (name, variable)
             for (_, name), states in self._variables.items()
-            for state in states.values()
+            for kind, state in states.items()
             for variable in state.values()
+            if memories or kind != "memory"
         }
         return [(name, variable, variable.read_value()) for name, variable in places.values()]
 
     def restore(self, snapshot: list[tuple[str, tf.Variable, tf.Tensor]]) -> tf.Tensor:
-        """Write the states of a snapshot back. Return False, because a branch of a graph must return a tensor."""
+        """Write the states of a snapshot back; memories that it lacks start from zero.
+
+        Return False, because a branch of a graph must return a tensor.
+        """
         for _, variable, value in snapshot:
             variable.assign(value)
+        kept = {id(variable) for _, variable, _ in snapshot}
+        for states in self._variables.values():
+            for variable in states["memory"].values():
+                if id(variable) not in kept:
+                    variable.assign(tf.zeros_like(variable))
         return tf.constant(False)
 
     def restore_tensors(

@@ -63,7 +63,7 @@ class Stages:
         # The rank and the number of ranks to which the memories belong.
         self._place = rank, ranks.size
         self.track_norms, self.times = False, GraphTimes()
-        self._seed = config.seed
+        self._seed, self._rollback = config.seed, config.rollback
         # The first step and the plan of each stage, by its number. After `change`, only the last stage is live.
         self._stages = dict(enumerate(make_plans(specs, config, ranks=ranks, prefix="bucket", delegate=_delegated)))
         self._live = list(self._stages)
@@ -146,7 +146,14 @@ class Stages:
         self.slots.stage = number
         average = self._op == hvd.Average
         engine = Engine(
-            plan, _ops, self._transport, seed=self._seed, average=average, slots=self.slots, times=self.times
+            plan,
+            _ops,
+            self._transport,
+            seed=self._seed,
+            average=average,
+            rollback=self._rollback,
+            slots=self.slots,
+            times=self.times,
         )
         engine.track_norms = self.track_norms
         self._engines[number] = engine

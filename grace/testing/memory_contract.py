@@ -59,12 +59,23 @@ class MemoryContract:
         assert found, f"{memory} works with no registered compressor"
 
     def step(
-        self, memory: Memory, compressor: Compressor, ops: ArrayOps, state: State, x: Array, step: int
+        self,
+        memory: Memory,
+        compressor: Compressor,
+        ops: ArrayOps,
+        state: State,
+        x: Array,
+        step: int,
+        *,
+        over: bool = False,
     ) -> tuple[Array, State]:
-        """Run one step of one rank, at a learning rate that falls. Return the gradient and the new state."""
+        """Run one step of one rank, at a learning rate that falls. Return the gradient and the new state.
+
+        With `over`, kernels may write over the state.
+        """
         unit = unit_of(compressor, memory, self.spec)
         states = {**initial(unit, ops, SEED, 0), "memory": state}
-        begun = UnitStep(unit, states, ops, seed=SEED, step=step, rank=0, size=1)
+        begun = UnitStep(unit, states, ops, seed=SEED, step=step, rank=0, size=1, rollback=not over, owned=over)
         begun.begin(x, 0.1 / (step + 1))
         negotiate([begun])
         ((payloads, flags),) = deliver([begun])
@@ -72,12 +83,14 @@ class MemoryContract:
         merged, factor, states, _ = begun.conclude(payloads, flags)
         return (merged if factor == 1 else ops.scale_(merged, factor)), states["memory"]
 
-    def run(self, memory: Memory, compressor: Compressor, ops: ArrayOps, steps: int = 3) -> list[Snapshot]:
+    def run(
+        self, memory: Memory, compressor: Compressor, ops: ArrayOps, steps: int = 3, *, over: bool = False
+    ) -> list[Snapshot]:
         """Run some steps. Return copies of the gradient and the state after each of them."""
         state, snapshots = memory.init(self.spec, ops), []
         for step in range(steps):
             gradient = array(ops, draw(self.spec, step), self.spec.work_dtype)
-            merged, state = self.step(memory, compressor, ops, state, gradient, step)
+            merged, state = self.step(memory, compressor, ops, state, gradient, step, over=over)
             snapshots.append({"gradient": host(ops, merged), **{k: host(ops, v) for k, v in state.items()}})
         return snapshots
 
@@ -106,6 +119,14 @@ class MemoryContract:
                 _, new = self.step(memory, compressor, ops, state, gradient, step)
                 assert all(same(host(ops, state[k]), old[k]) for k in old), compressor
                 state = new
+
+    def test_a_state_that_is_written_over_gives_the_same_result(self, memory: Memory, ops: ArrayOps) -> None:
+        """It is what `written_over` promises."""
+        assert set(memory.written_over) <= set(memory.init(self.spec, ops))
+        for compressor in self.served(memory) if memory.written_over else ():
+            apart, over = (self.run(memory, compressor, ops, over=over) for over in (False, True))
+            for a, b in zip(apart, over, strict=True):
+                assert all(same(a[name], b[name]) for name in a), compressor
 
     def test_the_gradient_is_only_read(self, memory: Memory, ops: ArrayOps) -> None:
         """The framework owns the gradient's buffer, and the backward pass may still need it."""

@@ -86,10 +86,10 @@ class Exchange(core.Exchange[Engine]):
 
         All ranks must call it between the same two calls of `step()`, wherever they are between these, also if the step
         failed on some of them only. Residuals and all other states are then what they were before the step, gradients
-        are None, and nothing is on its way. It does not change weights, except with `local_steps`, where they return to
-        what they were after the last exchange. A rank waits up to twice the `timeout` of the configuration for the
-        others. Raises MismatchError on every rank if some ranks have applied a step that others have not. Then a
-        checkpoint can be loaded.
+        are None, and nothing is on its way. With `rollback = false`, memories start from zero instead. It does not
+        change weights, except with `local_steps`, where they return to what they were after the last exchange. A rank
+        waits up to twice the `timeout` of the configuration for the others. Raises MismatchError on every rank if some
+        ranks have applied a step that others have not. Then a checkpoint can be loaded.
         """
         self._forget()
         self.way_back.discard()

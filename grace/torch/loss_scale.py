@@ -35,7 +35,7 @@ class LossScale:
         if self._scale is None:
             self._scale = self._scaler.get_scale()
             if self._before is None:
-                self._before = self._engine.snapshot()
+                self._before = self._engine.before_step()
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient divided by the scale."""

@@ -27,7 +27,7 @@ class WayBack:
 
     def keep(self) -> None:
         """Keep the states as they are now: a step begins."""
-        self._before = self._engine.snapshot()
+        self._before = self._engine.before_step()
 
     def let_go(self) -> None:
         """Let go of the states before the step: it was applied, or its gradients were dropped after the exchange."""

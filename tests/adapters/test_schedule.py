@@ -34,6 +34,8 @@ def test_a_scheduler_goes_on_with_the_options_of_all_steps_before(launch):
 @on(TWO_TENSORFLOW)
 def test_states_are_carried_over_where_the_first_step_of_a_stage_is_dropped_or_left_out(launch):
     for result in scenario("tf_first_steps", launch):
+        assert result.pop("NaN without roll-back") == 0
+        assert result.pop("skipped without roll-back") == 0
         assert result == {"dropped": pytest.approx(0.25), "left out": pytest.approx(0.25), "rows": ""}
 
 

@@ -100,7 +100,7 @@ def combination(row):
 
 
 # These promises share one covering array. Each is tested with every compressor, memory and communicator.
-_PROMISES = ["buckets", "consumption", "large gradients", "overflow", "state"]
+_PROMISES = ["buckets", "consumption", "large gradients", "overflow", "rollback", "state"]
 _ROWS = covering.rows({**PARTS, "promise": _PROMISES}, lambda row: combination(row) in COMBINATIONS)
 
 

@@ -71,8 +71,8 @@ def _(
         return None
     inputs = [x, scales] if limit is None else [x, scales, limit]
     integers, size = [width, levels, bits, *ops.noise_integers(key)], packed_size(ops.length(x), bits)
-    out = ops.withdraw()
-    return ops.run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size], out=out)[0]
+    outs = ops.withdraw()
+    return ops.run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size], outs=outs)[0]
 
 
 @composite(one_graph=True)

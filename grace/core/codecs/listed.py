@@ -36,8 +36,8 @@ def _(ops: Native, x: Array, scales: Array, levels: Array, width: int, key: Key 
     if ops.floating(x) is None:
         return None
     size = packed_size(ops.length(x), bits_for(ops.length(levels)))
-    inputs, integers, out = [x, scales, levels], [width, *ops.noise_integers(key)], ops.withdraw()
-    return ops.run("round_packed", inputs, integers, outputs=["uint8"], lengths=[size], out=out)[0]
+    inputs, integers, outs = [x, scales, levels], [width, *ops.noise_integers(key)], ops.withdraw()
+    return ops.run("round_packed", inputs, integers, outputs=["uint8"], lengths=[size], outs=outs)[0]
 
 
 @composite(one_graph=True)

@@ -192,7 +192,7 @@ def _(
         [block, int(fit), int(stochastic), *ops.key_integers(key)],
         outputs=["uint8", dtype],
         lengths=[packed_size(sum(widths), bits), len(widths)],
-        out=ops.withdraw(),
+        outs=ops.withdraw(),
     )
     return codes, scales
 

@@ -125,8 +125,8 @@ def _(ops: Native, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array
     if dtype is None or ops.floating(y) != dtype:
         return None
     n = ops.length(x)
-    outputs, lengths = [dtype, "uint8", dtype, "bool"], [n, packed_size(n, 1), 1, 1]
-    total, bits, mean, good = ops.run("sum_sign_mean", [x, y], (), [a, b], outputs=outputs, lengths=lengths)
+    outputs, lengths, outs = [dtype, "uint8", dtype, "bool"], [n, packed_size(n, 1), 1, 1], ops.withdraw()
+    total, bits, mean, good = ops.run("sum_sign_mean", [x, y], (), [a, b], outputs=outputs, lengths=lengths, outs=outs)
     return total, bits, mean, good
 
 
@@ -223,5 +223,5 @@ def majority(ops: ArrayOps, bits: Sequence[Array], n: int, dtype: str) -> Array:
 
 @majority.kernel(majority="bits uint8...; n, wide -> T[n]")
 def _(ops: Native, bits: Sequence[Array], n: int, dtype: str) -> Array | None:
-    integers, out = [n, int(dtype == "float64")], ops.withdraw()
-    return ops.run("majority", bits, integers, outputs=[dtype], lengths=[n], out=out)[0]
+    integers, outs = [n, int(dtype == "float64")], ops.withdraw()
+    return ops.run("majority", bits, integers, outputs=[dtype], lengths=[n], outs=outs)[0]

@@ -35,6 +35,7 @@ def _(ops: Native, x: Array, a: float, y: Array, b: float, k: int) -> Selection 
         [a, b],
         outputs=[dtype, dtype, "int32", "bool"],
         lengths=[n, k, k, 1],
+        outs=ops.withdraw(),
     )
     return total, good, values, indices
 
@@ -58,5 +59,6 @@ def _(ops: Native, x: Array, a: float, y: Array, b: float, bound: float, strict:
         [a, b],
         outputs=[dtype, dtype, "int32", "bool"],
         lengths=[ops.length(x), None, None, 1],
+        outs=ops.withdraw(),
     )
     return total, good, values, indices

@@ -59,8 +59,8 @@ def table_encode(ops: ArrayOps, x: Array, scales: Array, table: Array, width: in
 def _(ops: Native, x: Array, scales: Array, table: Array, width: int) -> Array | None:
     if ops.floating(x) is None:
         return None
-    inputs, lengths, out = [x, scales, table], [ops.length(x)], ops.withdraw()
-    return ops.run("table_encode", inputs, [width], outputs=["uint8"], lengths=lengths, out=out)[0]
+    inputs, lengths, outs = [x, scales, table], [ops.length(x)], ops.withdraw()
+    return ops.run("table_encode", inputs, [width], outputs=["uint8"], lengths=lengths, outs=outs)[0]
 
 
 @composite(one_graph=True)

@@ -139,5 +139,5 @@ def _(ops: Native, x: Array, delta: Array, width: int, key: Key) -> Array | None
     if ops.floating(x) is None:
         return None
     integers, size = [width, *ops.key_integers(key)], packed_size(ops.length(x), width)
-    out = ops.withdraw()
-    return ops.run("floor_packed", [x, delta], integers, outputs=["uint8"], lengths=[size], out=out)[0]
+    outs = ops.withdraw()
+    return ops.run("floor_packed", [x, delta], integers, outputs=["uint8"], lengths=[size], outs=outs)[0]

@@ -133,8 +133,8 @@ def _(ops: Native, x: Array, key: Key, clipped: bool) -> tuple[Array, Array, Arr
         return None
     size = packed_size(ops.length(x), 8 if clipped else 1 + _FORMAT[dtype][0])
     integers, outputs = [int(clipped), *ops.key_integers(key)], ["uint8", "int32", dtype]
-    lengths, out = [size, 1, 1], ops.withdraw()
-    codes, base, most = ops.run("natural_encode", [x], integers, outputs=outputs, lengths=lengths, out=out)
+    lengths, outs = [size, 1, 1], ops.withdraw()
+    codes, base, most = ops.run("natural_encode", [x], integers, outputs=outputs, lengths=lengths, outs=outs)
     return codes, base, most
 
 

@@ -28,6 +28,7 @@ from grace.core.exchange.state import (
     Slots,
     carried,
     check_saved,
+    first_memory,
     initial,
     moved,
     prepare,
@@ -52,7 +53,7 @@ from grace.core.wire.layout import Buffer, Received
 
 
 class Snapshot(NamedTuple):
-    """The state of an engine between two steps."""
+    """The state of an engine between two steps; units may be without their memories, which then start from zero."""
 
     plan: Plan
     done: Plan
@@ -78,8 +79,9 @@ class BucketRun:
 class Engine:
     """Driver of a plan over a transport, one step after another.
 
-    `ops(device)` returns the array operations. `average=False` leaves sums undivided. `slots` keeps the states. `later`
-    holds the plans of later stages, each with its first step. `times` records moments.
+    `ops(device)` returns the array operations. `average=False` leaves sums undivided. `rollback=False` drops the states
+    of memories as soon as a step has read them. `slots` keeps the states. `later` holds the plans of later stages, each
+    with its first step. `times` records moments.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Engine:
         *,
         seed: int = 0,
         average: bool = True,
+        rollback: bool = True,
         slots: Slots | None = None,
         later: Sequence[tuple[int, Plan]] = (),
         times: Times | None = None,
@@ -101,6 +104,7 @@ class Engine:
         ops = functools.cache(ops)
         self._ops = ops
         self._average = average
+        self._rollback = rollback
         self._slots = slots or Slots()
         self._seed = seed
         #: True if a step measures the norms of compressed gradients and of their errors, for `stats`.
@@ -115,6 +119,8 @@ class Engine:
         #: ranks if only some have loaded a checkpoint.
         self.completed = 0
         self._outgoing: Outgoing | None = None
+        # The units whose memories' states only this engine has. A step without roll-back may write over them.
+        self._owned: set[str] = set()
         # By tensor and unit, what `hold` has set aside.
         self._held: dict[str, dict[str, Held]] = {}
         self._adopt(plan)
@@ -129,6 +135,7 @@ class Engine:
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
+        self._owned.clear()
         self._assignment_of = {item.spec.name: item for item in plan.exchanged}
         self._units = plan.stateful
         self._names_of_norm = {item.spec.name for item in plan.exchanged if item.memory.needs_norm}
@@ -158,6 +165,7 @@ class Engine:
         self._held[tensor] = {}
         for name, unit in self._units.items():
             if any(piece.tensor == tensor for piece in unit.pieces):
+                self._owned.discard(name)
                 states = self._slots.read(name)
                 memory, self._held[tensor][name] = taken_out(
                     unit, states["memory"], tensor, self._ops(unit.spec.device)
@@ -167,6 +175,7 @@ class Engine:
     def release(self, tensor: str) -> None:
         """Give a tensor's memories back what `hold` set aside, if it did. Call it before the tensor's `ready`."""
         for name, held in self._held.pop(tensor, {}).items():
+            self._owned.discard(name)
             self._slots.write(name, self._whole(name, self._slots.read(name), held))
 
     @property
@@ -225,10 +234,12 @@ class Engine:
 
     def memories(self) -> dict[str, State]:
         """Return the states of the memories that may differ between ranks, by unit."""
+        self._owned.clear()
         return {name: self._slots.read(name)["memory"] for name, unit in self._units.items() if not unit.memory.shared}
 
     def put_memories(self, memories_of: Mapping[str, State]) -> None:
         """Write the result of `memories`."""
+        self._owned.clear()
         for name, memory in memories_of.items():
             self._slots.write(name, {**self._slots.read(name), "memory": memory})
 
@@ -238,7 +249,15 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Return plan, step and states as they are now, for `restore`; the arrays are live, and never changed."""
+        self._owned.clear()
         units = {name: self._slots.read(name) for name in self._units}
+        return Snapshot(self.plan, self._done, self.step, units, dict(self._held))
+
+    def before_step(self) -> Snapshot:
+        """Return a snapshot to drop the next step by `restore` or `undo`; without roll-back, it has no memories."""
+        if self._rollback:
+            return self.snapshot()
+        units = {name: {"compressor": self._slots.read(name)["compressor"]} for name in self._units}
         return Snapshot(self.plan, self._done, self.step, units, dict(self._held))
 
     def restore(self, before: Snapshot) -> None:
@@ -246,6 +265,10 @@ class Engine:
         self._leave()
         self._adopt(before.plan)
         for name, states in before.units.items():
+            unit = self._units[name]
+            if "memory" not in states:
+                memory = first_memory(unit, self._ops(unit.spec.device), self.transport.rank)
+                states = {"memory": memory, **states}
             self._slots.write(name, states)
         self._held = dict(before.held)
         self._slots.go_to(before.step)
@@ -331,6 +354,8 @@ class Engine:
         if run.buffer is not None:
             step.write_to(run.buffer.places.get(name))
         step.begin(flat, lr, norm)
+        if not self._rollback:
+            self._slots.let_go(name)
         if len(run.steps) == len(bucket.units):
             run.program = self._program(bucket, run)
             self._begin(bucket)
@@ -467,6 +492,8 @@ class Engine:
             rank=rank,
             size=size,
             average=self._average or unit.owners is not None,
+            rollback=self._rollback,
+            owned=unit.spec.name in self._owned,
             onward=None if unit.onward is None else self._step_of(unit.onward),
         )
 
@@ -507,6 +534,9 @@ class Engine:
             # Update the memories while the payload travels.
             for step in () if bucket.communicator.remembers else steps:
                 step.remember()
+                if not (self._rollback or step.unit.memory.finishes):
+                    self._slots.write(step.unit.spec.name, step.next_states())
+                    self._owned.add(step.unit.spec.name)
 
     def _advance(self, bucket: Bucket, run: BucketRun) -> bool:
         """Wait for the round of a bucket and start its next one; return False if there is none."""
@@ -555,6 +585,8 @@ class Engine:
             target = outgoing.target(unit)
             done: Concluded = step.conclude(payloads, flags, target)
             self._slots.write(name, done.states)
+            if not self._rollback:
+                self._owned.add(name)
             sent = step
             for onward in step.chain:
                 self._slots.write(onward.unit.spec.name, onward.states_unless(flags))
@@ -611,7 +643,13 @@ class Engine:
     # --- checkpoint ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and states of this rank; the arrays are the live ones and are never changed in place."""
+        """Return the step and states of this rank; the arrays are the live ones and are never changed in place.
+
+        Raises StepError in the middle of a step if there is no roll-back.
+        """
+        if not self._rollback:
+            self.check_idle("state_dict")
+            self._owned.clear()
         tensors = self._slots.save(self._units)
         for units in self._held.values():
             for name, held in units.items():

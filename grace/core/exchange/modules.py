@@ -105,6 +105,10 @@ class ModuleEngines:
         """Return plans, steps and states as they are now; see `Engine.snapshot`."""
         return ModuleSnapshot(self.step, {name: engine.snapshot() for name, engine in self._engines.items()})
 
+    def before_step(self) -> ModuleSnapshot:
+        """Return a snapshot to drop the next step; see `Engine.before_step`."""
+        return ModuleSnapshot(self.step, {name: engine.before_step() for name, engine in self._engines.items()})
+
     def restore(self, before: ModuleSnapshot) -> None:
         """Go back to a snapshot, and drop steps under way."""
         for name, engine in self._engines.items():

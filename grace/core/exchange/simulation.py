@@ -218,7 +218,8 @@ class Simulation(Exchange[Engine]):
             return get_ops(framework, device)
 
         transports = [SimulatedTransport(rank, self.network, ops("cpu")) for rank in range(size)]
-        engines = [Engine(plan, ops, t, seed=made.seed, average=average, later=later) for t in transports]
+        options = {"seed": made.seed, "average": average, "rollback": made.rollback, "later": later}
+        engines = [Engine(plan, ops, t, **options) for t in transports]
         super().__init__(made, specs, engines, ops, ranks=Ranks(size), world=[(rank, size) for rank in range(size)])
 
     def step(self, gradients: Sequence[Mapping[str, Array]], lr: float | None = None) -> list[dict[str, Array]]:
@@ -226,11 +227,11 @@ class Simulation(Exchange[Engine]):
 
         `lr` is the learning rate with which they will be applied, for memories that correct for it. Raises StepError
         for a missing or unknown gradient, another shape or dtype, or a missing learning rate. A step that fails leaves
-        all states as they were.
+        all states as they were; with `rollback = false`, memories start from zero.
         """
         if is_due(self.engine.completed, self.config.check_replicas):
             self.check_replicas()
-        before = [engine.snapshot() for engine in self.engines]
+        before = [engine.before_step() for engine in self.engines]
         try:
             for engine, mine in zip(self.engines, gradients, strict=True):
                 for name, gradient in mine.items():

@@ -64,7 +64,7 @@ def begin(
     plans = make_plans(specs, config, ranks=transport.ranks, prefix=prefix, delegate=delegate)
     meeting.mine.update(described(config, specs, [plan for _, plan in plans], ops))
     (_, plan), *later = plans
-    engine = Engine(plan, ops, transport, seed=config.seed, average=average, later=later)
+    engine = Engine(plan, ops, transport, seed=config.seed, average=average, rollback=config.rollback, later=later)
     if transport.rank >= 0:
         engine.times.start_as_told(*world)
     return engine

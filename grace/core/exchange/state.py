@@ -53,6 +53,10 @@ class Slots:
         """Commit new states of a unit."""
         self._states[name] = states
 
+    def let_go(self, name: str) -> None:
+        """Drop the state of a unit's memory; the step that has read it writes the next one."""
+        self._states[name] = {**self._states[name], "memory": {}}
+
     def forget(self, name: str) -> None:
         """Drop the states of a unit."""
         self._states.pop(name, None)
@@ -202,11 +206,16 @@ def initial(unit: Unit, ops: ArrayOps, seed: int, rank: int | None) -> dict[str,
     """Return the initial states of a unit on a rank; without a rank, those that its owner has."""
     compressor = unit.compressor
     return {
-        "memory": unit.memory.init(unit.spec, ops) if rank is None or unit.kept_by(rank) else {},
+        "memory": first_memory(unit, ops, rank),
         "compressor": compressor.init(unit.spec, ops, Key.derive(seed, unit.spec.name))
         if isinstance(compressor, Stateful)
         else {},
     }
+
+
+def first_memory(unit: Unit, ops: ArrayOps, rank: int | None) -> State:
+    """Return the initial state of a unit's memory on a rank; without a rank, the one that its owner has."""
+    return unit.memory.init(unit.spec, ops) if rank is None or unit.kept_by(rank) else {}
 
 
 def carried(

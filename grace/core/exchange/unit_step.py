@@ -39,7 +39,8 @@ class UnitStep:
 
     It changes nothing but itself, and nothing else changes it. The calls are `begin`, `compress` if the ranks
     negotiate, `remember`, `bring_by` if the mean is sent on, and `conclude`. `seed` is that of the run.
-    `average=False` leaves sums undivided. `onward` is the step of the unit as which the mean is sent on.
+    `average=False` leaves sums undivided. With `rollback=False` it lets go of the memory's old state once it has read
+    it, and writes over it if it is `owned`. `onward` is the step of the unit as which the mean is sent on.
     """
 
     x: Array
@@ -67,6 +68,8 @@ class UnitStep:
         rank: int,
         size: int,
         average: bool = True,
+        rollback: bool = True,
+        owned: bool = False,
         onward: UnitStep | None = None,
     ) -> None:
         self.unit, self.states, self.onward = unit, states, onward
@@ -81,6 +84,7 @@ class UnitStep:
         # The memory's state in progress.
         self.memory: State = states["memory"]
         self._average = average
+        self._rollback, self._owned = rollback, owned
 
     def write_to(self, place: Array | None) -> None:
         """Let kernels write the longest field of the payload to an array that has its dtype and length."""
@@ -101,17 +105,22 @@ class UnitStep:
             self.site = self.site._replace(norm=norm)
         gradient, memory = ops.cast(gradient, spec.work_dtype), self.states["memory"]
         total = unit.memory.to_add(gradient, memory, self.site) if unit.sums else None
+        over, at = unit.memory.written_over, self.site
+        if self._owned and over:
+            at = Site(ops.writing_to(*(memory[key] for key in over)), *at[1:])
         if total is None:
-            self._prepare(gradient)
+            self._prepare(gradient, at)
         else:
-            self._compress_sum(total)
+            self._compress_sum(total, at)
         for flag in flags:
             self.bad = ops.bit_or(self.bad, flag)
+        if not self._rollback:
+            self.states = {**self.states, "memory": NO_STATE}
 
-    def _prepare(self, gradient: Array) -> None:
-        """Compensate a gradient, and propose or compress."""
+    def _prepare(self, gradient: Array, at: Site) -> None:
+        """Compensate a gradient at a site, and propose or compress."""
         unit, ops, spec = self.unit, self.site.ops, self.unit.spec
-        x, self.memory, finite = unit.memory.compensate(gradient, self.states["memory"], self.site)
+        x, self.memory, finite = unit.memory.compensate(gradient, self.states["memory"], at)
         if self.memory:
             self.site = self.site._replace(memory=self.memory)
         if unit.memory.stateless and unit.proposed:
@@ -131,13 +140,13 @@ class UnitStep:
         else:
             self.compress()
 
-    def _compress_sum(self, total: WeightedSum) -> None:
-        """Make x and the payload in one pass; zeros replace a sum that is not finite."""
+    def _compress_sum(self, total: WeightedSum, at: Site) -> None:
+        """Make x and the payload in one pass at a site; zeros replace a sum that is not finite."""
         unit, ops, compressor = self.unit, self.site.ops, self.unit.compressor
         assert isinstance(compressor, Summing)
         # Such a memory has no state in progress.
         self.memory = NO_STATE
-        self.x, self.payload, finite = compressor.compress_sum(total, self.site)
+        self.x, self.payload, finite = compressor.compress_sum(total, at)
         self.bad = ops.bit_not(finite)
         if self.bad is not False:
             names, given = list(self.payload), [self.x, *self.payload.values()]
@@ -220,6 +229,10 @@ class UnitStep:
         """Take the mean of all ranks from the payload of another step; call it before `conclude`."""
         self.bringing = step
 
+    def next_states(self) -> dict[str, State]:
+        """Return the states with the memory as `remember` has left it."""
+        return {"memory": self.memory, "compressor": self.states["compressor"]}
+
     def commit_memory(self, flags: Sequence[Array]) -> dict[str, State] | None:
         """Return the states with the new memory if no rank saw NaN or infinity, so that the old one can be freed.
 
@@ -227,8 +240,8 @@ class UnitStep:
         """
         if self.unit.memory.finishes or any(flags):
             return None
-        self.states = {**self.states, "memory": self.memory}
-        return dict(self.states)
+        self.states = self.next_states()
+        return self.states
 
     def merged(self, payloads: Sequence[Payload]) -> Array:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
@@ -327,13 +340,13 @@ class UnitStep:
         """Return the new states of a unit whose payload others merge; the old ones if a flag is set."""
         if self.concluded is not None:
             return self.concluded
-        states = {"memory": self.memory, "compressor": self.states["compressor"]}
+        states = self.next_states()
         places = [(kind, key) for kind, state in states.items() for key in state]
         if not flags or not places:
             return states
         chosen = self.site.ops.choose(
             self._any(flags),
-            lambda: [self.states[kind][key] for kind, key in places],
+            lambda: self._old(places),
             lambda: [states[kind][key] for kind, key in places],
         )
         return _states(places, chosen)
@@ -348,18 +361,25 @@ class UnitStep:
         """Return the gradient and the new states; NaN and the old states if the condition `bad` holds."""
         if bad is False:
             return gradient, dict(states)
-        ops, spec, old = self.site.ops, self.unit.spec, self.states
+        ops, spec = self.site.ops, self.unit.spec
         places = [(kind, key) for kind, state in states.items() for key in state]
         kept = [states[kind][key] for kind, key in places]
         *chosen, gradient = ops.choose(
             bad,
             lambda: [
-                *(old[kind][key] for kind, key in places),
+                *self._old(places),
                 ops.full(spec.numel, float("nan"), spec.work_dtype),
             ],
             lambda: [*kept, gradient],
         )
         return gradient, _states(places, chosen)
+
+    def _old(self, places: Sequence[tuple[str, str]]) -> list[Array]:
+        """Return the states before the step; without roll-back, those of a memory that starts from zero."""
+        old = self.states
+        if not self._rollback:
+            old = {**old, "memory": self.unit.memory.init(self.unit.spec, self.site.ops)}
+        return [old[kind][key] for kind, key in places]
 
     def _check_proposal(self, proposal: Proposal) -> None:
         """Raise PayloadError if the proposal is not what the compressor announced."""

@@ -24,6 +24,8 @@ class AdaCompMemory(Memory):
     AAAI 2018, Algorithm 2.
     """
 
+    written_over = ("residual",)
+
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 

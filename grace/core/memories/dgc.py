@@ -42,6 +42,7 @@ class DGCMemory(Memory):
     clipping_norm: Literal["tensor", "all"] = "tensor"
 
     additive = ("momentum", "residual")
+    written_over = ("momentum", "residual")
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -99,6 +100,7 @@ def _(ops: Native, u: Array, m: float, g: Array, v: Array) -> tuple[Array, Array
     dtype = ops.floating(u)
     if dtype is None or ops.floating(g) != dtype or ops.floating(v) != dtype:
         return None
-    n = ops.length(u)
-    momentum, x, good = ops.run("momentum_sum", [u, g, v], (), [m], outputs=[dtype, dtype, "bool"], lengths=[n, n, 1])
+    n, outs = ops.length(u), ops.withdraw()
+    outputs, lengths = [dtype, dtype, "bool"], [n, n, 1]
+    momentum, x, good = ops.run("momentum_sum", [u, g, v], (), [m], outputs=outputs, lengths=lengths, outs=outs)
     return momentum, x, good

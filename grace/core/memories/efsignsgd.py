@@ -30,6 +30,8 @@ class EFSignMemory(Memory):
 
     lr: float = 0.1
 
+    written_over = ("residual",)
+
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise ConfigError(

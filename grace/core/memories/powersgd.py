@@ -26,6 +26,7 @@ class PowerSGDMemory(Memory):
 
     finishes = True
     subtracts_from = "residual"
+    written_over = ("residual",)
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}

@@ -33,6 +33,8 @@ class Residual(Memory):
     lr_correction: bool = False
     gradient_clipping: float | None = None
 
+    written_over = ("residual",)
+
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:
             raise ConfigError(

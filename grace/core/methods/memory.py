@@ -141,6 +141,15 @@ class Memory(ABC):
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
 
     @cached_property
+    def written_over(self) -> tuple[str, ...]:
+        """Keys of the state that the one kernel of `compensate`, or of the sum of `to_add`, may write its results over.
+
+        Without roll-back, the engine offers their arrays by `writing_to`, in this order. Nothing may read them after
+        that kernel (default: none).
+        """
+        return ()
+
+    @cached_property
     def subtracts_from(self) -> str | None:
         """Key of the state from which `finish` subtracts the merged gradient, if it does nothing else (default: None).
 

@@ -37,7 +37,7 @@ class Primitives(ABC):
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self._constants: dict[Hashable, Array] = {}
-        self._offered: Array | None = None
+        self._offered: Sequence[Array] = ()
 
     @property
     def products(self) -> str:
@@ -114,21 +114,21 @@ class Primitives(ABC):
         """Return uninitialized bytes, to parts of which kernels can write (`writing_to`); None if kernels cannot."""
         return None
 
-    def writing_to(self: Ops, out: Array) -> Ops:
-        """Return these operations for one call: a kernel of a merge, or of `compress`, writes its array to `out`.
+    def writing_to(self: Ops, *outs: Array) -> Ops:
+        """Return these operations for one call: the kernel that withdraws `outs` writes its first results to them.
 
-        `out` is flat. If its dtype or length does not fit, the result is allocated; the caller recognizes the array in
-        the result. The operations of other engines and threads stay as they are.
+        `outs` are flat. A result whose dtype or length does not fit is allocated; the caller recognizes its arrays in
+        the results. The operations of other engines and threads stay as they are.
         """
         # Not copy.copy, which takes as long as a small kernel.
         made: Ops = object.__new__(type(self))
-        vars(made).update(vars(self), _offered=out)
+        vars(made).update(vars(self), _offered=outs)
         return made
 
-    def withdraw(self) -> Array | None:
-        """Return the array of `writing_to` once, then None."""
-        out, self._offered = self._offered, None
-        return out
+    def withdraw(self) -> Sequence[Array]:
+        """Return the arrays of `writing_to` once, then none."""
+        outs, self._offered = self._offered, ()
+        return outs
 
     def is_same(self, x: Array, y: Array) -> bool:
         """Return whether two flat, contiguous arrays are the same memory. Only if `eager`."""

@@ -165,14 +165,14 @@ class Native(ArrayOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
-        out: Array | None = None,
+        outs: Sequence[Array] = (),
     ) -> list[Array]:
         """Run a kernel and return its flat results; the shapes of its inputs do not matter.
 
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
         results and `lengths` their lengths, None where only the kernel knows them. The last one may be "bool": a
         condition, which the kernel writes as one uint8 of 0 or 1. With `consumes` the first input is changed in place
-        and is the first result. The first new array may be written to `out` if dtype and length fit.
+        and is the first result. The first new arrays may be written to `outs` where dtype and length fit.
         """
 
     def floating(self, x: Array) -> str | None:
@@ -203,9 +203,11 @@ class Native(ArrayOps):
         """Return the result of a kernel that adds payloads; its last integer is 1 if the sum starts from an array."""
         inputs = lists if onto is None else [onto, *lists]
         flag = int(onto is not None)
-        out = self.withdraw() if onto is None else None
+        outs = self.withdraw() if onto is None else ()
         consumes, integers = onto is not None, [*integers, flag]
-        return self.run(kernel, inputs, integers, numbers, outputs=[dtype], lengths=[n], consumes=consumes, out=out)[0]
+        return self.run(kernel, inputs, integers, numbers, outputs=[dtype], lengths=[n], consumes=consumes, outs=outs)[
+            0
+        ]
 
     # --- arithmetic -----------------------------------------------------------------------------------------------
 
@@ -219,7 +221,8 @@ class Native(ArrayOps):
         dtype = self.floating(x)
         if dtype is None or self.floating(y) != dtype:
             return super().finite_sum(x, a, y, b)
-        total, good = self.run("finite_sum", [x, y], (), [a, b], outputs=[dtype, "bool"], lengths=[self.length(x), 1])
+        outputs, lengths, outs = [dtype, "bool"], [self.length(x), 1], self.withdraw()
+        total, good = self.run("finite_sum", [x, y], (), [a, b], outputs=outputs, lengths=lengths, outs=outs)
         return total, good
 
     def max_abs(self, x: Array) -> Array:
@@ -252,9 +255,9 @@ class Native(ArrayOps):
         source = self.kind(x)
         if source == "float32" and dtype in HALF_DTYPES and len(x.shape) == 1:
             integers, lengths = [int(dtype == "bfloat16")], [self.length(x)]
-            return self.run("half", [x], integers, outputs=[dtype], lengths=lengths, out=self.withdraw())[0]
+            return self.run("half", [x], integers, outputs=[dtype], lengths=lengths, outs=self.withdraw())[0]
         if source in HALF_DTYPES and dtype == "float32" and len(x.shape) == 1:
-            return self.run("wide", [x], outputs=[dtype], lengths=[self.length(x)], out=self.withdraw())[0]
+            return self.run("wide", [x], outputs=[dtype], lengths=[self.length(x)], outs=self.withdraw())[0]
         return super().cast(x, dtype)
 
     def half_sum(self, rows: Sequence[Array], factor: float = 1.0) -> Array:
@@ -371,7 +374,7 @@ class Native(ArrayOps):
         if shape is None:
             return super().flat_product(a, b)
         sides, rows, columns = shape
-        return self._thin_product(a, b, [*sides, 0, 1], rows * columns, out=self.withdraw())
+        return self._thin_product(a, b, [*sides, 0, 1], rows * columns, outs=self.withdraw())
 
     def sub_product_(self, x: Array, a: Array, b: Array) -> tuple[Array, Array]:
         dtype, shape = self.floating(x), self._thin(a, b, False, True)
@@ -380,12 +383,12 @@ class Native(ArrayOps):
         sides, rows, columns = shape
         # Flat, because `run` makes strided arrays contiguous only if it consumes none.
         inputs, lengths = [x, self.reshape(a, (-1,)), self.reshape(b, (-1,))], [rows * columns] * 2
-        out = self.withdraw()
-        run = self.run("sub_product", inputs, sides, outputs=[dtype] * 2, lengths=lengths, consumes=True, out=out)
+        outs = self.withdraw()
+        run = self.run("sub_product", inputs, sides, outputs=[dtype] * 2, lengths=lengths, consumes=True, outs=outs)
         return run[0], run[1]
 
-    def _thin_product(self, a: Array, b: Array, integers: list[Any], size: Any, out: Array | None = None) -> Array:
-        return self.run("thin_product", [a, b], integers, outputs=[self.dtype(a)], lengths=[size], out=out)[0]
+    def _thin_product(self, a: Array, b: Array, integers: list[Any], size: Any, outs: Sequence[Array] = ()) -> Array:
+        return self.run("thin_product", [a, b], integers, outputs=[self.dtype(a)], lengths=[size], outs=outs)[0]
 
     def _thin(
         self, a: Array, b: Array, transpose_a: bool, transpose_b: bool

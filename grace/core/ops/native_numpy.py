@@ -46,11 +46,11 @@ class NativeNumpyOps(Native, NumpyOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
-        out: Array | None = None,
+        outs: Sequence[Array] = (),
     ) -> list[Array]:
         try:
             results: list[Array] = module.run(
-                kernel, inputs, integers, numbers, consumes, self._threads, None, out, outputs[-1] == "bool"
+                kernel, inputs, integers, numbers, consumes, self._threads, None, outs, outputs[-1] == "bool"
             )
         except module.CorruptPayload as error:
             raise PayloadError(str(error)) from None

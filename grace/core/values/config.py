@@ -170,7 +170,8 @@ class Config:
     "model" there is one per kind of collective. `index_coding` is the coding of gathered sparse indices: int32, delta,
     golomb, bitmap, or the smallest of these. `timeout` is the number of seconds that a rank waits for the others before
     it raises WaitError. `checksum` gives every gathered buffer a checksum. Every `check_replicas` steps the ranks
-    compare digests of their weights and shared states (0: never).
+    compare digests of their weights and shared states (0: never). Without `rollback` a memory is kept once instead of
+    twice, and starts from zero when a step is dropped.
     """
 
     method: Method
@@ -185,6 +186,7 @@ class Config:
     timeout: int = TIMEOUT
     checksum: bool = False
     check_replicas: int = 0
+    rollback: bool = True
 
     def __post_init__(self) -> None:
         steps = [0, *(stage.step for stage in self.schedule)]
@@ -246,7 +248,7 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     or a table of names by field), `rules` (a list of tables with conditions and the same keys), `schedule` (a list of
     tables with `step` and the options or components that change there), `warmup_steps` (of DGC's falling
     compress_ratio), `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`,
-    `checksum`, `check_replicas`, and the options of the chosen components, such as `compress_ratio`.
+    `checksum`, `check_replicas`, `rollback`, and the options of the chosen components, such as `compress_ratio`.
     Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for components that do not
     work together.
     """

@@ -412,7 +412,9 @@ def register_sharded(
         for group in groups:
             names = {tensor.name for tensor in group.tensors}
             (_, first), *later = [(step, plan.only(names)) for step, plan in stages]
-            engines[group.name] = Engine(first, ops, transport, seed=made.seed, later=later, times=times)
+            engines[group.name] = Engine(
+                first, ops, transport, seed=made.seed, rollback=made.rollback, later=later, times=times
+            )
         times.start_as_told(*library.world)
     if of_parts is not None:
         of_parts.close()

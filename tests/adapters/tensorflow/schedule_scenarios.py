@@ -72,7 +72,7 @@ def tf_schedules() -> dict[str, Any]:
 def tf_first_steps() -> dict[str, Any]:
     """Roll back the first step of a stage whose units differ, and change the method before the first step.
 
-    The second case has a variable whose gradient comes as rows.
+    The last case has a variable whose gradient comes as rows.
     """
     schedule = [{"step": 2, "compressor": "efsignsgd", "lr": 0.25}]
     config = {**FIRST, "granularity": "layer", "schedule": schedule}
@@ -81,16 +81,19 @@ def tf_first_steps() -> dict[str, Any]:
     last = {
         "dropped": ([slope, slope * float("nan")], {"loss_scale": tf.constant(1.0)}),
         "left out": ([None, slope], {"absent": frozenset([0])}),
+        "NaN without roll-back": ([slope, slope * float("nan")], {}),
+        "skipped without roll-back": ([slope, slope * 1e9], {"loss_scale": tf.constant(1e38)}),
     }
     results: dict[str, Any] = {}
     for case, (gradients, options) in last.items():
-        exchange = Exchange(config)
+        exchange = Exchange({**config, "rollback": "without roll-back" not in case})
         exchange.build(variables)
         for _ in range(2):
             exchange([slope, slope], **({"loss_scale": tf.constant(1.0)} if "loss_scale" in options else {}))
         norms = [exchange_norm(exchange, 0)]
         exchange(gradients, **options)
-        norms.append(exchange_norm(exchange, 1))
+        # The NaN is in the other variable.
+        norms.append(exchange_norm(exchange, 1, "b" if "NaN" in case else "a"))
         results[case] = norms[1] / norms[0]
     rows = tf.IndexedSlices(tf.ones([2, 16]), tf.constant([1, 2]), tf.constant([40, 16]))
     exchange = Exchange({"compressor": "none", **EVERYTHING})
@@ -100,10 +103,10 @@ def tf_first_steps() -> dict[str, Any]:
     return results
 
 
-def exchange_norm(exchange: Exchange, stage: int) -> float:
+def exchange_norm(exchange: Exchange, stage: int, name: str = "a") -> float:
     slots = exchange._stages.slots
     slots.stage = stage
-    return float(tf.norm(slots.read("a")["memory"]["residual"]))
+    return float(tf.norm(slots.read(name)["memory"]["residual"]))
 
 
 def tf_changes_that_differ() -> dict[str, Any]:

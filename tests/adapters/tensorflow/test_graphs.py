@@ -130,7 +130,8 @@ class Graph:
             times.track = track_times
             times.expect(self.plan)
             transport = SimulatedTransport(rank, self.sim.network, ops)
-            self.engines.append(Engine(self.plan, lambda device: ops, transport, seed=5, slots=slots, times=times))
+            given = {"seed": 5, "rollback": self.sim.config.rollback, "slots": slots, "times": times}
+            self.engines.append(Engine(self.plan, lambda device: ops, transport, **given))
         self._run = tf.function(self._step, autograph=False)
 
     def _step(self, given):
@@ -175,10 +176,15 @@ def test_coded_steps_in_a_graph_are_those_of_numpy(name, coding):
     check_steps(dataclasses.replace(usual, communicator=communicators.make("allgather"), coding=Coding(coding)))
 
 
-def check_steps(chosen):
+@pytest.mark.parametrize("name", ["topk", "efsignsgd", "powersgd", "dgc"])
+def test_steps_without_roll_back_in_a_graph_are_those_of_numpy(name):
+    check_steps(registered.default_method(compressors.make(name)), rollback=False)
+
+
+def check_steps(chosen, **options):
     """Two ranks run some steps. The third step has a NaN on one rank."""
     specs = specs_in("tensorflow", chosen)
-    reference, graph = simulate(chosen, size=2, specs=specs), Graph(chosen, 2, specs=specs)
+    reference, graph = (make(chosen, size=2, specs=specs, **options) for make in (simulate, Graph))
     for number in range(4):
         change = {"change": poison} if number == 2 else {}
         expected = step(reference, number, **change)

@@ -190,6 +190,37 @@ def discarded_with_a_scaler() -> dict[str, Any]:
     return results
 
 
+def discarded_without_rollback() -> dict[str, Any]:
+    """Drop a step by hand and by a scaler: the norms of residuals before and after it, and the weights at the end."""
+    results: dict[str, Any] = {}
+    for label in ("discard", "scaler"):
+        model, scaler = make_net(), torch.amp.GradScaler("cpu", init_scale=64.0)
+        config = {**TOPK, **LAYERS, "rollback": False}
+        optimizer = wrap(model, config, optimizer=sgd(model, momentum=0.0), grad_scaler=scaler)
+        norms, moved = [], []
+        for number in range(5):
+            before = digest(model.parameters())
+            optimizer.zero_grad()
+            dropped = number == 2
+            overflows = dropped and label == "scaler" and my_rank() == 1
+            _scaled_backward(model, scaler, number, float("inf") if overflows else 1.0)
+            if dropped and label == "discard":
+                optimizer.synchronize()
+                norms.append(_norms(optimizer))
+                optimizer.grace.discard()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            norms.append(_norms(optimizer))
+            moved.append(before != digest(model.parameters()))
+        results[label] = {"norms": norms, "moved": moved, "weights": digest(model.parameters())}
+    return results
+
+
+def _norms(optimizer: Any) -> list[float]:
+    return [float(state["residual"].norm()) for state in optimizer.grace.engine.memories().values() if state]
+
+
 def _scaled_backward(model: torch.nn.Module, scaler: Any, number: int, factor: float = 1.0) -> None:
     x, y = next(batches(1, my_rank(), seed=number))
     scaler.scale(factor * F.cross_entropy(model(x), y)).backward()

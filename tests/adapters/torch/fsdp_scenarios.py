@@ -349,7 +349,21 @@ def discarded_by_fsdp() -> dict[str, Any]:
         # A finished step stays.
         exchange.discard()
         results["finished"] = digests[-1][1:] == states_of(exchange)
+    model = shard(make())
+    exchange = grace.torch.register(model, {**TOPK, "timeout": 2, "rollback": False})
+    backward(model, one)
+    results["norms"] = [_norms_of(exchange)]
+    failing_step(model, other)
+    exchange.discard()
+    results["norms"].append(_norms_of(exchange))
+    backward(model, other)
+    results["norms"].append(_norms_of(exchange))
     return results | {"equal": digests[0] == digests[1]}
+
+
+def _norms_of(exchange: Any) -> list[float]:
+    states = exchange.engine.state_dict()["tensors"].values()
+    return [float(state["memory"]["residual"].norm()) for state in states if state["memory"]]
 
 
 def waits_by_fsdp() -> str:

@@ -57,6 +57,19 @@ def test_a_step_of_scaled_gradients_can_be_dropped_at_every_point(launch):
 
 
 @on(TWO, TORCHRUN)
+def test_residuals_start_from_zero_after_a_dropped_step_without_roll_back(launch):
+    ranks = scenario("discarded_without_rollback", launch)
+    for label in ("discard", "scaler"):
+        assert same([rank[label]["weights"] for rank in ranks]), label
+        for rank in ranks:
+            *kept, dropped, fourth, fifth = rank[label]["norms"]
+            assert len(kept) == (3 if label == "discard" else 2)
+            assert all(all(norms) for norms in (*kept, fourth, fifth)), label
+            assert not any(dropped), label
+            assert rank[label]["moved"] == [True, True, False, True, True], label
+
+
+@on(TWO, TORCHRUN)
 def test_a_checkpoint_brings_ranks_together_that_an_error_parted(launch):
     ranks = scenario("parted", launch)
     assert same(ranks)

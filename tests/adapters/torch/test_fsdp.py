@@ -98,6 +98,11 @@ def test_a_failed_step_is_dropped_and_taken_again(launch):
         assert rank["gradients"]
         assert rank["equal"]
         assert rank["finished"]
+        # Without roll-back.
+        begun, dropped, again = rank["norms"]
+        assert all(begun)
+        assert all(again)
+        assert not any(dropped)
 
 
 @on(TWO)
