@@ -136,20 +136,6 @@ def test_what_was_given_away_is_not_written_over(gives, framework):
     assert all(same(host(ops, x), kept) for x, kept in zip(given, copies, strict=True))
 
 
-def test_what_was_released_is_not_written_over():
-    """A snapshot of before the release still holds it."""
-    sim = after(2, "topk")
-    engine = sim.engines[0]
-    engine.hold("a")
-    before = engine.before_step()
-    kept = [np.copy(x) for x in before.held["a"]["a"].values()]
-    engine.release("a")
-    for number in (2, 3):
-        step(sim, number)
-    assert any(x.any() for x in kept)
-    assert all(same(x, old) for x, old in zip(before.held["a"]["a"].values(), kept, strict=True))
-
-
 @each_method
 def test_what_was_loaded_is_not_written_over(method):
     sim = after(2, method)

@@ -3270,22 +3270,6 @@ PATCHES = [
         ("tests/core/test_rollback.py -k 'given_away and snapshot'",),
     ),
     Patch(
-        "rollback-writes-over-what-is-held",
-        ENGINE,
-        "                self._owned.discard(name)\n                states",
-        "                states",
-        "a step changes the residual of a tensor that does not train",
-        ("tests/core/test_rollback.py -k 'given_away and hold'",),
-    ),
-    Patch(
-        "rollback-writes-over-what-was-released",
-        ENGINE,
-        "            self._owned.discard(name)\n            self._slots.write(name, self._whole",
-        "            self._slots.write(name, self._whole",
-        "a dropped step has changed the residual that a tensor held before it",
-        ("tests/core/test_rollback.py -k released",),
-    ),
-    Patch(
         "rollback-saves-in-the-middle-of-a-step",
         ENGINE,
         '            self.check_idle("state_dict")\n',

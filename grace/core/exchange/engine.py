@@ -165,7 +165,6 @@ class Engine:
         self._held[tensor] = {}
         for name, unit in self._units.items():
             if any(piece.tensor == tensor for piece in unit.pieces):
-                self._owned.discard(name)
                 states = self._slots.read(name)
                 memory, self._held[tensor][name] = taken_out(
                     unit, states["memory"], tensor, self._ops(unit.spec.device)
@@ -175,7 +174,6 @@ class Engine:
     def release(self, tensor: str) -> None:
         """Give a tensor's memories back what `hold` set aside, if it did. Call it before the tensor's `ready`."""
         for name, held in self._held.pop(tensor, {}).items():
-            self._owned.discard(name)
             self._slots.write(name, self._whole(name, self._slots.read(name), held))
 
     @property
