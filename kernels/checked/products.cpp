@@ -1,5 +1,8 @@
-// Products with matrices of few columns.
+// Products with matrices of few columns, and bases of their columns.
+#include <cmath>
+
 #include "grace/kernels.h"
+#include "pairwise.h"
 
 namespace grace {
 namespace {
@@ -46,6 +49,76 @@ void times_transposed_kernel(Call& call, const T* a, const T* b, int64_t n, int6
     });
 }
 
+// Orthonormal columns with the span of those of a; dependent columns become zero.
+template <class T> void orthonormal(const T* a, int64_t rows, int64_t columns, T* out) {
+    Scratch<T> transposed(rows * columns);
+    Scratch<double> products(rows);
+    // NumPy converts float32 to float64 in pieces of this length before it adds.
+    const int64_t piece = sizeof(T) == sizeof(float) ? 8192 : std::max<int64_t>(1, rows);
+    const auto sum = [&](auto product) {
+        double total = 0;
+        for (int64_t at = 0; at < rows; at += piece) {
+            const int64_t length = std::min(piece, rows - at);
+            for (int64_t i = 0; i < length; ++i) products[i] = static_cast<double>(product(at + i));
+            total += pairwise_sum(products.data(), length);
+        }
+        return total;
+    };
+    const auto norm = [&](const T* x) {
+        for (int64_t i = 0; i < rows; ++i) products[i] = static_cast<double>(x[i]) * static_cast<double>(x[i]);
+        return static_cast<T>(std::sqrt(pairwise_sum(products.data(), rows)));
+    };
+    for (int64_t j = 0; j < columns; ++j) {
+        T* column = &transposed[j * rows];
+        for (int64_t i = 0; i < rows; ++i) column[i] = a[i * columns + j];
+        // Products of denormals would lose their few bits.
+        const T largest = loops<T>().max_abs(column, rows), divisor = largest > 0 ? largest : T(1);
+        for (int64_t i = 0; i < rows; ++i) column[i] /= divisor;
+        const T original = norm(column);
+        for (int64_t other = 0; other < 2 * j; ++other) {
+            const T* before = &transposed[other % j * rows];
+            const T share = static_cast<T>(sum([&](int64_t i) { return before[i] * column[i]; }));
+            for (int64_t i = 0; i < rows; ++i) column[i] -= before[i] * share;
+        }
+        // The rest of a linearly dependent column is rounding noise. Normalizing it would give a random direction.
+        const T length = norm(column);
+        const bool independent = length > static_cast<T>(1e-6) * original;
+        for (int64_t i = 0; i < rows; ++i) column[i] = independent ? column[i] / length : T(0);
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; ++j) out[i * columns + j] = transposed[j * rows + i];
+    }
+}
+
+// The columns of q divided by their lengths. Returns whether none of them is zero; those that are stay so.
+template <class T> bool unit_columns(const T* q, int64_t rows, int64_t columns, T* out) {
+    std::vector<double> squares(static_cast<size_t>(columns), 0.0);
+    if (columns == 1) {
+        // In NumPy's order, as in the general case.
+        Scratch<double> products(rows);
+        for (int64_t i = 0; i < rows; ++i) products[i] = static_cast<double>(q[i]) * static_cast<double>(q[i]);
+        squares[0] = pairwise_sum(products.data(), rows);
+    } else {
+        for (int64_t i = 0; i < rows; ++i) {
+            for (int64_t j = 0; j < columns; ++j) {
+                const double x = static_cast<double>(q[i * columns + j]);
+                squares[j] += x * x;
+            }
+        }
+    }
+    bool whole = true;
+    std::vector<T> lengths;
+    for (const double square : squares) {
+        const T length = static_cast<T>(std::sqrt(square));
+        whole &= length != 0;
+        lengths.push_back(length != 0 ? length : T(1));
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; ++j) out[i * columns + j] = q[i * columns + j] / lengths[j];
+    }
+    return whole;
+}
+
 // The sides n and m and the columns r of a product, from the first three integers.
 struct Sides {
     int64_t n, m, r;
@@ -87,6 +160,49 @@ void sub_product_kernel(Call& call) {
         using T = of_pointer<decltype(type)>;
         T* x = call.consumed<T>(0, n * m);
         times_transposed_kernel<T>(call, call.input<T>(1, n * r), call.input<T>(2, m * r), n, m, r, x);
+    });
+}
+
+void power_product_kernel(Call& call) {
+    call.expect(2, 3, 0);
+    const auto [n, m, r] = sides_of(call);
+    dispatch(call, call.input(0), [&, n = n, m = m, r = r](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const T *x = call.input<T>(0, n * m), *q = call.input<T>(1, m * r);
+        Scratch<T> units(m * r);
+        const bool whole = unit_columns(q, m, r, units.data());
+        times_kernel<T>(call, x, units.data(), n, m, r);
+        *call.verdict() = whole;
+    });
+}
+
+void project_kernel(Call& call) {
+    call.expect(2, 3, 0);
+    const auto [n, m, r] = sides_of(call);
+    dispatch(call, call.input(0), [&, n = n, m = m, r = r](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const T *x = call.input<T>(0, n * m), *p = call.input<T>(1, n * r);
+        T* basis = call.output<T>(n * r);
+        orthonormal(p, n, r, basis);
+        transposed_times_kernel<T>(call, x, basis, n, m, r);
+    });
+}
+
+void orthogonalize_kernel(Call& call) {
+    call.expect(1, 2, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t rows = call.length(0), columns = call.length(1);
+        // The product of two lengths may overflow int64.
+        if (columns > 0 && rows > kMost / columns) {
+            call.fail(Error::Kind::value, "expected a matrix of at most " + std::to_string(kMost) +
+                                              " elements, received " + std::to_string(rows) + " x " +
+                                              std::to_string(columns));
+        }
+        const T* a = call.input<T>(0, rows * columns);
+        T* out = call.output<T>(rows * columns);
+        GRACE_GPU(call, orthogonalize, a, rows, columns, out);
+        orthonormal(a, rows, columns, out);
     });
 }
 

@@ -1,34 +1,13 @@
-// The largest elements of each sign, and operations on small matrices.
+// The largest elements of each sign.
 #include <atomic>
 #include <cmath>
 #include <limits>
 
+#include "pairwise.h"
 #include "selection.h"
 
 namespace grace {
 namespace {
-
-// The sum of n numbers in NumPy's order of additions, so that float64 results have the same bits.
-double pairwise_sum(const double* x, int64_t n) {
-    if (n < 8) {
-        double sum = 0;
-        for (int64_t i = 0; i < n; ++i) sum += x[i];
-        return sum;
-    }
-    if (n > 128) {
-        const int64_t half = n / 2 - n / 2 % 8;
-        return pairwise_sum(x, half) + pairwise_sum(x + half, n - half);
-    }
-    double sums[8];
-    for (int j = 0; j < 8; ++j) sums[j] = x[j];
-    int64_t i = 8;
-    for (; i + 8 <= n; i += 8) {
-        for (int j = 0; j < 8; ++j) sums[j] += x[i + j];
-    }
-    double sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-    for (; i < n; ++i) sum += x[i];
-    return sum;
-}
 
 // The number of elements of one sign to keep, of `count`, computed as in the reference implementation.
 int64_t kept_of(double ratio, int64_t count) {
@@ -133,60 +112,6 @@ void select_in_bins_kernel(Call& call) {
         const gpu::Signs out = room(positives, finds.count() - positives);
         int32_t* lists[2] = {out.negative, out.positive};
         for (int64_t i = 0; i < finds.count(); ++i) *lists[finds.values()[i] > 0 ? 1 : 0]++ = finds.indices()[i];
-    });
-}
-
-void orthogonalize_kernel(Call& call) {
-    call.expect(1, 2, 0);
-    dispatch(call, call.input(0), [&](auto* type) {
-        using T = of_pointer<decltype(type)>;
-        const int64_t rows = call.length(0), columns = call.length(1);
-        // The product of two lengths may overflow int64.
-        if (columns > 0 && rows > kMost / columns) {
-            call.fail(Error::Kind::value, "expected a matrix of at most " + std::to_string(kMost) +
-                                              " elements, received " + std::to_string(rows) + " x " +
-                                              std::to_string(columns));
-        }
-        const T* a = call.input<T>(0, rows * columns);
-        T* out = call.output<T>(rows * columns);
-        GRACE_GPU(call, orthogonalize, a, rows, columns, out);
-        Scratch<T> transposed(rows * columns);
-        Scratch<double> products(rows);
-        // NumPy converts float32 to float64 in pieces of this length before it adds.
-        const int64_t piece = sizeof(T) == sizeof(float) ? 8192 : std::max<int64_t>(1, rows);
-        const auto sum = [&](auto product) {
-            double total = 0;
-            for (int64_t at = 0; at < rows; at += piece) {
-                const int64_t length = std::min(piece, rows - at);
-                for (int64_t i = 0; i < length; ++i) products[i] = static_cast<double>(product(at + i));
-                total += pairwise_sum(products.data(), length);
-            }
-            return total;
-        };
-        const auto norm = [&](const T* x) {
-            for (int64_t i = 0; i < rows; ++i) products[i] = static_cast<double>(x[i]) * static_cast<double>(x[i]);
-            return static_cast<T>(std::sqrt(pairwise_sum(products.data(), rows)));
-        };
-        for (int64_t j = 0; j < columns; ++j) {
-            T* column = &transposed[j * rows];
-            for (int64_t i = 0; i < rows; ++i) column[i] = a[i * columns + j];
-            // Products of denormals would lose their few bits.
-            const T largest = loops<T>().max_abs(column, rows), divisor = largest > 0 ? largest : T(1);
-            for (int64_t i = 0; i < rows; ++i) column[i] /= divisor;
-            const T original = norm(column);
-            for (int64_t other = 0; other < 2 * j; ++other) {
-                const T* before = &transposed[other % j * rows];
-                const T share = static_cast<T>(sum([&](int64_t i) { return before[i] * column[i]; }));
-                for (int64_t i = 0; i < rows; ++i) column[i] -= before[i] * share;
-            }
-            // The rest of a linearly dependent column is rounding noise. Normalizing it would give a random direction.
-            const T length = norm(column);
-            const bool independent = length > static_cast<T>(1e-6) * original;
-            for (int64_t i = 0; i < rows; ++i) column[i] = independent ? column[i] / length : T(0);
-        }
-        for (int64_t i = 0; i < rows; ++i) {
-            for (int64_t j = 0; j < columns; ++j) out[i * columns + j] = transposed[j * rows + i];
-        }
     });
 }
 

@@ -81,7 +81,8 @@ def test_a_memory_that_replaces_finish_alone_is_asked_for_it():
 def test_factors_may_be_strided(framework):
     ops = get_ops(framework)
     a, b, x = (array(ops, draw(SPEC, seed)[:100], SPEC.work_dtype) for seed in range(3))
-    p, q = ops.transpose(ops.reshape(a[:20], (2, 10))), ops.transpose(ops.reshape(b[:20], (2, 10)))
-    rest, product = ops.sub_product_(ops.copy(x), p, q)
-    assert same(host(ops, product), host(ops, ops.flat_product(p, q)))
+    p, q = a[:40:2], b[:40:2]
+    rest, product = ops.sub_product_(ops.copy(x), p, q, 2)
+    assert same(host(ops, product), host(ops, ops.flat_product(p, q, 2)))
+    assert same(host(ops, product), host(ops, ops.flat_product(ops.copy(p), ops.copy(q), 2)))
     assert same(host(ops, rest), host(ops, ops.sub_(ops.copy(x), product)))

@@ -428,10 +428,10 @@ def flat_product(ops, g):
     if g.kind.startswith("huge"):
         return  # As in matmul.
     for rows, columns, r in g.some([(1, 1, 1), (33, 7, 4), (7, 33, 2), (1, 700, 16), (513, 3, 1)]):
-        a, b = (ops.reshape(g.x(side * r), (side, r)) for side in (rows, columns))
+        a, b = (g.x(side * r) for side in (rows, columns))
         loss = 2.5e5 if g.dtype == "float32" else 1.0
-        most = ops.max_abs(ops.flat_product(ops.abs(a), ops.abs(b)))
-        yield Loose(ops.flat_product(a, b), loss * float(host(ops, most)))
+        most = ops.max_abs(ops.flat_product(ops.abs(a), ops.abs(b), r))
+        yield Loose(ops.flat_product(a, b, r), loss * float(host(ops, most)))
 
 
 @case
@@ -440,11 +440,38 @@ def sub_product_(ops, g):
         return  # As in matmul.
     shapes = [(1, 1, 1), (33, 7, 4), (7, 33, 2), (1, 700, 16), (513, 3, 1)]
     for rows, columns, r in [(257, 4099, 3)] if g.n >= AROUND[g.dtype] else g.some(shapes):
-        a, b = (ops.reshape(g.x(side * r), (side, r)) for side in (rows, columns))
+        a, b = (g.x(side * r) for side in (rows, columns))
         loss = 2.5e5 if g.dtype == "float32" else 1.0
-        most = float(host(ops, ops.max_abs(ops.flat_product(ops.abs(a), ops.abs(b)))))
-        for each in ops.sub_product_(g.x(rows * columns), a, b):
+        most = float(host(ops, ops.max_abs(ops.flat_product(ops.abs(a), ops.abs(b), r))))
+        for each in ops.sub_product_(g.x(rows * columns), a, b, r):
             yield Loose(each, loss * max(most, float(host(ops, ops.max_abs(each)))))
+
+
+@case
+def power_product(ops, g):
+    if g.kind.startswith("huge"):
+        return  # As in matmul.
+    for rows, columns, r in g.some([(1, 1, 1), (33, 7, 4), (7, 33, 2), (1, 700, 16), (513, 3, 1)]):
+        x, q = g.x(rows * columns), ops.reshape(g.x(columns * r), (columns, r))
+        product, whole = powersgd.power_product(ops, x, q, (rows, columns))
+        loss = 2.5e5 if g.dtype == "float32" else 1.0
+        # Denormals have few bits.
+        least = 1e6 * float(np.finfo(g.dtype).tiny)
+        yield Loose(product, loss * columns * float(host(ops, ops.max_abs(x))) + least)
+        yield ops.cast(whole, "uint8")
+
+
+@case
+def project(ops, g):
+    if g.kind.startswith("huge"):
+        return  # As in matmul.
+    for rows, columns, r in g.some([(4, 3, 1), (33, 7, 4), (77, 33, 2), (513, 3, 1)]):
+        x, p = g.x(rows * columns), g.x(rows * r)
+        basis, product = powersgd.project(ops, x, p, (rows, columns))
+        # As in orthogonalize.
+        yield Loose(basis, 1e3) if g.dtype == "float64" else basis
+        loss, least = 2.5e5 if g.dtype == "float32" else 1e3, 1e6 * float(np.finfo(g.dtype).tiny)
+        yield Loose(product, loss * rows * float(host(ops, ops.max_abs(x))) + least)
 
 
 @case

@@ -65,7 +65,7 @@ def test_every_operation_has_a_case():
     assert list(compressors), "the table is filled when the methods are imported"
     by_kernels = {name for name, made in composites.items() if made.by_kernels is not None}
     other = {name for name, made in vars(native.Native).items() if inspect.isfunction(made)}
-    helpers = {"compute", "run", "floating", "kind", "total", "next_above", "key_integers", "noise_integers"}
+    helpers = {"compute", "run", "floating", "kind", "thin", "total", "next_above", "key_integers", "noise_integers"}
     shared = {name for name in other | vars(ArrayOps).keys() if name[0] != "_"} - helpers
     assert set(cases.CASES) == by_kernels | shared - {"products"}
 

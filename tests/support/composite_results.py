@@ -90,14 +90,34 @@ def sums(
 def flat_product(n, dtype):
     # One column: a sum of products would depend on how it is rounded.
     a, b = numbers(n, dtype), numbers(3, dtype, 1)
-    yield Call("flat_product", (a[:, None], b[:, None]), {}, (np.outer(a, b).ravel(),))
+    yield Call("flat_product", (a, b, 1), {}, (np.outer(a, b).ravel(),))
 
 
 @case
 def sub_product_(n, dtype):
     a, b, x = numbers(n, dtype), numbers(3, dtype, 1), numbers(3 * n, dtype, 2)
     product = np.outer(a, b).ravel()
-    yield Call("sub_product_", (x, a[:, None], b[:, None]), {}, (x - product, product))
+    yield Call("sub_product_", (x, a, b, 1), {}, (x - product, product))
+
+
+@case
+def power_product(n, dtype):
+    # One column whose length is exact, and whole numbers, whose products are.
+    x, q = np.arange(2 * n).astype(dtype), np.array([[3], [4]], dtype)
+    units = q / np.dtype(dtype).type(5)
+    yield Call("power_product", (x, q * 0, (n, 2)), {}, (np.zeros(n, dtype), np.array(False)))
+    x[1::2] = 0
+    yield Call("power_product", (x, q, (n, 2)), {}, (x[::2] * units[0], np.array(True)))
+
+
+@case
+def project(n, dtype):
+    if n == 0:
+        return
+    # An axis is its own basis.
+    x, axis = numbers(3 * n, dtype), np.zeros(n, dtype)
+    axis[n // 2] = 2
+    yield Call("project", (x, axis, (n, 3)), {}, (axis / 2, x.reshape(n, 3)[n // 2]))
 
 
 @case

@@ -86,11 +86,7 @@ class TwoFactors(Compressor, Negotiating, Learning, Subtracting):
         return (Field("p", spec.work_dtype, matrix_shape(spec)[0] * self.compress_rank),)
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return at.ops.flat_product(*self._factors(payload["p"], payload["q"], at))
-
-    def _factors(self, p: Array, q: Array, at: Site) -> tuple[Array, Array]:
-        (rows, columns), r = matrix_shape(at.spec), self.compress_rank
-        return at.ops.reshape(p, (rows, r)), at.ops.reshape(q, (columns, r))
+        return at.ops.flat_product(payload["p"], payload["q"], self.compress_rank)
 
     def _sum_q(self, payloads: Sequence[Payload]) -> Array:
         q = payloads[0]["q"]
@@ -99,10 +95,11 @@ class TwoFactors(Compressor, Negotiating, Learning, Subtracting):
         return q
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return at.ops.flat_product(*self._factors(payloads[0]["p"], self._sum_q(payloads), at))
+        return at.ops.flat_product(payloads[0]["p"], self._sum_q(payloads), self.compress_rank)
 
     def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
-        rest, merged = at.ops.sub_product_(x_, *self._factors(payloads[0]["p"], self._sum_q(payloads), at))
+        p, q = payloads[0]["p"], self._sum_q(payloads)
+        rest, merged = at.ops.sub_product_(x_, p, q, self.compress_rank)
         return merged, rest
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:

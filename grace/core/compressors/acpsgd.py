@@ -86,20 +86,19 @@ class ACPSGD(Compressor, Learning, Subtracting):
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return at.ops.flat_product(*self._factors(payloads, at))
+        p, q = self._factors(payloads, at)
+        return at.ops.flat_product(p, q, self.compress_rank)
 
     def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
-        rest, merged = at.ops.sub_product_(x_, *self._factors(payloads, at))
+        p, q = self._factors(payloads, at)
+        rest, merged = at.ops.sub_product_(x_, p, q, self.compress_rank)
         return merged, rest
 
     def _factors(self, payloads: Sequence[Payload], at: Site) -> list[Array]:
-        """Return the factors of the merged gradient; both branches give them the same shapes."""
-        ops, (rows, columns), r, total = at.ops, matrix_shape(at.spec), self.compress_rank, self._sum(payloads, at)
-        factors: list[Array] = ops.choose(
-            at.state["odd"][0] == 0,
-            lambda: [ops.reshape(total, (rows, r)), at.state["q"]],
-            lambda: [at.state["p"], ops.reshape(total, (columns, r))],
-        )
+        """Return the flat factors of the merged gradient."""
+        ops, total = at.ops, self._sum(payloads, at)
+        p, q = (ops.reshape(at.state[side], (-1,)) for side in ("p", "q"))
+        factors: list[Array] = ops.choose(at.state["odd"][0] == 0, lambda: [total, q], lambda: [p, total])
         return factors
 
     def _sum(self, payloads: Sequence[Payload], at: Site) -> Array:

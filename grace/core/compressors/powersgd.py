@@ -43,21 +43,65 @@ class PowerSGD(TwoFactors):
     title = "powersgd"
 
     def propose(self, x: Array, at: Site) -> Proposal:
-        ops = at.ops
-        q = at.state["q"]
-        length = ops.reshape(ops.norm(q, axis=0), (1, -1))
-        vanished = length == 0
-        # Q is as large as M, and M Q as its square, which float32 can hold only from 1e-19 to 1e19.
-        q = self.renewed(q / ops.where(vanished, 1.0, length), vanished, at)
-        p = ops.matmul(ops.reshape(x, matrix_shape(at.spec)), q)
-        return Proposal(ops.reshape(p, (-1,)), "sum")
+        ops, shape = at.ops, matrix_shape(at.spec)
+        p, whole = power_product(ops, x, at.state["q"], shape)
+        return Proposal(ops.choose(whole, lambda: p, lambda: self._renewed_product(x, at)), "sum")
+
+    def _renewed_product(self, x: Array, at: Site) -> Array:
+        """Return the product with a Q whose columns of zeros are drawn anew."""
+        q, lengths = unit_columns(at.ops, at.state["q"])
+        q = at.ops.where(lengths == 0, self._random(at.spec, at.ops, at.key), q)
+        return at.ops.reshape(at.ops.matmul(at.ops.reshape(x, matrix_shape(at.spec)), q), (-1,))
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
-        rows, columns = matrix_shape(at.spec)
-        p = orthogonalize(ops, ops.reshape(at.negotiated, (rows, self.compress_rank)))
-        q = ops.matmul(ops.reshape(x, (rows, columns)), p, transpose_a=True)
-        return {"q": ops.reshape(q, (-1,)), "p": ops.reshape(p, (-1,))}
+        p, q = project(at.ops, x, at.negotiated, matrix_shape(at.spec))
+        return {"q": q, "p": p}
+
+
+def unit_columns(ops: ArrayOps, q: Array) -> tuple[Array, Array]:
+    """Return Q with columns of length 1, or of zeros, and their lengths before, as a row."""
+    lengths = ops.reshape(ops.norm(q, axis=0), (1, -1))
+    return q / ops.where(lengths == 0, 1.0, lengths), lengths
+
+
+@composite()
+def power_product(ops: ArrayOps, x: Array, q: Array, shape: tuple[int, int]) -> tuple[Array, Array]:
+    """Return M Q, flat, with Q's columns divided by their lengths, and whether none is zero; x is M, flat.
+
+    Q is as large as M, and M Q as its square, which float32 can hold only from 1e-19 to 1e19.
+    """
+    units, lengths = unit_columns(ops, q)
+    product = ops.matmul(ops.reshape(x, shape), units)
+    return ops.reshape(product, (-1,)), ops.bit_not(ops.any(lengths == 0))
+
+
+@power_product.kernel(power_product="x T, q T; n, m, r -> T[n r], uint8[1]")
+def _(ops: Native, x: Array, q: Array, shape: tuple[int, int]) -> tuple[Array, Array] | None:
+    (n, m), r = shape, int(q.shape[1])
+    dtype = ops.thin(x, q, r)
+    if dtype is None:
+        return None
+    product, whole = ops.run("power_product", [x, q], [n, m, r], outputs=[dtype, "bool"], lengths=[n * r, 1])
+    return product, whole
+
+
+@composite()
+def project(ops: ArrayOps, x: Array, p: Array, shape: tuple[int, int]) -> tuple[Array, Array]:
+    """Return an orthonormal basis P' of the columns of P, and M^T P'; x is M, and all of them are flat."""
+    basis = orthogonalize(ops, ops.reshape(p, (shape[0], -1)))
+    product = ops.matmul(ops.reshape(x, shape), basis, transpose_a=True)
+    return ops.reshape(basis, (-1,)), ops.reshape(product, (-1,))
+
+
+@project.kernel(project="x T, p T; n, m, r -> T[p], T[m r]")
+def _(ops: Native, x: Array, p: Array, shape: tuple[int, int]) -> tuple[Array, Array] | None:
+    n, m = shape
+    r = ops.length(p) // n
+    dtype = ops.thin(x, p, r)
+    if dtype is None:
+        return None
+    basis, product = ops.run("project", [x, p], [n, m, r], outputs=[dtype] * 2, lengths=[n * r, m * r])
+    return basis, product
 
 
 @composite(one_graph=True)

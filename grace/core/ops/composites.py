@@ -67,13 +67,14 @@ class ArrayOps(Primitives):
         """Return the Euclidean norm and the largest magnitude of a flat array, in x's dtype."""
         return self.norm(x), self.max_abs(x)
 
-    def flat_product(self, a: Array, b: Array) -> Array:
-        """Return a b^T, flat."""
-        return self.reshape(self.matmul(a, b, transpose_b=True), (-1,))
+    def flat_product(self, a: Array, b: Array, r: int) -> Array:
+        """Return A B^T, flat, of flat arrays a and b with the rows of matrices of r columns."""
+        product = self.matmul(self.reshape(a, (-1, r)), self.reshape(b, (-1, r)), transpose_b=True)
+        return self.reshape(product, (-1,))
 
-    def sub_product_(self, x: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        """Return x - a b^T and a b^T, both flat; consumes the flat array x."""
-        product = self.flat_product(a, b)
+    def sub_product_(self, x: Array, a: Array, b: Array, r: int) -> tuple[Array, Array]:
+        """Return x - A B^T and A B^T, as `flat_product`; consumes the flat array x."""
+        product = self.flat_product(a, b, r)
         return self.sub_(x, product), product
 
     # --- random -------------------------------------------------------------------------------------------------

@@ -369,23 +369,26 @@ class Native(ArrayOps):
         integers = [*sides, int(transpose_a), int(transpose_b)]
         return self.reshape(self._thin_product(a, b, integers, rows * columns), (rows, columns))
 
-    def flat_product(self, a: Array, b: Array) -> Array:
-        shape = self._thin(a, b, False, True)
-        if shape is None:
-            return super().flat_product(a, b)
-        sides, rows, columns = shape
-        return self._thin_product(a, b, [*sides, 0, 1], rows * columns, outs=self.withdraw())
+    def flat_product(self, a: Array, b: Array, r: int) -> Array:
+        if self.thin(a, b, r) is None:
+            return super().flat_product(a, b, r)
+        n, m = self.length(a) // r, self.length(b) // r
+        return self._thin_product(a, b, [n, m, r, 0, 1], n * m, outs=self.withdraw())
 
-    def sub_product_(self, x: Array, a: Array, b: Array) -> tuple[Array, Array]:
-        dtype, shape = self.floating(x), self._thin(a, b, False, True)
-        if shape is None or dtype is None or dtype != self.dtype(a):
-            return super().sub_product_(x, a, b)
-        sides, rows, columns = shape
-        # Flat, because `run` makes strided arrays contiguous only if it consumes none.
-        inputs, lengths = [x, self.reshape(a, (-1,)), self.reshape(b, (-1,))], [rows * columns] * 2
-        outs = self.withdraw()
-        run = self.run("sub_product", inputs, sides, outputs=[dtype] * 2, lengths=lengths, consumes=True, outs=outs)
+    def sub_product_(self, x: Array, a: Array, b: Array, r: int) -> tuple[Array, Array]:
+        dtype = self.thin(a, b, r)
+        if dtype is None or dtype != self.floating(x):
+            return super().sub_product_(x, a, b, r)
+        sides = [self.length(a) // r, self.length(b) // r, r]
+        lengths, outs = [self.length(x)] * 2, self.withdraw()
+        run = self.run("sub_product", [x, a, b], sides, outputs=[dtype] * 2, lengths=lengths, consumes=True, outs=outs)
         return run[0], run[1]
+
+    def thin(self, x: Array, b: Array, r: int) -> str | None:
+        """Return the dtype of a flat matrix x and of a matrix b of r columns, if kernels multiply them; else None."""
+        dtype = self.floating(x)
+        # On a GPU, the frameworks' products are fast.
+        return dtype if dtype == self.kind(b) and r <= MOST_THIN and self.device.startswith("cpu") else None
 
     def _thin_product(self, a: Array, b: Array, integers: list[Any], size: Any, outs: Sequence[Array] = ()) -> Array:
         return self.run("thin_product", [a, b], integers, outputs=[self.dtype(a)], lengths=[size], outs=outs)[0]

@@ -57,9 +57,10 @@ class NativeNumpyOps(Native, NumpyOps):
         except TypeError:
             # Strided or misaligned arrays are rare, so they are found by the failure.
             given = [np.require(x, requirements=["C", "ALIGNED"]) for x in inputs]
-            if consumes or all(x is y for x, y in zip(given, inputs, strict=True)):
+            same = [x is y for x, y in zip(given, inputs, strict=True)]
+            if all(same) or (consumes and not same[0]):
                 raise
-            return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths)
+            return self.run(kernel, given, integers, numbers, outputs=outputs, lengths=lengths, consumes=consumes)
         return [inputs[0], *results] if consumes else results
 
     def room(self, nbytes: int) -> Array | None:

@@ -50,6 +50,8 @@ namespace grace {
     X(sparse_sum, "[onto_ T], values T..., indices int32...; ranks, n, has_onto -> T[n]")                                             \
     X(thin_product, "a T, b T; n, m, r, transpose_a, transpose_b -> T")                                                               \
     X(sub_product, "x_ T, a T, b T; n, m, r -> x_, T[x]")                                                                             \
+    X(power_product, "x T, q T; n, m, r -> T[n r], uint8[1]")                                                                         \
+    X(project, "x T, p T; n, m, r -> T[p], T[m r]")                                                                                   \
     X(binarize, "x T; ; threshold -> uint8[packed]")                                                                                  \
     X(binarize_finite, "x T; ; threshold -> uint8[packed], uint8[1]")                                                                 \
     X(binarize_means, "x T; single; threshold -> uint8[packed], T[2 - single]")                                                       \
