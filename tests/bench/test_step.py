@@ -239,9 +239,9 @@ def test_a_sweep_goes_on_with_the_best(monkeypatch):
 
 
 def test_memory(tmp_path):
-    """The mlp needs memory for parameters, gradients and momentum; top-k also needs it for the residual."""
+    """The mlp needs memory for parameters, gradients and momentum; top-k also for the residual, here once."""
     path = tmp_path / "memory.json"
-    given = ["--link", "none", "--compressors", "topk", "--options", "compress_ratio=0.02", "--steps", "1"]
+    given = ["--link", "none", "--compressors", "topk", "--options", "rollback=false", "--steps", "1"]
     output, _ = finished(*given, "--memory", "--json", str(path))
     compute, horovod, topk = found = json.loads(path.read_text())
     assert [weight["method"] for weight in found] == ["compute", "horovod", "topk"]
@@ -252,9 +252,10 @@ def test_memory(tmp_path):
         assert weight["exchange_bytes"] == weight["peak_bytes"] - compute["peak_bytes"]
         assert weight["exchange_over_gradients"] == weight["exchange_bytes"] / weight["gradient_bytes"]
         assert "times" not in weight
-    assert topk["options"] == {"compress_ratio": 0.02}
+    assert topk["options"] == {"rollback": False}
     assert horovod["options"] == compute["options"] == {}
-    assert topk["exchange_over_gradients"] > 0.9
+    # With roll-back it is about 2.
+    assert 0.6 < topk["exchange_over_gradients"] < 1.7
 
 
 def test_peak_is_that_of_one_visit():

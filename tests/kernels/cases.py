@@ -755,7 +755,7 @@ def project_from_frame(ops, g):
 @case
 def largest_of_blocks(ops, g):
     for block in g.some([128, 4096]):
-        for ratio in (0.01, 0.3, 1.0):
+        for ratio in g.some((0.01, 0.3, 1.0)):
             yield fedqcs.largest_of_blocks(ops, g.x(), block, ratio)
 
 

@@ -20,6 +20,7 @@ from grace.core.compressors.signsgd import SignSGD
 from grace.core.compressors.terngrad import TernGrad
 from grace.core.compressors.topk import TopK
 from grace.core.memories.dgc import DGCMemory
+from grace.core.memories.lowpass import LowPass
 from grace.core.memories.none import NoMemory
 from grace.core.memories.powersgd import PowerSGDMemory
 from grace.core.memories.residual import Residual
@@ -499,6 +500,14 @@ class AddsTheGradientTwice(Residual):
 
     def compensate(self, grad, state, at):
         return super().compensate(grad, state, at)
+
+
+@breaks("test_a_state_that_is_written_over_gives_the_same_result")
+@dataclass(frozen=True)
+class ReadsWhatWasWrittenOver(LowPass):
+    """Needs the old residual after the sum that may take its place."""
+
+    written_over = ("residual",)
 
 
 @breaks("test_finish_subtracts_from_what_is_declared")
