@@ -70,13 +70,6 @@ class TwoFactors(Compressor, Negotiating, Learning, Subtracting):
         columns, r = matrix_shape(spec)[1], self.compress_rank
         return ops.reshape(ops.cast(ops.uniform(columns * r, key), spec.work_dtype) - 0.5, (columns, r))
 
-    def renewed(self, q: Array, vanished: Array, at: Site) -> Array:
-        """Return q with the columns that vanished redrawn from the shared key; a column of zeros would stay zero."""
-        ops = at.ops
-        return ops.choose(
-            ops.any(vanished), lambda: ops.where(vanished, self._random(at.spec, ops, at.key), q), lambda: q
-        )
-
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         rows, columns = matrix_shape(spec)
         r = self.compress_rank

@@ -55,9 +55,16 @@ class GradZip(TwoFactors):
     def propose(self, x: Array, at: Site) -> Proposal:
         ops = at.ops
         q = at.state["q"]
-        q = self.renewed(q, ops.reshape(ops.max(ops.abs(q), axis=0), (1, -1)) == 0, at)
+        q = self._renewed(q, ops.reshape(ops.max(ops.abs(q), axis=0), (1, -1)) == 0, at)
         _, p = self._half_step(ops.reshape(x, matrix_shape(at.spec)), q, ops)
         return Proposal(ops.reshape(p, (-1,)), "sum")
+
+    def _renewed(self, q: Array, vanished: Array, at: Site) -> Array:
+        """Return q with the columns that vanished redrawn from the shared key; a column of zeros would stay zero."""
+        ops = at.ops
+        return ops.choose(
+            ops.any(vanished), lambda: ops.where(vanished, self._random(at.spec, ops, at.key), q), lambda: q
+        )
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops

@@ -203,9 +203,9 @@ class Native(ArrayOps):
         """Return the result of a kernel that adds payloads; its last integer is 1 if the sum starts from an array."""
         inputs = lists if onto is None else [onto, *lists]
         flag = int(onto is not None)
-        outs = self.withdraw() if onto is None else ()
         consumes, integers = onto is not None, [*integers, flag]
-        return self.run(kernel, inputs, integers, numbers, outputs=[dtype], lengths=[n], consumes=consumes, outs=outs)[
+        outs, outputs = () if consumes else self.withdraw(), [dtype]
+        return self.run(kernel, inputs, integers, numbers, outputs=outputs, lengths=[n], consumes=consumes, outs=outs)[
             0
         ]
 
