@@ -125,6 +125,8 @@ class Engine:
         self._held: dict[str, dict[str, Held]] = {}
         self._adopt(plan)
         prepare(self._slots, plan, ops, seed, transport.rank)
+        if not rollback:
+            self._owned.update(self._units)
 
     @property
     def step(self) -> Any:
