@@ -123,6 +123,8 @@ class MPIExchange(Exchange[Engine]):
         succeeded on some of them: then load a checkpoint.
         """
         self.transport.discard()
+        # Also on a rank that has not begun the call: without roll-back, memories start from zero on all ranks.
+        self.engine.restore(self.engine.before_step())
         self.engine.count_anew()
         check_steps(self._gather([int(self.engine.step)], "discard", "MPIExchange.discard()"))
 

@@ -533,15 +533,15 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         self._replicas.compare(self._weights(), stages.slots.shared_states, stages.slots.step, self._transport)
         stages.slots.belong_to(self._transport.rank, self._transport.size)
         stages.enter()
-        before = []
+        before, rollback = [], self.config.rollback
         if absent or loss_scale is not None:
-            before = stages.slots.snapshot(memories=bool(absent) or self.config.rollback)
+            before = stages.slots.snapshot(memories=bool(absent) or rollback)
         merged = stages.run(gradients, None if self.learning_rate is None else self.learning_rate())
         results = flat(merged)
         if loss_scale is not None:
             scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]
             finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in scaled])
-            tf.cond(finite, lambda: tf.constant(True), lambda: stages.slots.restore(before))
+            tf.cond(finite, lambda: tf.constant(True), lambda: stages.slots.restore(before, memories=rollback))
         names = {self._specs[place].name for place in absent}
         stages.slots.restore_tensors(before, names, stages.units)
         self._transport.end_turn(results)

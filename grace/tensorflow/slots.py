@@ -134,18 +134,17 @@ class VariableSlots(Slots):
         }
         return [(name, variable, variable.read_value()) for name, variable in places.values()]
 
-    def restore(self, snapshot: list[tuple[str, tf.Variable, tf.Tensor]]) -> tf.Tensor:
-        """Write the states of a snapshot back; memories that it lacks start from zero.
+    def restore(self, snapshot: list[tuple[str, tf.Variable, tf.Tensor]], *, memories: bool = True) -> tf.Tensor:
+        """Write the states of a snapshot back; without `memories`, those of memories start from zero.
 
         Return False, because a branch of a graph must return a tensor.
         """
+        of_memories = {id(v): v for states in self._variables.values() for v in states["memory"].values()}
         for _, variable, value in snapshot:
-            variable.assign(value)
-        kept = {id(variable) for _, variable, _ in snapshot}
-        for states in self._variables.values():
-            for variable in states["memory"].values():
-                if id(variable) not in kept:
-                    variable.assign(tf.zeros_like(variable))
+            if memories or id(variable) not in of_memories:
+                variable.assign(value)
+        for variable in () if memories else of_memories.values():
+            variable.assign(tf.zeros_like(variable))
         return tf.constant(False)
 
     def restore_tensors(

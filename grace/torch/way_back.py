@@ -59,6 +59,9 @@ class WayBack:
     def discard(self) -> None:
         """Return to the states before the step, on all ranks; see `Exchange.discard`."""
         steps = self._drop(int(self._engine.step if self._before is None else self._before.step))
+        if self._before is None:
+            # Other ranks may have begun the step. Without roll-back, memories start from zero on all ranks or on none.
+            self.keep()
         self.give_up()
         self._engine.count_anew()
         check_steps(steps)

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.compressors.topk import TopK
+from grace.core.memories.residual import Residual
 from grace.core.values.errors import StepError
-from grace.testing.harness import FRAMEWORKS, host, same
+from grace.core.values.spec import TensorSpec
+from grace.testing.harness import FRAMEWORKS, host, same, unit_of
 from tests.support.steps import assert_same, each_combination_for, gradients, simulate, states, step
 
 # TensorFlow's arrays are immutable.
@@ -149,6 +152,16 @@ def test_what_was_loaded_is_not_written_over(method):
     other = made(method)
     other.load_state_dict(saved)
     assert_same(copies, states(other))
+
+
+def test_a_memory_that_compensates_otherwise_is_not_written_over():
+    class Shows(Residual):
+        def compensate(self, grad, state, at):
+            return super().compensate(grad, state, at)
+
+    spec = TensorSpec("t", (9,))
+    assert unit_of(TopK(), Residual(), spec).written_over == ("residual",)
+    assert unit_of(TopK(), Shows(), spec).written_over == ()
 
 
 def test_a_change_of_the_plan_carries_residuals_over():

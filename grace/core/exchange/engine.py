@@ -258,7 +258,7 @@ class Engine:
         if self._rollback:
             return self.snapshot()
         units = {name: {"compressor": self._slots.read(name)["compressor"]} for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units, dict(self._held))
+        return Snapshot(self.plan, self._done, self.step, units, {})
 
     def restore(self, before: Snapshot) -> None:
         """Go back to a snapshot, and drop a step under way."""
@@ -467,7 +467,7 @@ class Engine:
         """Discard the gradients of a step that will not be finished.
 
         States stay as they are, except those of completed buckets, and of memories whose payloads have already arrived
-        from all ranks.
+        from all ranks. Without roll-back, memories of units that have begun are lost until `restore`.
         """
         self._runs: dict[str, BucketRun] = {}
         # Units with their gradients and learning rates whose memories wait for the norm of all gradients.
@@ -534,9 +534,6 @@ class Engine:
             # Update the memories while the payload travels.
             for step in () if bucket.communicator.remembers else steps:
                 step.remember()
-                if not (self._rollback or step.unit.memory.finishes):
-                    self._slots.write(step.unit.spec.name, step.next_states())
-                    self._owned.add(step.unit.spec.name)
 
     def _advance(self, bucket: Bucket, run: BucketRun) -> bool:
         """Wait for the round of a bucket and start its next one; return False if there is none."""
@@ -564,7 +561,12 @@ class Engine:
         for unit, flags in zip(bucket.units, run.received.flags, strict=True):
             states = run.steps[unit.spec.name].commit_memory(flags)
             if states is not None:
-                self._slots.write(unit.spec.name, states)
+                self._commit(unit, states)
+
+    def _commit(self, unit: Unit, states: dict[str, State]) -> None:
+        self._slots.write(unit.spec.name, states)
+        if not self._rollback:
+            self._owned.add(unit.spec.name)
 
     def _merge(self, bucket: Bucket, outgoing: Outgoing) -> None:
         run = self._runs.pop(bucket.name)
@@ -578,18 +580,16 @@ class Engine:
         for unit, payloads, flags in zip(bucket.units, received.payloads, received.flags, strict=True):
             name, step = unit.spec.name, run.steps[unit.spec.name]
             if not unit.is_merged_by(self.transport.rank):
-                self._slots.write(name, step.states_unless(flags))
+                self._commit(unit, step.states_unless(flags))
                 self._slots.note("unit", name, step.sent_bytes())
                 self.times.mark("merged", name)
                 continue
             target = outgoing.target(unit)
             done: Concluded = step.conclude(payloads, flags, target)
-            self._slots.write(name, done.states)
-            if not self._rollback:
-                self._owned.add(name)
+            self._commit(unit, done.states)
             sent = step
             for onward in step.chain:
-                self._slots.write(onward.unit.spec.name, onward.states_unless(flags))
+                self._commit(onward.unit, onward.states_unless(flags))
                 if onward.unit.kept_by(self.transport.rank):
                     sent = onward
             # The owner of a unit that it alone merges sends nothing of it.

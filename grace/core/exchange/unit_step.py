@@ -105,7 +105,7 @@ class UnitStep:
             self.site = self.site._replace(norm=norm)
         gradient, memory = ops.cast(gradient, spec.work_dtype), self.states["memory"]
         total = unit.memory.to_add(gradient, memory, self.site) if unit.sums else None
-        over, at = unit.memory.written_over, self.site
+        over, at = unit.written_over, self.site
         if self._owned and over:
             at = Site(ops.writing_to(*(memory[key] for key in over)), *at[1:])
         if total is None:

@@ -156,6 +156,11 @@ def subtracts_from(compressor: object, memory: Memory) -> str | None:
     return memory.subtracts_from if isinstance(compressor, Subtracting) and together else None
 
 
+def written_over(memory: Memory) -> tuple[str, ...]:
+    """Return the keys of the memory's state that kernels may write over; none if a subclass replaces `compensate`."""
+    return memory.written_over if _same_class(memory, "written_over", "compensate") else ()
+
+
 def _same_class(method: object, first: str, second: str) -> bool:
     """Return whether the two functions come from the same class."""
     classes = [next((cls for cls in type(method).__mro__ if name in vars(cls)), None) for name in (first, second)]

@@ -26,10 +26,10 @@ class Compensated(NamedTuple):
 class Memory(ABC):
     """Base of memories: the state that one rank keeps of a gradient between steps, configured by its fields only.
 
-    The state of the last good step is never changed: `compensate` and `update` return new states, and the engine keeps
-    the old one until it knows that no rank saw NaN or infinity. The gradient is never changed either: its buffer
-    belongs to the framework, whose backward pass may still read it. A callee may reuse arrays that it receives with a
-    trailing underscore.
+    A memory never changes the state of the last good step: `compensate` and `update` return new states, and with
+    roll-back the engine keeps the old one until it knows that no rank saw NaN or infinity. The gradient is never
+    changed either: its buffer belongs to the framework, whose backward pass may still read it. A callee may reuse
+    arrays that it receives with a trailing underscore.
     """
 
     @cached_property
@@ -142,10 +142,11 @@ class Memory(ABC):
 
     @cached_property
     def written_over(self) -> tuple[str, ...]:
-        """Keys of the state that the one kernel of `compensate`, or of the sum of `to_add`, may write its results over.
+        """Keys of the state over which the kernel that computes x may write its results (default: none).
 
-        Without roll-back, the engine offers their arrays by `writing_to`, in this order. Nothing may read them after
-        that kernel (default: none).
+        Without roll-back, the engine offers their arrays by `writing_to`, in this order. No other kernel of
+        `compensate` may take them, and nothing may read them afterwards. Define it in the class that defines
+        `compensate`.
         """
         return ()
 

@@ -18,6 +18,7 @@ from grace.core.methods.capabilities import (
     scales,
     subtracts_from,
     sums,
+    written_over,
 )
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
@@ -157,6 +158,11 @@ class Assignment:
     def subtracts_from(self) -> str | None:
         """Key of the memory's state from which the compressor can subtract the merged gradient while it merges."""
         return subtracts_from(self.compressor, self.memory)
+
+    @cached_property
+    def written_over(self) -> tuple[str, ...]:
+        """Keys of the memory's state that kernels may write over; none if a subclass replaces only `compensate`."""
+        return written_over(self.memory)
 
     @cached_property
     def shows(self) -> bool:

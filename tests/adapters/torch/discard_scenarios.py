@@ -193,7 +193,7 @@ def discarded_with_a_scaler() -> dict[str, Any]:
 def discarded_without_rollback() -> dict[str, Any]:
     """Drop a step by hand and by a scaler: the norms of residuals before and after it, and the weights at the end."""
     results: dict[str, Any] = {}
-    for label in ("discard", "scaler"):
+    for label in ("discard", "begun by one rank", "scaler"):
         model, scaler = make_net(), torch.amp.GradScaler("cpu", init_scale=64.0)
         config = {**TOPK, **LAYERS, "rollback": False}
         optimizer = wrap(model, config, optimizer=sgd(model, momentum=0.0), grad_scaler=scaler)
@@ -203,10 +203,12 @@ def discarded_without_rollback() -> dict[str, Any]:
             optimizer.zero_grad()
             dropped = number == 2
             overflows = dropped and label == "scaler" and my_rank() == 1
-            _scaled_backward(model, scaler, number, float("inf") if overflows else 1.0)
-            if dropped and label == "discard":
-                optimizer.synchronize()
-                norms.append(_norms(optimizer))
+            if not dropped or label != "begun by one rank" or my_rank() == 0:
+                _scaled_backward(model, scaler, number, float("inf") if overflows else 1.0)
+            if dropped and label != "scaler":
+                if label == "discard":
+                    optimizer.synchronize()
+                    norms.append(_norms(optimizer))
                 optimizer.grace.discard()
             else:
                 scaler.step(optimizer)
