@@ -476,7 +476,8 @@ def discarded() -> dict[str, Any]:
             error = "" if skips else outcome(lambda: without(given(9)))
         without.discard()
         zero &= all(not x.any() for state in without.engine.memories().values() for x in state.values())
-    results["without roll-back"] = {"error": error, "equal": zero and bool(run(without, range(2)))}
+    run(without, range(2))
+    results["without roll-back"] = {"error": error, "equal": zero}
     # The last rank has one step less.
     if last:
         exchange.load_state_dict({**exchange.state_dict(), "step": 3})
