@@ -3192,8 +3192,8 @@ PATCHES = [
     Patch(
         "reduce-scatter-others-keep-bad-states",
         ENGINE,
-        "self._slots.write(name, step.states_unless(flags))\n                self._slots.note",
-        "self._slots.write(name, step.states_unless([]))\n                self._slots.note",
+        "self._commit(unit, step.states_unless(flags))\n                self._slots.note",
+        "self._commit(unit, step.states_unless([]))\n                self._slots.note",
         "ranks that do not merge a unit keep the residual of a bad gradient",
         ("tests/core/test_reduce_scatter.py -k bad_gradient",),
     ),
