@@ -283,6 +283,8 @@ def test_wrong_lists_are_refused_and_nothing_of_them_is_loaded():
         "missing": (saved[:3], r"the states of the ranks 0 to 3, each once, received ranks 0 of 4, 1 of 4, 2 of 4; "),
         "twice": ([*saved[:3], saved[0]], r"received ranks 0 of 4, 1 of 4, 2 of 4, 0 of 4"),
         "other run": ([*saved[:3], {**saved[3], "size": 5}], "expected the states of all ranks of one run"),
+        # A list of so many ranks has no place in memory.
+        "damaged size": ([{**mine, "size": 2**62} for mine in saved], "the ranks 0 to 4611686018427387903, each once"),
         "other step": ([*saved[:3], {**saved[3], "step": 7}], "at the steps 1, 7"),
         "version": ([*saved[:3], {**saved[3], "version": 2}], "version 3, received 2"),
         "damaged": (damaged, "expected states"),

@@ -20,7 +20,7 @@ SHARES = [
     for first in range(0, fuzz.count(kind), SHARE)
 ]
 # Cases that failed when the fuzzer was written, beside those of test_damaged_payloads.py and test_errors.py.
-FOUND = [("gradient", 2143), ("gradient", 20865)]
+FOUND = [("gradient", 2143), ("gradient", 20865), ("states of ranks", 423)]
 # The number of a configuration depends on the names of all options.
 FOUND_CONFIGS = [
     {"compressor": "threshold", "beta": 1e300, "gradient_clipping": 10**400},

@@ -46,7 +46,8 @@ COUNTS = {
     "wire tensorflow": (0, 1_000),
     "checksum numpy": (1000, 45_000),
     "checksum torch": (200, 5_000),
-    "state": (2000, 120_000),
+    "state": (2000, 90_000),
+    "states of ranks": (500, 30_000),
     "config": (1500, 120_000),
     "gradient": (200, 9_000),
 }
@@ -74,6 +75,7 @@ def run(kind: str, first: int, number: int) -> int:
         "wire": partial(_wire, backend),
         "checksum": partial(_checksum, backend),
         "state": _state,
+        "states": _states,
         "config": _config,
         "gradient": _gradient,
     }[word]
@@ -255,7 +257,8 @@ def _trained(index: int) -> tuple[grace.Simulation, dict[str, Any], Any]:
 
 
 def _train(sim: grace.Simulation) -> None:
-    sim.step([{name: np.full(shape, 0.5, np.float32) for name, shape in TENSORS.items()}], lr=0.1)
+    gradients = {name: np.full(shape, 0.5, np.float32) for name, shape in TENSORS.items()}
+    sim.step([gradients] * sim.size, lr=0.1)
 
 
 def _state(rng: Draw) -> bool:
@@ -279,9 +282,41 @@ def _state(rng: Draw) -> bool:
     return True
 
 
+@cache
+def _trained_on(index: int, saved: int, size: int) -> tuple[grace.Simulation, list[Any], Any]:
+    """Return a simulation of `size` ranks at step 0, the states of `saved` ranks to load, and its contents now."""
+    config = {"granularity": "layer", "default_rules": False, **STATES[index]}
+    before, sim = (grace.Simulation(n, TENSORS, config) for n in (saved, size))
+    _train(before)
+    return sim, copy.deepcopy(before.state_dict()["ranks"]), _contents(sim.state_dict())
+
+
+def _states(rng: Draw) -> bool:
+    sim, good, before = _trained_on(rng.randrange(len(STATES)), rng.choice((1, 2, 3)), rng.choice((1, 2, 3)))
+    states = copy.deepcopy(good)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        rank = rng.randrange(len(states))
+        states[rank] = _edited(rng, states[rank]) if isinstance(states[rank], dict) else _rubbish(rng)
+    try:
+        sim.load_state_dict(states)
+        _train(sim)
+    except StateError:
+        assert _contents(sim.state_dict()) == before, "half of a list of states was loaded"
+        return False
+    except GraceError:
+        return False
+    finally:
+        sim.network.drop()
+        for engine in sim.engines:
+            engine.reset()
+    return True
+
+
 def _contents(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _contents(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_contents(value) for value in state]
     return (state.dtype, state.tobytes()) if isinstance(state, np.ndarray) else state
 
 

@@ -38,7 +38,8 @@ def in_rank_order(states: Sequence[Any]) -> list[dict[str, Any]]:
         check_saved(state)
     sizes, steps = (sorted({int(state[key]) for state in states}) for key in ("size", "step"))
     ranks = sorted(int(state["rank"]) for state in states)
-    if len(sizes) != 1 or ranks != list(range(sizes[0])):
+    # The size is compared first: a damaged one must not decide how much memory this takes.
+    if sizes != [len(states)] or ranks != list(range(len(states))):
         expected = f"the ranks 0 to {sizes[0] - 1}" if len(sizes) == 1 else "all ranks of one run"
         received = ", ".join(f"{state['rank']} of {state['size']}" for state in states) or "none"
         raise StateError(
