@@ -21,6 +21,7 @@ from grace.core.values.errors import (
     nearest,
 )
 from grace.core.values.registry import compressors
+from grace.testing.harness import same
 from tests.mutants import methods
 
 SHAPE = (20, 30)
@@ -90,9 +91,30 @@ def test_a_rank_that_would_hang_is_named_by_the_simulation():
         sim.engines[0].finish()
 
 
-def test_a_simulation_of_no_ranks():
-    with pytest.raises(ConfigError, match="at least 1 rank, received 0"):
-        simulation(size=0)
+@pytest.mark.parametrize("size", [0, -1, 2.0, "2", None])
+def test_a_simulation_of_no_ranks(size):
+    with pytest.raises(ConfigError, match=f"at least 1 rank, received {size!r}"):
+        simulation(size=size)
+
+
+@pytest.mark.parametrize("shape", [5000, (-1,), (3, -2), (2.0,), (None, 3), ("a",), "ab"], ids=repr)
+def test_a_shape_that_is_no_sequence_of_whole_numbers(shape):
+    with pytest.raises(ConfigError, match=r"tensor 'w': expected a shape of whole numbers from 0 on, such as"):
+        grace.Simulation(1, {"w": shape}, {"compressor": "topk"})
+
+
+@pytest.mark.parametrize("compressor", list(compressors))
+def test_integers_of_numpy_in_shapes_are_whole_numbers(compressor):
+    config = {"compressor": compressor, "default_rules": False}
+    merged = []
+    for size, shape, vector in ((2, (24, 40), (5000,)), (np.int64(2), np.array([24, 40]), [np.int32(5000)])):
+        sim = grace.Simulation(size, {"matrix": shape, "vector": vector}, config)
+        given = {"matrix": np.ones((24, 40), np.float32), "vector": np.linspace(-1, 1, 5000, dtype=np.float32)}
+        merged.append(sim.step([given, given], lr=0.1))
+        assert type(sim.size) is int
+        assert all(type(n) is int for item in sim.plan.assignments for n in item.spec.shape)
+    for one, other in zip(*merged, strict=True):
+        assert [same(one[name], other[name]) for name in one] == [True, True]
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -201,8 +202,9 @@ class Simulation(Exchange[Engine]):
         average: bool = True,
         **options: Any,
     ) -> None:
-        if size < 1:
+        if not hasattr(size, "__index__") or operator.index(size) < 1:
             raise ConfigError(f"Simulation: expected at least 1 rank, received {size!r}.")
+        size = operator.index(size)
         refuse_typos(options, type(self), "Simulation")
         made = make_config(config, **options)
         specs = as_specs(tensors)

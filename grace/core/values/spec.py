@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -49,7 +50,8 @@ class TensorSpec:
 
     `dtype` is one of float16, bfloat16, float32, float64. `sparse` means that the gradient comes as rows and their
     indices, like that of an embedding. `model_numel` is the number of elements of all tensors of the run (0: this
-    tensor is alone). Raises ConfigError for any other dtype.
+    tensor is alone). Raises ConfigError for any other dtype, and for a shape with other entries than whole numbers from
+    0 on.
     """
 
     name: str
@@ -60,6 +62,17 @@ class TensorSpec:
     model_numel: int = 0
 
     def __post_init__(self) -> None:
+        try:
+            # NumPy's integers are no Python integers, and overflow.
+            shape = tuple(map(operator.index, self.shape))
+        except TypeError:
+            shape = (-1,)
+        if min(shape, default=0) < 0:
+            raise ConfigError(
+                f"tensor '{self.name}': expected a shape of whole numbers from 0 on, such as (64, 10), received "
+                f"{self.shape!r}; name the size of every dimension."
+            )
+        object.__setattr__(self, "shape", shape)
         if self.dtype not in GRADIENT_DTYPES:
             raise ConfigError(
                 f"tensor '{self.name}': gradients of dtype {self.dtype} cannot be exchanged; "
@@ -89,7 +102,7 @@ class TensorSpec:
 
 def as_specs(tensors: Mapping[str, tuple[int, ...]] | Sequence[TensorSpec]) -> list[TensorSpec]:
     """Return the specs of tensors that may be given as shapes by name, and are then float32."""
-    return [TensorSpec(n, tuple(s)) for n, s in tensors.items()] if isinstance(tensors, Mapping) else list(tensors)
+    return [TensorSpec(n, s) for n, s in tensors.items()] if isinstance(tensors, Mapping) else list(tensors)
 
 
 class Field(NamedTuple):
