@@ -92,9 +92,11 @@ def step_locally(
             exchange.way_back.keep()
             exchange.finish_comparing()
             for p, name in names.items():
-                # A parameter that was frozen in mid-run keeps its residual and its weight.
-                (engine.release if p.requires_grad else engine.hold)(name)
-                engine.ready(name, met[p] - p)
+                if p.requires_grad:
+                    engine.ready(name, met[p] - p)
+                else:
+                    # It was frozen in mid-run, and keeps its residual and its weight.
+                    engine.rest(name)
             moved = engine.finish()
             for p, name in names.items():
                 if p.requires_grad:

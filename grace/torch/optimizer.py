@@ -315,10 +315,9 @@ def _attach(
             p.grad = torch.zeros_like(p)
         if not engine.exchanges(name):
             return delegated.start(p)
-        if p.requires_grad:
-            engine.release(name)
-        else:
-            engine.hold(name)
+        if not p.requires_grad:
+            engine.rest(name, wrapped.param_groups[group_of[p]]["lr"])
+            return functools.partial(exchange._result, name), None
         if p.grad is None:
             # Another rank may have used the parameter and wait for this rank's gradient.
             p.grad = torch.zeros_like(p)

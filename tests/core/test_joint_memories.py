@@ -14,7 +14,7 @@ from grace.core.values.registry import communicators
 from grace.core.values.spec import Ranks, TensorSpec
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import same
-from tests.support.steps import CUTS, assert_same, each, each_cut, gradient, gradients, states, step
+from tests.support.steps import CUTS, assert_same, each, each_cut, gradient, gradients, states, step, step_at_rest
 
 SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("double", (16, 90), "float64")]
 LOSSY = {"compressor": "qsgd", "quantum_num": 7, "default_rules": False}
@@ -167,17 +167,13 @@ def test_other_owners_start_anew():
 
 
 @pytest.mark.parametrize("way", [DORE, DIANA], ids=["dore", "diana"])
-def test_a_held_tensor_keeps_what_the_ranks_know_of_it(way):
+def test_a_resting_tensor_keeps_what_the_ranks_know_of_it(way):
     sim = grace.Simulation(2, SPECS, {**LOSSY, **way})
     for number in range(2):
         step(sim, number)
     before = states(sim)
-    for engine in sim.engines:
-        engine.hold("long")
-    merged = step(sim, 2, change=lambda name, rank, x: np.zeros_like(x) if name == "long" else x)
+    merged = step_at_rest(sim, 2, "long")
     assert all((mine["long"] == 0).all() and mine["short"].any() for mine in merged)
-    for engine in sim.engines:
-        engine.release("long")
     for old, new in zip(before, states(sim), strict=True):
         assert all(same(old[key], new[key]) for key in old if "long" in key[0])
     assert_followed(sim)

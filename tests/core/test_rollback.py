@@ -124,7 +124,6 @@ GIVES = {
     "state_dict": lambda engine: [s["memory"] for s in engine.state_dict()["tensors"].values()],
     "memories": lambda engine: list(engine.memories().values()),
     "snapshot": lambda engine: [s["memory"] for s in engine.snapshot().units.values()],
-    "hold": lambda engine: engine.hold("a") or [engine._held["a"]["a"]],
 }
 
 

@@ -30,6 +30,7 @@ from tests.support.steps import (
     simulate,
     states,
     step,
+    step_at_rest,
 )
 
 # --- changes during a run ---------------------------------------------------------------------------------------
@@ -223,31 +224,21 @@ def kept(sim, tensor):
 
 @pytest.mark.parametrize("memory", ["residual", "dgc"])
 @each_cut
-def test_a_held_tensor_keeps_its_residual_and_moves_nothing(cut, memory):
+def test_a_resting_tensor_keeps_its_residual_and_moves_nothing(cut, memory):
     options = {**TOPK, "memory": memory, **CUTS[cut]}
     sim = Simulation(2, [SPECS[0], SPECS[1], LONG], options)
     step(sim, 0)
     before = kept(sim, "matrix")
-
-    def frozen(name, rank, x):
-        return np.zeros_like(x) if name == "matrix" else x
-
     for number in (1, 2):
-        for engine in sim.engines:
-            engine.hold("matrix")
-        merged = step(sim, number, change=frozen)
+        merged = step_at_rest(sim, number, "matrix")
         assert all((mine["matrix"] == 0).all() and mine["vector"].any() for mine in merged)
         assert all(same(a[2], b[2]) for a, b in zip(before, kept(sim, "matrix"), strict=True))
-        assert not residuals(sim)["matrix"].any()
     # Neither another plan nor a snapshot loses it.
     change(sim, bucket_bytes=0)
-    for engine in sim.engines:
-        engine.hold("matrix")
     snapshots = [engine.snapshot() for engine in sim.engines]
-    step(sim, 3, change=frozen)
+    step_at_rest(sim, 3, "matrix")
     for engine, snapshot in zip(sim.engines, snapshots, strict=True):
         engine.undo(snapshot)
-        engine.release("matrix")
     assert residuals(sim)["matrix"].any()
     # The pieces differ, not their elements.
     first, last = (

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.exchange.simulation import poll_all
 from grace.core.values.config import Config, Method
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import TensorSpec
@@ -190,6 +191,15 @@ def on_host(sim, merged):
 
 def step(sim, number, **changes):
     return on_host(sim, sim.step(gradients(sim, number, **changes), lr=0.1))
+
+
+def step_at_rest(sim, number, *tensors):
+    """Take a step in which some tensors do not train."""
+    for engine, mine in zip(sim.engines, gradients(sim, number), strict=True):
+        for name, x in mine.items():
+            engine.rest(name, 0.1) if name in tensors else engine.ready(name, x, 0.1)
+    poll_all(sim.engines)
+    return on_host(sim, [engine.finish() for engine in sim.engines])
 
 
 def states(sim):

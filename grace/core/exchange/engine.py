@@ -3,6 +3,7 @@
 Every bucket runs the program of its communicator, a generator of rounds of collectives:
 
     ready(name, gradient)   local work; the bucket's first round starts with its last gradient
+    rest(name)              the same for a tensor that does not train: it takes part with zeros, and keeps its memory
     poll()                  start the next round of the buckets whose round has arrived
     complete(bucket)        all rounds of one bucket: wait, start the next; merge, average, commit
     finish()                the same for all other buckets, round by round in the order of the plan
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +26,6 @@ from grace.core.exchange.collectives import KINDS, Program
 from grace.core.exchange.merge import Merge
 from grace.core.exchange.state import (
     STATE_VERSION,
-    Held,
     Slots,
     carried,
     check_saved,
@@ -32,8 +33,8 @@ from grace.core.exchange.state import (
     initial,
     moved,
     prepare,
-    put_back,
-    taken_out,
+    ranges_of,
+    spliced,
 )
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.exchange.unit_step import Concluded, UnitStep, retuned
@@ -59,7 +60,6 @@ class Snapshot(NamedTuple):
     done: Plan
     step: Any
     units: dict[str, dict[str, State]]
-    held: dict[str, dict[str, Held]]
 
 
 @dataclass
@@ -121,8 +121,6 @@ class Engine:
         self._outgoing: Outgoing | None = None
         # The units whose memories' states only this engine has. A step without roll-back may write over them.
         self._owned: set[str] = set()
-        # By tensor and unit, what `hold` has set aside.
-        self._held: dict[str, dict[str, Held]] = {}
         self._adopt(plan)
         prepare(self._slots, plan, ops, seed, transport.rank)
         if not rollback:
@@ -157,27 +155,6 @@ class Engine:
         """Return whether the engine exchanges the tensor now, rather than the adapter."""
         return name in self._assignment_of
 
-    def hold(self, tensor: str) -> None:
-        """Set aside what memories hold for a tensor that does not train, until `release`; its gradients are zeros.
-
-        Otherwise its residual would be sent. Call it before the tensor's `ready`.
-        """
-        if tensor in self._held:
-            return
-        self._held[tensor] = {}
-        for name, unit in self._units.items():
-            if any(piece.tensor == tensor for piece in unit.pieces):
-                states = self._slots.read(name)
-                memory, self._held[tensor][name] = taken_out(
-                    unit, states["memory"], tensor, self._ops(unit.spec.device)
-                )
-                self._slots.write(name, {**states, "memory": memory})
-
-    def release(self, tensor: str) -> None:
-        """Give a tensor's memories back what `hold` set aside, if it did. Call it before the tensor's `ready`."""
-        for name, held in self._held.pop(tensor, {}).items():
-            self._slots.write(name, self._whole(name, self._slots.read(name), held))
-
     @property
     def shared_states(self) -> dict[str, Array]:
         """The states that are equal on all ranks, by a name that says what they are."""
@@ -187,9 +164,6 @@ class Engine:
                 if kind == "compressor" or unit.memory.shared:
                     found |= {f"{key} of the {kind} of {unit.spec.name}": value for key, value in state.items()}
         return found
-
-    def _whole(self, name: str, states: dict[str, State], held: Held) -> dict[str, State]:
-        return {**states, "memory": put_back(states["memory"], held, self._ops(self._units[name].spec.device))}
 
     def change(self, plan: Plan) -> None:
         """Continue with another plan for the same tensors; residuals and other states that fit are carried over.
@@ -204,8 +178,6 @@ class Engine:
 
     def _carry_on(self, plan: Plan, before: int | None = None) -> None:
         """Continue with another plan; `before` is the number of ranks before if they are others now."""
-        for tensor in list(self._held):
-            self.release(tensor)
         size = self.transport.size
         states = self.plan, plan, self._slots.read, self._initial, self._ops
         new = carried(*states, size) if before is None else moved(*states, (before, size), average=self._average)
@@ -251,14 +223,14 @@ class Engine:
         """Return plan, step and states as they are now, for `restore`; the arrays are live, and never changed."""
         self._owned.clear()
         units = {name: self._slots.read(name) for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units, dict(self._held))
+        return Snapshot(self.plan, self._done, self.step, units)
 
     def before_step(self) -> Snapshot:
         """Return a snapshot to drop the next step by `restore` or `undo`; without roll-back, it has no memories."""
         if self._rollback:
             return self.snapshot()
         units = {name: {"compressor": self._slots.read(name)["compressor"]} for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units, {})
+        return Snapshot(self.plan, self._done, self.step, units)
 
     def restore(self, before: Snapshot) -> None:
         """Go back to a snapshot, and drop a step under way."""
@@ -270,7 +242,6 @@ class Engine:
                 memory = first_memory(unit, self._ops(unit.spec.device), self.transport.rank)
                 states = {"memory": memory, **states}
             self._slots.write(name, states)
-        self._held = dict(before.held)
         self._slots.go_to(before.step)
         self._done = before.done
 
@@ -283,20 +254,54 @@ class Engine:
         self._slots.go_to(step)
         self._done = done
 
+    def put_back(self, before: Snapshot, tensors: Collection[str]) -> None:
+        """Give the memories of some tensors the states of a snapshot, as if these had taken no part in steps since.
+
+        Needs roll-back. If the plan has changed since, states are carried over to the new one. Raises StepError in the
+        middle of a step.
+        """
+        self.check_idle("put_back")
+        old = before.units
+        if before.plan is not self.plan:
+            read = before.units.__getitem__
+            old = carried(before.plan, self.plan, read, self._initial, self._ops, self.transport.size)
+        self._splice({name: states["memory"] for name, states in old.items() if "memory" in states}, set(tensors))
+
+    def _splice(self, memory_of: Mapping[str, State], tensors: Collection[str]) -> None:
+        """Write what other states of memories, by unit, hold for some tensors into those of now."""
+        for name, memory in memory_of.items():
+            unit = self._units[name]
+            ranges = ranges_of(unit, tensors)
+            if ranges:
+                states = self._slots.read(name)
+                new = spliced(unit, states["memory"], memory, ranges, self._ops(unit.spec.device))
+                self._slots.write(name, {**states, "memory": new})
+
     # --- one step -----------------------------------------------------------------------------------------------
 
-    def ready(self, name: str, gradient: Array, lr: Any = None) -> None:
+    def ready(self, name: str, gradient: Array, lr: Any = None, *, unused: bool = False) -> None:
         """Take a finished gradient, which is only read, and the step's learning rate if memories need it.
 
+        With `unused` it is zeros, since this rank has none; `finish` must then be told if no other rank has one either.
         Raises StepError for a wrong name, shape, dtype or order, or if the learning rate is missing.
         """
         item = self._item(name)
+        if unused:
+            self._keep_memories(name)
         if tuple(gradient.shape) != item.spec.shape:
             raise StepError(
                 f"tensor '{name}': expected a gradient of shape {item.spec.shape}, "
                 f"received {tuple(gradient.shape)}; parameters must keep their shape."
             )
         self._take(item, [gradient], lr)
+
+    def _keep_memories(self, tensor: str) -> None:
+        """Keep what the memories hold for a tensor until the end of the step."""
+        for unit, _, _ in self.plan.places.get(tensor, ()):
+            for each in (unit, *unit.chain):
+                # With roll-back, nothing writes over it.
+                self._owned.discard(each.spec.name)
+                self._kept.setdefault(each.spec.name, self._slots.read(each.spec.name)["memory"])
 
     def ready_in_parts(self, name: str, parts: Sequence[Array]) -> None:
         """Do what `ready` does with a gradient whose elements lie in several flat parts."""
@@ -307,6 +312,16 @@ class Engine:
                 "must keep their shape."
             )
         self._take(item, parts, None)
+
+    def rest(self, name: str, lr: Any = None) -> None:
+        """Let a tensor that trains on no rank take part with zeros; its memories are not sent, and stay as they are.
+
+        Call it in place of `ready`, on all ranks. If only some do, `finish` raises MismatchError.
+        """
+        item = self._item(name)
+        self._keep_memories(name)
+        self._resting.add(name)
+        self._take(item, [self._ops(item.spec.device).zeros(item.spec.numel, item.spec.dtype)], lr)
 
     def _item(self, name: str) -> Assignment:
         if name not in self._assignment_of:
@@ -430,8 +445,13 @@ class Engine:
             self._outgoing = Outgoing(self.plan, self._ops, into or {}, self.transport.rank, self._windows)
         return self._outgoing
 
-    def finish(self, into: Mapping[str, Array] | None = None) -> dict[str, Array]:
+    def finish(
+        self, into: Mapping[str, Array] | None = None, unused: Collection[str] = frozenset()
+    ) -> dict[str, Array]:
         """Complete the step and return each tensor's merged gradient, in the shape and dtype of its spec.
+
+        `unused` names the tensors that `ready` got as unused on every rank: their merged gradients must not be applied,
+        and their memories stay as they were. It must be equal on all ranks.
 
         `into` maps tensors to contiguous arrays of that shape and dtype, which must not overlap; if arrays can be
         changed in place, the gradients are written there. Of a tensor of which this rank gets only some elements
@@ -452,6 +472,7 @@ class Engine:
             left = under_way
         tallies = self._tallies
         self._retune({unit.spec.name: tallies[unit.spec.name] for unit in self.plan.units if unit.spec.name in tallies})
+        self._splice(self._kept, self._resting.union(unused))
         self.times.finish(self.step, self.plan, lambda bucket: self._slots.noted("bucket", bucket))
         self._done = self.plan
         self.drop()
@@ -477,15 +498,22 @@ class Engine:
         # Of the buckets that are completed.
         self._outgoing = None
         self._tallies: dict[str, tuple[UnitStep, tuple[Array, Array]]] = {}
+        # The tensors of `rest`, and by unit the memories before the step of those without a gradient.
+        self._resting: set[str] = set()
+        self._kept: dict[str, State] = {}
         self._incoming = Incoming(self.plan, self._ops)
 
     def _step_of(self, unit: Unit) -> UnitStep:
         rank, size = self.transport.rank, self.transport.size
         if unit.owners is not None:
             rank, size = unit.owners.index(rank) if rank in unit.owners else 0, len(unit.owners)
+        states = self._slots.read(unit.spec.name)
+        if self._resting and (ranges := ranges_of(unit, self._resting)):
+            nothing = first_memory(unit, self._ops(unit.spec.device), self.transport.rank)
+            states = {**states, "memory": spliced(unit, states["memory"], nothing, ranges, self._ops(unit.spec.device))}
         return UnitStep(
             unit,
-            self._slots.read(unit.spec.name),
+            states,
             self._ops(unit.spec.device),
             seed=self._seed,
             step=self._slots.step,
@@ -497,11 +525,18 @@ class Engine:
             onward=None if unit.onward is None else self._step_of(unit.onward),
         )
 
+    def _stamp(self, bucket: Bucket) -> Any:
+        """Return a number that must be equal on all ranks: it depends on the step and on the tensors that rest."""
+        resting = sorted({piece.tensor for unit in bucket.units for piece in unit.pieces} & self._resting)
+        return self.step ^ zlib.crc32(repr(resting).encode()) if resting else self.step
+
     def _program(self, bucket: Bucket, run: BucketRun) -> Program[Received]:
         steps = [run.steps[unit.spec.name] for unit in bucket.units]
         ops, transport = self._ops(bucket.units[0].spec.device), self.transport
         rank, size = transport.rank, transport.size
-        at = BucketStep(steps, ops, rank=rank, size=size, stamp=self.step, mean=self._average, buffer=run.buffer)
+        at = BucketStep(
+            steps, ops, rank=rank, size=size, stamp=self._stamp(bucket), mean=self._average, buffer=run.buffer
+        )
         if at.proposals:
             self.times.mark("proposed", bucket.name, [s.proposal.array for s in steps if s.proposal is not None])
             results = yield from at.negotiate()
@@ -650,16 +685,12 @@ class Engine:
         if not self._rollback:
             self.check_idle("state_dict")
             self._owned.clear()
-        tensors = self._slots.save(self._units)
-        for units in self._held.values():
-            for name, held in units.items():
-                tensors[name] = self._whole(name, tensors[name], held)
         return {
             "version": STATE_VERSION,
             "step": int(self.step),
             "rank": self.transport.rank,
             "size": self.transport.size,
-            "tensors": tensors,
+            "tensors": self._slots.save(self._units),
         }
 
     def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
@@ -681,7 +712,6 @@ class Engine:
             # All or nothing, also for a checkpoint of another stage.
             self.restore(before)
             raise
-        self._held = {}
         self.drop()
         return bool(mine)
 
@@ -713,13 +743,11 @@ class Engine:
             raise
         for name, of_unit in new.items():
             self._slots.write(name, of_unit)
-        self._held = {}
         self.drop()
         return list(merge.lost)
 
     def reset(self) -> None:
         """Start over at step 0 with initial states."""
-        self._held = {}
         self.drop()
         self._start_at(0, anew=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from grace.core.exchange.engine import Engine, Snapshot
@@ -118,6 +118,11 @@ class ModuleEngines:
         """Go back to the states of a snapshot, since which no optimizer has applied anything; steps stay counted."""
         for name, engine in self._engines.items():
             engine.undo(before.engines[name])
+
+    def put_back(self, before: ModuleSnapshot, tensors: Collection[str]) -> None:
+        """Give the memories of some tensors the states of a snapshot; see `Engine.put_back`."""
+        for name, engine in self._engines.items():
+            engine.put_back(before.engines[name], tensors)
 
     def stats(self) -> dict[str, Any]:
         """Return the sums over the last step of every module; see `Engine.stats`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from grace.core.methods.capabilities import Stateful
@@ -16,8 +16,6 @@ from grace.core.values.spec import Array, Key, State
 from grace.core.values.unit import Piece, Unit, offsets
 
 STATE_VERSION = 3
-# What the memory of a unit held for the elements of one tensor: by key of the state and first element.
-Held = dict[tuple[str, int], Array]
 
 
 class Slots:
@@ -398,27 +396,33 @@ def holders(before: Sequence[Unit], piece: Piece) -> list[tuple[int, int, Unit, 
     return sorted(found, key=lambda holder: holder[0])
 
 
-def taken_out(unit: Unit, memory: State, tensor: str, ops: ArrayOps) -> tuple[State, Held]:
-    """Return the state of a unit's memory with zeros for the elements of a tensor, and what it held for them."""
-    rest, held = dict(memory), {}
+def ranges_of(unit: Unit, tensors: Collection[str]) -> list[tuple[int, int]]:
+    """Return the ranges of a unit's elements that belong to some tensors; adjacent ones are joined."""
+    ranges: list[tuple[int, int]] = []
+    for piece, start in offsets(unit):
+        if piece.tensor in tensors:
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, start + piece.numel))
+    return ranges
+
+
+def spliced(unit: Unit, memory: State, other: State, ranges: Sequence[tuple[int, int]], ops: ArrayOps) -> State:
+    """Return the state of a unit's memory with what another state has for ranges of elements.
+
+    If they are all of the unit's elements, it is the other state.
+    """
+    if ranges == [(0, unit.spec.numel)]:
+        return other
+    made = dict(memory)
     for key, value in memory.items():
-        if tuple(value.shape) != (unit.spec.numel,):
-            continue
-        for piece, start in offsets(unit):
-            if piece.tensor == tensor:
-                held[key, start] = ops.copy(value[start : start + piece.numel])
-                zeros = ops.zeros(piece.numel, ops.dtype(value))
-                rest[key] = ops.concat([rest[key][:start], zeros, rest[key][start + piece.numel :]])
-    return rest, held
-
-
-def put_back(memory: State, held: Held, ops: ArrayOps) -> State:
-    """Return the state of a unit's memory with what `taken_out` took."""
-    whole = dict(memory)
-    for (key, start), value in held.items():
-        stop = start + ops.length(value)
-        whole[key] = ops.concat([whole[key][:start], value, whole[key][stop:]])
-    return whole
+        if tuple(value.shape) == (unit.spec.numel,) and key in other:
+            rows, at = [], 0
+            for start, stop in ranges:
+                rows += [value[at:start], other[key][start:stop]]
+                at = stop
+            made[key] = ops.concat([*rows, value[at:]])
+    return made
 
 
 def _fitting(old: State, fresh: State) -> State:

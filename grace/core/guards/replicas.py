@@ -46,9 +46,9 @@ def at_other_steps(rank: int) -> MismatchError:
     """Return the error for ranks that are not at the same step, as a rank has noticed."""
     return MismatchError(
         f"the ranks are not at the same step (seen by rank {rank}): only some of them loaded a checkpoint, they loaded "
-        "checkpoints of different steps, or a rank called the join() of its library. Let every rank load its own file "
-        "of the same step, or all ranks the same file; instead of calling join(), let all ranks take equally many "
-        "steps."
+        "checkpoints of different steps, a rank called the join() of its library, or only some of them froze a "
+        "parameter. Let every rank load its own file of the same step, or all ranks the same file; instead of calling "
+        "join(), let all ranks take equally many steps; freeze the same parameters on all ranks."
     )
 
 

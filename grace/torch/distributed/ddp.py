@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from grace.core.exchange.transport import Transport
+from grace.core.exchange.transport import Handle, Transport
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import ConfigError, StepError
 from grace.torch.exchange import Exchange
@@ -167,15 +167,10 @@ class GradientHook:
         return work
 
     def _hand_over(self, name: str, gradient: torch.Tensor) -> None:
-        if self._used is None or name in self._used:
-            self._engine.release(name)
-        else:
-            # If no rank used the parameter, DDP drops the result, and with it what a residual would have sent.
-            self._engine.hold(name)
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.unscale_(gradient)
         self._gradients[name] = gradient
-        self._engine.ready(name, gradient)
+        self._engine.ready(name, gradient, unused=self._used is not None and name not in self._used)
 
     def _end(self) -> None:
         """Complete the step. An error is raised after DDP's own end, if this is a backward pass."""
@@ -210,15 +205,27 @@ class GradientHook:
             "Wrap the plain model anew after you unfreeze parameters, and register it.",
         )
         self._exchange.finish_comparing()
+        used = self._start_comparing_used()
         into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
         for bucket in self._engine.plan.buckets:
             self._take(self._engine.complete(bucket.name, into))
         self._complete_buckets()
+        # DDP drops the result of what no rank has used. It must not be missing in the residuals.
+        rows = zip(sorted(self._gradients), used.wait().tolist(), strict=True) if used else ()
+        unused = {name for name, is_used in rows if not is_used}
         # It counts the step, also if DDP reduced all tensors.
-        self._engine.finish()
+        self._engine.finish(unused=unused)
         self._way_back.let_go()
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.finish()
+
+    def _start_comparing_used(self) -> Handle | None:
+        """Start to find the gradients that no rank has, if there may be any: 0 for each of these, else 1."""
+        if self._used is None or not self._gradients:
+            return None
+        device = next(iter(self._gradients.values())).device
+        used = torch.tensor([name in self._used for name in sorted(self._gradients)], dtype=torch.int32, device=device)
+        return self._engine.transport.allreduce(used, op="max", name=f"{self._exchange.prefix}/used parameters")
 
     def _take(self, merged: Mapping[str, torch.Tensor]) -> None:
         """Put merged gradients in their places, and complete the buckets of DDP that are whole."""

@@ -235,14 +235,6 @@ class _Reduction:
             )
         return starts
 
-    def _hand_over(self, tensor: _Tensor, present: Mapping[str, int], parts: list[torch.Tensor]) -> None:
-        if tensor.name in present:
-            self._engine.release(tensor.name)
-        else:
-            # Frozen since the start. It takes part with zeros, and its residual stays.
-            self._engine.hold(tensor.name)
-        self._engine.ready_in_parts(tensor.name, parts)
-
     def _finish(self, into: Mapping[str, torch.Tensor], factor: float) -> None:
         """Complete the step, and write each mean times the factor to its place."""
         for name, merged in self._engine.finish(into).items():
@@ -311,12 +303,13 @@ class GradientScatter(_Reduction):
         for tensor in _in_order(self._group.tensors, self._engine.plan):
             start = present.get(tensor.name)
             if start is None:
-                parts = [data.new_zeros(tensor.numel)]
-            else:
-                parts = [rows[r, start : start + tensor.part(r)] for r in range(size) if tensor.part(r)]
-                if tensor.part(rank):
-                    into[tensor.name] = merged[start : start + tensor.part(rank)]
-            self._hand_over(tensor, present, parts)
+                # Frozen since the start.
+                self._engine.rest(tensor.name)
+                continue
+            parts = [rows[r, start : start + tensor.part(r)] for r in range(size) if tensor.part(r)]
+            if tensor.part(rank):
+                into[tensor.name] = merged[start : start + tensor.part(rank)]
+            self._engine.ready_in_parts(tensor.name, parts)
         self._finish(into, 1.0 if op == dist.ReduceOp.AVG else float(size))
         self._scale_into(output, merged)
 
@@ -347,10 +340,10 @@ class ReplicaSum(_Reduction):
             for tensor in _in_order(self._group.tensors, self._engine.plan):
                 start, numel = present.get(tensor.name), tensor.local.numel()
                 if start is None:
-                    part = merged.new_zeros(numel)
-                else:
-                    into[tensor.name] = part = merged[start : start + numel]
-                self._hand_over(tensor, present, [part])
+                    self._engine.rest(tensor.name)
+                    continue
+                into[tensor.name] = part = merged[start : start + numel]
+                self._engine.ready_in_parts(tensor.name, [part])
             self._finish(into, float(self._engine.transport.size) if total else 1.0)
             self._scale_into(reduced, merged)
 
