@@ -1,7 +1,7 @@
 """Train a small convolutional network on handwritten digits with compressed gradients, by Hugging Face Accelerate.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate_digits.py --compressor none topk
-    torchrun --standalone --nproc-per-node 2 examples/accelerate_digits.py --compressor none topk
+    accelerate launch --cpu --num_processes 2 examples/accelerate_digits.py --compressor none qsgd
+    torchrun --standalone --nproc-per-node 2 examples/accelerate_digits.py --compressor none qsgd
 
 Data, command line and table are those of torch_digits.py. The code for grace is the line between those marked GRACE.
 """

@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits with compressed gradients, in DistributedDataParallel.
 
-    torchrun --standalone --nproc-per-node 2 examples/ddp_digits.py --compressor none topk qsgd efsignsgd powersgd
+    torchrun --standalone --nproc-per-node 2 examples/ddp_digits.py --compressor none qsgd topk efsignsgd powersgd
     torchrun --standalone --nproc-per-node 2 examples/ddp_digits.py --config examples/grace.toml
 
 Data, command line and table are those of torch_digits.py. The code for grace is the line between those marked GRACE.

@@ -247,7 +247,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--compressor", nargs="+", metavar="NAME", default=["none", "topk"], help="trained in turn (default: none topk)"
+        "--compressor", nargs="+", metavar="NAME", default=["none", "qsgd"], help="trained in turn (default: none qsgd)"
     )
     source.add_argument("--config", metavar="FILE.toml", help="a configuration file instead of --compressor")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits with compressed gradients, sharded by FSDP2.
 
-    torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py --compressor none topk qsgd efsignsgd eightbit
+    torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py --compressor none qsgd topk efsignsgd eightbit
 
 Data, command line and table are those of torch_digits.py. The code for grace is the line between those marked GRACE.
 Methods that need whole tensors, such as powersgd, cannot compress sharded gradients.

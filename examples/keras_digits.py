@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits with compressed gradients, by Keras' compile and fit.
 
-    horovodrun -np 2 --gloo python examples/keras_digits.py --compressor none topk qsgd efsignsgd powersgd
+    horovodrun -np 2 --gloo python examples/keras_digits.py --compressor none qsgd topk efsignsgd powersgd
     mpirun -np 2 python examples/keras_digits.py --config examples/grace.toml
     python examples/keras_digits.py --compressor topk --set compress_ratio=0.001
 
@@ -71,7 +71,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     # GRACE: everything that compressed gradients add to a script ----------------------------------------------------
     optimizer = grace.DistributedOptimizer(
         optimizer,
-        config=run.config,  # or a dictionary such as {"compressor": "topk", "compress_ratio": 0.01}, or a TOML file
+        config=run.config,  # or a dictionary such as {"compressor": "qsgd"}, or a TOML file
     )
     callbacks = [grace.BroadcastGlobalVariablesCallback(0), grace.MetricAverageCallback()]
     # GRACE: end -----------------------------------------------------------------------------------------------------

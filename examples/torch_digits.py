@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits with compressed gradients, by a PyTorch training loop.
 
-    horovodrun -np 2 --gloo python examples/torch_digits.py --compressor none topk qsgd efsignsgd powersgd
+    horovodrun -np 2 --gloo python examples/torch_digits.py --compressor none qsgd topk efsignsgd powersgd
     mpirun -np 2 python examples/torch_digits.py --config examples/grace.toml
     torchrun --standalone --nproc-per-node 2 examples/torch_digits.py --compressor topk
     python examples/torch_digits.py --compressor topk --set compress_ratio=0.001
@@ -46,7 +46,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     optimizer = grace.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        config=run.config,  # or a dictionary such as {"compressor": "topk", "compress_ratio": 0.01}, or a TOML file
+        config=run.config,  # or a dictionary such as {"compressor": "qsgd"}, or a TOML file
     )
     # GRACE: end -----------------------------------------------------------------------------------------------------
 

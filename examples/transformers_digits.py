@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits with compressed gradients, by Hugging Face's Trainer.
 
-    torchrun --standalone --nproc-per-node 2 examples/transformers_digits.py --compressor none topk
+    torchrun --standalone --nproc-per-node 2 examples/transformers_digits.py --compressor none qsgd
 
 Data, command line and table are those of torch_digits.py. The code for grace is the class `Compress`.
 """

@@ -63,7 +63,7 @@ FAMILIES = (
     ),
     Family(
         "Sparsification",
-        "the network is slow; `topk` is the usual first choice",
+        "a quarter of the bytes is still too much; `topk` is the usual first choice",
         (
             "topk",
             "randomk",

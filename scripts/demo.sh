@@ -25,8 +25,8 @@ while piece := os.read(0, 65536):
 '
 
 # Ranks share the cores, and torchrun would say so.
-printf '\ndemo: PyTorch in DistributedDataParallel on 2 workers: none topk\n'
-OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/ddp_digits.py --compressor none topk "$@"
+printf '\ndemo: PyTorch in DistributedDataParallel on 2 workers: none qsgd\n'
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/ddp_digits.py --compressor none qsgd "$@"
 
 # train FRAMEWORK EXAMPLE "COMPRESSORS" arguments...
 train() {
@@ -39,5 +39,5 @@ train() {
     } 3>&1 | python -c "$without_mark"
 }
 
-train PyTorch examples/torch_digits.py "none topk qsgd efsignsgd powersgd" "$@"
-train Keras examples/keras_digits.py "none topk" "$@"
+train PyTorch examples/torch_digits.py "none qsgd topk efsignsgd powersgd" "$@"
+train Keras examples/keras_digits.py "none qsgd" "$@"

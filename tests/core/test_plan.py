@@ -8,8 +8,8 @@ import grace
 from grace.core.values.config import default_rules, make_config
 from grace.core.values.errors import ConfigError, GraceWarning
 from grace.core.values.plan import early_warnings, make_plan, warn_of_momentum
-from grace.core.values.registry import compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.values.registry import compressors, memories
+from grace.core.values.spec import Ranks, TensorSpec
 from grace.core.values.unit import GRAIN
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.01}
@@ -249,6 +249,34 @@ def test_the_report_warns_of_error_feedback_that_need_not_converge(config, told)
     report = make_plan([TensorSpec("w", (64, 64))], make_config(config)).report()
     assert ("warning: memory 'residual'" in report) == (told is not None)
     assert told is None or told in report
+
+
+@pytest.mark.parametrize("name", list(compressors))
+def test_a_method_without_its_error_feedback_is_told_once(name):
+    """A method that drops a part of the gradient needs a memory; its default memory says whether it does."""
+    specs = [TensorSpec(key, (64, 64)) for key in "ab"]
+    default = compressors.make(name).default_memory
+    loses = memories.make(default).feeds_back
+    for memory, count in ((None, 0), (default, 0), ("none", int(loses))):
+        config = make_config({"compressor": name, **({"memory": memory} if memory else {}), "granularity": "layer"})
+        told = [text for text in make_plan(specs, config).warnings if "lost for good" in text]
+        assert len(told) == count, memory
+        assert all(f"leave 'memory' out, or set it to '{default}'" in text for text in told)
+        assert [text for text in early_warnings(config) if "lost for good" in text] == told
+
+
+def test_owners_of_means_that_lose_a_part_are_told():
+    specs, ranks = [TensorSpec(key, (64, 64)) for key in "ab"], Ranks(3)
+    for options, count in (({}, 0), ({"shard_memory": "none"}, 1), ({"shard_memory": "none", "second": "qsgd"}, 0)):
+        config = make_config({"compressor": "topk", "communicator": "two_shot", **options})
+        told = [text for text in make_plan(specs, config, ranks=ranks).warnings if "lost for good" in text]
+        assert len(told) == count, options
+        assert all("owners of means" in text and "leave 'shard_memory' out" in text for text in told)
+
+
+def test_differences_lose_nothing_for_good():
+    config = make_config({"compressor": "topk", "memory": "diana"})
+    assert not make_plan([TensorSpec("w", (64, 64))], config).warnings
 
 
 def test_every_default_rule_has_a_reason():

@@ -172,6 +172,9 @@ def many_ranks():
 
 
 def choose():
+    none, qsgd, tenth, hundredth = (row("adamw", name)["loss"] for name in ("none", "qsgd", "topk, 10 %", "topk"))
+    yield f"its training loss on digits is {qsgd / none:.2f} times that of `none`"
+    yield f"that of `topk` {tenth / none:.1f} times with 10 % and {hundredth / none:.1f} times with 1 %"
     dense, signs = row("many_ranks", "none")["allreduce"], row("many_ranks", "efsignsgd")
     yield f"lost {dense - signs['two_shot']:.1f} points on digits, or {dense - signs['finer']:.1f} if the mean"
 

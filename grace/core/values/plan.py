@@ -245,7 +245,8 @@ def make_plan(
         layout = layout.checked() if config.checksum else layout
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
     _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
-    told = (*_warnings(items, config), *_swollen([unit for bucket in buckets for unit in bucket.units]))
+    made = [unit for bucket in buckets for unit in bucket.units]
+    told = (*_warnings(items, config), *_lost_means(made), *_swollen(made))
     return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), told)
 
 
@@ -299,9 +300,12 @@ def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:
 
 
 def _harm(method: Method, spec: TensorSpec | None = None) -> str | None:
-    """Return the reason why error feedback harms the method, without `spec` only what holds for every tensor."""
+    """Return the reason why the memory harms the method, without `spec` only what holds for every tensor."""
     c, memory = method.compressor, memories.name_of(method.memory)
-    if not method.memory.feeds_back or c.carries_nonfinite:
+    if not method.memory.feeds_back:
+        lost = _loses(method)
+        return f"{lost}; leave 'memory' out, or set it to '{c.default_memory}'" if lost else None
+    if c.carries_nonfinite:
         return None
     why = c.harmed_by_feedback
     # Methods that are published with error feedback are trusted to converge with it.
@@ -311,6 +315,21 @@ def _harm(method: Method, spec: TensorSpec | None = None) -> str | None:
         f"memory '{memory}' applies error feedback to {c}, which harms it: {why} (GRACE, Table I and section V-B); "
         "use memory 'none'"
     )
+
+
+def _loses(method: Method) -> str | None:
+    """Return what is lost without error feedback, if the compressor has it by default."""
+    # A joint memory sends differences from what was sent before, so what is missing is in the next one.
+    keeps = method.memory.feeds_back or method.memory.joint
+    if keeps or not memories.make(method.compressor.default_memory).feeds_back:
+        return None
+    return f"{method.compressor} drops a part of what it compresses, and without error feedback this is lost for good"
+
+
+def _lost_means(units: Sequence[Unit]) -> list[str]:
+    """Return warnings about owners of means that lose what they do not send."""
+    methods = dict.fromkeys(other.method for unit in units for other in unit.chain)
+    return [f"owners of means: {lost}; leave 'shard_memory' out" for m in methods if (lost := _loses(m))]
 
 
 def _swollen(units: Sequence[Unit]) -> list[str]:
