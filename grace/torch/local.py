@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 from grace.core.exchange.state import check_number, shown
 from grace.core.values.config import Config
 from grace.core.values.errors import ConfigError, GraceError, StateError
+from grace.torch.plain import PlainMethods
 
 if TYPE_CHECKING:
     from grace.torch.exchange import Exchange
@@ -65,6 +65,7 @@ def local_names(
 
 def step_locally(
     optimizer: Any,
+    plain: PlainMethods,
     names: Mapping[torch.nn.Parameter, str],
     exchange: Exchange,
     every: int,
@@ -78,8 +79,7 @@ def step_locally(
 
     `names` has the parameters that train. `check_frozen` raises StepError if another one has a gradient.
     """
-    engine, plain_class = exchange.engine, type(optimizer)
-    plain_step = optimizer.step
+    engine = exchange.engine
     met = {p: p.detach().clone() for p in names}
     steps = 0
     # True from the beginning of an exchange until it is complete.
@@ -130,9 +130,9 @@ def step_locally(
                 met[p].copy_(p.detach())
         if closure is None:
             check_frozen()
-            loss = plain_step()
+            loss = plain.step()
         else:
-            loss = plain_step(functools.partial(evaluate, closure))
+            loss = plain.step(functools.partial(evaluate, closure))
         steps += 1
         if steps % every == 0:
             meet()
@@ -140,13 +140,13 @@ def step_locally(
 
     def state_dict() -> dict[str, Any]:
         local = {"steps": steps, "met": {name: met[p] for p, name in names.items()}}
-        return {**plain_class.state_dict(optimizer), "grace": engine.state_dict(), "grace_local": local}
+        return {**plain.state_dict(), "grace": engine.state_dict(), "grace_local": local}
 
     def load_state_dict(state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         nonlocal steps
         exchange.way_back.check()
-        plain = exchange.gathered(state_dict)
-        saved, local = plain.pop("grace", None), plain.pop("grace_local", None)
+        given = exchange.gathered(state_dict)
+        saved, local = given.pop("grace", None), given.pop("grace_local", None)
         expected = {name: shown(met[p]) for p, name in names.items()}
         found = local.get("met") if isinstance(local, Mapping) else None
         fits = isinstance(found, Mapping) and {name: shown(value) for name, value in found.items()} == expected
@@ -156,7 +156,7 @@ def step_locally(
                 "'grace' and 'grace_local'); load a checkpoint that was saved with local_steps."
             )
         check_number(local.get("steps"), "grace_local, steps")
-        exchange.load(saved, optimizer, lambda: plain_class.load_state_dict(optimizer, plain))
+        exchange.load(saved, optimizer, lambda: plain.load_state_dict(given))
         steps = int(local["steps"])
         for p, name in names.items():
             met[p].copy_(found[name])
@@ -169,8 +169,7 @@ def step_locally(
 
     exchange.way_back.forget = forget
     optimizer.grace = exchange
-    # A bound method, because learning-rate schedulers read its __func__.
-    optimizer.step = types.MethodType(step, optimizer)
+    plain.replace_step(optimizer, step)
     optimizer.state_dict = state_dict
     optimizer.load_state_dict = load_state_dict
     optimizer.add_param_group = add_param_group

@@ -9,7 +9,6 @@ import collections
 import functools
 import os
 import sys
-import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated, Library
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
+from grace.torch.plain import PlainMethods
 from grace.torch.tensors import is_registered, is_sharded, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
@@ -166,17 +166,21 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         "Wrap a new optimizer after you unfreeze parameters.",
     )
     exchange = Exchange(made, specs, engine, library, parameters, prefix=prefix, delegate=delegate)
+    plain = PlainMethods.of(optimizer)
     if local_steps > 1:
-        step_locally(wrapped, {p: names[p] for p in trained}, exchange, local_steps, check_frozen)
+        step_locally(wrapped, plain, {p: names[p] for p in trained}, exchange, local_steps, check_frozen)
     else:
+        if wrapped is not optimizer:
+            # A scheduler or a hook may have the given optimizer, and changes its groups and its state.
+            vars(optimizer).update({**vars(wrapped), **vars(optimizer)})
+            wrapped.__dict__ = vars(optimizer)
         wrapped.grace = exchange
         views = GradientViews(engine.plan, parameters) if gradient_as_bucket_view else None
         loss_scale = None
         if grad_scaler is not None and grad_scaler.is_enabled():
             exchange.loss_scale = loss_scale = LossScale(grad_scaler, engine)
-        plain_class = type(optimizer)
         delegated = library.begin(wrapped, names, engine, prefix)
-        _attach(wrapped, plain_class, names, delegated, sparse_as_dense, views, loss_scale, check_frozen)
+        _attach(wrapped, plain, names, delegated, sparse_as_dense, views, loss_scale, check_frozen)
     _refuse_copies(wrapped)
     announce(engine.plan, transport)
     return wrapped
@@ -224,7 +228,7 @@ def _refuse(
             f"{where}: LBFGS is not supported, because it evaluates its closure several times per step and grace "
             "exchanges gradients once per step; use another optimizer."
         )
-    if hasattr(optimizer, "_allreduce_grad_async"):
+    if hasattr(optimizer, "_allreduce_grad_async") or hasattr(optimizer, "grace"):
         raise ConfigError(f"{where}: the optimizer is already wrapped; pass the plain optimizer.")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(is_registered(p) for p in parameters):
@@ -271,7 +275,7 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
 
 def _attach(
     wrapped: Any,
-    plain_class: Any,
+    plain: PlainMethods,
     names: Mapping[torch.nn.Parameter, str],
     delegated: Delegated,
     sparse_as_dense: bool,
@@ -281,14 +285,13 @@ def _attach(
 ) -> None:
     """Replace methods of the library's optimizer, so that it uses the exchange and works with current PyTorch.
 
-    `plain_class` is the class of the optimizer before the library wrapped it. `check_frozen` raises StepError if a
-    parameter trains that has no hook, because it was frozen.
+    `check_frozen` raises StepError if a parameter trains that has no hook, because it was frozen.
     """
     exchange: Exchange = wrapped.grace
     engine, way_back = exchange.engine, exchange.way_back
     # Keep the index of the group, because loading a checkpoint replaces the group objects.
     group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
-    plain_load, plain_synchronize, plain_step = wrapped.load_state_dict, wrapped.synchronize, wrapped.step
+    plain_synchronize = wrapped.synchronize
     # The gradients that the exchange has taken in this step, each with its version.
     taken: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
     # The gradients that frozen parameters had before zeros took their place, mostly None.
@@ -365,14 +368,22 @@ def _attach(
                 engine.finish()
 
     def step(self: Any, closure: Any = None) -> Any:
-        # Horovod synchronizes before it evaluates the closure, and would not exchange the closure's gradients. So the
-        # closure runs here.
         way_back.check()
         loss = None
         if closure is not None:
+            # Before the exchange of the gradients that it computes.
             with torch.enable_grad():
                 loss = closure()
-        result = plain_step()
+        if wrapped._should_synchronize:
+            if wrapped._synchronized:
+                warnings.warn(
+                    "step() was called after synchronize(): call it inside 'with optimizer.skip_synchronize():', or "
+                    "leave synchronize() out.",
+                    stacklevel=2,
+                )
+            synchronize()
+        wrapped._synchronized = False
+        result = plain.step()
         way_back.let_go()
         if loss_scale is not None:
             loss_scale.applied(wrapped)
@@ -421,18 +432,18 @@ def _attach(
     def zero_grad(set_to_none: bool = True) -> None:
         refuse_while_under_way("zero_grad()")
         way_back.let_go()
-        plain_class.zero_grad(wrapped, set_to_none=set_to_none)
+        plain.zero_grad(set_to_none=set_to_none)
         if views is not None:
             views.clear()
 
     def state_dict() -> dict[str, Any]:
-        return {**plain_class.state_dict(wrapped), "grace": engine.state_dict()}
+        return {**plain.state_dict(), "grace": engine.state_dict()}
 
     def load_state_dict(state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         refuse_while_under_way("load_state_dict()")
-        plain = exchange.gathered(state_dict)
-        saved = plain.pop("grace", None)
-        exchange.load(saved, wrapped, lambda: plain_load(plain))
+        given = exchange.gathered(state_dict)
+        saved = given.pop("grace", None)
+        exchange.load(saved, wrapped, lambda: plain.load_state_dict(given))
         if saved is None:
             warnings.warn(
                 "the checkpoint contains no state of grace (key 'grace'): residuals start from zero",
@@ -449,8 +460,7 @@ def _attach(
     way_back.forget = forget
     wrapped._allreduce_grad_async = start
     wrapped.synchronize = synchronize
-    # A bound method, because learning-rate schedulers read its __func__.
-    wrapped.step = types.MethodType(step, wrapped)
+    plain.replace_step(wrapped, step)
     wrapped.zero_grad = zero_grad
     wrapped.state_dict = state_dict
     wrapped.load_state_dict = load_state_dict

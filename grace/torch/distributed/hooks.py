@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ class Hooked:
     """Mixin for the class of an optimizer; see `hook`. Its methods are those of Horovod's optimizer."""
 
     _allreduce_grad_async: Callable[[torch.nn.Parameter], tuple[Wait, Any]]
-    _plain_step: Callable[..., Any]
     _parameter_names: Mapping[torch.nn.Parameter, str]
     # What waits for a gradient, or None while further backward passes will add to it.
     _handles: dict[torch.nn.Parameter, tuple[Wait | None, Any]]
@@ -71,24 +69,9 @@ class Hooked:
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Any = None) -> Any:
-        """Exchange the gradients and update the weights."""
-        if self._should_synchronize:
-            if self._synchronized:
-                warnings.warn(
-                    "step() was called after synchronize(): call it inside 'with optimizer.skip_synchronize():', or "
-                    "leave synchronize() out.",
-                    stacklevel=3,
-                )
-            self.synchronize()
-        self._synchronized = False
-        return self._plain_step(closure)
-
 
 def hook(optimizer: Any, names: Mapping[torch.nn.Parameter, str], backward_passes_per_step: int) -> None:
     """Change an optimizer in place so that hooks pass each finished gradient to its `_allreduce_grad_async`."""
-    # It may be that of a learning-rate scheduler, which counts the steps.
-    optimizer._plain_step = optimizer.step
     plain = type(optimizer)
     optimizer.__class__ = type(plain.__name__, (Hooked, plain), {"__module__": plain.__module__})
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
