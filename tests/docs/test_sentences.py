@@ -19,6 +19,7 @@ from grace import compressors, make_config, memories
 from grace.bench import command as codec_command
 from grace.bench.step import command as step_command
 from grace.bench.step import models, run
+from grace.core.communicators import sparse_allreduce
 from grace.core.exchange.transport import TIMEOUT
 from grace.core.guards.replicas import SUMMARY_BYTES, summary
 from grace.core.guards.waiting import WARN_SECONDS
@@ -169,6 +170,11 @@ def adam():
 def many_ranks():
     dense, signs = row("many_ranks", "none")["allreduce"], row("many_ranks", "efsignsgd")
     yield f"one bit costs {dense - signs['two_shot']:.1f} points here, and with 4 bits {dense - signs['finer']:.1f}."
+
+
+def counted():
+    yield f"in units of which a rank sends fewer than {sparse_allreduce._COUNTED_FROM:,} entries, the k / N largest"
+    yield f"With counts, that is from {sparse_allreduce._COUNTED_FROM:,} entries per rank on"
 
 
 def choose():
@@ -428,6 +434,7 @@ def versions():
         ("adam.md", adam),
         ("adam.md", perceptron),
         ("communicators_and_memories.md", many_ranks),
+        ("communicators_and_memories.md", counted),
         ("choose.md", choose),
         ("configuration.md", configuration),
         ("hard_threshold.md", hard_threshold),

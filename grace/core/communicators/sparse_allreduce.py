@@ -37,11 +37,12 @@ class SparseAllreduce(Communicator):
 
     Formula: s = \textstyle\sum_i C(x_i), \quad g = \mathrm{top}_k(s) / n
 
-    With `reduction="split"` each rank adds the entries of one index range, and the ranks keep the k largest of all
-    sums, k being the mean number of entries that a rank sends. The ranges are chosen in every step so that each holds
-    about equally many entries. The ranks count the sums of each magnitude (exponent and two more bits), to find where
-    the k-th largest lies; of that magnitude, all ranks keep the same share. Units of fewer than 2,048 entries skip the
-    counts: each rank keeps the largest k / N of its range.
+    With `reduction="split"` each rank adds the entries of one index range, and about k sums come back, k being the mean
+    number of entries that a rank sends. The ranges are chosen in every step so that each holds about equally many
+    entries. If a rank sends 2,048 entries or more of a unit, these are the k largest of all sums: the ranks count the
+    sums of each magnitude (exponent and two more bits), to find where the k-th largest lies; of that magnitude, all
+    ranks keep the same share. Smaller units skip the counts: each rank keeps the largest k / N of its range, which are
+    not the largest of all.
 
     If the entries of all ranks are distributed alike, a rank sends on average 4 k (N - 1) / N words of entries, 2,048
     (N - 1) / N of counts if there are any, and up to 20 N of ranges, headers and rounding. This is at most 6 k (N - 1)
