@@ -9,6 +9,7 @@ import pytest
 
 import grace
 from grace.core.communicators.hierarchical import Hierarchical
+from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.exchange.transport import known_local_size
@@ -55,6 +56,16 @@ def test_one_rank_per_node_is_the_exchange_between_nodes(name):
     for number in range(3):
         assert_same(step(alone, number), step(flat, number))
     assert_same(states(alone), states(flat))
+
+
+@pytest.mark.parametrize("reduction", ["split", "union", "tree"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_one_rank_per_node_may_add_sparse_payloads(size, reduction):
+    between = SparseAllreduce(reduction)
+    plain = Method(method("topk").compressor, method("topk").memory, between)
+    alone, flat = (simulate(one, size=size) for one in (method("topk", local_size=1, between=between), plain))
+    for number in range(3):
+        assert_same(step(alone, number), step(flat, number))
 
 
 @pytest.mark.parametrize("within", ["none", "fp16"])

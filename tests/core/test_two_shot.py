@@ -311,6 +311,22 @@ def test_the_second_compressor_and_its_memory_can_be_named():
     assert np.abs(merged - mean).max() <= np.abs(mean).max() / 30
 
 
+@pytest.mark.parametrize("second", ["none", "qsgd"])
+@pytest.mark.parametrize(
+    "first", [{"name": "qsparse", "sparsifier": "randomk"}, {"name": "chain", "sparsifier": "randomk"}]
+)
+def test_owners_know_the_fields_that_do_not_travel(first, second):
+    """Random indices are equal on all ranks."""
+    config = {"compressor": first, "memory": "none", "default_rules": False, "seed": 3}
+    there, back = ({**config, "communicator": c} for c in ({"name": "two_shot", "second": second}, "allgather"))
+    given = [{"w": np.full(400, rank, np.float32)} for rank in range(3)]
+    # One unit, and one shard: the same indices.
+    (merged, *others), (expected, *_) = (grace.Simulation(3, {"w": (400,)}, c).step(given) for c in (there, back))
+    assert_same([merged] * 2, others)
+    assert np.array_equal(merged["w"] != 0, expected["w"] != 0)
+    assert np.allclose(merged["w"], expected["w"], rtol=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -327,11 +343,23 @@ def test_the_second_compressor_and_its_memory_can_be_named():
             },
             "shard_memory .* needs the norm of whole tensors or of all gradients",
         ),
+        *(
+            ({"compressor": "topk", "shard_memory": memory}, "shard_memory .* changes the gradient after it was merged")
+            for memory in ("efsignsgd", "powersgd", "shared_momentum", "diana", "dore", "svrg")
+        ),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(options, told):
     with pytest.raises(IncompatibleError, match=told):
         grace.make_config({**options, "communicator": "two_shot"})
+
+
+def test_no_owner_feeds_back_what_the_ranks_feed_back():
+    config = {"compressor": "topk", "memory": "powersgd", "communicator": "two_shot", "default_rules": False}
+    onward = grace.Simulation(3, {"w": (64, 64)}, config).plan.units[0].onward
+    assert onward.memory == memories.make("none")
+    with pytest.raises(IncompatibleError, match="would feed back a part of it again: leave shard_memory out"):
+        grace.Simulation(3, {"w": (64, 64)}, {**config, "shard_memory": "residual"})
 
 
 @pytest.mark.parametrize("nodes", [False, True])

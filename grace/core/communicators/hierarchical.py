@@ -79,6 +79,8 @@ class Hierarchical(Communicator):
         # What a rank exchanges between nodes: the largest of the shards.
         shard = dataclasses.replace(item.spec, shape=(-(-item.spec.numel // local_size),)) if item.flat else item.spec
         between, why = self._between.resolve(dataclasses.replace(item, spec=shard), Ranks(ranks.size // local_size))
+        if local_size == 1:
+            return between, why
         return dataclasses.replace(self, between=between), why and f"between nodes, {why}"
 
     @property
@@ -109,8 +111,6 @@ class Hierarchical(Communicator):
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
         local_size = self._local_size(ranks)
         nodes = ranks.size // local_size
-        if local_size == 1:
-            return [made for unit in units for made in self._between_nodes(unit, nodes)]
         if nodes == 1:
             return [made for unit in units for made in self._within_node(unit, ranks)]
         divided = []
@@ -150,7 +150,7 @@ class Hierarchical(Communicator):
 
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
         local_size = self._local_size(ranks)
-        if local_size in (1, ranks.size):
+        if local_size == ranks.size:
             return units[0].communicator.layout(units, ranks)
         owned: list[list[int]] = [[] for _ in range(local_size)]
         for index, unit in enumerate(units):

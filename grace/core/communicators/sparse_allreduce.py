@@ -200,7 +200,8 @@ def _tree(at: BucketStep, layout: SparseLayout) -> Program[Received]:
     received = layout.decode(ops, data, 1, at.stamp)
     for step, lost in zip(at.steps, dropped, strict=True):
         sent, x = step.payload, step.x
-        if not step.unit.memory.stateless:
+        # A memory that subtracts the merged gradient keeps what was dropped without further ado.
+        if not step.unit.memory.stateless and step.unit.memory.subtracts_from is None:
             # All that this rank has sent is on its way, except what it has dropped itself, of its own and of others.
             x = ops.put_(x, sent["indices"], 0.0)
             for entries in lost:

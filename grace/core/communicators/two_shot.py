@@ -40,8 +40,10 @@ class TwoShot(Communicator):
     added to the mean of the next step.
 
     `second` is C': by default the compressor itself; "none" sends the mean as it is. `shard_memory` is by default
-    error feedback if C' has it by default, else none. The memory `dore` has its own. A `shard_memory` that corrects for
-    the learning rate needs a memory that does so too.
+    error feedback if C' has it by default, else none. The memory `dore` has its own. With the memory `powersgd` it is
+    none: the ranks feed back what the merged gradient lacks, and C' is a part of this. A `shard_memory` that corrects
+    for the learning rate needs a memory that does so too. Raises IncompatibleError for one that changes the merged
+    gradient, which no owner of a mean does.
 
     Reference: Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
     compression", ICML 2019; Zheng et al., "Communication-efficient distributed blockwise momentum SGD with
@@ -60,10 +62,17 @@ class TwoShot(Communicator):
 
     def __post_init__(self) -> None:
         there = self.shard_memory
-        if there is not None and (there.whole or there.needs_norm):
+        if there is None:
+            return
+        if there.whole or there.needs_norm:
             raise IncompatibleError(
                 f"communicator 'two_shot': shard_memory {there} needs the norm of whole tensors or of all gradients, "
                 "and the owner of a shard knows neither. Valid: residual, none."
+            )
+        if there.finishes or there.joint or there.gain != 1:
+            raise IncompatibleError(
+                f"communicator 'two_shot': shard_memory {there} changes the gradient after it was merged, and the "
+                "owner of a shard sends it on before. Valid: residual, none."
             )
 
     def obstacle(self, compressor: Compressor) -> str | None:
@@ -76,6 +85,11 @@ class TwoShot(Communicator):
             return (
                 f"brings the memory that the owner of a shard needs, while shard_memory names {self.shard_memory}: "
                 "leave shard_memory out"
+            )
+        if self.shard_memory is not None and self.shard_memory.feeds_back and memory.subtracts_from is not None:
+            return (
+                f"feeds back what the merged gradient lacks, and shard_memory {self.shard_memory} would feed back a "
+                "part of it again: leave shard_memory out"
             )
         if self.shard_memory is not None and self.shard_memory.needs_lr and not memory.needs_lr:
             # Tensors are joined unless their memory needs the learning rate, and a unit has only one.
@@ -97,7 +111,8 @@ class TwoShot(Communicator):
 
     def _onward(self, shard: Unit, owners: tuple[int, ...]) -> Unit:
         second = self.second or shard.compressor
-        feeds_back = memories.make(second.default_memory).feeds_back
+        # A memory that subtracts the merged gradient feeds back what the owner drops as well.
+        feeds_back = memories.make(second.default_memory).feeds_back and shard.memory.subtracts_from is None
         usual = memories.make("residual" if feeds_back else "none")
         memory = shard.memory.at_owner or self.shard_memory or usual
         spec = dataclasses.replace(shard.spec, name=f"mean of {shard.spec.name}", dtype=shard.spec.work_dtype)

@@ -10,9 +10,9 @@ from grace.core.exchange.state import (
     check_entry,
     check_saved,
     converted,
-    held_onward,
     holders,
     initial,
+    scales,
     shown,
     tensors_of,
 )
@@ -105,7 +105,7 @@ class Merge:
         self._before, self._after, self._saved, self._convert = before, after, saved, convert
         self._ops, self._seed, self._rank, self._size = ops, seed, rank, size
         self._growth = 1.0 if average else len(saved) / size
-        self._scales = _scales(before), _scales(after)
+        self._scales = scales(before), scales(after)
         # In order, each once.
         self.lost: dict[str, None] = {}
 
@@ -251,12 +251,3 @@ class Merge:
 
     def _empty(self, unit: Unit) -> State:
         return unit.memory.init(unit.spec, self._ops(unit.spec.device))
-
-
-def _scales(plan: Plan) -> dict[str, float]:
-    """Return the unit of each residual of a plan in gradients."""
-    found = {}
-    for unit in plan.units:
-        found[unit.spec.name] = unit.memory.residual_scale
-        found |= {onward.spec.name: scale for onward, scale in held_onward(unit)}
-    return found

@@ -232,12 +232,17 @@ def carried(
     `size` ranks goes into their own residuals, unless they own the same unit again. A memory that needs an owner's
     memory continues only if that one does. Without `same_ranks` no owner is the same as before.
     """
-    new = _carried_units(before.units, after.units, read, fresh, ops)
+    old_scales, new_scales = scales(before), scales(after)
+
+    def factor(old: Unit, unit: Unit) -> float:
+        return new_scales[unit.spec.name] / old_scales[old.spec.name]
+
+    new = _carried_units(before.units, after.units, read, fresh, ops, factor)
     for name, unit in after.stateful.items():
         if unit.owners is not None:
             old = before.stateful.get(name)
             again = same_ranks and old is not None and (old.owners, old.pieces) == (unit.owners, unit.pieces)
-            new[name] = _continued(old, unit, read(name), fresh(unit), ops) if old and again else fresh(unit)
+            new[name] = _continued(old, unit, read(name), fresh(unit), ops, factor) if old and again else fresh(unit)
     for name, unit in after.stateful.items():
         if unit.memory.at_owner is not None and not _keeps_owner(before, unit):
             # The ranks follow a mean that their owner no longer has: all start anew, except for the residual.
@@ -300,6 +305,15 @@ def held_onward(unit: Unit) -> Iterator[tuple[Unit, float]]:
         before = onward
 
 
+def scales(plan: Plan) -> dict[str, float]:
+    """Return the unit of each residual of a plan in gradients, by the unit of compression."""
+    found = {}
+    for unit in plan.units:
+        found[unit.spec.name] = unit.memory.residual_scale
+        found |= {onward.spec.name: scale for onward, scale in held_onward(unit)}
+    return found
+
+
 def _hand_back(
     old: Unit,
     residual: Array,
@@ -328,21 +342,27 @@ def _carried_units(
     read: Callable[[str], dict[str, State]],
     fresh: Callable[[Unit], dict[str, State]],
     ops: Callable[[str], ArrayOps],
+    factor: Callable[[Unit, Unit], float],
 ) -> dict[str, dict[str, State]]:
     old = {unit.pieces: unit for unit in before}
     new = {}
     for unit in after:
         states = fresh(unit)
         if unit.pieces in old:
-            states = _continued(old[unit.pieces], unit, read(old[unit.pieces].spec.name), states, ops)
+            states = _continued(old[unit.pieces], unit, read(old[unit.pieces].spec.name), states, ops, factor)
         else:
-            states["memory"] = _recut(before, unit, read, states["memory"], ops(unit.spec.device))
+            states["memory"] = _recut(before, unit, read, states["memory"], ops(unit.spec.device), factor)
         new[unit.spec.name] = states
     return new
 
 
 def _continued(
-    old: Unit, new: Unit, states: dict[str, State], fresh: dict[str, State], ops: Callable[[str], ArrayOps]
+    old: Unit,
+    new: Unit,
+    states: dict[str, State],
+    fresh: dict[str, State],
+    ops: Callable[[str], ArrayOps],
+    factor: Callable[[Unit, Unit], float],
 ) -> dict[str, State]:
     same = compressors.name_of(old.compressor) == compressors.name_of(new.compressor)
     kept = {
@@ -351,17 +371,21 @@ def _continued(
     }
     if "residual" in states["memory"] and "residual" in kept["memory"]:
         residual = kept["memory"]["residual"]
-        kept["memory"]["residual"] = _rescaled(residual, old, new, ops(new.spec.device))
+        kept["memory"]["residual"] = _rescaled(residual, factor(old, new), ops(new.spec.device))
     return kept
 
 
-def _rescaled(residual: Array, old: Unit, new: Unit, ops: ArrayOps) -> Array:
-    factor = new.memory.residual_scale / old.memory.residual_scale
-    return residual if factor == 1 else residual * ops.cast(factor, new.spec.work_dtype)
+def _rescaled(residual: Array, factor: float, ops: ArrayOps) -> Array:
+    return residual if factor == 1 else residual * ops.cast(factor, ops.dtype(residual))
 
 
 def _recut(
-    before: Sequence[Unit], unit: Unit, read: Callable[[str], dict[str, State]], fresh: State, ops: ArrayOps
+    before: Sequence[Unit],
+    unit: Unit,
+    read: Callable[[str], dict[str, State]],
+    fresh: State,
+    ops: ArrayOps,
+    factor: Callable[[Unit, Unit], float],
 ) -> State:
     """Return the state that the memories of other units hold for the elements of this one."""
     made = {}
@@ -378,7 +402,7 @@ def _recut(
                     continue
                 rows.append(initial_value[offset + at - piece.start : offset + start - piece.start])
                 held = state[place : place + stop - start]
-                rows.append(_rescaled(held, old, unit, ops) if key == "residual" else held)
+                rows.append(_rescaled(held, factor(old, unit), ops) if key == "residual" else held)
                 at = stop
             rows.append(initial_value[offset + at - piece.start : offset + piece.numel])
         made[key] = ops.concat(rows)
@@ -401,9 +425,8 @@ def ranges_of(unit: Unit, tensors: Collection[str]) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     for piece, start in offsets(unit):
         if piece.tensor in tensors:
-            if ranges and ranges[-1][1] == start:
-                start = ranges.pop()[0]
-            ranges.append((start, start + piece.numel))
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+            ranges.append((first, start + piece.numel))
     return ranges
 
 

@@ -246,7 +246,9 @@ class UnitStep:
     def merged(self, payloads: Sequence[Payload]) -> Array:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
         averages = self.unit.compressor.averages and len(payloads) > 1
-        gradient, factor = _merged_times(self.unit, payloads, 1 / len(payloads) if averages else 1.0, self.site)
+        gradient, factor = _merged_times(
+            self.unit, self._whole(payloads), 1 / len(payloads) if averages else 1.0, self.site
+        )
         return gradient if factor == 1 else self.site.ops.scale_(gradient, factor)
 
     def conclude(self, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None = None) -> Concluded:
@@ -258,9 +260,7 @@ class UnitStep:
         if self.bringing is not None:
             return self._conclude_mean(self.bringing, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
-        if unit.at_home:
-            home = {name: self.payload[name] for name in unit.at_home}
-            payloads = [{**payload, **home} for payload in payloads]
+        payloads = self._whole(payloads)
         size = site.size if unit.compressor.averages else 1
         already_mean = size == 1 or (self._average and unit.half_sum)
         # Memories work on means; a sum, if the caller asked for one, is made from their result.
@@ -280,6 +280,11 @@ class UnitStep:
                 tally = ops.where(bad, float("nan"), tally[0]), tally[1]
         self.concluded = states
         return Concluded(gradient, factor * back, states, tally)
+
+    def _whole(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
+        """Return payloads of all ranks with the fields that do not travel, because they are equal on all ranks."""
+        home = {name: self.payload[name] for name in self.unit.at_home}
+        return [{**payload, **home} for payload in payloads] if home else payloads
 
     def _merge(self, payloads: Sequence[Payload], factor: float, there: Site) -> tuple[Array, float, State]:
         """Merge payloads of the unit times a factor; return an array and what is left of the factor, and the memory."""

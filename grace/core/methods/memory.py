@@ -154,7 +154,9 @@ class Memory(ABC):
     def subtracts_from(self) -> str | None:
         """Key of the state from which `finish` subtracts the merged gradient, if it does nothing else (default: None).
 
-        Compressors that are `Subtracting` then do so while they merge. Define it in the class that defines `finish`.
+        Such a memory feeds back all that the merged gradient lacks, so communicators give back nothing else of what
+        they drop. Compressors that are `Subtracting` do it while they merge. Define it in the class that defines
+        `finish`.
         """
         return None
 
