@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import grace.torch
 from grace.core.compressors.topk import TopK
+from grace.core.values.unit import offsets
 from tests.adapters.torch.launched import GROUPS, mean, my_rank
 from tests.adapters.torch.model import (
     backward_of_a_late_rank,
@@ -136,10 +137,14 @@ def conserved_by_ddp() -> dict[str, Any]:
     several passes are added.
     """
     results = {}
-    for way in ("plain", "static", "unused"):
+    methods = {"allgather": {**LAYERS, "communicator": "allgather"}, "two_shot": {"communicator": "two_shot"}}
+    methods["tree"] = {"communicator": {"name": "sparse_allreduce", "reduction": "tree"}}
+    methods["powersgd"] = {"memory": "powersgd", "communicator": "allgather"}
+    ways = [(way, "allgather") for way in ("plain", "static")] + [("unused", name) for name in methods]
+    for way, method in ways:
         model = make_net()
         ddp = parallel(model, **WAYS[way])
-        exchange = grace.torch.register(ddp, {**TOPK, **LAYERS, "communicator": "allgather"})
+        exchange = grace.torch.register(ddp, {**TOPK, **methods[method]})
         given = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         applied = copy.deepcopy(given)
         for i, (x, y) in enumerate(batches(5, my_rank())):
@@ -156,12 +161,44 @@ def conserved_by_ddp() -> dict[str, Any]:
                     F.cross_entropy(ddp(x, right), y).backward()
             for name, p in model.named_parameters():
                 applied[name] += 0 if p.grad is None else p.grad
-        held = exchange.engine.state_dict()["tensors"]
-        worst = 0.0
+        worst, held = 0.0, held_by(exchange)
         for name in given:
-            total = applied[name] + mean(held[name]["memory"]["residual"], f"r.{name}").reshape(given[name].shape)
+            total = applied[name] + mean(held[name], f"r.{name}").reshape(given[name].shape)
             worst = max(worst, float((mean(given[name], name) - total).abs().max()))
-        results[way] = {"worst": worst, "held": float(held["right.weight"]["memory"]["residual"].norm())}
+        equal = digest(applied.values())
+        results[f"{way}, {method}"] = {"worst": worst, "held": float(held["right.weight"].norm()), "applied": equal}
+    return results
+
+
+def held_by(exchange: Any) -> dict[str, torch.Tensor]:
+    """Return the residuals of this rank by tensor, flat; the mean over all ranks is what they hold back of the mean."""
+    residuals = {item.spec.name: torch.zeros(item.spec.numel) for item in exchange.plan.assignments}
+    states, size = exchange.state_dict()["tensors"], exchange.engine.transport.size
+    for name, unit in exchange.plan.stateful.items():
+        mine = states[name]["memory"].get("residual")
+        if mine is not None:
+            mine = mine * (size / len(unit.owners) if unit.owners else 1.0)
+            for piece, start in offsets(unit):
+                residuals[piece.tensor][piece.start : piece.stop] += mine[start : start + piece.numel]
+    return residuals
+
+
+def joint_by_ddp() -> dict[str, Any]:
+    """Train with memories whose states belong together while one rank does not use a branch: weights."""
+    methods: dict[str, dict[str, Any]] = {
+        "diana": {"compressor": "qsgd", "memory": "diana"},
+        "svrg": {"compressor": "lpc", "memory": "svrg", "period": 3},
+        "dore": {"compressor": "qsgd", "memory": "dore", "communicator": "two_shot"},
+        "shared_momentum": {"compressor": "efsignsgd", "memory": "shared_momentum", "communicator": "two_shot"},
+    }
+    results = {}
+    for label, config in methods.items():
+        model = make_net()
+        ddp, optimizer = parallel(model, **WAYS["unused"]), sgd(model)
+        grace.torch.register(ddp, {**config, "default_rules": False})
+        for i, batch in enumerate(batches(6, my_rank())):
+            steps(ddp, optimizer, [batch], right=i % 3 != 1 or my_rank() != 0)
+        results[label] = digest(model.parameters())
     return results
 
 
