@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from grace.core.exchange.engine import Engine
+from grace.core.exchange.engine import Engine, Plans
 from grace.core.exchange.merge import Merge
 from grace.core.exchange.start import announce
 from grace.core.exchange.state import (
@@ -361,8 +361,13 @@ class Stages:
         self.slots.origin.assign(self._place)
         return list(merge.lost)
 
-    def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
-        """Load step and states; see `grace.core.exchange.engine.Engine.load_state_dict`."""
+    def load_state_dict(
+        self, state: dict[str, Any], convert: Callable[[Array, Array], Array], plans: Plans | None = None
+    ) -> bool:
+        """Load step and states; see `grace.core.exchange.engine.Engine.load_state_dict`.
+
+        It does not ask for other `plans`: the variables of a graph are those of its own plans.
+        """
         check_saved(state)
         expected, found = (
             {name: shown(value) for name, value in saved.items()}

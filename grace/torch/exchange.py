@@ -12,7 +12,7 @@ from grace.core.exchange import exchange as core
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.merge import in_rank_order
 from grace.core.exchange.start import announce, described
-from grace.core.exchange.state import check_mapping
+from grace.core.exchange.state import carrying, check_mapping
 from grace.core.exchange.transport import Handle
 from grace.core.guards.agreement import agree
 from grace.core.guards.replicas import (
@@ -123,7 +123,7 @@ class Exchange(core.Exchange[Engine]):
         """Go on with the ranks that the library has now; return the numbers of ranks before and now."""
         before = self.size
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
-        self.engine.move(self._plans_for(self.ranks), before)
+        self.engine.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
         self._first, self._compared = "the first step", -1
         announce(self.plan, self.transport)
         return before, self.size

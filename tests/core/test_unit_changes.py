@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
+import random
 
 import numpy as np
 import pytest
 
 from grace.core.exchange.simulation import Simulation
 from grace.core.values.config import make_config
-from grace.core.values.errors import StateError
+from grace.core.values.errors import ConfigError, IncompatibleError, StateError
 from grace.core.values.plan import next_plan
-from grace.core.values.registry import compressors
+from grace.core.values.registry import compressors, memories
 from grace.core.values.spec import Ranks
 from grace.testing.harness import FRAMEWORKS, host, same
+from tests.support import covering
 from tests.support.steps import (
     CUTS,
     LAYOUTS,
@@ -91,6 +95,116 @@ def test_another_method_does_not_begin_with_a_state_that_happens_to_fit():
     for engine, other in zip(sim.engines, fresh.engines, strict=True):
         made, expected = (e.state_dict()["tensors"]["a"]["compressor"] for e in (engine, other))
         assert np.array_equal(made["q"], expected["q"])
+
+
+WITHOUT_RESIDUAL = [name for name, memory in memories.ready() if not memory.holds_residual]
+
+
+@each(
+    memory=WITHOUT_RESIDUAL,
+    way=["allreduce", "allgather", "two_shot", "hierarchical"],
+    cut=list(CUTS),
+    scheduled=[False, True],
+)
+def test_a_method_without_a_residual_sends_the_one_before_once(memory, way, cut, scheduled):
+    """Momentum spreads it over many steps, of which half of the rest is in each."""
+    specs = [SPECS[0], SPECS[1], LONG]
+    to = {"compressor": "none", "memory": memory, "communicator": {"name": way}}
+    if memory == "momentum":
+        to["momentum"] = 0.5
+    if way == "hierarchical":
+        to["communicator"]["local_size"] = 2
+    schedule = [{"step": 2, **to}] if scheduled else []
+    try:
+        sim = Simulation(4, specs, {**TOPK, **CUTS[cut], "schedule": schedule, "communicator": "allgather"})
+        for number in range(2):
+            step(sim, number)
+        before = residuals(sim)
+        if not scheduled:
+            sim.change(**to)
+    except IncompatibleError:
+        pytest.skip("the communicator does not serve the memory")
+    assert {unit.memory.holds_residual for unit in sim.plan.units} == {True}
+    received = {spec.name: 0.0 for spec in specs}
+    for _ in range(40):
+        zeros = [{name: x * 0 for name, x in mine.items()} for mine in gradients(sim, 0)]
+        for name, x in on_host(sim, sim.step(zeros))[0].items():
+            received[name] = received[name] + x.astype(np.float64).reshape(-1)
+    for name, held in before.items():
+        assert np.abs(held).max() > 0.1
+        assert np.allclose(received[name], held / 4, rtol=1e-5, atol=1e-6), name
+    assert not any(x.any() for x in residuals(sim).values())
+
+
+def drawn_change(rng):
+    """Return a number of ranks, a configuration, changes by their steps, and the step of the save."""
+
+    def method():
+        compressor = rng.choice(list(METHODS))
+        chosen = {"compressor": compressors.config_of(METHODS[compressor].compressor)}
+        if rng.random() < 0.4:
+            chosen["memory"] = rng.choice(["residual", *WITHOUT_RESIDUAL])
+        if rng.random() < 0.5:
+            chosen["communicator"] = rng.choice(
+                ["allgather", "allreduce", "two_shot", {"name": "hierarchical", "local_size": 2}]
+            )
+        return chosen
+
+    saved = rng.randint(1, 4)
+    steps = sorted(rng.sample(range(saved + 1), rng.choice((1, 1, 2)) if saved else 1))
+    config = {**method(), "default_rules": rng.random() < 0.3, "granularity": rng.choice(["layer", "bucket", "model"])}
+    return rng.choice((1, 2, 3, 4)), config, {step: method() for step in steps}, saved
+
+
+@pytest.mark.parametrize("number", range(4000 if covering.ALL else 60))
+def test_a_new_run_of_the_changed_configuration_continues_bit_for_bit(number):
+    rng = random.Random(f"change/{number}")
+    for _ in range(100):
+        size, config, changes, saved = drawn_change(rng)
+        with contextlib.suppress(ConfigError, IncompatibleError):
+            old, plain = changed(size, config, changes, saved, scheduled=rng.random() < 0.3)
+            break
+    new = Simulation(size, SPECS, plain)
+    assert new.load_state_dict(copy.deepcopy(old.state_dict())) is True
+    for more in range(2):
+        assert_same(step(old, saved + more), step(new, saved + more))
+        assert_same(states(old), states(new))
+    # A run that carries nothing of an earlier method is loaded where one is carried.
+    fresh = Simulation(size, SPECS, plain)
+    step(fresh, 0)
+    assert new.load_state_dict(fresh.state_dict()) is True
+    assert_same(step(fresh, 1), step(new, 1))
+
+
+def changed(size, config, changes, saved, *, scheduled):
+    """Return a run whose method has changed, by calls or by a schedule, and its configuration at the end."""
+    stages = [{"step": at, **method} for at, method in changes.items() if at] if scheduled else []
+    sim = Simulation(size, SPECS, {**config, "schedule": stages})
+    for number in range(saved + 1):
+        if number in changes and not scheduled:
+            sim.change(**changes[number])
+        if number < saved:
+            step(sim, number)
+    return sim, next(stage for first, stage in reversed(sim.config.stages) if first <= saved)
+
+
+@pytest.mark.parametrize("number", range(1000 if covering.ALL else 30))
+def test_what_a_change_has_left_is_kept_on_other_numbers_of_ranks(number):
+    """The mean of all residuals is kept, also of those that the new method does not have."""
+    rng = random.Random(f"other ranks/{number}")
+    before, after = rng.choice([(2, 3), (3, 2), (4, 2), (2, 4), (1, 3), (4, 1)])
+    to = rng.choice([{"compressor": "qsgd"}, {"compressor": "none"}, {"compressor": "qsgd", "memory": "diana"}])
+    config = {**TOPK, "communicator": "allgather", **LAYOUTS[rng.choice(list(LAYOUTS))]}
+    old = Simulation(before, MIXED, config)
+    step(old, 0)
+    old.change(**to, communicator="allgather")
+    new = Simulation(after, MIXED, old.config)
+    new.load_state_dict(old.state_dict()["ranks"])
+    kept = residuals(new)
+    for name, held in residuals(old).items():
+        assert held.size == 1 or held.any() or not held.size
+        assert np.allclose(held / before, kept[name] / after, rtol=1e-5, atol=1e-6), name
+    step(new, 1)
 
 
 @pytest.mark.parametrize(("before", "after"), [("layer", "model"), ("model", "layer")])

@@ -18,7 +18,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from grace.core.exchange.assembly import Incoming, Outgoing
 from grace.core.exchange.bucket_step import BucketStep
@@ -28,12 +28,14 @@ from grace.core.exchange.state import (
     STATE_VERSION,
     Slots,
     carried,
+    carrying,
     check_saved,
     first_memory,
     initial,
     moved,
     prepare,
     ranges_of,
+    saved_carrying,
     spliced,
 )
 from grace.core.exchange.transport import Handle, Transport
@@ -52,6 +54,9 @@ from grace.core.values.spec import ITEMSIZE, Array, State
 from grace.core.values.unit import Assignment, Unit
 from grace.core.wire.layout import Buffer, Received
 
+# The plans of a run, each with its first step, in which some tensors carry a residual of an earlier method.
+Plans: TypeAlias = Callable[[frozenset[str]], Sequence[tuple[int, Plan]]]
+
 
 class Snapshot(NamedTuple):
     """The state of an engine between two steps; units may be without their memories, which then start from zero."""
@@ -60,6 +65,7 @@ class Snapshot(NamedTuple):
     done: Plan
     step: Any
     units: dict[str, dict[str, State]]
+    stages: Sequence[tuple[int, Plan]]
 
 
 @dataclass
@@ -109,7 +115,7 @@ class Engine:
         self._seed = seed
         #: True if a step measures the norms of compressed gradients and of their errors, for `stats`.
         self.track_norms = False
-        self._stages = [(0, plan), *later]
+        self._stages: Sequence[tuple[int, Plan]] = [(0, plan), *later]
         for _, stage in self._stages:
             for item in stage.assignments:
                 item.compressor.check_ranks(transport.size)
@@ -223,14 +229,14 @@ class Engine:
         """Return plan, step and states as they are now, for `restore`; the arrays are live, and never changed."""
         self._owned.clear()
         units = {name: self._slots.read(name) for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units)
+        return Snapshot(self.plan, self._done, self.step, units, self._stages)
 
     def before_step(self) -> Snapshot:
         """Return a snapshot to drop the next step by `restore` or `undo`; without roll-back, it has no memories."""
         if self._rollback:
             return self.snapshot()
         units = {name: {"compressor": self._slots.read(name)["compressor"]} for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units)
+        return Snapshot(self.plan, self._done, self.step, units, self._stages)
 
     def restore(self, before: Snapshot) -> None:
         """Go back to a snapshot, and drop a step under way."""
@@ -242,13 +248,15 @@ class Engine:
                 memory = first_memory(unit, self._ops(unit.spec.device), self.transport.rank)
                 states = {"memory": memory, **states}
             self._slots.write(name, states)
+        self._stages = before.stages
         self._slots.go_to(before.step)
         self._done = before.done
 
     def undo(self, before: Snapshot) -> None:
         """Go back to the states before the last step, which no optimizer has applied. The step stays counted."""
-        plan, done, step = self.plan, self._done, self.step
+        plan, done, step, stages = self.plan, self._done, self.step, self._stages
         self.restore(before)
+        self._stages = stages
         if plan is not before.plan:
             self._carry_on(plan)
         self._slots.go_to(step)
@@ -693,8 +701,13 @@ class Engine:
             "tensors": self._slots.save(self._units),
         }
 
-    def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
+    def load_state_dict(
+        self, state: dict[str, Any], convert: Callable[[Array, Array], Array], plans: Plans | None = None
+    ) -> bool:
         """Load step and states; `convert(saved, current)` returns the saved array in the form of the current one.
+
+        If other tensors than in the engine's own plans carry a residual of an earlier method, it continues with the
+        plans that `plans` returns for these tensors: their residual may not have been sent yet.
 
         States of another rank, or of a run with another number of ranks, cannot be continued exactly. Then only values
         that are equal on all ranks are loaded (step, compressor states), the memories start from zero, and the result
@@ -704,6 +717,7 @@ class Engine:
         check_saved(state)
         mine = state["rank"] == self.transport.rank and state["size"] == self.transport.size
         before = self.snapshot()
+        self._follow(state, plans)
         self._start_at(int(state["step"]))
         try:
             resized = state["size"] != self.transport.size
@@ -715,14 +729,25 @@ class Engine:
         self.drop()
         return bool(mine)
 
+    def _follow(self, state: Mapping[str, Any], plans: Plans | None) -> None:
+        """Take the plans of this run in which those tensors carry a residual of an earlier method that do so here."""
+        found = saved_carrying(state["tensors"])
+        if plans is not None and found != carrying(self._stage_at(int(state["step"])).stateful):
+            self._stages = plans(found)
+
     def merge_state_dicts(
-        self, states: Sequence[Mapping[str, Any]], before: Plan, convert: Callable[[Array, Array], Array]
+        self,
+        states: Sequence[Mapping[str, Any]],
+        before: Plan,
+        convert: Callable[[Array, Array], Array],
+        plans: Plans | None = None,
     ) -> list[str]:
         """Load the states of all ranks of a run with another number of ranks, which had the plan `before`.
 
         Return what could not be continued. Raises the errors of `load_state_dict`; then nothing was loaded.
         """
         snapshot = self.snapshot()
+        self._follow(states[0], plans)
         self._start_at(int(states[0]["step"]))
         rank, size = self.transport.rank, self.transport.size
         try:

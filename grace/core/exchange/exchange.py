@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from grace.core.exchange.engine import Plans
 from grace.core.exchange.merge import in_rank_order
+from grace.core.exchange.state import saved_carrying
 from grace.core.guards.agreement import Meeting, formats
 from grace.core.guards.replicas import compare, digest
 from grace.core.observe.timeline import Times
@@ -37,9 +39,15 @@ class _Driver(Protocol):
     def change(self, plan: Plan) -> None: ...
     def stats(self) -> dict[str, Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool: ...
+    def load_state_dict(
+        self, state: dict[str, Any], convert: Callable[[Array, Array], Array], plans: Plans | None = None
+    ) -> bool: ...
     def merge_state_dicts(
-        self, states: Sequence[Mapping[str, Any]], before: Plan, convert: Callable[[Array, Array], Array]
+        self,
+        states: Sequence[Mapping[str, Any]],
+        before: Plan,
+        convert: Callable[[Array, Array], Array],
+        plans: Plans | None = None,
     ) -> list[str]: ...
 
 
@@ -236,44 +244,49 @@ class Exchange(ABC, Generic[D]):
         The caller warns at the end, because a warning may be an error.
         """
         if not isinstance(state, list):
-            exact = engine.load_state_dict(state, self._place)
+            exact = engine.load_state_dict(state, self._place, self._plans_carrying)
             return exact, "" if exact else self._of_another_rank(state, rank)
         states = in_rank_order(state)
         if len(states) == self.size:
-            return engine.load_state_dict(states[max(rank, 0)], self._place), ""
+            return engine.load_state_dict(states[max(rank, 0)], self._place, self._plans_carrying), ""
         lost = self._merge(engine, states)
         return False, self._of_other_ranks(len(states), lost)
 
     def _merge(self, engine: D, states: Sequence[Mapping[str, Any]]) -> list[str]:
         """Load the states of all ranks of a run with another number of ranks; return what could not be continued."""
-        size, step, saved = len(states), int(states[0]["step"]), states[0]["tensors"].keys()
+        size, step, saved = len(states), int(states[0]["step"]), states[0]["tensors"]
+        carrying = saved_carrying(saved)
         for ranks in self._possible_ranks(size):
             try:
-                plans = self._plans_for(ranks)
+                plans = self._plans_for(ranks, carrying)
             except (ConfigError, IncompatibleError):
                 continue
             plan = next(plan for first, plan in reversed(plans) if first <= step)
-            if plan.stateful.keys() == saved:
-                return engine.merge_state_dicts(states, plan, self._place)
+            if plan.stateful.keys() == saved.keys():
+                return engine.merge_state_dicts(states, plan, self._place, self._plans_carrying)
         raise self._no_plan(states)
 
     def _possible_ranks(self, size: int) -> list[Ranks]:
         """Return all that `size` ranks may have been: a checkpoint does not say how many of them each node had."""
         return [Ranks(size, local_size) for local_size in range(size + 1) if not local_size or not size % local_size]
 
-    def _plans_for(self, ranks: Ranks) -> list[tuple[int, Plan]]:
-        """Return the plans that this run would have with other ranks, each with its first step."""
-        # Before `change`, a plan carries nothing of an earlier one.
-        carrying = (item.spec.name for item in self.plan.assignments if item.holding and self._changes)
+    def _plans_for(self, ranks: Ranks, carrying: frozenset[str] = frozenset()) -> list[tuple[int, Plan]]:
+        """Return the plans that this run would have with other ranks, each with its first step.
+
+        The tensors in `carrying` carry a residual of an earlier method.
+        """
         return make_plans(
             self._specs,
             self.config,
             ranks=ranks,
             prefix=self.prefix,
             delegate=self._delegate,
-            holding=frozenset(carrying),
+            holding=carrying,
             modules=self._modules_for(ranks),
         )
+
+    def _plans_carrying(self, carrying: frozenset[str]) -> list[tuple[int, Plan]]:
+        return self._plans_for(self.ranks, carrying)
 
     def _no_plan(self, states: Sequence[Mapping[str, Any]]) -> StateError:
         names = sorted(map(str, states[0]["tensors"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from grace.core.exchange.engine import Engine, Snapshot
+from grace.core.exchange.engine import Engine, Plans, Snapshot
 from grace.core.exchange.state import STATE_VERSION, check_mapping, check_saved
 from grace.core.guards.waiting import explained
 from grace.core.observe.timeline import Times
@@ -149,17 +149,37 @@ class ModuleEngines:
             "modules": {name: part["step"] for name, part in parts.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any], convert: Callable[[Array, Array], Array]) -> bool:
+    def load_state_dict(
+        self, state: dict[str, Any], convert: Callable[[Array, Array], Array], plans: Plans | None = None
+    ) -> bool:
         """Load what `state_dict` has returned, all or nothing; see `Engine.load_state_dict`."""
-        return all(self._load([state], lambda name, engine, parts: engine.load_state_dict(parts[0], convert)))
+        return all(
+            self._load(
+                [state],
+                lambda name, engine, parts: engine.load_state_dict(parts[0], convert, self._plans_of(name, plans)),
+            )
+        )
+
+    def _plans_of(self, module: str, plans: Plans | None) -> Plans | None:
+        """Return the part of plans with the tensors of a module."""
+        if plans is None:
+            return None
+        tensors = self._tensors[module]
+        return lambda carrying: [(first, plan.only(tensors)) for first, plan in plans(carrying)]
 
     def merge_state_dicts(
-        self, states: Sequence[Mapping[str, Any]], before: Plan, convert: Callable[[Array, Array], Array]
+        self,
+        states: Sequence[Mapping[str, Any]],
+        before: Plan,
+        convert: Callable[[Array, Array], Array],
+        plans: Plans | None = None,
     ) -> list[str]:
         """Load the states of all ranks of a run with another number of ranks; see `Engine.merge_state_dicts`."""
         lost = self._load(
             states,
-            lambda name, engine, parts: engine.merge_state_dicts(parts, before.only(self._tensors[name]), convert),
+            lambda name, engine, parts: engine.merge_state_dicts(
+                parts, before.only(self._tensors[name]), convert, self._plans_of(name, plans)
+            ),
         )
         return list(dict.fromkeys(text for of_module in lost for text in of_module))
 

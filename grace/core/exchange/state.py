@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from grace.core.memories.leftover import Leftover
 from grace.core.methods.capabilities import Stateful
 from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
@@ -142,6 +143,23 @@ def _same_tensors(saved: Mapping[str, dict[str, Any]], units: Mapping[str, Unit]
         for tensor in tensors_of(unit)
     }
     return wanted <= found and {tensor for tensor, *_ in wanted} == {tensor for tensor, *_ in found}
+
+
+def carrying(units: Mapping[str, Unit]) -> frozenset[str]:
+    """Return the tensors that carry the residual of an earlier method, which the memory `leftover` sends."""
+    found = (unit for unit in units.values() if isinstance(unit.memory, Leftover))
+    return frozenset(tensor for unit in found for tensor in tensors_of(unit))
+
+
+def saved_carrying(saved: Mapping[str, Any]) -> frozenset[str]:
+    """Return the same of saved states, which may be damaged in any way."""
+    found: set[str] = set()
+    for entry in saved.values():
+        named, tensors = (entry.get(key) if isinstance(entry, Mapping) else None for key in ("components", "of"))
+        leftover = isinstance(named, Mapping) and str(named.get("memory")) == memories.name_of(Leftover())
+        if leftover and isinstance(tensors, Sequence):
+            found.update(map(str, tensors))
+    return frozenset(found)
 
 
 def check_saved(state: Any) -> None:

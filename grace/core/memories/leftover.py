@@ -1,9 +1,10 @@
-"""Memory that sends the residual of an earlier stage of the schedule once."""
+"""Memory that sends the residual of an earlier method once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from grace.core.memories.none import NoMemory
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
@@ -14,22 +15,76 @@ from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
 @memories.register("leftover")
 @dataclass(frozen=True)
 class Leftover(Memory):
-    r"""Residual of an earlier stage: added to one gradient, then dropped.
+    r"""Residual of an earlier method: added to one gradient, then dropped. Another memory does everything else.
 
-    Formula: x = e + g, \quad \text{send } C(x), \quad e \leftarrow 0
+    Formula: g' = e + g, \quad e \leftarrow 0
 
-    grace uses it where a stage of the schedule has no memory and the stage before it had error feedback.
+    `then` is the memory that gets g' in place of the gradient. grace uses this memory after a change to a method whose
+    own memory holds no residual, if the method before had error feedback. The memory takes one buffer of the gradient's
+    size beside those of `then`.
     """
+
+    then: Memory = field(default_factory=NoMemory)
 
     feeds_back = False
     holds_residual = True
 
+    @property
+    def finishes(self) -> bool:
+        return self.then.finishes
+
+    @property
+    def joint(self) -> bool:
+        # A residual is not shared. So a rank cannot load the whole state of another one.
+        return self.then.joint or self.then.shared
+
+    @property
+    def at_owner(self) -> Memory | None:
+        return self.then.at_owner
+
+    @property
+    def additive(self) -> tuple[str, ...]:
+        return ("residual", *self.then.additive)
+
+    @property
+    def gain(self) -> float:
+        return self.then.gain
+
+    @property
+    def needs_lr(self) -> bool:
+        return self.then.needs_lr
+
+    @property
+    def needs_norm(self) -> bool:
+        return self.then.needs_norm
+
+    @property
+    def accelerates(self) -> bool:
+        return self.then.accelerates
+
+    @property
+    def whole(self) -> bool:
+        return self.then.whole
+
+    def check(self, compressor: Compressor) -> None:
+        self.then.check(compressor)
+
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
-        return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
+        return {"residual": ops.zeros(spec.numel, spec.work_dtype), **self.then.init(spec, ops)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        x, finite = at.ops.finite_sum(state["residual"], 1, grad, 1)
-        return Compensated(x, {}, finite)
+        total, finite = at.ops.finite_sum(state["residual"], 1, grad, 1)
+        x, rest, compensated = self.then.compensate(total, _without_residual(state), at)
+        return Compensated(x, rest, finite if self.then.stateless else compensated)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
-        return {"residual": at.ops.zeros(at.spec.numel, at.spec.work_dtype)}
+        rest = self.then.update(x_, payload, compressor, state, at)
+        return {"residual": at.ops.zeros(at.spec.numel, at.spec.work_dtype), **rest}
+
+    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
+        merged, rest = self.then.finish(merged, _without_residual(state), at)
+        return merged, {"residual": state["residual"], **rest}
+
+
+def _without_residual(state: State) -> State:
+    return {key: value for key, value in state.items() if key != "residual"}

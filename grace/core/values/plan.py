@@ -199,7 +199,7 @@ def make_plan(
     in which the backward pass finishes them). `config.granularity`, `config.bucket_bytes` and `config.split_bytes`
     decide how much goes into one bucket, and which of it is compressed as one. Tensors for which `delegate(item)` holds
     are left to the caller, except dense vectors beside compressed tensors: together they take one collective. Tensors
-    in `holding` carry a residual of an earlier plan, which their method sends once if they have no memory. With
+    in `holding` carry a residual of an earlier plan, which is sent once if the memory of their method holds none. With
     `modules`, tensors of different modules share no bucket, and tensors are delegated only if all of them are.
     Raises ConfigError if two tensors have one name, IncompatibleError if a communicator cannot serve a memory.
     """
@@ -421,14 +421,14 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
         item = Assignment(spec, method, index_coding=config.index_coding)
         communicator, why = method.communicator.resolve(item, ranks)
     method = dataclasses.replace(method, communicator=communicator)
-    if holding and method.memory.stateless:
-        method = dataclasses.replace(method, memory=memories.make("leftover"))
     if brought and (obstacle := brought.memory_obstacle(method.memory)):
         raise IncompatibleError(
             f"parameters that are sharded over the ranks cannot be exchanged with {method.memory}: it {obstacle}. "
             "Valid memories: residual, none."
         )
     method.check_memory()
+    if holding and not method.memory.holds_residual:
+        method = dataclasses.replace(method, memory=memories.make({"name": "leftover", "then": method.memory}))
     method.coding.check(method.compressor.wire(spec), method.compressor)
     if modules and method.memory.needs_norm:
         raise IncompatibleError(
