@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.guards.waiting import wait_until
-from grace.core.values.errors import ConfigError, StepError
+from grace.core.values.errors import ConfigError, StepError, WaitError
 from grace.torch.exchange import Exchange
 from grace.torch.tensors import refuse_unfrozen
 
@@ -74,12 +74,15 @@ class GradientHook:
         # Not the model, which owns this object in C++: Python would never free the two.
         self._group, self._exchange = model.process_group, exchange
         self._parameters = parameters
-        self._names = {p: name for name, p in parameters.items() if p.requires_grad}
+        self._names = {p: name for name, p in parameters.items()}
         self._engine, self._way_back = exchange.engine, exchange.way_back
-        # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass.
+        # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass. Each of
+        # them then has the index 0, and none is the last one.
         self._delayed = model.static_graph
-        # The names of the gradients that DDP has passed in this step.
-        self._passed: set[str] = set()
+        self._finds_unused = model.find_unused_parameters and not model.static_graph
+        # How many gradients DDP passes in a step, and the parameters of those that it has passed in this one.
+        self._count = int(model._get_ddp_logging_data()["num_parameter_tensors"])
+        self._passed: set[torch.Tensor] = set()
         # The buckets and the gradients that the engine exchanges in this step.
         self._buckets: list[_Bucket] = []
         self._gradients: dict[str, torch.Tensor] = {}
@@ -90,13 +93,14 @@ class GradientHook:
     def attach(self, model: DistributedDataParallel) -> None:
         """Register the hook with the model."""
         exchange = self._exchange
+        trained = {p: name for p, name in self._names.items() if p.requires_grad}
         if model.find_unused_parameters or model.static_graph:
             self._used = used = set()
-            for p, name in self._names.items():
+            for p, name in trained.items():
                 # Called before DDP learns of the gradient, which it leaves as it is.
                 p.register_hook(lambda _, name=name: used.add(name))  # type: ignore[misc]
         if exchange.loss_scale is not None:
-            exchange.loss_scale.attach_to(lambda: self._names)
+            exchange.loss_scale.attach_to(lambda: trained)
         exchange.way_back.forget = self._forget
         # DDP would refuse the annotations of a method, because they are strings.
         model.register_comm_hook(None, lambda _, bucket: self.start(bucket))
@@ -108,14 +112,17 @@ class GradientHook:
         # DDP waits for the results right after its last bucket.
         at_once = joined or self._delayed
         future = None
+        parameters, begins = bucket.parameters(), not self._passed
+        self._passed.update(parameters)
         try:
             with self._way_back.attempt(), torch.no_grad():
-                future = self._start(bucket)
+                if begins:
+                    self._begin()
+                future = self._start(bucket, parameters)
         except Exception as error:
             # It is raised at the end, because DDP must come to its own end before it can begin another step.
             self._failure = self._failure or error
-        if bucket.is_last():
-            self._delayed = False
+        if len(self._passed) == self._count:
             if at_once:
                 self._end()
             else:
@@ -124,16 +131,16 @@ class GradientHook:
                 call_after_backward(self._end)
         return _completed(bucket.buffer()) if future is None else future
 
-    def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if bucket.index() == 0:
-            self._way_back.keep()
-            self._exchange.start_comparing()
-            if not self._engine.completed:
-                # Ranks at different stages of a schedule would start different collectives, and an error about these
-                # would come first.
-                self._exchange.finish_comparing()
-        names = [self._names[p] for p in bucket.parameters()]  # type: ignore[index]
-        self._passed.update(names)
+    def _begin(self) -> None:
+        self._way_back.keep()
+        self._exchange.start_comparing()
+        if not self._engine.completed:
+            # Ranks at different stages of a schedule would start different collectives, and an error about these would
+            # come first.
+            self._exchange.finish_comparing()
+
+    def _start(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+        names = [self._names[p] for p in parameters]  # type: ignore[index]
         buffer, by_engine = bucket.buffer(), {name for name in names if self._engine.exchanges(name)}
         if by_engine and buffer.is_sparse:
             raise StepError(
@@ -173,9 +180,13 @@ class GradientHook:
         self._engine.ready(name, gradient, unused=self._used is not None and name not in self._used)
 
     def _end(self) -> None:
-        """Complete the step. An error is raised after DDP's own end, if this is a backward pass."""
+        """Complete the step. An error is raised after DDP's own end, if this is a backward pass and DDP comes there."""
         self._complete()
-        if self._failure is not None and torch._C._current_graph_task_id() != -1:
+        # To find unused parameters, DDP has started an allreduce of its own. It would wait for a rank that is missing.
+        waits = self._delayed or self._finds_unused
+        self._delayed = False
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._failure is not None and in_backward and not (waits and isinstance(self._failure, WaitError)):
             call_after_backward(self._raise_failure)
         else:
             self._raise_failure()
@@ -200,7 +211,7 @@ class GradientHook:
 
     def _finish(self) -> None:
         refuse_unfrozen(
-            {name: p for name, p in self._parameters.items() if name not in self._passed},
+            {name: p for name, p in self._parameters.items() if p not in self._passed},
             "the model was wrapped in DistributedDataParallel",
             "Wrap the plain model anew after you unfreeze parameters, and register it.",
         )

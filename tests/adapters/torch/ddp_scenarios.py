@@ -297,6 +297,69 @@ class Again(torch.nn.Module):
         return x
 
 
+class Mixed(torch.nn.Module):
+    """An embedding and layers of several dtypes, some computed again in the backward pass, and one that is not used."""
+
+    def __init__(self, dtypes: Sequence[str], sparse: bool, again: str) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 16, sparse=sparse)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16).to(getattr(torch, name)) for name in dtypes)
+        self.spare = torch.nn.Linear(16, 1)
+        self.again = again
+
+    def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = x.to(layer.weight.dtype)
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.again == "reentrant") if self.again else layer(x))
+        return self.spare(x.float()) if spare else x.float()
+
+
+def mixed_by_ddp(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Train models whose gradients DDP passes in several buckets, in each way: the gradients of plain DDP and others.
+
+    None if both are equal: bit by bit with compressor none, and up to rounding if every element is sent.
+    """
+    every = {"compressor": "topk", "compress_ratio": 1.0, **EVERYTHING}
+    every["rules"] = [{"match": "embedding.weight", "compressor": "none"}]
+    results = []
+    for row in rows:
+        config = {"none": {**NONE, **EVERYTHING}, "topk": every}[row["method"]]
+        way = row["way"]
+        options = WAYS["static" if way == "nested" else way]
+        received: list[list[torch.Tensor | None]] = []
+        for registered in (False, True):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                model = Mixed(row["dtypes"].split(), row["sparse"], row["again"])
+            ddp = DistributedDataParallel(model, bucket_cap_mb=row["megabytes"], **options)
+            if registered:
+                grace.torch.register(ddp, config, timeout=30)
+            found: list[torch.Tensor | None] = []
+            generator = torch.Generator().manual_seed(my_rank())
+            for _ in range(3):
+                ddp.zero_grad()
+                x = torch.randint(0, 20, (8,), generator=generator)
+                spare = way not in ("static", "nested", "unused")
+                forward = functools.partial(ddp, x, spare)
+                if way == "nested":
+                    # The whole model is in a backward pass within that of another one.
+                    one = torch.ones((), requires_grad=True)
+                    y = checkpoint(lambda one, forward=forward: forward() * one, one, use_reentrant=True)
+                else:
+                    y = forward()
+                y.square().sum().backward()
+                found += [None if p.grad is None else p.grad.to_dense().double() for p in model.parameters()]
+            received.append(found)
+        tolerance = 0.0 if row["method"] == "none" else 1e-2
+        alike = all(
+            (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, tolerance, tolerance))
+            for a, b in zip(*received, strict=True)
+        )
+        results.append(None if alike else row)
+    return results
+
+
 def scaled_by_ddp() -> dict[str, Any]:
     """Train with a GradScaler: its scale grows every step, or one rank overflows in the second. Also without one.
 
@@ -582,6 +645,16 @@ def waits_by_ddp() -> str:
     steps(ddp, sgd(model), batches(2, my_rank()))
     x, y = next(batches(1, my_rank()))
     return backward_of_a_late_rank(F.cross_entropy(ddp(x), y))
+
+
+def waits_beside_ddp(way: str) -> str:
+    """Let the last rank come late to the first step, in which DDP itself reduces something; the error of each rank."""
+    model = Mixed(["float32", "bfloat16"], sparse=True, again="")
+    for p in model.parameters():
+        dist.broadcast(p.detach(), 0)
+    ddp = parallel(model, **WAYS[way])
+    grace.torch.register(ddp, compressor="none", timeout=1)
+    return backward_of_a_late_rank(ddp(torch.arange(8), True).sum())
 
 
 def on_device(device: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.support.covering import rows
 from tests.support.launch import ROOT, TORCH, Launch, command, environment
 from tests.support.ranks import on, same, scenario
 
@@ -16,6 +17,25 @@ pytestmark = pytest.mark.distributed
 
 TWO, FOUR = (Launch(TORCH, "torchrun", ranks) for ranks in (2, 4))
 both = on(TWO, FOUR)
+# Models and the ways in which DDP passes their gradients; see `mixed_by_ddp`.
+MIXED = {
+    "dtypes": ["float32", "float32 bfloat16", "float32 float64 float16 float32"],
+    "sparse": [False, True],
+    "again": ["", "reentrant", "not reentrant"],
+    "megabytes": [25, 0.001],
+    "way": ["plain", "views", "static", "unused", "nested"],
+    "method": ["none", "topk"],
+}
+
+
+def could_be_mixed(row):
+    """Return whether plain DDP can train so."""
+    reentrant = row["again"] == "reentrant" and row["way"] not in ("static", "plain", "views")
+    return (
+        not reentrant
+        and not (row["way"] == "nested" and row["again"])
+        and not (row["sparse"] and row["way"] == "views")
+    )
 
 
 @both
@@ -32,6 +52,24 @@ def test_compressor_none_is_bit_identical_to_plain_ddp(launch):
     for rank in ranks:
         for label, weights in rank.items():
             assert same(weights), label
+
+
+@both
+def test_buckets_of_all_kinds_are_exchanged_in_every_way_of_ddp(launch):
+    tested = rows(MIXED, could_be_mixed)
+    # One scenario has a time limit.
+    for start in range(0, len(tested), 100):
+        for rank in scenario("mixed_by_ddp", launch, tested[start : start + 100]):
+            assert not [row for row in rank if row]
+
+
+@both
+@pytest.mark.parametrize("way", ["static", "unused"])
+def test_a_rank_waits_no_longer_than_its_limit_where_ddp_waits_too(launch, way):
+    for rank, error in enumerate(scenario("waits_beside_ddp", launch, way)):
+        # The late rank waits for those that have given up.
+        assert error.startswith(f"WaitError: rank {rank} of {launch.ranks} "), error
+        assert "the first step" in error
 
 
 @both
