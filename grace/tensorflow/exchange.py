@@ -477,7 +477,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         assert self._transport is not None
         fails = tf.cast(tf.reshape(tf.logical_not(condition), [1]), tf.int32)
         failing = self._transport.allreduce(fails, op="max", name="everywhere").wait()
-        self._transport.end_turn([failing])
+        self._transport.end_turn()
         return failing[0] == 0
 
     def _shaped(self, spec: TensorSpec, gradient: Gradient | None) -> Gradient:

@@ -94,6 +94,7 @@ def _in_python(function: Callable[..., Any], inputs: list[tf.Tensor], dtype: tf.
 def _gathered(values: tf.Tensor, name: str, transport: HorovodTransport) -> tf.Tensor:
     """Return the int64 values of all ranks, one after another."""
     everyone = transport.allgather(tf.reshape(tf.bitcast(values, tf.uint8), [-1]), name=name).wait()
+    transport.end_turn()
     return tf.bitcast(tf.reshape(everyone, [-1, SUMMARY_BYTES]), tf.int64)
 
 

@@ -285,6 +285,8 @@ class Stages:
         for item in plan.exchanged:
             engine.ready(item.spec.name, mine[item.spec.name], lr)
         merged.update(engine.finish())
+        # A stage may be a branch of the graph.
+        self._transport.end_turn()
         return [merged[name] for name in names]
 
     def stats(self) -> dict[str, Any]:

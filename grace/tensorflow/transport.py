@@ -50,6 +50,8 @@ class HorovodTransport(Transport):
         self._process_set = process_set
         self._prefix = prefix
         self._turn = tf.Variable(True, trainable=False)
+        # The results of the collectives since `end_turn`.
+        self._results: list[tf.Tensor] = []
         self._on_cpu = not tf.config.list_logical_devices("GPU")
 
     def _named(self, name: str) -> dict[str, Any]:
@@ -73,22 +75,36 @@ class HorovodTransport(Transport):
         either = tf.raw_ops.Select(condition=self._turn, x=x, y=x)
         return tf.raw_ops.PlaceholderWithDefault(input=either, shape=x.shape)
 
-    def end_turn(self, results: list[Any]) -> None:
-        """Make collectives that a graph starts later wait for these results, or operations.
+    def _kept(self, result: tf.Tensor) -> tf.Tensor:
+        """Note the result of a collective for `end_turn`, and return it."""
+        if not tf.executing_eagerly():
+            self._results.append(result)
+        return result
 
-        Two steps in one graph use the same names, and Horovod could match the first step of one rank with the second
-        step of another. Every collective reads the variable that this method writes, and TensorFlow keeps the order of
-        reads and writes.
+    def end_turn(self, results: Sequence[Any] = ()) -> None:
+        """Let this graph run all collectives that it has started, and start later ones only after them.
+
+        Call it at the end of each step, and of each branch with collectives. The other ranks wait for a collective of
+        this rank even if it does not use the result. TensorFlow's graph optimizer would remove such a collective; a
+        control dependency does not prevent that, but a use of the result does. It must not know the result's shape,
+        which would be enough for the size.
+
+        Later collectives also wait for `results`, which are tensors or operations. Two steps in one graph use the same
+        names, and Horovod could match the first step of one rank with the second step of another. Every collective
+        reads the variable that this method writes, and TensorFlow keeps the order of reads and writes.
         """
+        here = tf.compat.v1.get_default_graph()
+        started = [x for x in self._results if x.graph is here]
+        self._results = [x for x in self._results if x.graph is not here]
+        hidden = [tf.raw_ops.PlaceholderWithDefault(input=x, shape=tf.TensorShape(None)) for x in started]
         with tf.control_dependencies(results):
-            self._turn.assign(True)
+            self._turn.assign(tf.add_n([tf.constant(1), *map(tf.size, hidden)]) > 0)
 
     def allreduce(self, x: tf.Tensor, *, op: Reduction, name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:
             return _Tensor(x)
-        return _Tensor(
-            hvd.allreduce(self._at_run_time(x), op={"sum": hvd.Sum, "max": hvd.Max}[op], **self._named(name))
-        )
+        op_of_horovod = {"sum": hvd.Sum, "max": hvd.Max}[op]
+        return _Tensor(self._kept(hvd.allreduce(self._at_run_time(x), op=op_of_horovod, **self._named(name))))
 
     def _gather_of_two(self, x: tf.Tensor, name: str) -> list[tf.Tensor]:
         """Gather the byte buffers of two ranks, of equal length, by an allreduce.
@@ -99,7 +115,7 @@ class HorovodTransport(Transport):
         n = x.shape.num_elements()
         padded = tf.pad(x, [[0, -n % 4]]) if n % 4 else x
         mine = tf.bitcast(tf.reshape(padded, [-1, 4]), tf.int32)
-        other = hvd.allreduce(mine, op=hvd.Sum, **self._named(name)) - mine
+        other = self._kept(hvd.allreduce(mine, op=hvd.Sum, **self._named(name))) - mine
         theirs = tf.reshape(tf.bitcast(other, tf.uint8), [-1])[:n]
         return [x, theirs] if self.rank == 0 else [theirs, x]
 
@@ -109,20 +125,21 @@ class HorovodTransport(Transport):
         x = self._at_run_time(x)
         if equal and self.size == 2 and self._on_cpu and x.shape.num_elements():
             return _Tensor(self._gather_of_two(x, name))
-        return _Tensor(hvd.allgather(x, **self._named(name)))
+        return _Tensor(self._kept(hvd.allgather(x, **self._named(name))))
 
     def alltoall(self, xs: Sequence[tf.Tensor], *, name: str) -> Handle:
         if self.size == 1:
             return _Tensor(xs[0])
         splits = tf.stack([tf.size(x) for x in xs])
         x = self._at_run_time(tf.concat(list(xs), 0))
-        return _Tensor(hvd.alltoall(x, splits=splits, **self._named(name))[0])
+        return _Tensor(self._kept(hvd.alltoall(x, splits=splits, **self._named(name))[0]))
 
     def broadcast(self, x: tf.Tensor, *, root: int, name: str) -> Handle:
         if x.shape.num_elements() == 0 or self.size == 1:
             return _Tensor(x)
         # Horovod expects the root as a global rank, even within a process set.
-        return _Tensor(hvd.broadcast(self._at_run_time(x), self._process_set.ranks[root], **self._named(name)))
+        root = self._process_set.ranks[root]
+        return _Tensor(self._kept(hvd.broadcast(self._at_run_time(x), root, **self._named(name))))
 
     def average(
         self, x: tf.Tensor | tf.IndexedSlices, *, op: int, predivide: float, name: str
@@ -131,10 +148,10 @@ class HorovodTransport(Transport):
         if self.size == 1:
             return x
         if isinstance(x, tf.IndexedSlices):
-            values = hvd.allgather(self._at_run_time(x.values), **self._named(f"{name}.values"))
-            indices = hvd.allgather(self._at_run_time(x.indices), **self._named(f"{name}.indices"))
+            values = self._kept(hvd.allgather(self._at_run_time(x.values), **self._named(f"{name}.values")))
+            indices = self._kept(hvd.allgather(self._at_run_time(x.indices), **self._named(f"{name}.indices")))
             if op == hvd.Average:
                 values = values / tf.cast(self.size, values.dtype)
             return tf.IndexedSlices(values, indices, x.dense_shape)
         scale = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide} if op == hvd.Average else {}
-        return hvd.allreduce(self._at_run_time(x), op=op, **scale, **self._named(name))
+        return self._kept(hvd.allreduce(self._at_run_time(x), op=op, **scale, **self._named(name)))

@@ -35,8 +35,8 @@ _QUICK: dict[str, dict[str, Any]] = {
     "hardthreshold": {"tune_steps": 2},
 }
 
-# In the place of a method: memories that are no compressor's default, with the communicator that they are made for; and
-# codings of payloads, whose lengths differ between ranks.
+# In the place of a method: memories that are no compressor's default, with the communicator that they are made for;
+# codings of payloads, whose lengths differ between ranks; and sparse sums whose ranks have different parts in a round.
 _COMBINATIONS: dict[str, dict[str, Any]] = {
     "diana": {"compressor": "qsgd", "memory": "diana", "communicator": "allgather"},
     "dore": {"compressor": "qsgd", "memory": "dore", "communicator": "two_shot"},
@@ -46,6 +46,15 @@ _COMBINATIONS: dict[str, dict[str, Any]] = {
         "communicator": "allgather",
         "index_coding": "golomb",
         "coding": "rans",
+    },
+    **{
+        reduction: {
+            "compressor": "topk",
+            "compress_ratio": 0.1,
+            "communicator": "sparse_allreduce",
+            "reduction": reduction,
+        }
+        for reduction in ("union", "tree")
     },
 }
 

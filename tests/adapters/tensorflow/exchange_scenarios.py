@@ -459,6 +459,60 @@ def transport_contract() -> dict[str, list[str]]:
     return results
 
 
+def unread_results() -> dict[str, Any]:
+    """Run a graph with every kind of collective, in it and in a branch, whose results only rank 0 reads."""
+    transport, rank, size = HorovodTransport(hvd.global_process_set, "unread"), hvd.rank(), hvd.size()
+
+    def start(x: tf.Tensor, where: str) -> list[tf.Tensor]:
+        pieces = [tf.cast(x, tf.uint8)] * size
+        rows = tf.IndexedSlices(tf.reshape(x, [-1, 1]), tf.range(tf.size(x)), tf.constant([9, 1]))
+        handles = [
+            transport.allreduce(x, op="sum", name=f"{where}.sum"),
+            transport.allgather(pieces[0][: rank + 1], name=f"{where}.gather"),
+            transport.alltoall(pieces, name=f"{where}.all"),
+            transport.alltoall([p[:0] for p in pieces], name=f"{where}.nothing"),
+            transport.broadcast(x, root=size - 1, name=f"{where}.broadcast"),
+        ]
+        gathered = transport.average(rows, op=hvd.Sum, predivide=1.0, name=f"{where}.rows").values
+        results = [*(handle.wait() for handle in handles), tf.reshape(gathered, [-1])]
+        transport.end_turn()
+        return [tf.cast(r, tf.int64) for r in results] if rank == 0 else []
+
+    def none_started() -> list[tf.Tensor]:
+        return [tf.zeros([0], tf.int64)] * (6 if rank == 0 else 0)
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        first = start(x, "step")
+        # A branch without a result has one that does not matter.
+        in_branch = tf.cond(x[0] >= 0, lambda: [*start(x, "branch"), x[0]], lambda: [*none_started(), x[0]])
+        return [*first, *in_branch[:-1]]
+
+    return {f"step {i}": [r.numpy().tolist() for r in step(tf.constant([rank + i, 1, 2, 3]))] for i in range(2)}
+
+
+def three_ranks(listed: Sequence[Any]) -> dict[str, Any]:
+    """Exchange on three ranks of four, in a graph and eagerly, and return the distance to the simulated exchange."""
+    (mine,) = (each for each in PROCESS_SETS if len(each.ranks) == 3)
+    results: dict[str, Any] = {}
+    for communicator in listed if mine.included() else ():
+        config = {"compressor": "topk", "compress_ratio": 0.1, "communicator": communicator, **EVERYTHING}
+        shapes = {**SHAPES, **LONG}
+        reference, worst, moved = Simulation(3, shapes, config), 0.0, 0.0
+        variables = [tf.Variable(tf.zeros(shape), name=label) for label, shape in shapes.items()]
+        exchange = grace.tensorflow.Exchange(config, process_set=mine)
+        graph = tf.function(lambda *g, e=exchange, v=variables: through_tape(e, v, g), autograph=False)
+        for step in range(2):
+            everyone = [_gradients(0, step * 3 + rank, shapes) for rank in range(3)]
+            given = list(map(tf.constant, everyone[mine.rank()].values()))
+            got = graph(*given) if step == 0 else through_tape(exchange, variables, given)
+            found = dict(zip(shapes, map(np.asarray, got), strict=True))
+            worst = max(worst, _distance(found, reference.step(everyone)[mine.rank()]))
+            moved += float(np.abs(found["kernel"]).max())
+        results[str(communicator)] = {"worst": worst, "moved": moved}
+    return results
+
+
 def ranks_of_nodes() -> dict[str, Any]:
     """Return the ranks on a node that the exchange finds here, and on other nodes, and the error of a plan for them."""
 

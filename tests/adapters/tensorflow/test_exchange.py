@@ -65,7 +65,14 @@ GIVEN = cases.rows(
     # What a method, a communicator and a granularity make of each other does not depend on the framework. PyTorch has
     # all pairs.
     apart=[("method", "communicator"), ("method", "granularity"), ("communicator", "granularity")],
-) + cases.rows_of_combinations([("horovodrun-gloo", 2)], granularity="layer", mode="graph")
+) + [
+    row
+    for row in cases.rows_of_combinations(
+        [("horovodrun-gloo", 2), ("horovodrun-gloo", 4)], granularity="layer", mode="graph"
+    )
+    # On four ranks, only what has more rounds or other partners than on two.
+    if row["ranks"] == 2 or row["method"] == "tree"
+]
 
 each_training = on(*cases.launches(TENSORFLOW, TRAINED))
 each_exchange = on(*cases.launches(TENSORFLOW, GIVEN))
@@ -298,6 +305,39 @@ def test_the_transport_keeps_its_contract(launch):
     for rank in scenario("transport_contract", launch):
         assert len(rank) >= 2
         assert all(len(ran) == 5 for ran in rank.values())
+
+
+@on(GLOO_2, GLOO_4)
+def test_a_collective_runs_on_ranks_that_do_not_read_its_result(launch):
+    """TensorFlow would leave it out of their graphs, and the other ranks would wait."""
+    first, *others = scenario("unread_results", launch)
+    size = launch.ranks
+    for i in range(2):
+        numbers = [[rank + i, 1, 2, 3] for rank in range(size)]
+        expected = [
+            [sum(column) for column in zip(*numbers, strict=True)],
+            [x for rank in range(size) for x in numbers[rank][: rank + 1]],
+            [x for each in numbers for x in each],
+            [],
+            numbers[-1],
+            [x for each in numbers for x in each],
+        ]
+        assert first[f"step {i}"] == [*expected, *expected]
+        assert all(rank[f"step {i}"] == [] for rank in others)
+
+
+@on(GLOO_4)
+def test_three_ranks_exchange_by_every_way_to_add_and_by_shards(launch):
+    listed = [{"name": "sparse_allreduce", "reduction": reduction} for reduction in ("split", "union", "tree")]
+    listed += ["two_shot", {"name": "hierarchical", "local_size": 3}]
+    ranks = scenario("three_ranks", launch, listed)
+    assert ranks.pop(1) == {}
+    for rank in ranks:
+        assert len(rank) == len(listed)
+        for label, result in rank.items():
+            assert result["moved"] > 0, label
+            # Horovod decides in which order it adds a node's gradients.
+            assert result["worst"] <= (1e-6 if "hierarchical" in label else 0), label
 
 
 @on(GLOO_2, GLOO_4)
