@@ -78,6 +78,12 @@ class TensorflowOps(ArrayOps):
     def full(self, n: int, value: Array, dtype: str) -> Array:
         return tf.fill([n], self.cast(value, dtype))
 
+    def numbers(self, values: Sequence[Array], dtype: str) -> Array:
+        # One node in place of one per number. Constant floats would be changed by the graph optimizer.
+        if dtype in ("int32", "int64") and all(isinstance(value, int) for value in values):
+            return tf.constant(values, _DTYPES[dtype])
+        return super().numbers(values, dtype)
+
     def arange(self, n: int, dtype: str) -> Array:
         return tf.cast(tf.range(n), _DTYPES[dtype])
 

@@ -201,19 +201,30 @@ class VariableSlots(Slots):
             by_data = [unit for unit in bucket.units if any(u.wire_bytes is None for u in (unit, *unit.chain))]
             places = [(kind, bucket.name) for kind in ("bucket", *KINDS) if not bucket.layout.fixed]
             places += [("unit", unit.spec.name) for unit in by_data]
-            if norms:
-                places += [(kind, unit.spec.name) for kind in ("size", "error") for unit in bucket.units]
             for kind, name in places:
-                dtype = tf.float64 if kind in ("size", "error") else tf.int64
-                self._counts[self._of_stage(kind), name] = tf.Variable(tf.zeros([], dtype), trainable=False)
+                self._expect(kind, name, [], tf.int64)
+            for unit in bucket.units:
+                count = len(unit.pieces)
+                if count > 1 and any(u.lists_entries for u in (unit, *unit.chain)):
+                    self._expect("entries", unit.spec.name, [count], tf.int64)
+                for kind in ("size", "error") if norms else ():
+                    self._expect(kind, unit.spec.name, [count], tf.float64)
         for name in rows:
-            self._counts[self._of_stage("rows"), name] = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+            self._expect("rows", name, [], tf.int64)
+
+    def _expect(self, kind: str, name: str, shape: Sequence[int], dtype: tf.DType) -> None:
+        self._counts[self._of_stage(kind), name] = tf.Variable(tf.zeros(shape, dtype), trainable=False)
 
     def _of_stage(self, kind: str) -> str:
         return f"{kind} in stage {self.stage}"
 
     def noted(self, kind: str, name: str) -> Any:
         return super().noted(self._of_stage(kind), name)
+
+    def numbers(self, kind: str, name: str) -> list[float]:
+        # A variable is not iterable.
+        noted = self.noted(kind, name)
+        return [] if noted is None else list(map(float, noted.numpy()))
 
     def note(self, kind: str, name: str, value: Any) -> None:
         kind = self._of_stage(kind)

@@ -296,6 +296,55 @@ def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
         assert all(tensor["relative_error"] is not None for tensor in tensors.values())
 
 
+@each(in_turn(METHODS, cut=["layer", *CUTS]), chosen=METHODS, cut=["layer", *CUTS])
+def test_errors_and_entries_of_tensors_are_their_own(chosen, cut):
+    """In the first step of one rank the mean is C(x), and x is the gradient."""
+    chosen = dataclasses.replace(chosen, memory=memories.make("none"), communicator=communicators.make("allgather"))
+    sim = simulate(chosen, size=1, specs=MIXED, **LAYOUTS[cut])
+    sim.track_norms = True
+    # The elements of a tensor are larger or smaller than those of others.
+    scales = {spec.name: 2.0 ** (i - 4) for i, spec in enumerate(MIXED)}
+    (given,) = gradients(sim, 0, change=lambda name, rank, x: x * x.dtype.type(scales[name]))
+    (merged,) = sim.step([given])
+    stats = sim.stats()
+    given, merged = (on_host(sim, [each])[0] for each in (given, merged))
+    # The fields of some tensors are narrower or wider than the tensors.
+    rounded = {"float16": 1e-3, "bfloat16": 1e-2}
+    for spec in MIXED:
+        x, c = (each[spec.name].astype(np.float64) for each in (given, merged))
+        size, error = (math.sqrt(np.sum(each**2)) for each in (x, x - c))
+        found, most = stats["tensors"][spec.name]["relative_error"], rounded.get(spec.dtype, 1e-5)
+        assert found == pytest.approx(error / size if size else 0.0, rel=most, abs=most), spec.name
+    for unit in sim.plan.units:
+        if sparsifies(unit.compressor) and any(field.below for field in unit.fields):
+            total = int(sim.engines[0]._slots.noted("unit", unit.spec.name))
+            sent = [np.count_nonzero(merged[p.tensor].reshape(-1)[p.start : p.stop]) for p in unit.pieces]
+            tensors = {piece.tensor for piece in unit.pieces}
+            if all(len(sim.plan.places[name]) == 1 for name in tensors) and sum(sent):
+                for piece, count in zip(unit.pieces, sent, strict=True):
+                    bytes_of = stats["tensors"][piece.tensor]["wire_bytes"]
+                    assert abs(bytes_of - total * count / sum(sent)) <= 1, piece
+
+
+def test_a_tensor_of_which_nothing_arrived_has_sent_nothing():
+    specs = [TensorSpec("large", (256, 256)), TensorSpec("small", (128, 128))]
+    options = {"compressor": "topk", "compress_ratio": 0.01}
+    sims = {of: grace.Simulation(2, specs, {**options, "granularity": of}) for of in ("bucket", "layer")}
+    rng = np.random.default_rng(0)
+    mine = {s.name: rng.standard_normal(s.shape, np.float32) / (1 + 99 * (s.name == "small")) for s in specs}
+    for sim in sims.values():
+        sim.track_norms = True
+        merged = sim.step([mine, mine])[0]
+        arrived = {name: np.count_nonzero(x) for name, x in merged.items()}
+        for name, tensor in sim.stats()["tensors"].items():
+            error = np.linalg.norm(mine[name] - merged[name]) / np.linalg.norm(mine[name])
+            assert tensor["relative_error"] == pytest.approx(error, rel=1e-5)
+            assert tensor["residual_norm"] == pytest.approx(np.linalg.norm(mine[name] - merged[name]), rel=1e-5)
+            assert tensor["wire_bytes"] // 8 == arrived[name]
+    of_bucket = sims["bucket"].stats()["tensors"]["small"]
+    assert (of_bucket["relative_error"], of_bucket["wire_bytes"]) == (1.0, 0)
+
+
 @each(in_turn(DEFAULTS, cut=["layer", *CUTS]), chosen=DEFAULTS, cut=["layer", *CUTS])
 def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
     forward, shuffled = (simulate(chosen, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")

@@ -551,9 +551,9 @@ class Engine:
             self.times.mark("negotiated", bucket.name, results)
         run.sent = True
         for step in steps:
-            norms = step.norms() if self.track_norms else (None, None)
-            for kind, norm in zip(("size", "error"), norms, strict=True):
-                self._slots.note(kind, step.unit.spec.name, norm)
+            squares = step.squares() if self.track_norms else (None, None)
+            for kind, square in zip(("size", "error"), squares, strict=True):
+                self._slots.note(kind, step.unit.spec.name, square)
         return (yield from bucket.communicator.program(at, bucket.layout))
 
     def _resume(self, bucket: Bucket, run: BucketRun, arrived: list[Array] | None) -> None:
@@ -624,7 +624,7 @@ class Engine:
             name, step = unit.spec.name, run.steps[unit.spec.name]
             if not unit.is_merged_by(self.transport.rank):
                 self._commit(unit, step.states_unless(flags))
-                self._slots.note("unit", name, step.sent_bytes())
+                self._note_sent(name, step, step.sent_bytes())
                 self.times.mark("merged", name)
                 continue
             target = outgoing.target(unit)
@@ -638,13 +638,19 @@ class Engine:
             # The owner of a unit that it alone merges sends nothing of it.
             own = unit.merged_by is not None and self.transport.size > 1
             fields = 0 if own else sent.sent_bytes()
-            self._slots.note("unit", name, fields + unit.negotiated_bytes)
+            self._note_sent(name, sent, fields + unit.negotiated_bytes)
             if done.tally is not None:
                 self._tallies[name] = step, done.tally
             outgoing.add(unit, done.x, done.factor, target)
             self.times.mark("merged", name, (done.x,))
             # Free its memory for the next unit.
             del done
+
+    def _note_sent(self, name: str, sent: UnitStep, nbytes: Any) -> None:
+        self._slots.note("unit", name, nbytes)
+        entries = sent.entries()
+        if entries is not None:
+            self._slots.note("entries", name, entries)
 
     def _retune(self, tallies: Mapping[str, tuple[UnitStep, tuple[Array, Array]]]) -> None:
         """Let compressors learn from what all their units together sent."""
@@ -668,9 +674,10 @@ class Engine:
 
         `wire_bytes` counts whole buffers (fields, header, padding, proposals) and delegated tensors, `dense_bytes` the
         same tensors uncompressed, `compressed_*` both without the dense tensors, and `collectives` the bytes by the
-        kind of collective that carries them. Each tensor has `wire_bytes` of its fields and proposal (its share of a
-        unit by elements), `residual_norm` |e|, and `relative_error` |x - C(x)| / |x| over the units that hold it. The
-        last two are None unless `track_norms` was set before the step.
+        kind of collective that carries them. Each tensor has `wire_bytes` of fields and proposals: its share of each
+        unit that holds it, by the entries that a sparsifier sends of it, with other methods by its elements. It also
+        has `residual_norm` |e| and `relative_error` |x - C(x)| / |x|, both over its own elements, which are None unless
+        `track_norms` was set before the step.
 
         Each bucket has its `tensors`, `wire_bytes`, and its phases as [begin, end] in seconds since the first gradient
         of the step. A phase is None if it is unknown, as before the first step and in a graph that does not track

@@ -61,12 +61,17 @@ class Slots:
         self._states.pop(name, None)
 
     def note(self, kind: str, name: str, value: Any) -> None:
-        """Store a number, or a 0-d array, about the last step; None deletes it."""
+        """Store a number, or an array of at most one dimension, about the last step; None deletes it."""
         self._notes[kind, name] = value
 
     def noted(self, kind: str, name: str) -> Any:
         """Return the stored note; None if there is none."""
         return self._notes.get((kind, name))
+
+    def numbers(self, kind: str, name: str) -> list[float]:
+        """Return the elements of a stored array; none if there is no note. Not inside a traced graph."""
+        noted = self.noted(kind, name)
+        return [] if noted is None else [float(x) for x in noted]
 
     def save(self, units: Mapping[str, Unit]) -> dict[str, dict[str, Any]]:
         """Return each unit's states, and the names of its components and tensors."""

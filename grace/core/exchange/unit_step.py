@@ -184,11 +184,29 @@ class UnitStep:
         for name in self.unit.overflowing:
             self.bad = ops.bit_or(self.bad, ops.bit_not(ops.finite(self.payload[name])))
 
-    def norms(self) -> tuple[Array, Array]:
-        """Return |x| and |x - C(x)|. Call it before `remember`."""
-        ops, decoded = self.site.ops, self.unit.compressor.decompress(self.payload, self.site)
+    def squares(self) -> tuple[Array, Array]:
+        """Return |x|^2 and |x - C(x)|^2 of each piece of the unit, in float64. Call it before `remember`."""
+        ops, unit = self.site.ops, self.unit
         # NumPy would warn of a difference of infinite elements.
-        return ops.norm(self.x), ops.norm(ops.weighted_sum(self.x, 1, decoded, -1))
+        error = ops.weighted_sum(self.x, 1, unit.compressor.decompress(self.payload, self.site), -1)
+        wide = [ops.cast(x, "float64") for x in (self.x, error)]
+        if len(unit.pieces) == 1:
+            first, second = (ops.reshape(ops.sum(x * x), (1,)) for x in wide)
+        else:
+            places = ops.search_sorted(self._ends(), ops.arange(unit.spec.numel, "int64"))
+            first, second = (ops.segment_sum(x * x, places, len(unit.pieces)) for x in wide)
+        return first, second
+
+    def entries(self) -> Array | None:
+        """Return how many entries of the payload lie before the end of each piece; None if it does not list them."""
+        ops, unit = self.site.ops, self.unit
+        if len(unit.pieces) == 1 or not unit.lists_entries:
+            return None
+        return ops.search_sorted(ops.cast(self.payload["indices"], "int64"), self._ends() - 1)
+
+    def _ends(self) -> Array:
+        ends = self.unit.ends
+        return self.site.ops.constant(("ends", ends), lambda: self.site.ops.numbers(ends, "int64"))
 
     @property
     def sent(self) -> Payload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from grace.core.observe.timeline import Times, spans, tensors_of
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.plan import Plan, share
 from grace.core.values.registry import compressors
-from grace.core.values.unit import Assignment
+from grace.core.values.unit import Assignment, Piece, Unit, offsets
 
 
 def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:
@@ -21,23 +22,34 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
     def noted(kind: str, name: str) -> int:
         return int(slots.noted(kind, name) or 0)
 
+    numbers = functools.cache(slots.numbers)
+    # By unit, where each of its pieces stands in the notes about them.
+    order = {u.spec.name: {place: i for i, place in enumerate(offsets(u))} for u in plan.units}
+
     def wire_bytes(item: Assignment) -> int:
         if item.spec.name not in plan.places:
             return item.spec.nbytes
-        places = plan.places[item.spec.name]
-        return sum(share(noted("unit", unit.spec.name), unit, offset, piece) for unit, offset, piece in places)
+        return sum(sent_of(*place) for place in plan.places[item.spec.name])
+
+    def sent_of(unit: Unit, offset: int, piece: Piece) -> int:
+        name = unit.spec.name
+        total, ends = noted("unit", name), [0, *map(int, numbers("entries", name))]
+        if not ends[-1]:
+            return share(total, unit, offset, piece)
+        i = order[name][piece, offset]
+        return total * ends[i + 1] // ends[-1] - total * ends[i] // ends[-1]
 
     def relative_error(name: str) -> float | None:
         squares = {"size": 0.0, "error": 0.0}
-        for unit, _, _ in plan.places.get(name, ()):
+        for unit, offset, piece in plan.places.get(name, ()):
             for kind in squares:
-                norm = slots.noted(kind, unit.spec.name)
-                if norm is None:
+                of_pieces = numbers(kind, unit.spec.name)
+                if not of_pieces:
                     return None
-                squares[kind] += float(norm) ** 2
+                squares[kind] += of_pieces[order[unit.spec.name][piece, offset]]
         if name not in plan.places:
             return None
-        return math.sqrt(squares["error"] / squares["size"]) if squares["size"] > 0 else 0.0
+        return math.sqrt(squares["error"] / squares["size"]) if squares["size"] else 0.0
 
     def residual_norm(name: str) -> float | None:
         squares = 0.0

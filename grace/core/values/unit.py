@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -232,6 +233,16 @@ class Unit(Assignment):
     def kept_by(self, rank: int) -> bool:
         """Return whether a rank keeps a memory for this unit."""
         return self.owners is None or rank in self.owners
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The number of elements up to the end of each piece."""
+        return tuple(itertools.accumulate(piece.numel for piece in self.pieces))
+
+    @cached_property
+    def lists_entries(self) -> bool:
+        """True if the payload lists the elements that it carries, in ascending order, and nothing else."""
+        return sparsifies(self.compressor) and any(f.below == self.spec.numel for f in self.fields)
 
     @property
     def chain(self) -> Iterator[Unit]:

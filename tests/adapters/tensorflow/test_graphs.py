@@ -26,7 +26,7 @@ from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload
 from tests.core import test_contracts
 from tests.core.test_contracts import reordered
 from tests.support import registered
-from tests.support.steps import SPECS, config, gradients, on_host, simulate, specs_in, states, step
+from tests.support.steps import CUTS, SPECS, config, gradients, on_host, simulate, specs_in, states, step
 
 pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
 
@@ -112,7 +112,7 @@ def test_bytes_that_differ_in_a_graph_are_noticed():
 class Graph:
     """A simulation whose steps are one graph, with states, step number, statistics and times in variables."""
 
-    def __init__(self, chosen, size, track_times=False, specs=SPECS, **options):
+    def __init__(self, chosen, size, track_times=False, specs=SPECS, track_norms=False, **options):
         import tensorflow as tf
 
         from grace.tensorflow.slots import VariableSlots
@@ -125,13 +125,14 @@ class Graph:
         self.engines = self.sim._engines = []
         for rank in range(size):
             slots = VariableSlots(lambda name, value: tf.Variable(value, trainable=False))
-            slots.expect_notes(self.plan, False, ())
+            slots.expect_notes(self.plan, track_norms, ())
             times = GraphTimes()
             times.track = track_times
             times.expect(self.plan)
             transport = SimulatedTransport(rank, self.sim.network, ops)
             given = {"seed": 5, "rollback": self.sim.config.rollback, "slots": slots, "times": times}
             self.engines.append(Engine(self.plan, lambda device: ops, transport, **given))
+            self.engines[-1].track_norms = track_norms
         self._run = tf.function(self._step, autograph=False)
 
     def _step(self, given):
@@ -195,6 +196,24 @@ def check_steps(chosen, **options):
         assert [e.stats()["wire_bytes"] for e in graph.engines] == [e.stats()["wire_bytes"] for e in reference.engines]
         assert [int(engine.step) for engine in graph.engines] == [number + 1] * 2
     assert graph.traces == 1
+
+
+@pytest.mark.parametrize("name", ["topk", "threshold", "qsgd"])
+def test_statistics_of_tensors_in_a_graph_are_those_of_numpy(name):
+    """Of tensors that are compressed as one, among them an empty one."""
+    chosen = registered.default_method(compressors.make(name))
+    reference = simulate(chosen, size=2, **CUTS["bucket"])
+    graph = Graph(chosen, size=2, track_norms=True, **CUTS["bucket"])
+    reference.track_norms = True
+    for number in range(2):
+        step(reference, number)
+        graph.step(gradients(graph, number))
+        for mine, theirs in zip(graph.engines, reference.engines, strict=True):
+            found, expected = mine.stats()["tensors"], theirs.stats()["tensors"]
+            for tensor, values in expected.items():
+                assert found[tensor]["wire_bytes"] == values["wire_bytes"], tensor
+                for key in ("relative_error", "residual_norm"):
+                    assert found[tensor][key] == pytest.approx(values[key], rel=1e-5), (tensor, key)
 
 
 def test_ranks_at_different_steps_are_told_by_the_graph():
