@@ -122,11 +122,11 @@ class MPIExchange(Exchange[Engine]):
         `timeout` of the configuration, and lets the exchange go on. Raises MismatchError on every rank if the call has
         succeeded on some of them: then load a checkpoint.
         """
-        self.transport.discard()
+        steps = self.transport.discard(int(self.engine.step))
         # Also on a rank that has not begun the call: without roll-back, memories start from zero on all ranks.
         self.engine.restore(self.engine.before_step())
         self.engine.count_anew()
-        check_steps(self._gather([int(self.engine.step)], "discard", "MPIExchange.discard()"))
+        check_steps(steps)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return self.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,37 @@ def _abandon(handles: Sequence[Any]) -> None:
 _WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
+class Connection:
+    """Duplicates of a communicator, made by all its ranks together, and what the ranks tell each other on the first."""
+
+    def __init__(self, comm: Any, step: int) -> None:
+        self.comms: list[Any] = []
+        self._steps = np.full(comm.Get_size(), step, np.int64)
+        self._requests = self._started(comm, np.array([step], np.int64))
+        self._request: Any = next(self._requests, None)
+
+    def _started(self, comm: Any, step: Array) -> Iterator[Any]:
+        if comm.Get_size() == 1:
+            return
+        # One communicator for headers and one for data. Notes and collectives on one do not disturb each other.
+        for _ in range(2):
+            duplicate, request = comm.Idup()
+            yield request
+            self.comms.append(duplicate)
+        yield self.comms[0].Iallgather(step, self._steps)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all ranks, when they are connected."""
+        return [int(step) for step in self._steps]
+
+    def advanced(self) -> bool:
+        """Start what can be started; return whether all ranks are connected."""
+        while self._request is not None and self._request.Test():
+            self._request = next(self._requests, None)
+        return self._request is None
+
+
 class MPITransport(OrderedTransport):
     """MPI collectives on flat NumPy arrays, within duplicates of `comm`; all its ranks must create one.
 
@@ -53,18 +84,26 @@ class MPITransport(OrderedTransport):
         self.timeout = timeout
         self._parent = comm
         self._notes: Notes | None = None
-        self._connect("all ranks to make their transport")
+        # The connection that is under way.
+        self._connecting: Connection | None = None
+        self._connect(0, "all ranks to make their transport")
         self.local_size = self._local_size()
 
-    def _connect(self, what: str) -> None:
-        # One communicator for headers and one for data. Notes and collectives on one do not disturb each other.
-        self._comms: list[Any] = []
-        for _ in range(2 if self.size > 1 else 0):
-            duplicate, request = self._parent.Idup()
-            self._until(request.Test, lambda: what)
-            self._comms.append(duplicate)
+    def _connect(self, step: int, what: str) -> list[int]:
+        """Connect all ranks, and return their steps.
+
+        After an error, the next call waits for what this one has started: MPI matches it with the calls of the others.
+        """
+        connection = self._connecting = self._connecting or Connection(self._parent, step)
+        try:
+            self._until(connection.advanced, lambda: what)
+        except WaitError as error:
+            _abandon([connection])
+            raise self._failed(error, lambda: what) from None
+        self._comms, self._failure, self._connecting = connection.comms, None, None
         if self._comms:
             self._notes = Notes(self._comms[0])
+        return connection.steps
 
     def _local_size(self) -> int:
         """Return the number of ranks on each node if all have equally many, numbered node by node, else 0."""
@@ -85,22 +124,22 @@ class MPITransport(OrderedTransport):
         """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
         return bytes(self.allgather(np.frombuffer(data, np.uint8), name=name).wait().tobytes())
 
-    def discard(self) -> None:
+    def discard(self, step: int) -> list[int]:
         """Drop all collectives that are under way, and any failure, on all ranks; waits for all of them.
 
-        The ranks continue on new communicators. The old ones are not freed, because some of their collectives will
-        never be complete.
+        Returns the steps of all ranks. They continue on new communicators. The old ones are not freed, because some of
+        their collectives will never be complete. After an error they can call it again.
         """
         notes, self._notes = self._notes, None
         if notes is not None:
             notes.send("drops the step")
             notes.close()
         _abandon(self._pending)
-        self._pending, self._failure = [], None
+        self._pending = []
         # Another rank may learn only at the end of its own limit that it waits in vain.
         self.timeout *= 2
         try:
-            self._connect("all ranks to call discard()")
+            return self._connect(step, "all ranks to call discard()")
         finally:
             self.timeout /= 2
 

@@ -58,7 +58,12 @@ class WayBack:
 
     def discard(self) -> None:
         """Return to the states before the step, on all ranks; see `Exchange.discard`."""
-        steps = self._drop(int(self._engine.step if self._before is None else self._before.step))
+        try:
+            steps = self._drop(int(self._engine.step if self._before is None else self._before.step))
+        except Exception:
+            # What this rank has told others must stay true until they come.
+            self.fail()
+            raise
         if self._before is None:
             # Other ranks may have begun the step. Without roll-back, memories start from zero on all ranks or on none.
             self.keep()

@@ -123,8 +123,17 @@ class MeetingTransport(Transport):
 
 def gather_objects(value: Any, size: int, gather: Callable[[bytes], bytes]) -> list[Any]:
     """Return the JSON-able values of all ranks, in rank order. `gather` joins the bytes of all ranks."""
+    return unpacked(gather(packed(value)), size)
+
+
+def packed(value: Any) -> bytes:
+    """Return a JSON-able value as bytes, of which `unpacked` can tell the end."""
     text = json.dumps(value).encode()
-    received = gather(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
+
+
+def unpacked(received: bytes, size: int) -> list[Any]:
+    """Return the `size` values of which the joined bytes are the packed ones."""
     values, start = [], 0
     for _ in range(size):
         length = int.from_bytes(received[start : start + 8], "little")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grace.core.exchange.transport import Handle
@@ -41,16 +41,20 @@ class Started:
         self._pending[name] = noted = _Noted(name, handle, self._pending)
         return noted
 
-    def finish(self, gather: Callable[[Any], list[Any]], start: Callable[[str, Mapping[str, Any]], Handle]) -> None:
-        """Start what this rank lacks and others wait for, then wait for all, and drop the results; on all ranks.
+    def calls(self) -> dict[str, Any]:
+        """Return what `start_missing` needs from each rank, JSON-able."""
+        return {name: [count, self._calls[name]] for name, count in self._counts.items()}
 
-        `gather` exchanges one object per rank. `start` starts a collective of that name and call, and notes it.
+    def start_missing(
+        self, everyone: Sequence[Mapping[str, Any]], start: Callable[[str, Mapping[str, Any]], Any]
+    ) -> list[Handle]:
+        """Start what this rank lacks, given the `calls` of all ranks; return all that it has not waited for.
+
+        `start` starts a collective of that name and call, and notes it.
         """
-        everyone = gather({name: [count, self._calls[name]] for name, count in self._counts.items()})
         for name in sorted({name for theirs in everyone for name in theirs}):
             counts = [theirs.get(name, [0, {}])[0] for theirs in everyone]
             call = everyone[counts.index(max(counts))][name][1]
             while self._counts[name] < max(counts):
                 start(name, call)
-        for name in sorted(self._pending):
-            self._pending[name].wait()
+        return [self._pending[name] for name in sorted(self._pending)]

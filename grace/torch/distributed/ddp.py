@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import ConfigError, StepError, WaitError
 from grace.torch.exchange import Exchange
 from grace.torch.tensors import refuse_unfrozen
+
+# The models that have a hook of grace.
+_registered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def parameters_of(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
@@ -32,7 +37,12 @@ def check_model(model: DistributedDataParallel, where: str) -> None:
     reason = None
     if model.mixed_precision is not None:
         reason = "mixed_precision takes the place of its only communication hook; use torch.autocast instead"
-    elif model._comm_hooks:
+    elif any(hasattr(p, "_in_backward_optimizers") for p in parameters_of(model).values()):
+        reason = (
+            "_apply_optimizer_in_backward() takes the place of its only communication hook; call the step() of an "
+            "optimizer after backward() instead"
+        )
+    elif model in _registered or model._comm_hooks:
         reason = "it has a communication hook already; register only one, on a new DistributedDataParallel"
     elif model._use_python_reducer:
         reason = (
@@ -98,12 +108,15 @@ class GradientHook:
             self._used = used = set()
             for p, name in trained.items():
                 # Called before DDP learns of the gradient, which it leaves as it is.
-                p.register_hook(lambda _, name=name: used.add(name))  # type: ignore[misc]
+                p.register_hook(unserializable_hook(lambda _, name=name: used.add(name)))  # type: ignore[misc]
         if exchange.loss_scale is not None:
             exchange.loss_scale.attach_to(lambda: trained)
         exchange.way_back.forget = self._forget
         # DDP would refuse the annotations of a method, because they are strings.
         model.register_comm_hook(None, lambda _, bucket: self.start(bucket))
+        # DDP's own note of it could not be saved, and a copy of the model would have the note without the hook.
+        model._comm_hooks.pop()
+        _registered.add(model)
 
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket; return the future of its buffer, which then has the merged gradients."""

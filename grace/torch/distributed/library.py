@@ -36,7 +36,6 @@ class TorchDistributed(Library):
         self.transport = ProcessGroupTransport(process_group, timeout=timeout)
         self.group, self.world = self.transport.group, (dist.get_rank(), dist.get_world_size())
         self._process_group = process_group
-        self._drops = 0
         self._options: dict[str, Any] = {}
 
     def averages(self, op: Any) -> bool:
@@ -85,7 +84,7 @@ class TorchDistributed(Library):
             transport = ProcessGroupTransport(
                 self._process_group,
                 timeout=self.transport.timeout,
-                name=f"{self.transport.name}/dense/{self._drops}",
+                name=f"{self.transport.name}/dense/{self.transport.meetings}",
                 store=self.transport.store,
                 what=explain(first),
             )
@@ -95,6 +94,5 @@ class TorchDistributed(Library):
         return Delegated(connect, engine, names, **self._options)
 
     def drop(self, name: str, step: int) -> list[int]:
-        self._drops += 1
         self.transport.discard()
         return self.transport.gather_objects(step, name, "optimizer.grace.discard()")

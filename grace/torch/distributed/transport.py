@@ -63,7 +63,8 @@ class ProcessGroupTransport(OrderedTransport):
         self.local_size = _local_size() if self.size == dist.get_world_size() else 0
         self.name = name or f"grace/{self.group}/{_transports[self.group]}"
         self._groups: dict[str, Any] = {}
-        self._discards = 0
+        #: How often the ranks have connected, or have tried to in vain; equal on all of them when they are connected.
+        self.meetings = 0
         self._helper: _Helper | None = None
         self.store = store
         if self.size > 1 and store is None:
@@ -100,12 +101,9 @@ class ProcessGroupTransport(OrderedTransport):
     def _connect(self, what: str) -> None:
         if self.size == 1:
             return
-        store = dist.PrefixStore(f"{self.name}/{self._discards}", self.store)
-        here = [f"rank {rank}" for rank in range(self.size)]
-        # Connecting blocks until all ranks are there.
-        store.set(here[self.rank], "")
         try:
-            self._until(lambda: bool(store.check(here)), lambda: what)
+            # Connecting blocks until all ranks are there.
+            store = self._meet(what)
             # Own limits end waits. These connections need only a longer one.
             limit = timedelta(seconds=2 * self.timeout + 60)
             for use in ("headers", "cpu"):
@@ -116,12 +114,45 @@ class ProcessGroupTransport(OrderedTransport):
                     dist.PrefixStore("cuda", store), self.rank, self.size, limit
                 )
         except Exception as error:
-            store.delete_key(here[self.rank])
             self._groups = {}
             raise self._failed(error, lambda: what) from None
         # What Gloo has not finished, with the end of the transport or of the process.
         self._works: list[Any] = []
         self._end = weakref.finalize(self, _free, self._groups, self._works)
+
+    def _meet(self, what: str) -> Any:
+        """Wait until all ranks are here, and return a store that only they use, and only this time.
+
+        A rank that gives up closes the place, so the others move on to the next one, where it comes if it tries again.
+        """
+
+        def arrive() -> Any:
+            place = dist.PrefixStore(f"{self.name}/{self.meetings}", self.store)
+            self.meetings += 1
+            place.set(here[self.rank], "")
+            return place
+
+        def end(how: str) -> bool:
+            # The first rank decides.
+            return bool(place.compare_set("end", "", how).decode() == "met")
+
+        def met() -> bool:
+            nonlocal place
+            if not place.check(["end"]):
+                return bool(place.check(here)) and end("met")
+            if end("met"):
+                return True
+            place = arrive()
+            return False
+
+        here = [f"rank {rank}" for rank in range(self.size)]
+        place = arrive()
+        try:
+            self._until(met, lambda: what)
+        except WaitError:
+            if not end("missed"):
+                raise
+        return place
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
         """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
@@ -131,12 +162,11 @@ class ProcessGroupTransport(OrderedTransport):
     def discard(self) -> None:
         """Drop all collectives that are under way, and any failure, on all ranks; waits for all of them.
 
-        The ranks continue with new connections.
+        The ranks continue with new connections. After an error they can call it again.
         """
         # Another rank may still pass gradients to the old connections, which must not fail before it gets here.
         end = self._end if self._groups else None
         self._pending, self._failure, self._groups = [], None, {}
-        self._discards += 1
         # Another rank may learn only at the end of its own limit that it waits in vain.
         self.timeout *= 2
         try:

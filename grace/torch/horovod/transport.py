@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ import horovod.torch as hvd
 import torch
 
 from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import Handle, MeetingTransport, known_local_size
+from grace.core.exchange.transport import Handle, MeetingTransport, known_local_size, packed, unpacked
 from grace.core.guards.started import Started
 from grace.core.guards.waiting import wait_until
-from grace.core.values.errors import ConfigError
+from grace.core.values.errors import ConfigError, StepError, WaitError
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,23 @@ class _Rows(Handle):
         return torch.sparse_coo_tensor(indices.transpose(0, 1), values / self._divisor, self._like.size())
 
 
+class _Dropping:
+    """A call of `HorovodTransport.discard`: `waits` yields the collectives to wait for, and returns the result."""
+
+    def __init__(self, waits: Generator[Handle, torch.Tensor, list[int]]) -> None:
+        self._waits = waits
+        self._awaited = next(waits)
+
+    def wait(self) -> list[int]:
+        """Wait for all, in turn; return the result. After a WaitError it can be called again."""
+        while True:
+            received = self._awaited.wait()
+            try:
+                self._awaited = self._waits.send(received)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+
 class HorovodTransport(MeetingTransport):
     """Named asynchronous collectives of Horovod within one process set. `rank` is -1 outside the set.
 
@@ -142,13 +159,16 @@ class HorovodTransport(MeetingTransport):
         if process_set.process_set_id == 0:
             self.local_size = known_local_size(hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size())
         self.started = Started()
+        # The call of `discard` that is under way, and whether it has waited in vain.
+        self._dropping: _Dropping | None = None
+        self._missed = False
 
     def allreduce(self, x: torch.Tensor, *, op: Reduction, name: str) -> Handle:
         if x.numel() == 0 or self.size == 1:
             return _Done(x)
-        reduction = {"sum": hvd.Sum, "max": hvd.Max}[op]
+        reduction, waiter = {"sum": hvd.Sum, "max": hvd.Max}[op], self._waiter(name)
         number = hvd.allreduce_async_(x, name=name, op=reduction, process_set=self._process_set)
-        return self.started.note(name, _call("allreduce", x, op=op), _Pending(number, self._waiter(name)))
+        return self.started.note(name, _call("allreduce", x, op=op), _Pending(number, waiter))
 
     def allgather(self, x: torch.Tensor, *, name: str, equal: bool = False) -> Handle:
         if self.size == 1:
@@ -168,20 +188,26 @@ class HorovodTransport(MeetingTransport):
         return self._alltoall(torch.cat(list(xs)), lengths, name)
 
     def _alltoall(self, x: torch.Tensor, lengths: Sequence[int], name: str) -> Handle:
-        splits = torch.tensor(lengths, dtype=torch.int32)
+        splits, waiter = torch.tensor(lengths, dtype=torch.int32), self._waiter(name)
         number = hvd.alltoall_async(x, splits=splits, name=name, process_set=self._process_set)
-        handle = _Traded(number, self._waiter(name))
+        handle = _Traded(number, waiter)
         return self.started.note(name, _call("alltoall", x, lengths=list(lengths)), handle)
 
     def broadcast(self, x: torch.Tensor, *, root: int, name: str) -> Handle:
         if x.numel() == 0 or self.size == 1:
             return _Done(x)
         # Horovod expects the root as a global rank, even within a process set.
-        global_root = self._process_set.ranks[root]
+        global_root, waiter = self._process_set.ranks[root], self._waiter(name)
         number = hvd.broadcast_async_(x, global_root, name=name, process_set=self._process_set)
-        return self.started.note(name, _call("broadcast", x, root=root), _Pending(number, self._waiter(name)))
+        return self.started.note(name, _call("broadcast", x, root=root), _Pending(number, waiter))
 
     def _waiter(self, name: str) -> _Waiter:
+        """Return the waiter of a collective that is to be started."""
+        if self._missed:
+            raise StepError(
+                f"{self.explain(name)} cannot start, because discard() has waited in vain for other ranks. Call "
+                "discard() on all ranks first, or end the run."
+            )
         return _Waiter(self, lambda: self.explain(name))
 
     def delegated(self, tensor: str, handle: int) -> Handle:
@@ -199,8 +225,30 @@ class HorovodTransport(MeetingTransport):
         """Finish what only some ranks have started, on all ranks, and drop the results. Return the steps of all ranks.
 
         A rank starts with zeros what it lacks; `hand_over` does so for a delegated gradient. It waits for twice the
-        limit, because another rank may learn only at the end of its own limit that it waits in vain.
+        limit, because another rank may learn only at the end of its own limit that it waits in vain. After an error,
+        nothing else can be started, and the next call goes on where this one has stopped: Horovod cannot take back what
+        it has told the others.
         """
+        dropping = self._dropping = self._dropping or _Dropping(self._drop(hand_over, name, step))
+        self._missed, self.timeout = False, 2 * self.timeout
+        try:
+            with self.meeting_for("optimizer.grace.discard()"):
+                steps = dropping.wait()
+        except WaitError:
+            self._missed = True
+            raise
+        except Exception:
+            self._dropping = None
+            raise
+        finally:
+            self.timeout /= 2
+        self._dropping = None
+        return steps
+
+    def _drop(
+        self, hand_over: Callable[[Mapping[str, Any]], Any], name: str, step: int
+    ) -> Generator[Handle, torch.Tensor, list[int]]:
+        """Yield the collectives for which `discard` waits, one after another; return the steps of all ranks."""
 
         def start(name: str, call: Mapping[str, Any]) -> None:
             if "delegated" in call:
@@ -213,24 +261,20 @@ class HorovodTransport(MeetingTransport):
             start = self._alltoall if kind == "alltoall" else getattr(self, kind)
             start(zeros, name=name, **options)
 
-        steps: list[int] = []
-
-        def gather(mine: Any) -> list[Any]:
-            everyone = self.gather_objects([step, mine], name, "optimizer.grace.discard()")
-            steps.extend(theirs for theirs, _ in everyone)
-            return [started for _, started in everyone]
-
-        self.timeout *= 2
-        try:
-            self.started.finish(gather, start)
-        finally:
-            self.timeout /= 2
-        return steps
+        received = yield self._gather_bytes(packed(self.started.calls()), name)
+        waiting = self.started.start_missing(unpacked(bytes(received.tolist()), self.size), start)
+        while waiting:
+            yield waiting.pop()
+        # Ranks that have given up meanwhile come back for this: what they had started is complete without them.
+        received = yield self._gather_bytes(packed(step), f"{name}/step")
+        return unpacked(bytes(received.tolist()), self.size)
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
         """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return bytes(self.allgather(sent, name=name).wait().tolist())
+        return bytes(self._gather_bytes(data, name).wait().tolist())
+
+    def _gather_bytes(self, data: bytes, name: str) -> Handle:
+        return self.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8), name=name)
 
 
 def _call(kind: str, x: torch.Tensor, **options: Any) -> dict[str, Any]:

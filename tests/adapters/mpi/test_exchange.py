@@ -276,6 +276,10 @@ def test_calls_that_fail_on_one_rank_are_dropped_on_all(launch):
         assert rank["without roll-back"]["error"].startswith("" if last else "WaitError")
         assert rank["compress"]["error"].startswith("ZeroDivisionError" if last else "WaitError"), number
         assert rank["parted"]["error"].startswith("MismatchError: the steps under way were dropped")
+        assert len(rank["alone"]["error"]) == (6 if last else 2 if number == 0 else 0)
+        for error in rank["alone"]["error"]:
+            assert error.startswith("WaitError: rank ")
+            assert "all ranks to call discard()" in error
         if not last:
             for label in ("compress", "skipped"):
                 assert "step 2, the gradient of '" in rank[label]["error"]

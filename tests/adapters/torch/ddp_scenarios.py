@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import time
 import warnings
 import weakref
@@ -20,13 +21,14 @@ import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import grace.torch
 from grace.core.compressors.topk import TopK
 from grace.core.values.unit import offsets
+from grace.torch.tensors import is_registered
 from tests.adapters.torch.launched import GROUPS, mean, my_rank
 from tests.adapters.torch.model import (
     backward_of_a_late_rank,
@@ -692,6 +694,43 @@ def autocast_by_ddp() -> dict[str, Any]:
     return results
 
 
+def saved_by_ddp() -> dict[str, Any]:
+    """Save and copy registered models. Train what came back as it is, and registered, beside fresh models."""
+
+    def loaded(ddp: DistributedDataParallel) -> DistributedDataParallel:
+        file = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.save(ddp, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    def trained(ddp: DistributedDataParallel, config: Any = None) -> str:
+        if config is not None:
+            grace.torch.register(ddp, config)
+        steps(ddp, sgd(ddp.module), batches(2, my_rank(), seed=1))
+        return digest(ddp.module.parameters())
+
+    results: dict[str, Any] = {}
+    for way, options in WAYS.items():
+        # PyTorch itself does not reduce the gradients of a copy of a static graph that has begun.
+        for begun in (False, True)[: 1 if way == "static" else 2]:
+            model = make_net()
+            ddp = parallel(model, **options)
+            grace.torch.register(ddp, TOPK)
+            if begun:
+                steps(ddp, sgd(model), batches(1, my_rank()))
+            fresh = [parallel(copy.deepcopy(model), **options) for _ in range(2)]
+            twins = [make(ddp) for make in (copy.deepcopy, loaded) for _ in range(2)]
+            claimed = any(is_registered(p) for twin in twins for p in twin.parameters())
+            results[f"{way}/{begun}"] = {
+                "plain": [trained(twin) for twin in (fresh[0], *twins[::2])],
+                "registered": [trained(twin, TOPK) for twin in (fresh[1], *twins[1::2])],
+                "claimed": claimed,
+            }
+    return results
+
+
 def refused_by_ddp() -> dict[str, Any]:
     """Register what cannot work: the errors."""
 
@@ -718,6 +757,11 @@ def refused_by_ddp() -> dict[str, Any]:
         ddp(torch.tensor([1, 2, 3 + my_rank()])).sum().backward()
         means = model[0].weight.grad.to_dense().sum(1)
         return [float(means[i]) for i in (1, 3)]
+
+    def applied_in_backward() -> Any:
+        model = make_net()
+        _apply_optimizer_in_backward(torch.optim.SGD, model.head.parameters(), {"lr": 0.1})
+        return grace.torch.register(parallel(model), TOPK)
 
     def mixed() -> Any:
         ddp = parallel(make_net())
@@ -748,6 +792,7 @@ def refused_by_ddp() -> dict[str, Any]:
     results = {
         "wrapped": wrapped(),
         "sharded": outcome(sharded),
+        "applied in backward": outcome(applied_in_backward),
         "twice": outcome(hooked),
         "mixed": outcome(mixed),
         "overlapped": [outcome(functools.partial(overlapped, first)) for first in (True, False)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
+import grace.torch
 from grace.core.compressors.powersgd import PowerSGD
 from grace.core.compressors.topk import TopK
-from tests.adapters.torch.launched import barrier, by_torchrun, my_rank
+from tests.adapters.torch.launched import GROUPS, Group, barrier, by_torchrun, everyone, my_rank, transport_of
 from tests.adapters.torch.model import batches, digest, make_net, outcome, sgd, train, wrap
 
 # One collective per tensor, so that some are complete and others not begun when a step fails.
@@ -118,6 +121,47 @@ def discarded() -> dict[str, Any]:
             weights.append([digest(model.parameters()), optimizer.grace.engine.step])
         results[label] = {"weights": weights[1], "equal": weights[0] == weights[1], "errors": errors}
     return results
+
+
+def lone_discards() -> dict[str, Any]:
+    """Let single ranks call discard() in vain, one after another, until all call it, twice; then train on."""
+    results: dict[str, Any] = {}
+    for label, group in {"all": everyone(), **{str(group.ranks): group for group in GROUPS}}.items():
+        if group.included:
+            results[label] = _discarded_alone(group)
+    if by_torchrun():
+        results["ddp"] = _discarded_alone(everyone(), ddp=True)
+    return results
+
+
+def _discarded_alone(group: Group, ddp: bool = False) -> dict[str, Any]:
+    config, ranks = {**TOPK, "timeout": 1}, list(group.ranks)
+    meet, weights, errors = functools.partial(transport_of(group).gather_objects, 0, "meet", "the test"), [], []
+    for interrupted in (False, True):
+        model = make_net()
+        optimizer: Any = sgd(model, momentum=0.0)
+        if ddp:
+            forward: Any = DistributedDataParallel(model)
+            exchange = grace.torch.register(forward, config)
+        else:
+            forward, optimizer = model, wrap(model, config, optimizer=optimizer, **group.argument)
+            exchange = optimizer.grace
+        train(forward, optimizer, 2)
+        for alone in ((ranks[0], ranks[-1]), (ranks[-1], ranks[-1])) if interrupted else ():
+            optimizer.zero_grad()
+            if not ddp:
+                backward(forward, optimizer)
+            for rank in alone:
+                meet()
+                if my_rank() == rank:
+                    errors.append(outcome(exchange.discard))
+                    go_on = functools.partial(backward, forward, optimizer) if ddp else optimizer.step
+                    errors.append(outcome(go_on))
+            meet()
+            exchange.discard()
+        train(forward, optimizer, 2, start=2)
+        weights.append([digest(model.parameters()), exchange.engine.step])
+    return {"weights": weights[1], "equal": weights[0] == weights[1], "errors": errors}
 
 
 def discarded_with_options() -> dict[str, Any]:

@@ -234,6 +234,16 @@ def test_comparisons_of_replicas_wait_for_nobody_and_reach_all_ranks(launch):
 
 
 @on(TWO)
+def test_saved_and_copied_models_have_no_hook_and_can_be_registered(launch):
+    ranks = scenario("saved_by_ddp", launch)
+    for way in ranks[0]:
+        for kind in ("plain", "registered"):
+            assert same([weights for rank in ranks for weights in rank[way][kind]]), (way, kind)
+        assert ranks[0][way]["plain"] != ranks[0][way]["registered"], way
+        assert not any(rank[way]["claimed"] for rank in ranks), way
+
+
+@on(TWO)
 def test_what_cannot_work_is_refused(launch):
     for number, rank in enumerate(scenario("refused_by_ddp", launch)):
         assert "grace.torch.register() exchanges the gradients of these parameters already" in rank["wrapped"]
@@ -243,6 +253,7 @@ def test_what_cannot_work_is_refused(launch):
         assert by_torch.startswith("RuntimeError: register_comm_hook or register_builtin_comm_hook can only be called")
         assert rank["twice"].startswith("ConfigError: grace.torch.register: the model cannot be used, because it has")
         assert "use torch.autocast instead" in rank["mixed"]
+        assert "because _apply_optimizer_in_backward() takes the place of its only" in rank["applied in backward"]
         assert rank["plain"].startswith("TypeError: grace.torch.register: expected a model wrapped in")
         assert "there is no argument 'grad_scalar'. Did you mean 'grad_scaler'?" in rank["typo"]
         assert rank["differing"].startswith("MismatchError: rank 1 and rank 0 were started differently")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.covering import ALL
 from tests.support.launch import TORCH, Launch
 from tests.support.ranks import on, same, scenario
 
@@ -35,6 +36,22 @@ def test_a_step_that_failed_is_refused_with_the_way_back(launch):
             for text in errors.values():
                 assert text.startswith("StepError: "), label
                 assert "optimizer.grace.discard() on all ranks" in text, label
+
+
+@on(TWO, TORCHRUN, Launch(TORCH, "torchrun", 4), *[Launch(TORCH, "mpirun", 4)] * ALL)
+def test_ranks_meet_after_some_have_called_discard_in_vain(launch):
+    ranks = scenario("lone_discards", launch)
+    for label in {label for rank in ranks for label in rank}:
+        group = [rank[label] for rank in ranks if label in rank]
+        assert same([rank["weights"] for rank in group]), label
+        assert all(rank["equal"] for rank in group), label
+        assert [len(rank["errors"]) // 2 for rank in group] == [1, *[0] * (len(group) - 2), 3], label
+        for rank in group:
+            for alone, after in zip(rank["errors"][::2], rank["errors"][1::2], strict=True):
+                assert alone.startswith("WaitError: "), label
+                assert "discard()" in alone, label
+                assert after.startswith("StepError: "), label
+                assert "discard() on all ranks" in after, label
 
 
 @on(TWO, TORCHRUN)
