@@ -231,7 +231,7 @@ def _refuse(
     if hasattr(optimizer, "_allreduce_grad_async") or hasattr(optimizer, "grace"):
         raise ConfigError(f"{where}: the optimizer is already wrapped; pass the plain optimizer.")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(is_registered(p) for p in parameters):
+    if is_registered(parameters):
         raise ConfigError(
             f"{where}: grace.torch.register() exchanges the gradients of these parameters already; use the plain "
             "optimizer, or train the plain model without DistributedDataParallel."

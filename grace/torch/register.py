@@ -30,6 +30,10 @@ class ModelExchange(Exchange):
 
     called = "exchange"
 
+    def exchanged(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients it exchanges."""
+        return [self._parameters[spec.name] for spec in self._specs]
+
     def start_comparing(self) -> None:
         """Start to compare the ranks. Warn in the first step of an unknown GradScaler."""
         super().start_comparing()
@@ -83,7 +87,7 @@ def register(
         from grace.torch.distributed.fsdp import register_sharded
 
         sharded_exchange = register_sharded(model, requested, grad_scaler=grad_scaler, where=_WHERE)
-        note_registered(model.parameters(), sharded_exchange)
+        note_registered(sharded_exchange)
         return sharded_exchange
     library = TorchDistributed(model.process_group, requested.timeout)
     transport, number = library.transport, _models[library.group]
@@ -118,7 +122,7 @@ def register(
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, engine)
     GradientHook(model, parameters, exchange).attach(model)
-    note_registered(trained.values(), exchange)
+    note_registered(exchange)
     announce(engine.plan, transport)
     return exchange
 

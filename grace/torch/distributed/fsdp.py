@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 # They have no public names. An `FSDPModule` does not tell what a reduce-scatter contains, and it has no place for
 # another all-reduce of its own replicas.
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
 from grace.core.communicators.auto import Auto
@@ -128,6 +129,10 @@ class ShardedExchange(ModelExchange):
         self._model, self._modules, self._tensors, self.part = model, modules, tensors, part
         self._begun = False
         self.way_back.forget = self._forget
+
+    def exchanged(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients it exchanges, as they are sharded now."""
+        return [tensor.sharded.sharded_param for tensor in self._tensors.values()]
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -248,12 +253,20 @@ class _Reduction:
         return f"step {int(self._engine.step)}, the dense gradients of module '{self._group.name}'"
 
     def _unscaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return scaled gradients without the loss scale, in the dtype of their specs; x is changed if it has it."""
+        """Return gradients without the loss scale, in the dtype of their specs; x is changed if it has it.
+
+        Raises StepError if they are of another one, because the model was converted.
+        """
         scale = self._exchange.loss_scale
-        if scale is None:
-            return x
-        wide = x.float() if x.dtype == torch.float16 else x
-        scale.unscale_(wide)
+        wide = x.float() if scale is not None and x.dtype == torch.float16 else x
+        expected, received = self._engine.plan.exchanged[0].spec.dtype, str(wide.dtype).removeprefix("torch.")
+        if received != expected:
+            raise StepError(
+                f"module '{self._group.name}': expected gradients of {expected}, received {received}: the model was "
+                "converted after it was registered. Convert it first, then shard it and call grace.torch.register()."
+            )
+        if scale is not None:
+            scale.unscale_(wide)
         return wide
 
     def _scale_into(self, output: torch.Tensor, merged: torch.Tensor) -> None:
@@ -484,12 +497,17 @@ def _check_groups(groups: Sequence[_Group], where: str) -> None:
     """Raise ConfigError if FSDP exchanges gradients in a way that has no place for grace."""
     meshes = {group.params.mesh_info.mesh for group in groups}
     for group in groups:
-        reason = None
+        reason, params = None, group.params
+        scatter = params._reduce_scatter_comm
         if len(group.module._get_fsdp_state()._fsdp_param_groups) > 1 or len(meshes) > 1:
             reason = "its parameters lie on several meshes; use one mesh for the whole model"
-        elif not isinstance(group.params.mesh_info, FSDPMeshInfo):
+        elif not isinstance(params.mesh_info, FSDPMeshInfo):
             reason = "it is replicated and not sharded; wrap it in DistributedDataParallel"
-        elif group.params._all_reduce_hook is not None:
+        elif isinstance(scatter, _Reduction) or isinstance(params._all_reduce_hook, _Reduction):
+            reason = "it is registered already; register each module once, with the outermost one"
+        elif type(scatter).__module__ != _fsdp_collectives.__name__ and not isinstance(params.mesh_info, HSDPMeshInfo):
+            reason = "its reduce-scatter is not FSDP's own; leave set_custom_reduce_scatter() out"
+        elif params._all_reduce_hook is not None:
             reason = "it has an all-reduce hook already; leave set_all_reduce_hook() out"
         if reason:
             raise ConfigError(f"{where}: the FSDP module '{group.name}' cannot be used, because {reason}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import tempfile
@@ -489,6 +490,56 @@ def rare_by_fsdp() -> dict[str, Any]:
                 float((mine[n] - x).abs().max()) for n, x in plain.items() if x.numel()
             )
     return results
+
+
+def converted_by_fsdp(replicas: int) -> dict[str, Any]:
+    """Register models that get their storage, or another dtype, afterwards: weights and errors."""
+    weights = []
+    for meta in (False, True):
+        with torch.device("meta" if meta else "cpu"):
+            model = shard(Net(), replicas=replicas)
+        exchange = grace.torch.register(model, {**TOPK, "check_replicas": 2})
+        if meta:
+            model.to_empty(device="cpu")
+        with torch.no_grad():
+            for p in model.parameters():
+                part = p.to_local()
+                part.copy_(torch.linspace(-0.1, 0.1, part.numel()).reshape(part.shape))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches(3):
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+        weights.append([digest(p.to_local() for p in model.parameters()), *states_of(exchange)])
+        # It still belongs to the exchange.
+        wrapped = outcome(functools.partial(grace.torch.DistributedOptimizer, optimizer, backend="torch"))
+    errors = []
+    for config in (TOPK, {"compressor": "none", **EVERYTHING}):
+        model = shard(make(), replicas=replicas)
+        grace.torch.register(model, config)
+        model.to(torch.bfloat16)
+        x, y = next(batches(1))
+        errors.append(outcome(functools.partial(backward, model, (x.to(torch.bfloat16), y))))
+    return {"weights": weights, "wrapped": wrapped, "errors": errors}
+
+
+def registered_twice_by_fsdp(replicas: int) -> dict[str, Any]:
+    """Register models, parts of which are registered already or have another reduce-scatter: the errors."""
+    errors: dict[str, Any] = {}
+    none = {"compressor": "none"}
+    model = shard(make(), replicas=replicas)
+    exchange = grace.torch.register(model, TOPK)
+    errors["again"] = outcome(functools.partial(grace.torch.register, model, none))
+    errors["its part"] = outcome(functools.partial(grace.torch.register, model.middle, none))
+    backward(model, next(batches(1)))
+    errors["steps"] = exchange.engine.step
+    model = shard(make(), replicas=replicas)
+    grace.torch.register(model.middle, TOPK)
+    errors["the whole"] = outcome(functools.partial(grace.torch.register, model, none))
+    model = shard(make(), replicas=replicas)
+    model.middle.set_custom_reduce_scatter(mock.Mock())
+    errors["other"] = outcome(functools.partial(grace.torch.register, model, none))
+    return errors
 
 
 def refused_by_fsdp() -> dict[str, Any]:

@@ -141,6 +141,41 @@ def test_other_ways_of_fsdp_give_the_same_means(launch):
         assert max(rank.values()) <= 1e-6, rank
 
 
+replicated = pytest.mark.parametrize("replicas", [1, 2])
+
+
+@replicated
+@on(FOUR)
+def test_models_may_get_their_storage_after_they_are_registered(launch, replicas):
+    for rank in scenario("converted_by_fsdp", launch, replicas):
+        assert same(rank["weights"])
+        assert "grace.torch.register() exchanges the gradients of these parameters already" in rank["wrapped"]
+
+
+@replicated
+@on(FOUR)
+def test_a_model_that_was_converted_after_it_was_registered_is_refused(launch, replicas):
+    for rank in scenario("converted_by_fsdp", launch, replicas):
+        compressed, dense = rank["errors"]
+        assert compressed.startswith("StepError: module '")
+        assert "': expected gradients of float32, received bfloat16: the model was converted after" in compressed
+        assert dense == ""
+
+
+@replicated
+@on(FOUR)
+def test_each_module_is_registered_once(launch, replicas):
+    for rank in scenario("registered_twice_by_fsdp", launch, replicas):
+        assert rank["steps"] == 1
+        for label, module in (("again", ""), ("its part", ""), ("the whole", "middle")):
+            expected = (
+                f"ConfigError: grace.torch.register: the FSDP module '{module}' cannot be used, because it is regis"
+            )
+            assert rank[label].startswith(expected), (label, rank[label])
+        # FSDP reduces within a replica as before.
+        assert rank["other"] == "" if replicas > 1 else "its reduce-scatter is not FSDP's own" in rank["other"]
+
+
 @on(FOUR)
 def test_what_cannot_work_is_refused_on_all_ranks(launch):
     ranks = scenario("refused_by_fsdp", launch)
