@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.exchange.state import shown
+from grace.core.exchange.state import nonfinite, shown
 from grace.core.values.errors import StateError
 
 
@@ -42,3 +42,12 @@ def check_saved_variables(variables: Sequence[Any], store: Mapping[str, Any]) ->
                 f"{' from 0 on' if counts else ''}, received {shown(found)}. The file is damaged, or belongs to "
                 "another optimizer; use the configuration it was saved with."
             )
+        if variable.path.rpartition("/")[2].startswith("grace_"):
+            check_finite(variable.path, found)
+
+
+def check_finite(name: str, saved: Any) -> None:
+    """Raise StateError if a saved state has NaN or infinity."""
+    array = np.asarray(saved)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise nonfinite(f"variable '{name}'")

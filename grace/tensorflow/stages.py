@@ -32,6 +32,7 @@ from grace.core.values.plan import Plan, make_plans, next_plan
 from grace.core.values.spec import Array, Ranks, State, TensorSpec
 from grace.core.values.unit import Assignment, Unit
 from grace.tensorflow.gradients import Gradient, nbytes
+from grace.tensorflow.saved import check_finite
 from grace.tensorflow.slots import VariableSlots
 from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport
@@ -377,6 +378,8 @@ class Stages:
         )
         check_shown(found, expected)
         mine = (state["rank"], state["size"]) == self._place
+        for name in self.slots.states:
+            check_finite(name, state["tensors"][name])
         for memory in self.slots.joint:
             if not mine and state["size"] == self._place[1]:
                 raise alone(memory)

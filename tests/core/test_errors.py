@@ -20,9 +20,11 @@ from grace.core.values.errors import (
     StepError,
     nearest,
 )
-from grace.core.values.registry import compressors
-from grace.testing.harness import same
+from grace.core.values.registry import compressors, memories
+from grace.core.values.spec import TensorSpec
+from grace.testing.harness import FRAMEWORKS, array, draw, host, same
 from tests.mutants import methods
+from tests.support.covering import ALL
 
 SHAPE = (20, 30)
 
@@ -363,6 +365,50 @@ def test_loading_a_checkpoint_drops_a_step_that_was_under_way():
     engine.ready("a", gradient())
     engine.ready("b", gradient())
     assert set(engine.finish()) == {"a", "b"}
+
+
+STATEFUL = {
+    **{name: {"compressor": name} for name in compressors},
+    **{f"memory {name}": {"compressor": "topk", "memory": name} for name in memories},
+    "memory dore": {"compressor": "qsgd", "memory": "dore", "communicator": "two_shot"},
+    "memory powersgd": {"compressor": "powersgd"},
+    "lr_correction": {"compressor": "topk", "lr_correction": True},
+    "two_shot": {"compressor": "topk", "communicator": "two_shot"},
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("config", STATEFUL.values(), ids=STATEFUL)
+def test_states_with_nan_or_infinity_are_refused_and_name_the_tensor(config, framework):
+    if framework == "tensorflow" and not ALL and config["compressor"] != "topk":
+        pytest.skip("with --all: TensorFlow is slow, and its adapter has a path of its own")
+    tensors, options = {"a": SHAPE, "b": (700,)}, {"default_rules": False, "granularity": "layer", **config}
+    try:
+        sim, other = (grace.Simulation(n, tensors, options, framework=framework) for n in (2, 3))
+    except IncompatibleError:
+        pytest.skip("no such method")
+    ops = sim.engine._ops("cpu")
+    gradients = {
+        name: ops.reshape(array(ops, draw(TensorSpec(name, s), 1), "float32"), s) for name, s in tensors.items()
+    }
+    sim.step([gradients, gradients], 0.1)
+    good = [engine.state_dict() for engine in sim.engines]
+    assert sim.load_state_dict({"ranks": good}) is True
+    other.load_state_dict(good)
+    for name, entry in good[0]["tensors"].items():
+        for kind, key in [("memory", key) for key in entry["memory"]] + [
+            ("compressor", k) for k in entry["compressor"]
+        ]:
+            value = entry[kind][key]
+            bad = host(ops, value).copy()
+            if bad.dtype.kind != "f" or not bad.size:
+                continue
+            bad.flat[-1] = np.nan if kind == "memory" else -np.inf
+            states = {**entry[kind], key: ops.reshape(array(ops, bad, ops.dtype(value)), tuple(value.shape))}
+            wrong = [{**good[0], "tensors": {**good[0]["tensors"], name: {**entry, kind: states}}}, good[1]]
+            for run, load in ((sim, {"ranks": wrong}), (sim, wrong), (other, wrong)):
+                with pytest.raises(StateError, match=f"tensor '{re.escape(name)}', '{key}': expected finite numbers"):
+                    run.load_state_dict(load)
 
 
 # --- the errors themselves --------------------------------------------------------------------------------------

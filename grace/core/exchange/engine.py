@@ -728,7 +728,9 @@ class Engine:
         self._start_at(int(state["step"]))
         try:
             resized = state["size"] != self.transport.size
-            self._slots.load(self._units, state["tensors"], convert, self._initial if not mine else None, resized)
+            self._slots.load(
+                self._units, state["tensors"], convert, self._ops, self._initial if not mine else None, resized
+            )
         except Exception:
             # All or nothing, also for a checkpoint of another stage.
             self.restore(before)

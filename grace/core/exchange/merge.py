@@ -155,7 +155,9 @@ class Merge:
         name, old = unit.spec.name, self._before.stateful.get(unit.spec.name)
         if old is None or compressors.name_of(old.compressor) != compressors.name_of(unit.compressor):
             return fresh
-        return converted(name, self._saved[0]["tensors"][name]["compressor"], fresh, self._convert)
+        return converted(
+            name, self._saved[0]["tensors"][name]["compressor"], fresh, self._convert, self._ops(unit.spec.device)
+        )
 
     def _continued(self, unit: Unit, before: Sequence[Unit], same: Unit | None, key: str, fresh: Array) -> Array:
         """Return one array of a memory's state; `same` is the unit that had the same pieces before."""
@@ -210,7 +212,7 @@ class Merge:
         saved = self._saved[rank]["tensors"][old.spec.name]["memory"][key][at]
         if shown(saved) != shown(like):
             return None
-        return converted(old.spec.name, {key: saved}, {key: like}, self._convert)[key]
+        return converted(old.spec.name, {key: saved}, {key: like}, self._convert, self._ops(old.spec.device))[key]
 
     def _equal(self, unit: Unit, a: Array, b: Array) -> bool:
         return not bool(self._ops(unit.spec.device).any(a != b))

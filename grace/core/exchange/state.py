@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -85,6 +86,7 @@ class Slots:
         units: Mapping[str, Unit],
         saved: Mapping[str, dict[str, Any]],
         convert: Callable[[Array, Array], Array],
+        ops: Callable[[str], ArrayOps],
         initial: Callable[[Unit], dict[str, State]] | None,
         resized: bool = False,
     ) -> None:
@@ -110,7 +112,8 @@ class Slots:
             # What another rank holds of a unit that only its owner has a memory for may have another form.
             kinds = ["compressor"] if initial is not None and unit.owners is not None else list(current)
             check_entry(name, unit, saved[name], {kind: current[kind] if kind in kinds else None for kind in current})
-            new[name] = {kind: converted(name, saved[name][kind], current[kind], convert) for kind in kinds}
+            there = ops(unit.spec.device)
+            new[name] = {kind: converted(name, saved[name][kind], current[kind], convert, there) for kind in kinds}
             if initial is not None and unit.memory.joint and not resized:
                 raise alone(unit.memory)
             if initial is not None and not unit.memory.shared:
@@ -190,6 +193,11 @@ def check_number(value: Any, name: str, least: int = 0) -> None:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not least <= int(value) < 2**63:
         raise _unreadable(name, f"a whole number from {least} on", shown(value))
+
+
+def nonfinite(what: str) -> StateError:
+    """Return the error of a saved state with NaN or infinity, which would spoil all further steps."""
+    return _unreadable(what, "finite numbers", "NaN or infinity")
 
 
 def check_mapping(value: Any, what: str) -> Mapping[Any, Any]:
@@ -511,10 +519,20 @@ def check_entry(name: str, unit: Unit, entry: Any, expected: Mapping[str, State 
             )
 
 
-def converted(name: str, saved: State, current: State, convert: Callable[[Array, Array], Array]) -> State:
-    """Return the saved arrays of a unit in the form of the current ones. Raises StateError if they are no arrays."""
+def converted(
+    name: str, saved: State, current: State, convert: Callable[[Array, Array], Array], ops: ArrayOps
+) -> State:
+    """Return the saved arrays of a unit in the form of the current ones.
+
+    Raises StateError if they are no arrays, or if one has NaN or infinity: no step that has seen any is committed.
+    """
     try:
-        return {key: convert(saved[key], value) for key, value in current.items()}
+        made = {key: convert(saved[key], value) for key, value in current.items()}
+        for key, value in made.items():
+            floats = ops.dtype(value).startswith(("float", "bfloat"))
+            if floats and bool(ops.any(ops.bit_not(ops.abs(value) < math.inf))):
+                raise nonfinite(f"tensor '{name}', '{key}'")
+        return made
     except StateError:
         raise
     except Exception as error:

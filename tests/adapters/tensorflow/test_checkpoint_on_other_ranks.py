@@ -89,7 +89,11 @@ def test_variables_take_what_a_simulation_merges(options, steps, monkeypatch):
     for name in owned:
         assert not any(x.numpy().any() for x in stages.slots.read(name)["memory"].values())
     before = {name: variable.numpy() for name, variable in stages.slots.states.items()}
-    for wrong in (states[1:], [*states[:3], {**states[3], "tensors": {}}]):
+    nan = [
+        {**state, "tensors": {name: x * np.asarray(np.nan, x.dtype) for name, x in state["tensors"].items()}}
+        for state in (states[3], exchange.state_dict())
+    ]
+    for wrong in (states[1:], [*states[:3], {**states[3], "tensors": {}}], [*states[:3], nan[0]], nan[1]):
         with pytest.raises(StateError):
             exchange.load_state_dict(wrong)
         assert all(same(variable.numpy(), before[name]) for name, variable in stages.slots.states.items())

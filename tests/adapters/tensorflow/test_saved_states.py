@@ -62,6 +62,7 @@ DAMAGE = {
     "another kind": (lambda s: {**s, "6": np.array(["x"] * 36)}, "_residual': expected float32"),
     "a fraction": (lambda s: {**s, "4": np.float32(1.5)}, r"grace_step': expected int64 \(\) from 0 on"),
     "before the start": (lambda s: {**s, "4": np.int64(-1)}, "grace_step': expected int64"),
+    "NaN": (lambda s: {**s, "6": s["6"] * np.float32("nan")}, "_residual': expected finite numbers, received NaN"),
     "unreadable": (Unreadable, r"_residual': expected an array, received none \(OSError: the disk is gone\)"),
 }
 
