@@ -326,10 +326,11 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
 
     # --- the first step -----------------------------------------------------------------------------------------
 
-    def _start(self, gradients: Sequence[Gradient | None], failure: Exception | None) -> None:
+    def _start(self, gradients: Sequence[Gradient | None], failure: Exception | None, zeros: bool) -> None:
         """Compare the settings of all ranks and start the engines.
 
-        Raises `failure` if it is not None, and MismatchError if another rank failed or the ranks differ.
+        With `zeros`, a gradient that no rank has is dense. Raises `failure` if it is not None, and MismatchError if
+        another rank failed or the ranks differ.
         """
         if not hvd.is_initialized():
             raise ConfigError("grace.tensorflow: Horovod is not initialized; call hvd.init() first.")
@@ -377,7 +378,8 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         kind = ".HorovodAllreduce" if self.elastic else ""
         self._transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}{kind}")
         self._watch = Watch(self._transport.rank, self._transport.size, self.timeout, self._under_way)
-        self._kinds = common_kinds([other["of this rank"]["kinds"] for other in everyone])
+        kinds = common_kinds([other["of this rank"]["kinds"] for other in everyone])
+        self._kinds = {name: kind or ("dense" if zeros else None) for name, kind in kinds.items()}
         self._replicas = Replicas(self.config.check_replicas)
         rows = [name for name, kind in self._kinds.items() if kind not in (None, "dense")]
         stages.start(
@@ -404,8 +406,8 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
     # --- one step -----------------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def filled(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
-        """Return the gradients, with zeros for None where another rank has a gradient.
+    def filled(self, gradients: Sequence[Gradient | None], *, zeros: bool = False) -> list[Gradient | None]:
+        """Return the gradients, with zeros for None where another rank has a gradient; for `zeros` see `__call__`.
 
         The first call contacts the other ranks. Raises StepError for a wrong number of gradients, ConfigError inside
         `jit_compile=True`, and MismatchError on every rank if the ranks differ.
@@ -413,7 +415,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         failure = self._objection(gradients)
         if self._transport is None:
             with tf.init_scope():
-                self._start(gradients, failure)
+                self._start(gradients, failure, zeros)
         if failure is not None:
             raise failure
         for spec, gradient in zip(self._specs, gradients, strict=True):
@@ -449,9 +451,11 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         *,
         absent: frozenset[int] = frozenset(),
         loss_scale: tf.Tensor | None = None,
+        zeros: bool = False,
     ) -> list[Gradient | None]:
         """Exchange one gradient per variable, in the order of `build`. A gradient that is None on all ranks stays None.
 
+        With `zeros` in the first step, None on all ranks means a dense gradient of zeros, in later steps as well.
         `absent` holds the indices of variables that this step does not train; their memories do not change. With
         `loss_scale`, all memories are rolled back if a result times `loss_scale` is not finite, because the caller then
         skips the step; with `rollback = false` in the configuration, they start from zero. The step is traced once per
@@ -462,7 +466,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         """
         given = [
             tf.zeros(spec.shape, spec.dtype) if gradient is None else gradient
-            for spec, gradient in zip(self._specs, self.filled(gradients), strict=True)
+            for spec, gradient in zip(self._specs, self.filled(gradients, zeros=zeros), strict=True)
         ]
         try:
             merged = self._traced(given, absent, loss_scale)

@@ -37,6 +37,9 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
 ) -> Any:
     """Wrap a tape so that `gradient(loss, variables)` compresses the gradients and exchanges them over all ranks.
 
+    `gradient` takes the arguments of `tf.GradientTape.gradient`. A variable that is unconnected on some ranks has a
+    gradient of zeros there; one that is unconnected on all has what `unconnected_gradients` says.
+
     `config` and `options` are those of `grace.make_config`; the other arguments are those of Horovod. The tape of each
     step finds the residuals of the last step by the configuration and the variables. To save them, pass an `Exchange`
     instead of a configuration: `tf.train.Checkpoint(model=..., optimizer=..., grace=exchange)`. After the first call of
@@ -84,16 +87,29 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         if not exchange.built:
             exchange.build(sources, gradients)
         places = exchange.places(sources)
-        merged = exchange([gradients[places.index(place)] for place in range(len(places))])
+        merged = exchange([gradients[places.index(place)] for place in range(len(places))], zeros=self._zeros)
         return [merged[place] for place in places]
 
+    # `use_generic_names` belongs to Horovod, whose get_local_and_global_gradients() passes it on. It changes nothing.
     @tf.autograph.experimental.do_not_convert
-    def gradient(self: Any, target: Any, sources: Any, *args: Any, **keywords: Any) -> Any:
+    def gradient(
+        self: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
+    ) -> Any:
+        # Horovod does not know `unconnected_gradients`. Only the ranks together know what is unconnected.
+        self._zeros = tf.UnconnectedGradients(unconnected_gradients) is tf.UnconnectedGradients.ZERO
         # Horovod identifies sources by Variable.ref(). Keras variables lack it; the TensorFlow variables inside have
         # it.
         flat = tf.nest.flatten(sources)
         of_keras.update({s.value.ref(): s for s in flat if isinstance(s, keras.Variable)})
-        gradients = horovod_gradient(self, target, [inside(s) for s in flat], *args, **keywords)
+        variables = [inside(s) for s in flat]
+        gradients = horovod_gradient(self, target, variables, output_gradients)
+        if self._zeros:
+            gradients = [tf.zeros_like(v) if g is None else g for v, g in zip(variables, gradients, strict=True)]
         return tf.nest.pack_sequence_as(sources, gradients)
 
     def register_local_source(self: Any, source: Any) -> None:

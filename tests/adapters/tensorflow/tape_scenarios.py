@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import tempfile
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from grace.tensorflow import DistributedGradientTape, Exchange
 from grace.tensorflow import tape as tape_module
-from tests.adapters.tensorflow.model import digest, sgd, wrap
+from tests.adapters.tensorflow.model import PROCESS_SETS, digest, joined, sgd, through_tape, wrap
 from tests.adapters.tensorflow.usage_model import (
     BATCH,
     NONE,
@@ -25,6 +27,7 @@ from tests.adapters.tensorflow.usage_model import (
     net,
     samples,
 )
+from tests.support.cases import EVERYTHING
 
 METHODS = {"none": NONE, "topk": TOPK, "powersgd": POWERSGD}
 
@@ -117,6 +120,82 @@ def shapes_of_sources() -> dict[str, Any]:
         "on rank 0": structure["others"][0].numpy().tolist(),
         "nowhere": structure["others"][1] is None,
     }
+
+
+def unconnected() -> dict[str, Any]:
+    """Ask for the gradients of variables that no rank, rank 0 only, or a later step uses, in both ways of TensorFlow.
+
+    One of them gets rows on rank 0 in the first step.
+    """
+    results = {}
+    none, zero = tf.UnconnectedGradients.NONE, tf.UnconnectedGradients.ZERO
+    for label, arguments in {"none": (None, none), "zero": (None, zero), "text": (None, "zero")}.items():
+        a, b, later = (tf.Variable([1.0, 2.0], name=name) for name in ("a", "b", "later"))
+        table = tf.Variable(tf.ones((3, 2)), name="embeddings")
+        exchange, own = Exchange(NONE), tf.Variable([1.0], name="own")
+        found = []
+        for step in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(a * (hvd.rank() + 1.0))
+                if hvd.rank() == 0:
+                    loss += tf.reduce_sum(b) + tf.reduce_sum(tf.gather(table, [1]))
+                if step == 1 and label != "none":
+                    loss += tf.reduce_sum(later)
+            tape = DistributedGradientTape(tape, exchange)
+            tape.register_local_source(own)
+            given = {"used": a, "others": [b, later, table, own]}
+            if label == "text":
+                got = tape.gradient(loss, given, unconnected_gradients="zero", output_gradients=tf.constant(2.0))
+            else:
+                got = tape.gradient(loss, given, *arguments)
+            found.append(
+                {
+                    v.name.partition(":")[0]: None if g is None else tf.convert_to_tensor(g).numpy().tolist()
+                    for v, g in zip(tf.nest.flatten(given), tf.nest.flatten(got), strict=True)
+                }
+            )
+        results[label] = found
+    variable = tf.Variable([1.0, 2.0])
+    with DistributedGradientTape(tf.GradientTape(), Exchange(NONE)) as tape:
+        loss = tf.reduce_sum(variable)
+    local, everyone = tape.get_local_and_global_gradients(loss, [variable])
+    results["horovod"] = [len(local), everyone[0][1].numpy().tolist()]
+    return results
+
+
+def unused_in_turn(listed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Exchange gradients that ranks lack in turn, then zeros until all has arrived; return what was lost on the way."""
+    results = {}
+    for process_set in (hvd.global_process_set, *(s for s in PROCESS_SETS if len(s.ranks) == 3 and s.included())):
+        for config in listed:
+            shapes = {"matrix": (12, 10), "vector": (40,)}
+            variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
+            exchange = Exchange({**config, **EVERYTHING}, process_set=process_set)
+            size, rank = len(process_set.ranks), process_set.rank()
+            given, applied = (np.zeros(sum(map(math.prod, shapes.values()))) for _ in range(2))
+            for step in range(24):
+                rng = np.random.default_rng(step)
+                everyone = [
+                    [
+                        None if (step + number + place) % size == 1 else rng.normal(size=shape).astype(np.float32)
+                        for place, shape in enumerate(shapes.values())
+                    ]
+                    for number in range(size)
+                ]
+                if step >= 6:
+                    everyone = [[np.zeros(shape, np.float32) for shape in shapes.values()]] * size
+                mine = [None if g is None else tf.constant(g) for g in everyone[rank]]
+                merged = through_tape(exchange, variables, mine)
+                applied += joined(merged)
+                for each in everyone:
+                    whole = [np.zeros(s) if g is None else g for s, g in zip(shapes.values(), each, strict=True)]
+                    given += joined(whole) / size
+            results[f"{size} ranks, {config}"] = {
+                "lost": float(np.abs(given - applied).max()),
+                "given": float(np.abs(given).max()),
+                "applied": digest([tf.constant(applied)]),
+            }
+    return results
 
 
 def two_models() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.cases import MORE_OF_TENSORFLOW, TENSORFLOW_MPI
@@ -13,7 +14,7 @@ from tests.support.ranks import on, same, scenario, with_all
 
 pytestmark = pytest.mark.distributed
 
-TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
+TWO, FOUR = (Launch(TENSORFLOW, "horovodrun-gloo", ranks) for ranks in (2, 4))
 # For what another number of ranks could change.
 each_launcher = on(TWO, *MORE_OF_TENSORFLOW)
 
@@ -333,6 +334,41 @@ def test_a_tape_is_asked_in_several_ways(launch):
         assert rank["single"] == rank["used"] == [mean, mean]
         assert rank["on rank 0"] == [1 / size, 1 / size]
         assert rank["nowhere"]
+
+
+@on(TWO)
+def test_a_tape_takes_the_arguments_of_tensorflow(launch):
+    """What a rank does not use is zeros there; what no rank uses is what the caller asks for."""
+    for rank in scenario("unconnected", launch):
+        row, nothing = [[0.0, 0.0], [0.5, 0.5], [0.0, 0.0]], [0.0, 0.0]
+        first = {"a": [1.5, 1.5], "b": [0.5, 0.5], "later": None, "embeddings": row, "own": None}
+        assert rank["none"] == [first, first]
+        zeros = {**first, "later": nothing, "own": [0.0]}
+        assert rank["zero"] == [zeros, {**zeros, "later": [1.0, 1.0]}]
+        doubled = [{k: (2 * np.array(v)).tolist() for k, v in step.items()} for step in rank["zero"]]
+        assert rank["text"] == doubled
+        assert rank["horovod"] == [0, [1.0, 1.0]]
+
+
+@on(TWO, FOUR)
+def test_nothing_is_lost_of_gradients_that_some_ranks_lack(launch):
+    """On four ranks also in a process set of three."""
+    topk = {"compressor": "topk", "compress_ratio": 0.25}
+    listed = [
+        {**topk, "communicator": "two_shot"},
+        {**topk, "communicator": "sparse_allreduce", "reduction": "tree"},
+    ]
+    if ALL or launch.ranks == 2:
+        listed += [
+            {**topk, "communicator": "allgather"},
+            {**topk, "communicator": "sparse_allreduce"},
+        ]
+    ranks = scenario("unused_in_turn", launch, listed)
+    for label in set().union(*ranks):
+        found = [rank[label] for rank in ranks if label in rank]
+        assert same(found), label
+        assert found[0]["given"] > 1
+        assert found[0]["lost"] < 1e-5, label
 
 
 @on(TWO)
