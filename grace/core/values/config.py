@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import inspect
 import itertools
 import json
@@ -128,11 +129,13 @@ class Rule:
 _RULE_CONDITIONS = {f: t for f, t in fields_of(Rule).items() if f not in ("method", "reason")}
 
 
+@functools.cache
 def dense_method() -> Method:
     """Return the method of an uncompressed tensor: compressor none, memory none, allreduce."""
     return Method(compressors.make("none"), memories.make("none"), communicators.make("allreduce"))
 
 
+@functools.cache
 def default_rules() -> tuple[Rule, ...]:
     """Return the rules that follow the user's: biases, norms, small tensors and embeddings stay uncompressed."""
     dense = dense_method()

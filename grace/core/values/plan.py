@@ -218,17 +218,22 @@ def make_plan(
     left = {item.spec.name for item in delegated}
     exchanged = [item for item in reversed(items) if item.spec.name not in left]
     groups: dict[tuple[Communicator, str, bool, str], list[list[Unit]]] = {}
+    # What the last bucket of each group has already, as `_size_of` counts it.
+    filled: dict[object, int] = {}
     for item in exchanged:
         module = modules.of[item.spec.name] if modules else ""
         # What is not summed on the way may share a buffer with dense tensors.
         brought = bool(item.communicator.brought_as)
-        group = groups.setdefault((item.communicator, item.spec.device, item.dense and not brought, module), [])
+        kind = item.communicator, item.spec.device, item.dense and not brought, module
+        group = groups.setdefault(kind, [])
         # A piece of a tensor may belong to few of the ranks that own parts of it.
         cuts = config.granularity == "bucket" and config.split_bytes > 0 and not brought
         for unit in cut(item, config.split_bytes) if cuts else [whole(item)]:
-            if not group or _is_full(group[-1], unit, config):
+            if not group or _is_full(filled[kind], unit, config):
                 group.append([])
+                filled[kind] = 0
             group[-1].append(unit)
+            filled[kind] += _size_of(unit, config)
     position = {item.spec.name: i for i, item in enumerate(exchanged)}
     # Sort by the last tensor to be ready: ranks wait for buckets in this order, so the first should be ready first.
     members = sorted(
@@ -269,15 +274,21 @@ def _rides(item: Assignment) -> bool:
     return item.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype != "float16"
 
 
-def _is_full(bucket: Sequence[Unit], unit: Unit, config: Config) -> bool:
+def _size_of(unit: Unit, config: Config) -> int:
+    """Return what a unit adds to its bucket: elements of a whole model, else bytes."""
+    return unit.spec.numel if config.granularity == "model" else unit.spec.nbytes
+
+
+def _is_full(filled: int, unit: Unit, config: Config) -> bool:
+    """Return whether a bucket in which `filled` is taken has no room for another unit."""
+    size = filled + _size_of(unit, config)
     if config.granularity == "model":
         # int32 indices reach this far.
-        return sum(other.spec.numel for other in bucket) + unit.spec.numel >= 2**31
-    nbytes = sum(other.spec.nbytes for other in bucket)
+        return size >= 2**31
     if unit.communicator.brought_as:
         # Few collectives matter more where nothing else travels while the framework waits for them.
-        return nbytes >= config.bucket_bytes
-    return nbytes + unit.spec.nbytes > config.bucket_bytes
+        return filled >= config.bucket_bytes
+    return size > config.bucket_bytes
 
 
 def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:

@@ -120,9 +120,9 @@ class Assignment:
     @cached_property
     def dense(self) -> bool:
         """True if the gradient is summed as it is, without memory."""
-        dense = dense_method()
-        communicator = self.communicator if self.communicator.brought_as else dense.communicator
-        return self.method == dataclasses.replace(dense, communicator=communicator)
+        method, dense = self.method, dense_method()
+        alike = (method.compressor, method.memory, method.coding) == (dense.compressor, dense.memory, dense.coding)
+        return alike and (bool(self.communicator.brought_as) or self.communicator == dense.communicator)
 
     @property
     def flat(self) -> bool:

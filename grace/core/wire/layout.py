@@ -144,7 +144,7 @@ class GatherLayout:
         self.guarded = tuple(guarded)
         self._by_name = [{f.name: f for f in own} for own in self.fields]
         self._start = CHECKSUM_BYTES if checksum else 0
-        self.counts: list[tuple[int, str]] = []
+        counts: dict[tuple[int, str], None] = {}
         self._coded: list[tuple[int, Field]] = []
         fixed: list[tuple[int, int, Field]] = []
         variable: list[tuple[int, int, Field]] = []
@@ -152,14 +152,15 @@ class GatherLayout:
             for f in tensor_fields:
                 if not f.wire:
                     continue
-                if isinstance(f.length, str) and (i, f.length) not in self.counts:
-                    self.counts.append((i, f.length))
+                if isinstance(f.length, str):
+                    counts[i, f.length] = None
                 if f.coding not in codings.PLAIN:
                     self._coded.append((i, f))
                 elif isinstance(f.length, str):
                     variable.append((-ITEMSIZE[f.dtype], i, f))
                 else:
                     fixed.append((-ITEMSIZE[f.dtype], i, f))
+        self.counts = list(counts)
         fixed.sort(key=lambda entry: entry[0])
         variable.sort(key=lambda entry: entry[0])
         split = sum(width <= -4 for width, _, _ in fixed)
