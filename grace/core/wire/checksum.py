@@ -39,7 +39,13 @@ def checksum(ops: ArrayOps, data: Array) -> Array:
     sums = [row_sums(start, rows if ops.dynamic_shapes else min(start + _ROWS, rows)) for start in starts]
     rest = words[rows * _COLUMNS :]
     sums.append(ops.wrapping_sum(ops.cast(rest, "int64") * columns[: n - rows * _COLUMNS]))
-    return ops.reshape(ops.wrapping_sum(ops.concat(sums) * _weights(ops, rows + 1, _COLUMNS)), (1,))
+    # Small arrays are frequent, and to make their one weight takes longer than the rest.
+    of_rows = (
+        ops.constant("row of a checksum", lambda: _weights(ops, 1, _COLUMNS))
+        if isinstance(rows, int) and not rows
+        else _weights(ops, rows + 1, _COLUMNS)
+    )
+    return ops.reshape(ops.wrapping_sum(ops.concat(sums) * of_rows), (1,))
 
 
 def _weights(ops: ArrayOps, n: int, first: int = 0) -> Array:
