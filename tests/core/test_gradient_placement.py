@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import threading
 
@@ -10,7 +11,7 @@ import pytest
 
 from grace.core.exchange.simulation import poll_all
 from grace.core.ops import get_ops
-from grace.core.values.registry import compressors
+from grace.core.values.registry import communicators, compressors
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, host, same
 from tests.support import registered
@@ -56,6 +57,28 @@ def test_results_are_written_where_they_belong(chosen, cut, size, framework):
         assert_same(expected, on_host(placed, merged))
         assert_same(expected, on_host(placed, given))
     assert_same(states(plain), states(placed))
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+@pytest.mark.parametrize("communicator", ["allgather", "two_shot"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_small_results_are_written_where_they_belong(framework, communicator, size):
+    """Whole tensors are written by one call for all, and those that shards cut one by one, with the same bits."""
+    dtypes = ("float32", "float32", "bfloat16" if framework == "torch" else "float16")
+    specs = [TensorSpec(f"w{i}", (7 * i % 40, 3), dtypes[i % 3]) for i in range(120)]
+    method = dataclasses.replace(METHODS["topk"], communicator=communicators.make(communicator))
+    plain, placed = (simulate(method, framework, size=size, specs=specs, granularity="bucket") for _ in "ab")
+    assert any(len(unit.pieces) > 10 for unit in plain.plan.units)
+    for number in range(2):
+        expected = step(plain, number)
+        given = gradients(placed, number)
+        for engine, mine in zip(placed.engines, given, strict=True):
+            for name, x in mine.items():
+                engine.ready(name, x)
+        poll_all(placed.engines)
+        merged = [engine.finish(mine) for engine, mine in zip(placed.engines, given, strict=True)]
+        assert_same(expected, on_host(placed, merged))
+        assert_same(expected, on_host(placed, given))
 
 
 @pytest.mark.parametrize("framework", IN_PLACE)

@@ -11,6 +11,9 @@ from grace.core.values.plan import Plan
 from grace.core.values.spec import Array
 from grace.core.values.unit import Piece, Unit
 
+# For several pieces with fewer elements than this, a pass over all takes less time than a call for each.
+_FEW = 1 << 14
+
 
 class Incoming:
     """Gradients of one step, kept until every unit has all its pieces."""
@@ -104,23 +107,31 @@ class Outgoing:
         if x is target:
             self._count(unit.pieces[0], ops)
             return
-        if factor == 1 and all(self._is_whole(piece, ops) for piece in unit.pieces):
-            # The most frequent case: the pieces are tensors.
-            tensors = {piece.tensor: self._into[piece.tensor] for piece in unit.pieces}
-            ops.place_all(list(tensors.values()), x)
-            self.merged.update(tensors)
-            return
-        direct = [self._goes_into_place(piece, ops) for piece in unit.pieces]
-        if factor != 1 and not all(direct):
+        direct = all(self._goes_into_place(piece, ops) for piece in unit.pieces)
+        if factor != 1 and (not direct or unit.spec.numel < _FEW * (len(unit.pieces) - 1)):
             x, factor = ops.scale_(x, factor), 1.0
-        parts = ops.split(x, [piece.numel for piece in unit.pieces])
-        for piece, part, placed in zip(unit.pieces, parts, direct, strict=True):
-            if not placed:
-                self._collect(ops, piece, part)
+        # The most frequent case: most pieces are tensors. Shards cut one at each end.
+        runs = [
+            (whole, list(run))
+            for whole, run in itertools.groupby(unit.pieces, lambda piece: factor == 1 and self._is_whole(piece, ops))
+        ]
+        parts = ops.split(x, [sum(piece.numel for piece in run) for _, run in runs])
+        for (whole, run), part in zip(runs, parts, strict=True):
+            if whole:
+                tensors = {piece.tensor: self._into[piece.tensor] for piece in run}
+                ops.place_all(list(tensors.values()), part)
+                self.merged.update(tensors)
                 continue
-            whole = self._all(piece.tensor, ops)
-            ops.place(whole, piece.start - self._windows[piece.tensor][0], part, factor)
-            self._count(piece, ops)
+            for piece, own in zip(run, ops.split(part, [piece.numel for piece in run]), strict=True):
+                self._put(ops, piece, own, factor)
+
+    def _put(self, ops: ArrayOps, piece: Piece, x: Array, factor: float) -> None:
+        """Take a piece, x times the factor."""
+        if not self._goes_into_place(piece, ops):
+            self._collect(ops, piece, x)
+            return
+        ops.place(self._all(piece.tensor, ops), piece.start - self._windows[piece.tensor][0], x, factor)
+        self._count(piece, ops)
 
     def _is_whole(self, piece: Piece, ops: ArrayOps) -> bool:
         return ops.eager and piece.tensor in self._into and len(self._plan.places[piece.tensor]) == 1
