@@ -161,8 +161,6 @@ class Run:
             return
 
     def save_and_load(self):
-        if any(memories.name_of(unit.memory) == "leftover" for unit in self.sim.plan.units):
-            return
         states = self.sim.state_dict()
         fresh = Simulation(self.sim.size, TENSORS, self.sim.config)
         fresh.load_state_dict(states)
