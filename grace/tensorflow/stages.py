@@ -406,5 +406,5 @@ def _ops(device: str) -> ArrayOps:
 
 
 def _delegated(item: Assignment) -> bool:
-    """Return whether Horovod reduces the tensor: it is dense and not bfloat16, which Horovod cannot add."""
-    return item.dense and item.spec.dtype != "bfloat16"
+    """Return whether Horovod reduces the tensor: it is dense, and Horovod can add its dtype."""
+    return item.dense and item.spec.dtype != "bfloat16" and not item.spec.complex

@@ -316,6 +316,9 @@ def _attach(
             # Frozen in mid-run. It takes part with zeros, but neither its residual nor its weight may move.
             gradients_of_frozen[p] = p.grad
             p.grad = torch.zeros_like(p)
+        if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):
+            # PyTorch has noted only that its signs are others than in memory, which is what is sent and overwritten.
+            p.grad = p.grad.resolve_conj().resolve_neg()
         if not engine.exchanges(name):
             return delegated.start(p)
         if not p.requires_grad:

@@ -192,6 +192,21 @@ def test_a_name_that_is_also_that_of_a_piece_is_refused():
     assert {unit.spec.name for unit in plan.units} == {spec.name for spec in specs}
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize("config", [{**TOPK, "default_rules": False}, {**TOPK, "rules": [rule(match="x")]}, {}])
+def test_complex_tensors_stay_dense_and_leave_the_engine_alone(dtype, config):
+    specs = [TensorSpec("x", (64, 64), dtype), TensorSpec("small", (8,), dtype), TensorSpec("w", (64, 64))]
+    config = make_config({"compressor": "topk", **config})
+    plan = make_plan(specs, config, delegate=lambda item: item.dense)
+    assert {item.spec.name: item.reason for item in plan.delegated} == dict.fromkeys(
+        ("x", "small"), "complex numbers stay dense"
+    )
+    (row,) = [line.split() for line in plan.report().splitlines() if line.startswith("small ")]
+    assert row[5] == row[6] == {"complex64": "64", "complex128": "128"}[dtype]
+    with pytest.raises(ConfigError, match=f"tensor '(x|small)': gradients of dtype {dtype} cannot be exchanged here"):
+        make_plan(specs, config)
+
+
 def test_dtypes_that_are_no_gradients_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"'embedding'.*int64.*float32"):
         TensorSpec("embedding", (3,), "int64")

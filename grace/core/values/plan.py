@@ -120,7 +120,7 @@ class Plan:
         The shares of all tensors of a unit add up to the bytes of the unit.
         """
         if item.spec.name not in self.places:
-            return item.wire_bytes
+            return item.spec.nbytes
         total = 0
         for unit, offset, piece in self.places[item.spec.name]:
             if unit.wire_bytes is None:
@@ -217,6 +217,9 @@ def make_plan(
     delegated = [item for item in items if delegate(item) and not (compresses and (modules or _rides(item)))]
     left = {item.spec.name for item in delegated}
     exchanged = [item for item in reversed(items) if item.spec.name not in left]
+    for item in exchanged:
+        if item.spec.complex:
+            raise item.spec.not_exchanged()
     groups: dict[tuple[Communicator, str, bool, str], list[list[Unit]]] = {}
     # What the last bucket of each group has already, as `_size_of` counts it.
     filled: dict[object, int] = {}
@@ -271,7 +274,8 @@ def _rides(item: Assignment) -> bool:
     """Return whether a dense tensor shares a collective with others like it: the many small biases and norms."""
     spec = item.spec
     # Sums of float16 take a program of their own; bfloat16 travels as float32.
-    return item.dense and spec.ndim <= 1 and spec.numel < 65536 and not spec.sparse and spec.dtype != "float16"
+    alone = spec.sparse or spec.complex or spec.dtype == "float16"
+    return item.dense and spec.ndim <= 1 and spec.numel < 65536 and not alone
 
 
 def _size_of(unit: Unit, config: Config) -> int:
@@ -416,7 +420,7 @@ def next_plan(
 def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modules: Modules | None) -> Assignment:
     rule = config.rule_for(spec)
     method = rule.method if rule else config.method
-    unfit = method.compressor.unfit(spec)
+    unfit = "complex numbers stay dense" if spec.complex else method.compressor.unfit(spec)
     if unfit:
         method = dense_method()
     brought = modules.communicator if modules else None

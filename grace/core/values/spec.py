@@ -41,6 +41,8 @@ ITEMSIZE = {
 MAX_MAGNITUDE = {"float16": 65504.0, "bfloat16": 2.0**104, "float32": 2.0**104, "float64": 2.0**512}
 
 GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+# Dtypes of gradients that stay dense, and that only some libraries can add; the engine cannot. Each with its bytes.
+COMPLEX_DTYPES = {"complex64": 8, "complex128": 16}
 HALF_DTYPES = ("float16", "bfloat16")
 
 
@@ -48,10 +50,10 @@ HALF_DTYPES = ("float16", "bfloat16")
 class TensorSpec:
     """Static facts about a gradient, known before the first step.
 
-    `dtype` is one of float16, bfloat16, float32, float64. `sparse` means that the gradient comes as rows and their
-    indices, like that of an embedding. `model_numel` is the number of elements of all tensors of the run (0: this
-    tensor is alone). Raises ConfigError for any other dtype, and for a shape with other entries than whole numbers from
-    0 on.
+    `dtype` is one of float16, bfloat16, float32, float64, complex64, complex128. `sparse` means that the gradient comes
+    as rows and their indices, like that of an embedding. `model_numel` is the number of elements of all tensors of the
+    run (0: this tensor is alone). Raises ConfigError for any other dtype, and for a shape with other entries than whole
+    numbers from 0 on.
     """
 
     name: str
@@ -73,11 +75,21 @@ class TensorSpec:
                 f"{self.shape!r}; name the size of every dimension."
             )
         object.__setattr__(self, "shape", shape)
-        if self.dtype not in GRADIENT_DTYPES:
-            raise ConfigError(
-                f"tensor '{self.name}': gradients of dtype {self.dtype} cannot be exchanged; "
-                f"expected one of {', '.join(GRADIENT_DTYPES)}. Convert the parameter or exclude it from the optimizer."
-            )
+        if self.dtype not in GRADIENT_DTYPES and not self.complex:
+            raise self.not_exchanged()
+
+    def not_exchanged(self) -> ConfigError:
+        """Return the error for a dtype whose gradients cannot be exchanged."""
+        return ConfigError(
+            f"tensor '{self.name}': gradients of dtype {self.dtype} cannot be exchanged here; expected one of "
+            f"{', '.join(GRADIENT_DTYPES)}. Make it a tensor of such numbers, of complex ones for example with their "
+            "real and imaginary parts, or leave it out of what grace exchanges."
+        )
+
+    @property
+    def complex(self) -> bool:
+        """True for complex numbers, which no compressor takes."""
+        return self.dtype in COMPLEX_DTYPES
 
     @cached_property
     def numel(self) -> int:
@@ -92,7 +104,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the uncompressed gradient."""
-        return self.numel * ITEMSIZE[self.dtype]
+        return self.numel * (COMPLEX_DTYPES[self.dtype] if self.complex else ITEMSIZE[self.dtype])
 
     @cached_property
     def work_dtype(self) -> str:

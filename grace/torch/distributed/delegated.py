@@ -74,6 +74,8 @@ class Delegated:
             return _begin_rows(transport, name, gradient, size if self._average else 1)
         # A copy, because the backward pass may still need the buffer.
         x = gradient.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        if gradient.is_complex():
+            x = torch.view_as_real(x).view(-1)
         if self._predivide != 1.0:
             x /= self._predivide
         handle = transport.allreduce(x, op="sum", name=name)
@@ -84,6 +86,8 @@ class Delegated:
                 total /= size
             if self._predivide != 1.0:
                 total *= self._predivide
+            if gradient.is_complex():
+                total = torch.view_as_complex(total.view(-1, 2))
             return total.view(gradient.shape)  # type: ignore[no-any-return]
 
         return wait
@@ -102,6 +106,7 @@ def _begin_rows(
         of_all: dict[str, Any] = {kind: handle.wait() for kind, handle in handles.items()}
         rows = of_all["indices"].view(-1, len(indices)).t()
         summed = of_all["values"].view(-1, *values.shape[1:]) / divisor
-        return torch.sparse_coo_tensor(rows, summed, gradient.shape)
+        # Otherwise PyTorch warns that it leaves out its checks.
+        return torch.sparse_coo_tensor(rows, summed, gradient.shape, check_invariants=False)
 
     return wait

@@ -17,6 +17,7 @@ import torch
 from grace.core.exchange.engine import Engine
 from grace.core.guards.elastic import refusal_of_process_sets
 from grace.core.values.errors import ConfigError
+from grace.core.values.spec import COMPLEX_DTYPES
 from grace.torch.horovod.delegated import Delegated
 from grace.torch.horovod.transport import HorovodTransport
 from grace.torch.library import Library
@@ -28,7 +29,7 @@ class Horovod(Library):
     """The ranks of a process set of Horovod."""
 
     no_compression = hvd.Compression.none
-    not_added = frozenset({"bfloat16"})
+    not_added = frozenset({"bfloat16", *COMPLEX_DTYPES})
     advice = "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before you train."
     transport: HorovodTransport
 

@@ -362,6 +362,58 @@ def mixed_by_ddp(rows: Sequence[dict[str, Any]]) -> list[Any]:
     return results
 
 
+class Complex(torch.nn.Module):
+    """A layer and complex parameters, of one and of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 64)
+        self.spectrum = torch.nn.Parameter(torch.ones(8, dtype=torch.complex64))
+        self.phase = torch.nn.Parameter(torch.ones(4, 40, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = (self.spectrum * torch.fft.fft(x[0, :8])).sum() + (x[1, 0] * self.phase.conj() ** 2).sum()
+        return self.layer(x).square().mean() + turned.real.float() + turned.imag.float()
+
+
+def complex_by_ddp() -> dict[str, Any]:
+    """Train complex parameters beside others: those of plain DDP and of each way of grace, and their reasons."""
+    rules = [{"match": "spectrum", "compressor": "none"}]
+    configs = {
+        "topk": TOPK,
+        "default rules": {"compressor": "topk"},
+        "by a rule": {**TOPK, "rules": rules},
+        "none": NONE,
+    }
+    results: dict[str, Any] = {}
+    for label, config in configs.items():
+        weights, reasons = [], []
+        for way in ("without grace", "plain", "static", "optimizer"):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                model = Complex()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            forward: Any = model
+            if way == "optimizer":
+                optimizer = wrap(model, config, optimizer=optimizer)
+            else:
+                forward = parallel(model, **WAYS[way if way != "without grace" else "plain"])
+            exchange = None
+            if way in ("plain", "static"):
+                exchange = grace.torch.register(forward, config)
+            generator = torch.Generator().manual_seed(my_rank())
+            for _ in range(3):
+                optimizer.zero_grad()
+                forward(torch.randn(4, 32, generator=generator)).backward()
+                optimizer.step()
+            parts = [torch.view_as_real(x.detach()).flatten().double() for x in (model.spectrum, model.phase)]
+            weights.append(torch.cat(parts))
+            if exchange is not None:
+                reasons += [item.reason for item in exchange.plan.assignments if item.spec.complex]
+        results[label] = {"off": max(float((w - weights[0]).abs().max()) for w in weights), "reasons": reasons}
+    return results
+
+
 def scaled_by_ddp() -> dict[str, Any]:
     """Train with a GradScaler: its scale grows every step, or one rank overflows in the second. Also without one.
 

@@ -73,6 +73,14 @@ def test_a_rank_waits_no_longer_than_its_limit_where_ddp_waits_too(launch, way):
 
 
 @both
+def test_complex_parameters_train_as_by_plain_ddp(launch):
+    for rank in scenario("complex_by_ddp", launch):
+        for label, found in rank.items():
+            assert found["off"] < 1e-6, label
+            assert found["reasons"] == ["complex numbers stay dense"] * 4, label
+
+
+@both
 def test_nothing_is_lost_with_accumulation_and_unused_parameters(launch):
     ranks = scenario("conserved_by_ddp", launch)
     for rank in ranks:
