@@ -621,7 +621,8 @@ class Engine:
         for in_step in received.in_step:
             self._ops(bucket.units[0].spec.device).require(in_step, at_other_steps(self.transport.rank))
         for unit, payloads, flags in zip(bucket.units, received.payloads, received.flags, strict=True):
-            name, step = unit.spec.name, run.steps[unit.spec.name]
+            # Free what each unit holds before the next one: Python looks for garbage among all objects that are left.
+            name, step = unit.spec.name, run.steps.pop(unit.spec.name)
             if not unit.is_merged_by(self.transport.rank):
                 self._commit(unit, step.states_unless(flags))
                 self._note_sent(name, step, step.sent_bytes())
