@@ -103,8 +103,9 @@ def test_an_error_in_another_thread_is_raised_where_the_program_waits():
     transport.done(0)
     transport.advance()
     assert not handle.done
-    with pytest.raises(MismatchError, match="rank 0 started allgather float64 'a', but rank 1 started"):
+    with pytest.raises(MismatchError, match="rank 0 started allgather float64 'a', but rank 1 started") as caught:
         handle.wait()
+    assert "Rank 0 knows them as collective 'a', and as collective ''." in str(caught.value)
     with pytest.raises(MismatchError):
         transport.allgather(X, name="b")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from grace.core.exchange.engine import Engine, Plans, Snapshot
 from grace.core.exchange.state import STATE_VERSION, check_mapping, check_saved
-from grace.core.guards.waiting import explained
+from grace.core.guards.waiting import bucket_of, explained
 from grace.core.observe.timeline import Times
 from grace.core.values.errors import StateError
 from grace.core.values.plan import Plan
@@ -44,11 +44,17 @@ class ModuleEngines:
         self._engines, self.times = engines, times
         self._tensors = {name: {a.spec.name for a in engine.plan.assignments} for name, engine in engines.items()}
         self.transport = next(iter(engines.values())).transport
-        self.transport.explain = lambda name: explained(self.plan, self.step, name)
+        self.transport.explain = self._explained
 
     def of(self, module: str) -> Engine:
         """Return the engine of a module."""
         return self._engines[module]
+
+    def _explained(self, name: str) -> str:
+        for module, engine in self._engines.items():
+            if bucket_of(engine.plan, name) is not None:
+                return explained(engine.plan, int(engine.step), name, module)
+        return explained(self.plan, self.step, name)
 
     @property
     def track_norms(self) -> bool:

@@ -186,9 +186,14 @@ class OrderedTransport(MeetingTransport):
                 theirs = header[start + _DIGEST_BYTES :].rstrip(b"\0").decode(errors="replace")
                 raise MismatchError(
                     f"rank {self.rank} started {text}, but rank {rank} started {theirs}; "
-                    "all ranks must start the same collectives in the same order."
+                    "all ranks must start the same collectives in the same order. "
+                    f"Rank {self.rank} knows them as {self._explained(text)}, and as {self._explained(theirs)}."
                 )
         return (yield from body([struct.unpack(f"<{self.size}q", header[:start]) for header in headers]))
+
+    def _explained(self, text: str) -> str:
+        """Return in words what a described collective carries. The description of another rank may be cut short."""
+        return self.explain(text.partition("'")[2].partition("'")[0])
 
     # --- progress ---------------------------------------------------------------------------------------------------
 

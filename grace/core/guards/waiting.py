@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from grace.core.observe.timeline import tensors_of
 from grace.core.values.errors import WaitError
-from grace.core.values.plan import Plan
+from grace.core.values.plan import Bucket, Plan
 
 # A rank that has waited this many seconds, or half of its limit, logs what it waits for, and again each time that the
 # wait has doubled.
@@ -55,14 +55,23 @@ def wait_until(
         pause(waited)
 
 
-def explained(plan: Plan, step: int, name: str) -> str:
-    """Return what a collective of a plan carries, in words."""
+def explained(plan: Plan, step: int, name: str, module: str | None = None) -> str:
+    """Return what a collective of a plan, or of the plan of a module, carries, in words."""
+    bucket = bucket_of(plan, name)
+    if bucket is None:
+        return f"step {step}, {name}"
+    tensors = tensors_of(bucket)
+    more = f" and {len(tensors) - 1} other tensors" if len(tensors) > 1 else ""
+    within = "" if module is None else f" of module '{module}'"
+    return f"step {step}{within}, the gradient of '{tensors[0]}'{more} (collective '{name}')"
+
+
+def bucket_of(plan: Plan, name: str) -> Bucket | None:
+    """Return the bucket to which a collective of this name belongs."""
     for bucket in plan.buckets:
         if name.startswith(bucket.name) and not name[len(bucket.name) :][:1].isdigit():
-            tensors = tensors_of(bucket)
-            more = f" and {len(tensors) - 1} other tensors" if len(tensors) > 1 else ""
-            return f"step {step}, the gradient of '{tensors[0]}'{more} (collective '{name}')"
-    return f"step {step}, {name}"
+            return bucket
+    return None
 
 
 def _waiting(rank: int, size: int, waited: float, what: str) -> str:

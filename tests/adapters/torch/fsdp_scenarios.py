@@ -379,6 +379,15 @@ def waits_by_fsdp() -> str:
     return backward_of_a_late_rank(F.cross_entropy(model(x), y))
 
 
+def mismatched_by_fsdp() -> str:
+    """Let the last rank leave out the reduction of a module; the error of each rank."""
+    model = shard(make(), reshard_after_forward=False)
+    grace.torch.register(model, TOPK, timeout=20)
+    backward(model, next(batches(1)))
+    model.middle.set_requires_gradient_sync(my_rank() < world_size() - 1)
+    return outcome(lambda: backward(model, next(batches(1))))
+
+
 def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
     """Fail on the first rank in the second module; return the error, and that of another attempt."""
     real, calls = TopK.compress_sum, itertools.count()

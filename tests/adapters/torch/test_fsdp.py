@@ -141,6 +141,20 @@ def test_other_ways_of_fsdp_give_the_same_means(launch):
         assert max(rank.values()) <= 1e-6, rank
 
 
+@on(TWO, FOUR)
+def test_modules_that_the_ranks_reduce_in_another_order_are_named(launch):
+    *others, last = scenario("mismatched_by_fsdp", launch)
+    texts = (
+        "step 1 of module 'middle', the gradient of 'middle.",
+        "step 1 of module '', the gradient of 'scale' and 2 ",
+    )
+    for rank, error in enumerate((*others, last)):
+        assert error.startswith(f"MismatchError: rank {rank} started ")
+        mine, theirs = texts if error != last else texts[::-1]
+        assert f"Rank {rank} knows them as {mine}" in error
+        assert f", and as {theirs}" in error
+
+
 replicated = pytest.mark.parametrize("replicas", [1, 2])
 
 
