@@ -78,6 +78,7 @@ dist.destroy_process_group()
 """
 BUILD = "import horovod.{0} as hvd; print('MPI' * hvd.mpi_built(), 'Gloo' * hvd.gloo_built())"
 KERNELS = "from grace.backends.native_tensorflow import described; print(described())"
+PLUGINS = "from grace.core.values.plugins import states\nfor found in states(): print(*found, sep='\\t')"
 OPEN_MPI_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
 
@@ -103,6 +104,7 @@ class Doctor:
         mpi = self._mpi_version()
         built = self._horovod()
         self._kernels()
+        self._plugins()
         launchers = self._launchers()
         if not launch:
             self._say("2-rank allreduce", "not checked (--no-launch)")
@@ -183,6 +185,18 @@ class Doctor:
                 status, output = self._run(python(KERNELS))
                 found = output.strip().rpartition("\n")[2] if status == 0 else ""
             self._say("kernels.tensorflow", found or "unknown: the check failed")
+
+    def _plugins(self) -> None:
+        # An import may do anything, so a child process does it.
+        status, output = self._run(python(PLUGINS))
+        found = [line.split("\t") for line in output.splitlines() if line.count("\t") == 2]
+        for name, distribution, fault in found:
+            self._say("plugin", f"{name} of {distribution}: {'cannot be loaded' if fault else 'works'}", fault)
+        if status != 0:
+            self._say("plugin", "unknown: the check failed", "the entry points of other packages cannot be checked")
+            print(_indented(output))
+        elif not found:
+            self._say("plugin", "none")
 
     def _launchers(self) -> dict[str, str]:
         """Return the names and paths of the launchers that are installed."""

@@ -119,6 +119,23 @@ def test_doctor_without_launch_finds_this_environment_complete(capsys):
     assert found["2-rank"] == "allreduce    not checked (--no-launch)"
 
 
+def test_doctor_lists_what_other_packages_bring(tmp_path, monkeypatch, capsys):
+    metadata = tmp_path / "outside-1.0.dist-info"
+    metadata.mkdir()
+    (tmp_path / "outside.py").write_text("class Part: pass")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[grace.memories]\ngood = outside:Part\n[grace.backends]\nbad = outside.missing:Ops\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {})
+    assert cli.main(["doctor", "--no-launch"]) == 1
+    told = capsys.readouterr().out
+    assert "\nplugin              good (grace.memories) of outside 1.0: works\n" in told
+    assert "\nplugin              bad (grace.backends) of outside 1.0: cannot be loaded\n" in told
+    assert "\n1 problem(s):\n  - the entry point 'bad = outside.missing:Ops' of outside 1.0, in the group" in told
+
+
 def test_doctor_says_which_kernels_are_in_use(monkeypatch):
     built = SimpleNamespace(isa=lambda: "avx2", cuda=False)
     monkeypatch.delenv("GRACE_NATIVE", raising=False)

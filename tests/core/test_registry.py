@@ -7,6 +7,7 @@ import pkgutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import grace.core.compressors
 import grace.core.memories
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
-from grace.core.values.errors import ConfigError
+from grace.core.values.errors import ConfigError, GraceWarning
 from grace.core.values.registry import Registry, communicators, compressors, memories
 from grace.core.values.spec import Field, Proposal
 from grace.testing import CompressorContract
@@ -143,6 +144,29 @@ def test_an_entry_point_that_registers_itself_at_import_is_no_conflict(outside):
     registry: Registry = Registry("compressor", "compressors", "grace.core.memories")
     registry.register("maxscale")(MaxScale)
     assert list(registry) == ["maxscale"]
+
+
+BROKEN = {
+    "no module": ("no_such_module:Part", r"ModuleNotFoundError: No module named 'no_such_module'"),
+    "no class": ("json:Part", "AttributeError: module 'json' has no attribute 'Part'"),
+    "a function": ("json:dumps", "expected a class, received <function dumps"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_entry_point_stops_only_those_who_ask_for_it(fault, monkeypatch):
+    value, why = BROKEN[fault]
+    entry = EntryPoint("broken", value, "grace.compressors")
+    monkeypatch.setattr("grace.core.values.registry.entry_points", lambda group: [entry])
+    registry: Registry = Registry("compressor", "compressors", "grace.core.memories")
+    told = rf"the entry point 'broken = {value}' of an unknown package, in the group grace.compressors, .*: {why}"
+    with pytest.warns(GraceWarning, match=told):
+        assert list(registry) == []
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=told):
+            registry.make("broken")
+    with pytest.raises(ConfigError, match="unknown compressor 'other'"):
+        registry.make("other")
 
 
 @pytest.fixture

@@ -197,7 +197,9 @@ def check_number(value: Any, name: str, least: int = 0) -> None:
 
 def nonfinite(what: str) -> StateError:
     """Return the error of a saved state with NaN or infinity, which would spoil all further steps."""
-    return _unreadable(what, "finite numbers", "NaN or infinity")
+    return StateError(
+        f"checkpoint, {what}: expected finite numbers, received NaN or infinity. The file is damaged; load another one."
+    )
 
 
 def check_mapping(value: Any, what: str) -> Mapping[Any, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from grace.core.memories.none import NoMemory
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
@@ -24,10 +23,14 @@ class Leftover(Memory):
     size beside those of `then`.
     """
 
-    then: Memory = field(default_factory=NoMemory)
+    # `__post_init__` replaces the name, which the list of options shows.
+    then: Memory = "none"  # type: ignore[assignment]
 
     feeds_back = False
     holds_residual = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "then", memories.make(self.then))
 
     @property
     def finishes(self) -> bool:

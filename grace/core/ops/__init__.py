@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from grace.core.ops.composites import ArrayOps
+from grace.core.values import plugins
 from grace.core.values.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _reference(framework: str) -> type[ArrayOps]:
     _announced()
     if framework not in _backends:
         raise ConfigError(f"unknown framework '{framework}'.{nearest(framework, _backends)}")
-    found: type[ArrayOps] = _backends[framework].load()
+    found: type[ArrayOps] = plugins.load(_backends[framework])
     return found
 
 

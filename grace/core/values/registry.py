@@ -9,6 +9,7 @@ import numbers
 import pkgutil
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,8 @@ from typing import Any, Generic, TypeVar
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.errors import ConfigError, nearest
+from grace.core.values import plugins
+from grace.core.values.errors import ConfigError, GraceWarning, nearest
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -33,6 +35,8 @@ class Registry(Generic[T]):
         self._group = f"grace.{plural}"
         self._package = package
         self._classes: dict[str, type[T]] = {}
+        # The errors of entry points that cannot be loaded, by name.
+        self._broken: dict[str, str] = {}
         self._loaded = False
 
     def register(self, name: str) -> Callable[[C], C]:
@@ -60,7 +64,13 @@ class Registry(Generic[T]):
             for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
                 importlib.import_module(f"{self._package}.{module.name}")
             for entry in entry_points(group=self._group):
-                cls = entry.load()
+                try:
+                    cls = plugins.load(entry)
+                except ConfigError as error:
+                    # A run that does not use it is not stopped by it.
+                    self._broken[entry.name] = str(error)
+                    warnings.warn(str(error), GraceWarning, stacklevel=2)
+                    continue
                 if self._classes.get(entry.name) is not cls:
                     self.register(entry.name)(cls)
         except BaseException:
@@ -78,6 +88,8 @@ class Registry(Generic[T]):
     def get(self, name: str) -> type[T]:
         """Return the class of that name; raises ConfigError with the nearest valid name if there is none."""
         self._load()
+        if name in self._broken and name not in self._classes:
+            raise ConfigError(self._broken[name])
         if name not in self._classes:
             raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(str(name), self._classes)}")
         return self._classes[name]
