@@ -7,7 +7,7 @@
 namespace grace {
 namespace {
 
-// The byte format of 3LC, as in grace/core/ops/ternary.py.
+// The byte format of 3LC, as in grace/core/compressors/threelc.py.
 constexpr int kDigits = 5, kLongestRun = 14;
 constexpr uint8_t kZeroByte = 121, kFirstRun = 243;
 constexpr int64_t kSlack = 16;  // bytes that may be read and written beyond the end

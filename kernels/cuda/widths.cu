@@ -6,7 +6,7 @@ namespace grace {
 namespace gpu {
 namespace {
 
-// The byte format of 3LC, as in grace/core/ops/ternary.py.
+// The byte format of 3LC, as in grace/core/compressors/threelc.py.
 constexpr int kDigits = 5, kLongestRun = 14;
 constexpr uint32_t kZeroByte = 121, kFirstRun = 243;
 
