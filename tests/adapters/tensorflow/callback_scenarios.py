@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import logging.handlers
 import os
 import tempfile
+import weakref
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -11,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from grace.tensorflow import BroadcastGlobalVariablesCallback, MetricAverageCallback, StatisticsCallback
+from grace.tensorflow.broadcast import _sender as graphs
 from tests.adapters.tensorflow.loss_scaling_scenarios import mixed_float16, scaled, states
 from tests.adapters.tensorflow.model import PROCESS_SETS, digest, sgd, wrap
 from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples
@@ -53,6 +58,40 @@ def broadcast() -> dict[str, Any]:
         "states": second.states == before,
         "weights": [digest(fresh.weights), digest(mixed.weights)],
         "different": error_of(lambda: fit(plain, 1, callbacks=[BroadcastGlobalVariablesCallback(0)])),
+    }
+
+
+def repeated_fits() -> dict[str, Any]:
+    """Train one model by many calls of fit, and equal models after it; return what TensorFlow logs about its traces."""
+    handler = logging.handlers.BufferingHandler(10_000)
+    logger = tf.get_logger()
+    logger.addHandler(handler)
+    graphs.cache_clear()
+    try:
+        model = net(seed=hvd.rank())
+        model.compile(wrap(TOPK), "mse")
+        for _ in range(6):
+            fit(model, 1, callbacks=[BroadcastGlobalVariablesCallback(0), MetricAverageCallback()])
+        made = graphs.cache_info().misses
+        others = [net(seed=hvd.rank()) for _ in range(2)]
+        for other in others:
+            other.compile(wrap(TOPK), "mse")
+            fit(other, 1, callbacks=[BroadcastGlobalVariablesCallback(0)])
+        kept = [weakref.ref(v.value) for other in others for v in other.weights]
+        del other, others
+        keras.utils.clear_session()
+        for _ in range(2):
+            gc.collect()
+    finally:
+        logger.removeHandler(handler)
+    logged = [record.getMessage() for record in handler.buffer]
+    return {
+        "graphs": [made, graphs.cache_info().misses],
+        "traces": model.optimizer.grace.traces,
+        "weights": digest(model.weights),
+        "kept": sum(reference() is not None for reference in kept),
+        # Keras makes a function for every model, of which TensorFlow warns, too.
+        "warnings": [text for text in logged if "retracing" in text and "TensorFlowTrainer" not in text],
     }
 
 

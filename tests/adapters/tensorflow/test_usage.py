@@ -196,6 +196,18 @@ def test_ranks_start_alike_and_keep_their_memories(launch):
         assert rank["different"].startswith("MismatchError: rank 1 and rank 0 were started differently: variable 1 is ")
 
 
+@on(TWO)
+def test_fits_of_equal_models_share_the_graph_of_a_broadcast(launch):
+    """TensorFlow warned after the fifth fit. The graph keeps no variable of a model."""
+    ranks = scenario("repeated_fits", launch)
+    assert same([rank["weights"] for rank in ranks])
+    for rank in ranks:
+        assert rank["graphs"] == [1, 1]
+        assert rank["traces"] == 1
+        assert rank["warnings"] == []
+        assert rank["kept"] == 0
+
+
 @each_launcher
 def test_metrics_are_averaged_over_ranks(launch):
     ranks = scenario("metrics", launch)
