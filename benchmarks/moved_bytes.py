@@ -42,13 +42,16 @@ TEXT = """# Bytes over the number of ranks
 Bytes per element that leave a rank in the first step, for a float32 matrix of 256 x 256 normal values and the default
 options. Where the bytes depend on the data, later steps differ: [Methods](methods/index.md) has means of many steps. An
 uncompressed ring allreduce sends 8 (N - 1) / N bytes. Bold figures are those of the communicator that `auto`, the
-default, chooses: it counts the bytes of a payload, without headers, before the first step. Payloads that cannot be
-added travel by `allgather` or `two_shot`. On two ranks, both move equally many bytes; from three ranks on, `two_shot`
-moves fewer. Payloads that can be added travel by `allreduce`, except that two ranks gather those of `uniform`: its sums
-take more bits than its integers. Methods by which ranks vote (`signsgd`, `signum`) and methods with a fixed threshold
-stay with `allgather`. You may name `two_shot` for those that it can carry. `broadcast` moves as many bytes as
-`allgather`. `sparse_allreduce` moves about as many as `two_shot`, and more with the reduction `union`. With `tree`, the
-ranks send no more, but the first one receives a payload in each of log2(N) rounds. You must name both.
+default, chooses: it counts the bytes of a payload, without headers, before the first step, and takes the fewest that
+still deliver the mean of what the ranks have sent. Payloads that can be added travel by `allreduce`, except that two
+ranks gather those of `uniform`: its sums take more bits than its integers. Quantizers with a small error travel by
+`allgather` on two ranks, and by `two_shot` on more. All other methods stay with `allgather`, until even a
+`sparse_allreduce` with the reduction `union` that brings every element back moves less: with 1 % of the elements, from
+52 ranks on. You may name `two_shot` for methods that it can carry. It compresses the mean again, and
+[Communicators](communicators_and_memories.md#second-compression) says what that costs. `broadcast` moves as many bytes
+as `allgather`. `sparse_allreduce` moves about as many as `two_shot`, and more with the reduction `union`. Here, ranks
+keep different elements; in training, many are the same, so a union is smaller. With `tree`, the ranks send no more, but
+the first one receives a payload in each of log2(N) rounds.
 
 With `hierarchical`, four ranks share a node. A cell has two figures: the bytes per element that leave a rank for other
 nodes, and those for ranks of its own node, which are not compressed. You must name it, too.
@@ -118,10 +121,11 @@ def counted(start: Callable[[Collective, str], Any], rank: int, size: int, local
 
 
 def chosen(compressor: str, size: int) -> str:
-    """Return the communicator that `auto` takes."""
+    """Return the program that `auto` takes."""
     config = make_config(compressor=compressor, default_rules=False)
     (item,) = make_plan([TensorSpec("w", SHAPE)], config, ranks=Ranks(size)).assignments
-    return communicators.name_of(item.communicator)
+    (found,) = (name for name, program in PROGRAMS.items() if communicators.make(program) == item.communicator)
+    return found
 
 
 def methods() -> list[str]:

@@ -32,7 +32,7 @@ PROGRAMS = {
     # Each rank but the first one sends its entries once, and all get the result.
     "tree": ({"name": "sparse_allreduce", "reduction": "tree"}, EXACT, OTHERS * 2 * PAYLOAD),
     # Eight nodes of eight ranks: the tensor there and back within the node, and an eighth of a payload between nodes.
-    "nodes": (NODES, "none", OF_EIGHT * (2 * DENSE + 2 * PAYLOAD / 8)),
+    "nodes": (NODES, "none", OF_EIGHT * 2 * DENSE + 7 * PAYLOAD / 8),
     "nodes, two_shot": ({**NODES, "between": "two_shot"}, None, OF_EIGHT * (2 * DENSE + 2 * PAYLOAD / 8)),
     "nodes, split": ({**NODES, "between": "sparse_allreduce"}, EXACT, OF_EIGHT * (2 * DENSE + 3 * PAYLOAD / 8)),
 }

@@ -1,4 +1,4 @@
-"""The communicator that moves the fewest bytes."""
+"""The communicator that moves the fewest bytes and loses nothing that matters."""
 
 from __future__ import annotations
 
@@ -6,37 +6,52 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import ClassVar, NamedTuple, NoReturn
+
+import numpy as np
 
 from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.allreduce import Allreduce
+from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.exchange.bucket_step import BucketStep
 from grace.core.methods.communicator import Communicator
+from grace.core.methods.compressor import Compressor
+from grace.core.ops import get_ops
 from grace.core.values.config import Method
 from grace.core.values.registry import communicators
-from grace.core.values.spec import Ranks
+from grace.core.values.spec import ITEMSIZE, Key, Ranks, Site, TensorSpec
 from grace.core.values.unit import Assignment, Unit, whole
 from grace.core.wire.layout import Layout
 
-# The programs that are compared, the simplest first. They lose nothing but what the method itself loses: two_shot
-# compresses the mean by the same method, for which `_obstacle` adds conditions. Lossy sums of sparse payloads and nodes
-# stay the user's choice.
-_PROGRAMS = (Allreduce(), Allgather(), TwoShot())
+_UNION = SparseAllreduce(reduction="union")
+# The programs that are compared, the simplest first. All deliver the mean of what the ranks have sent, except two_shot,
+# which compresses it again: `_obstacle` has its conditions. Sums that drop entries and nodes stay the user's choice.
+_PROGRAMS = (Allreduce(), Allgather(), _UNION, TwoShot())
+# Up to this error of a compressor, a second compression costs less than seeds differ; see "What a second compression
+# costs" in docs/communicators_and_memories.md. No built-in method with its default options is near it.
+_FREE_ERROR = 0.1
+_EXAMPLE = TensorSpec("example", (4096,))
 
 
 @communicators.register("auto")
 @dataclass(frozen=True)
 class Auto(Communicator):
-    r"""The communicator that moves the fewest bytes for the method and the number of ranks.
+    r"""The communicator that moves the fewest bytes and still delivers the mean of what the ranks have sent.
 
     Formula: 2 (N - 1) / N \; B_+ \;\text{by allreduce}, \quad (N - 1) B \;\text{by allgather}, \quad
-    2 (N - 1) / N \; B \;\text{by two\_shot}
+    (N - 1) / N \; (B + \min(N B, D)) \;\text{by sparse\_allreduce}, \quad 2 (N - 1) / N \; B \;\text{by two\_shot}
 
-    B are the bytes of a payload of the tensor as a whole, and B_+ those of one that can be added on N ranks: integers
-    of a sum take more bits. Of those programs that can carry the method, the one that moves the fewest bytes is chosen
-    when the plan is made. A tie goes to the first in this order, which is the simplest. If a payload's bytes depend on
-    the data and the method aims at no ratio, payloads are counted. The report of the plan shows the count.
+    B are the bytes of a payload of the tensor as a whole, B_+ those of one that can be added on N ranks (integers of a
+    sum take more bits), and D those of the tensor in float32. Of those programs that can carry the method, the one that
+    moves the fewest bytes is chosen when the plan is made. A tie goes to the first in this order, which is the
+    simplest. sparse_allreduce has the reduction "union", and is counted with the most bytes that it can move. two_shot
+    compresses the mean again, so it is only for compressors with a small error on normal values: quantizers of 8 bits
+    and most of 4 bits, but no sparsifier.
+
+    If a payload's bytes depend on the data and the method aims at no ratio, payloads are counted. The report of the
+    plan shows the count.
     """
 
     carries_codings: ClassVar[bool] = True
@@ -45,19 +60,24 @@ class Auto(Communicator):
         usual = communicators.make(item.compressor.default_communicator)
         if usual not in _PROGRAMS:
             return usual, "the method's own default"
+        if ranks.size == 1:
+            return usual, ""
         counts = [_count(program, item, ranks.size) for program in _PROGRAMS if not _obstacle(program, item.method)]
         if any(count.nbytes is None for count in counts):
-            counts = [count._replace(nbytes=None) for count in counts]
+            # How many payloads a union is depends on the data, too.
+            counts = [count._replace(nbytes=None) for count in counts if count.program != _UNION]
         # The sort keeps the order of what is equal. An empty tensor travels as others of its method do.
         best, *others = sorted(counts, key=lambda count: (count.amount, count.payloads))
-        if ranks.size == 1:
-            return best.program, ""
         why = f"{best.name}: {best.text} per rank"
         if others:
             tie = others[0].amount == best.amount
             why += f", by {others[0].name} {'as many' if tie else others[0].text}"
-        elif obstacle := _obstacle(TwoShot(), item.method):
-            why += f"; two_shot cannot: {obstacle}"
+        obstacle = _obstacle(TwoShot(), item.method)
+        if obstacle and not best.program.sums and ranks.size > 2:
+            why += f"; not by two_shot: {obstacle}"
+        dense = Fraction(2 * (ranks.size - 1), ranks.size) * item.spec.nbytes
+        if best.nbytes is not None and best.nbytes > dense:
+            why += f"; uncompressed, it would be {round(dense):,} bytes"
         return best.program, why
 
     def layout(self, units: Sequence[Unit], ranks: Ranks) -> NoReturn:
@@ -71,17 +91,18 @@ class Auto(Communicator):
 class _Count(NamedTuple):
     """Payloads that leave a rank per step by a program, with rings, and their bytes if these are known.
 
-    `about` says that the bytes are those that a method aims at.
+    `about` is what to say before the bytes: they may be those that a method aims at, or the most that a union moves.
     """
 
     program: Communicator
     payloads: Fraction
     nbytes: Fraction | None
-    about: bool
+    about: str
 
     @property
     def name(self) -> str:
-        return communicators.name_of(self.program)
+        name = communicators.name_of(self.program)
+        return f"{name} (union)" if self.program == _UNION else name
 
     @property
     def amount(self) -> Fraction:
@@ -91,23 +112,32 @@ class _Count(NamedTuple):
     def text(self) -> str:
         if self.nbytes is None:
             return f"{float(self.payloads):.4g} payloads"
-        return f"{'about ' if self.about else ''}{round(self.nbytes):,} bytes"
+        return f"{self.about}{round(self.nbytes):,} bytes"
 
 
 def _count(program: Communicator, item: Assignment, size: int) -> _Count:
     method = dataclasses.replace(item.method, communicator=program)
     unit = dataclasses.replace(whole(dataclasses.replace(item, method=method)), summed=size if program.sums else 0)
-    ring = Fraction(2 * (size - 1), size)
-    payloads = Fraction(size - 1) if program == Allgather() else ring
+    ring, others = Fraction(2 * (size - 1), size), Fraction(size - 1)
+    payloads = others if program in (Allgather(), _UNION) else ring
     sent = unit.expected_bytes
     if sent is None:
-        return _Count(program, payloads, None, False)
+        return _Count(program, payloads, None, "")
     proposals = unit.negotiated_bytes
-    return _Count(program, payloads, payloads * (sent - proposals) + ring * proposals, unit.wire_bytes is None)
+    nbytes, about = payloads * (sent - proposals), "about " if unit.wire_bytes is None else ""
+    if program == _UNION:
+        # Entries to the owners of ranges, and the sums back, without indices where they are many. The ranks agree on
+        # the ranges by sums of integers of 64 bits.
+        dense = unit.spec.numel * ITEMSIZE[unit.spec.work_dtype]
+        nbytes = others / size * (sent - proposals + min(size * (sent - proposals), dense)) + ring * 8 * size
+        about = "at most " + about
+    return _Count(program, payloads, nbytes + ring * proposals, about)
 
 
 def _obstacle(program: Communicator, method: Method) -> str | None:
     """Return the reason why auto does not take a program for a method; None if it may."""
+    if program == _UNION and (obstacle := program.memory_obstacle(method.memory)):
+        return obstacle
     if program == TwoShot():
         # A user may name two_shot for such methods. They would then lose more than by the other programs.
         if not method.compressor.averages:
@@ -118,4 +148,18 @@ def _obstacle(program: Communicator, method: Method) -> str | None:
             return "the memory must receive the mean of what all ranks have sent"
         if method.memory.whole:
             return "the memory needs whole tensors"
+        if obstacle := program.obstacle(method.compressor):
+            return obstacle
+        if (error := error_of_normal(method.compressor)) > _FREE_ERROR:
+            return f"the mean would be compressed again, with a relative error of {error:.2g}"
     return program.obstacle(method.compressor)
+
+
+@cache
+def error_of_normal(compressor: Compressor) -> float:
+    """Return |x - C(x)|^2 / |x|^2 of standard normal values, for a compressor that keeps no state."""
+    x = np.random.default_rng(0).standard_normal(_EXAMPLE.numel)
+    at = Site(get_ops("numpy"), _EXAMPLE, Key(0, 0))
+    given = x.astype(_EXAMPLE.dtype)
+    decoded = compressor.decompress(compressor.compress(given, at), at)
+    return float(np.sum((x - decoded) ** 2) / np.sum(x**2))

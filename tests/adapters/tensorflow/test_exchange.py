@@ -138,7 +138,7 @@ def test_nan_and_inf_reach_all_ranks_and_no_residual(launch):
         for label, result in rank.items():
             assert [step["finite"] for step in result["steps"]] == [True, True, False, False, True], label
             by_tensor = "/layer/" in label
-            # On four ranks "auto" is two_shot wherever that can carry the method.
+            # On four ranks, "auto" is two_shot for some methods.
             if any(name in label for name in OF_SHARDS) or ("/auto/" in label and launch.ranks == 4):
                 # Only the shard with the bad element is rolled back, which the simulation checks.
                 continue

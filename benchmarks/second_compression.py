@@ -1,0 +1,311 @@
+"""Train two small models on four simulated ranks, by allgather and by two_shot: what a second compression costs.
+
+    python benchmarks/second_compression.py docs/results/second_compression.json
+
+The tasks are a factorisation of a matrix of ratings, and a character model of the text of Python's own library. Every
+rank has data of its own. The optimizer is SGD with momentum, and its learning rate is that of dense training, or less
+for methods that would diverge. All ranks live in one process, so the losses are those of a real run, and the time is
+not. It takes about half an hour on one core. With a second file as an argument, each run adds a line to it, and a new
+start takes up the runs that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import sysconfig
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", GRACE_NUM_THREADS="1")
+
+import numpy as np
+import numpy.typing as npt
+import tables
+
+import grace
+from grace.core.communicators.auto import error_of_normal
+from grace.core.values.config import make_config
+from grace.core.values.errors import IncompatibleError
+from grace.core.values.registry import communicators, compressors
+from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.values.unit import Assignment
+from grace.listing import required
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+
+RANKS, SEEDS, MOMENTUM = 4, (0, 1, 2), 0.9
+# The learning rate of dense training is divided by one of these.
+SLOWER = (1, 4, 16, 64, 256)
+# Settings beside the defaults: more and fewer bits or elements.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "topk": [{"compress_ratio": ratio} for ratio in (0.01, 0.02, 0.1, 0.5)],
+    "qsgd": [{"quantum_num": levels} for levels in (1, 3, 7, 15, 127)],
+    "eden": [{"bits": bits} for bits in (1, 2, 3, 4)],
+    "blockwise": [{"format": name} for name in ("nf4", "int8")],
+    "mucsc": [{"bits": bits} for bits in (2, 4)],
+}
+# The mean is compressed to 8 bits per element, for two methods of few bits.
+FINER = {"name": "two_shot", "second": "qsgd"}
+WITH_FINER: list[dict[str, Any]] = [{"compressor": "topk", "compress_ratio": 0.01}, {"compressor": "efsignsgd"}]
+COMMUNICATORS: dict[str, Any] = {
+    "allreduce": "allreduce", "allgather": "allgather", "two_shot": "two_shot", "finer": FINER
+}  # fmt: skip
+
+
+class Factorisation:
+    """Ratings of items by users, as products of 8 unknown factors each; a rank has users of its own."""
+
+    title, steps, batch, lr = "matrix factorisation", 150, 128, 1.5
+    users, items, ratings, rank = 400, 300, 20_000, 8
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        rng = np.random.default_rng(2000 + seed)
+        true = rng.standard_normal((self.users, 4)), rng.standard_normal((self.items, 4))
+        # Some users and items have many ratings, most have few.
+        self.user, self.item = (
+            rng.choice(n, self.ratings, p=rng.dirichlet(np.full(n, 0.5))) for n in (self.users, self.items)
+        )
+        noise = 0.3 * rng.standard_normal(self.ratings)
+        self.given = ((true[0] @ true[1].T / 2)[self.user, self.item] + noise).astype(np.float32)
+        self.parts = np.array_split(np.argsort(self.user, kind="stable"), RANKS)
+        self.weights: Arrays = {
+            name: (0.3 * rng.standard_normal((n, self.rank))).astype(np.float32)
+            for name, n in (("users", self.users), ("items", self.items))
+        }
+
+    def gradient(self, rank: int, step: int) -> Arrays:
+        chosen = np.random.default_rng((self.seed, rank, step)).choice(self.parts[rank], self.batch)
+        u, i = self.user[chosen], self.item[chosen]
+        x, y = self.weights["users"][u], self.weights["items"][i]
+        error = ((x * y).sum(1) - self.given[chosen])[:, None] * np.float32(2 / self.batch)
+        found = {name: np.zeros_like(w) for name, w in self.weights.items()}
+        np.add.at(found["users"], u, error * y)
+        np.add.at(found["items"], i, error * x)
+        return found
+
+    def loss(self) -> float:
+        x, y = self.weights["users"][self.user], self.weights["items"][self.item]
+        return float((((x * y).sum(1) - self.given) ** 2).mean())
+
+
+@cache
+def library() -> npt.NDArray[np.int64]:
+    """Return the text of some large modules of Python's library, as numbers of its 63 most frequent characters."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    names = ("argparse", "ast", "datetime", "doctest", "inspect", "ipaddress", "locale", "mailbox", "pathlib", "pdb")
+    texts = [path.read_bytes() for path in (folder / f"{name}.py" for name in names) if path.exists()]
+    text = np.frombuffer(b"".join(texts), np.uint8)
+    frequent = np.argsort(-np.bincount(text, minlength=256), kind="stable")[:63]
+    # All other characters are number 63.
+    numbers = np.full(256, 63)
+    numbers[frequent] = np.arange(63)
+    return numbers[text]
+
+
+class Characters:
+    """The next character from the eight before it, by a perceptron; a rank has modules of its own."""
+
+    title, steps, batch, lr = "character model", 250, 32, 0.1
+    symbols, context, width, hidden = 64, 8, 12, 128
+
+    def __init__(self, seed: int) -> None:
+        self.seed, text = seed, library()
+        rng = np.random.default_rng(3000 + seed)
+        windows = np.lib.stride_tricks.sliding_window_view(text, self.context + 1)
+        # Every 20th stretch of 500 characters is kept for the loss.
+        kept = np.arange(len(windows)) // 500 % 20 == 0
+        self.test = windows[kept][:: max(1, int(kept.sum()) // 4000)]
+        self.parts = np.array_split(np.flatnonzero(~kept), RANKS)
+        self.windows = windows
+        inputs = self.context * self.width
+        shapes = {
+            "embedding": (self.symbols, self.width),
+            "hidden": (inputs, self.hidden),
+            "hidden bias": (self.hidden,),
+            "output": (self.hidden, self.symbols),
+            "output bias": (self.symbols,),
+        }
+        self.weights: Arrays = {
+            name: (rng.standard_normal(shape) / math.sqrt(shape[0] if len(shape) == 2 else math.inf)).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+        self.weights["embedding"] *= math.sqrt(self.symbols)
+
+    def _forward(self, windows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], ...]:
+        w = self.weights
+        x = w["embedding"][windows[:, :-1]].reshape(len(windows), -1)
+        h = np.tanh(x @ w["hidden"] + w["hidden bias"])
+        z = h @ w["output"] + w["output bias"]
+        z -= z.max(1, keepdims=True)
+        return x, h, z - np.log(np.exp(z).sum(1, keepdims=True))
+
+    def gradient(self, rank: int, step: int) -> Arrays:
+        chosen = self.windows[np.random.default_rng((self.seed, rank, step)).choice(self.parts[rank], self.batch)]
+        w = self.weights
+        x, h, logs = self._forward(chosen)
+        out = np.exp(logs)
+        out[np.arange(self.batch), chosen[:, -1]] -= 1
+        out /= self.batch
+        inner = (out @ w["output"].T) * (1 - h * h)
+        embedding = np.zeros_like(w["embedding"])
+        np.add.at(embedding, chosen[:, :-1], (inner @ w["hidden"].T).reshape(self.batch, self.context, self.width))
+        return {
+            "embedding": embedding,
+            "hidden": x.T @ inner,
+            "hidden bias": inner.sum(0),
+            "output": h.T @ out,
+            "output bias": out.sum(0),
+        }
+
+    def loss(self) -> float:
+        _, _, logs = self._forward(self.test)
+        return float(-logs[np.arange(len(logs)), self.test[:, -1]].mean())
+
+
+Task = type[Factorisation] | type[Characters]
+TASKS: dict[str, Task] = {"factorisation": Factorisation, "characters": Characters}
+
+
+def train(task: Task, config: Mapping[str, Any], seed: int, slower: float = 1) -> float:
+    """Return the mean loss over the last third of a run; infinity if it diverged."""
+    model = task(seed)
+    specs = {name: w.shape for name, w in model.weights.items()}
+    simulation = grace.Simulation(RANKS, specs, {"default_rules": False, "seed": seed, **config})
+    lr, late = np.float32(task.lr / slower), []
+    moved = {name: np.zeros_like(w) for name, w in model.weights.items()}
+    for step in range(task.steps):
+        mean = simulation.step([model.gradient(rank, step) for rank in range(RANKS)], lr=float(lr))[0]
+        for name in model.weights:
+            moved[name] = np.float32(MOMENTUM) * moved[name] + mean[name]
+            model.weights[name] = model.weights[name] - lr * moved[name]
+        if step >= task.steps * 2 // 3 and step % 10 == 9:
+            late.append(model.loss())
+            if not late[-1] < 1e3:
+                return math.inf
+    return statistics.fmean(late)
+
+
+def chosen(config: Mapping[str, Any]) -> str:
+    """Return the communicator that `auto` takes."""
+    item = Assignment(TensorSpec("w", (256, 256)), make_config({"default_rules": False, **config}).method)
+    return communicators.name_of(item.communicator.resolve(item, Ranks(RANKS))[0])
+
+
+def carried(config: Mapping[str, Any]) -> bool:
+    """Return whether two_shot can carry a method, and nothing but the second compression speaks against it."""
+    try:
+        compressor = make_config({**config, "communicator": "two_shot"}).method.compressor
+    except IncompatibleError:
+        return False
+    return compressor.averages and not compressor.absolute
+
+
+def methods() -> list[dict[str, Any]]:
+    """Return the configurations of the methods, some with several settings."""
+    names = [name for name in compressors if not required(compressors.get(name))]
+    found = [{"compressor": name, **options} for name in names for options in SETTINGS.get(name, [{}])]
+    return [config for config in found if carried(config)]
+
+
+def setting(config: Mapping[str, Any]) -> str:
+    """Return the options of a method as text."""
+    return " ".join(f"{key} {value}" for key, value in config.items() if key != "compressor")
+
+
+class Runs:
+    """Losses of runs by task, method, communicator, seed and learning rate, kept in a file of lines if one is named."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        lines = Path(path).read_text().splitlines() if path and Path(path).exists() else []
+        self.found: dict[str, float] = {key: loss for line in lines for key, loss in json.loads(line).items()}
+
+    def loss(self, task: str, config: Mapping[str, Any], communicator: str, seed: int, slower: int) -> float:
+        title = f"{config['compressor']} {setting(config)}".strip()
+        key = f"{task}; {title}; {communicator}; seed {seed}; lr / {slower}"
+        if key not in self.found:
+            # A run that diverges overflows first.
+            with np.errstate(all="ignore"):
+                self.found[key] = train(
+                    TASKS[task], {**config, "communicator": COMMUNICATORS[communicator]}, seed, slower
+                )
+            print(f"{key:90} {self.found[key]:.4f}", file=sys.stderr, flush=True)
+            if self.path:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({key: self.found[key]}) + "\n")
+        return self.found[key]
+
+
+def slower_by(runs: Runs, task: str, config: Mapping[str, Any]) -> int:
+    """Return the first number to divide the learning rate by with which the loss is at most twice that of dense runs.
+
+    If there is none, return the one with the smallest loss. Only the first seed counts.
+    """
+    dense = runs.loss(task, {"compressor": "none"}, "allreduce", SEEDS[0], 1)
+    losses = []
+    for slower in SLOWER:
+        losses.append(runs.loss(task, config, "allgather", SEEDS[0], slower))
+        if losses[-1] <= 2 * dense:
+            break
+    return SLOWER[losses.index(min(losses))]
+
+
+def measure(runs: Runs, task: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mean loss by allgather, by how much its seeds differ, and what two_shot adds to it."""
+    slower = slower_by(runs, task, config)
+    names = ["allgather", "two_shot", *(["finer"] if config in WITH_FINER else [])]
+    once, *others = ([runs.loss(task, config, name, seed, slower) for seed in SEEDS] for name in names)
+    row: dict[str, Any] = {task: round(statistics.fmean(once), 4), f"{task}_spread": round(max(once) - min(once), 4)}
+    for key, losses in zip(("added", "finer"), others, strict=False):
+        added = statistics.fmean(losses) - statistics.fmean(once)
+        row[f"{task}_{key}"] = "diverges" if added == math.inf else round(added, 4)
+    return row
+
+
+def columns() -> dict[str, dict[str, Any]]:
+    """Return the columns of the table."""
+    found: dict[str, dict[str, Any]] = {
+        "method": {"title": "method"},
+        "setting": {"title": "setting"},
+        "error": {"title": "relative error", "format": ".2g"},
+        "auto": {"title": f"`auto` on {RANKS} ranks"},
+    }
+    for key, task in TASKS.items():
+        found[key] = {"title": f"{task.title}: allgather", "format": ".3f"}
+        found[f"{key}_spread"] = {"title": "seeds differ by", "format": ".4f"}
+        found[f"{key}_added"] = {"title": "two_shot adds", "format": "+.4f", "goal": f"{key}_spread"}
+        found[f"{key}_finer"] = {"title": "with `second` = qsgd", "format": "+.4f", "goal": f"{key}_spread"}
+    return found
+
+
+def main(path: str, lines: str | None = None) -> None:
+    """Measure every method, and write the table to a file."""
+    runs, rows, dense = Runs(lines), [], []
+    for key, task in TASKS.items():
+        losses = [runs.loss(key, {"compressor": "none"}, "allreduce", seed, 1) for seed in SEEDS]
+        dense.append(f"{statistics.fmean(losses):.3f} ({task.title}, seeds differ by {max(losses) - min(losses):.4f})")
+    for config in methods():
+        compressor = make_config(config).method.compressor
+        row = {"method": config["compressor"], "setting": setting(config), "auto": chosen(config)}
+        row["error"] = float(f"{error_of_normal(compressor):.4g}")
+        for key in TASKS:
+            row |= measure(runs, key, config)
+        rows.append(row)
+    tables.write(
+        path,
+        f"Training loss on {RANKS} simulated ranks at the end of a run: means over the seeds "
+        f"{', '.join(map(str, SEEDS))}. Uncompressed: {' and '.join(dense)}",
+        columns(),
+        sorted(rows, key=lambda row: row["error"]),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
