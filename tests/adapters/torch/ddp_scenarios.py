@@ -774,7 +774,7 @@ def saved_by_ddp() -> dict[str, Any]:
                 steps(ddp, sgd(model), batches(1, my_rank()))
             fresh = [parallel(copy.deepcopy(model), **options) for _ in range(2)]
             twins = [make(ddp) for make in (copy.deepcopy, loaded) for _ in range(2)]
-            claimed = any(is_registered(p) for twin in twins for p in twin.parameters())
+            claimed = any(is_registered(twin.parameters()) for twin in twins)
             results[f"{way}/{begun}"] = {
                 "plain": [trained(twin) for twin in (fresh[0], *twins[::2])],
                 "registered": [trained(twin, TOPK) for twin in (fresh[1], *twins[1::2])],
