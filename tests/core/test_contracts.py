@@ -38,7 +38,7 @@ REORDERED = {
 TIED = {"atomo": ("huge and tiny",), "truncatedsvd": ("huge and tiny",)}
 REORDERED_FLOAT64 = dict.fromkeys(
     (
-        *("adacomp", "adaptive", "alq", "chain", "dme", "efsignsgd", "fedqcs", "gaussiank", "hgc", "mstopk"),
+        *("adacomp", "adaptive", "alq", "chain", "efsignsgd", "fedqcs", "gaussiank", "hgc", "mstopk"),
         *("nuqsgd", "onebit", "qsgd", "qsparse", "redsync", "sbc", "sdagc", "sidco", "terngrad", "vqsgd", "wangni"),
     ),
     "the sum in the scale is rounded once for float32, but nothing is wider than float64",

@@ -11,6 +11,7 @@ from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.compressors.wangni import Wangni, sparse_entries
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.ops.composites import ArrayOps
 from grace.core.values.registry import compressors
 from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
 
@@ -81,7 +82,7 @@ class DME(Compressor, Thinning):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, dtype, p = at.ops, at.spec.work_dtype, self._probability
         # Divided first, so that no sum overflows.
-        centre = ops.sum(x / ops.cast(max(1, at.spec.numel), dtype))
+        centre = _sum(ops, x / ops.cast(max(1, at.spec.numel), dtype), at.spec.numel)
         if self.probabilities == "optimal":
             return {"centre": ops.reshape(centre, (1,)), **self._optimal.compress(x - centre, at)}
         # u < p, as a comparison that the kernel of `select` makes.
@@ -103,3 +104,16 @@ class DME(Compressor, Thinning):
         else:
             values, indices = ([payload[name] for payload in payloads] for name in ("values", "indices"))
         return ops.sparse_sum(values, indices, n, onto=ops.full(n, centre[0], at.spec.work_dtype))
+
+
+def _sum(ops: ArrayOps, x: Array, n: int) -> Array:
+    """Return the sum of n elements, with the same bits in every framework."""
+    if ops.dtype(x) != "float64":
+        # Added in float64, and rounded once.
+        return ops.sum(x)
+    # Nothing is wider than float64, so the order matters: the halves are added until one element is left.
+    while n > 1:
+        half = (n + 1) // 2
+        x = ops.concat([x[: n - half] + x[half:], x[n - half : half]])
+        n = half
+    return ops.sum(x)
