@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from grace.torch.library import Library
 from grace.torch.loss_scale import LossScale, unknown_scaler_scales
 from grace.torch.views import apart
 from grace.torch.way_back import WayBack
+
+if TYPE_CHECKING:
+    from grace.torch.applied import Applied
 
 
 class Exchange(core.Exchange[Engine]):
@@ -77,6 +80,8 @@ class Exchange(core.Exchange[Engine]):
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
         self.loss_scale: LossScale | None = None
+        #: What watches over the exchanged gradients of a model in DDP.
+        self.applied: Applied | None = None
         # True as soon as a GradScaler that was not passed has been looked for.
         self.scaler_sought = False
         self.way_back = WayBack(engine, lambda step: library.drop(f"{prefix}/discard", step), self.called)
@@ -242,6 +247,8 @@ class Exchange(core.Exchange[Engine]):
         result = super()._load(engine, rank, state)
         if self.loss_scale is not None:
             self.loss_scale.loaded()
+        if self.applied is not None:
+            self.applied.forget()
         return result
 
     def _digest(self, x: torch.Tensor) -> int:

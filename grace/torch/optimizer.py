@@ -434,6 +434,9 @@ def _attach(
 
     def zero_grad(set_to_none: bool = True) -> None:
         refuse_while_under_way("zero_grad()")
+        if way_back.before is not None and exchange.config.rollback:
+            # The gradients were exchanged by synchronize(), and no step() has applied them.
+            engine.undo(way_back.before)
         way_back.let_go()
         plain.zero_grad(set_to_none=set_to_none)
         if views is not None:

@@ -19,7 +19,8 @@ class WayBack:
         self._engine, self._drop = engine, drop
         # The exchange as its users call it.
         self._called = called
-        self._before: Snapshot | None = None
+        #: The states before the step under way; None between two steps.
+        self.before: Snapshot | None = None
         self._failed = False
         self._attempt = _Attempt(self)
         # Makes the adapter forget the step.
@@ -27,11 +28,11 @@ class WayBack:
 
     def keep(self) -> None:
         """Keep the states as they are now: a step begins."""
-        self._before = self._engine.before_step()
+        self.before = self._engine.before_step()
 
     def let_go(self) -> None:
         """Let go of the states before the step: it was applied, or its gradients were dropped after the exchange."""
-        self._before = None
+        self.before = None
 
     def attempt(self) -> AbstractContextManager[None]:
         """Note whether the body fails. Raises StepError if one before has failed in this step."""
@@ -51,20 +52,20 @@ class WayBack:
 
     def give_up(self) -> None:
         """Return to the states before the step on this rank, whatever the others do."""
-        if self._before is not None:
-            self._engine.restore(self._before)
-        self._before, self._failed = None, False
+        if self.before is not None:
+            self._engine.restore(self.before)
+        self.before, self._failed = None, False
         self.forget()
 
     def discard(self) -> None:
         """Return to the states before the step, on all ranks; see `Exchange.discard`."""
         try:
-            steps = self._drop(int(self._engine.step if self._before is None else self._before.step))
+            steps = self._drop(int(self._engine.step if self.before is None else self.before.step))
         except Exception:
             # What this rank has told others must stay true until they come.
             self.fail()
             raise
-        if self._before is None:
+        if self.before is None:
             # Other ranks may have begun the step. Without roll-back, memories start from zero on all ranks or on none.
             self.keep()
         self.give_up()

@@ -12,6 +12,7 @@ import torch._dynamo
 from horovod.torch import mpi_ops
 
 from tests.adapters.torch import (
+    applied_scenarios,
     checkpoint_scenarios,
     ddp_scenarios,
     discard_scenarios,
@@ -58,6 +59,7 @@ def main() -> None:
     if not launched.by_torchrun():
         sleep_while_waiting()
     modules = (
+        applied_scenarios,
         checkpoint_scenarios,
         ddp_scenarios,
         discard_scenarios,

@@ -15,6 +15,7 @@ from torch.utils.hooks import unserializable_hook
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import ConfigError, StepError, WaitError
+from grace.torch.applied import Applied
 from grace.torch.exchange import Exchange
 from grace.torch.tensors import refuse_unfrozen
 
@@ -97,6 +98,8 @@ class GradientHook:
         self._buckets: list[_Bucket] = []
         self._gradients: dict[str, torch.Tensor] = {}
         self._failure: Exception | None = None
+        trained = {p: name for p, name in self._names.items() if p.requires_grad}
+        exchange.applied = self._applied = Applied(exchange, trained)
         # If parameters may be unused, the names of those with a gradient. DDP passes zeros for the others.
         self._used: set[str] | None = None
 
@@ -112,6 +115,9 @@ class GradientHook:
         if exchange.loss_scale is not None:
             exchange.loss_scale.attach_to(lambda: trained)
         exchange.way_back.forget = self._forget
+        alive = weakref.ref(model)
+        # False after a forward pass in no_sync(), whose gradients stay on this rank.
+        self._applied.attach(lambda: bool(getattr(alive(), "require_forward_param_sync", False)))
         # DDP would refuse the annotations of a method, because they are strings.
         model.register_comm_hook(None, lambda _, bucket: self.start(bucket))
         # DDP's own note of it could not be saved, and a copy of the model would have the note without the hook.
@@ -199,6 +205,8 @@ class GradientHook:
         waits = self._delayed or self._finds_unused
         self._delayed = False
         in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            call_after_backward(self._applied.finished)
         if self._failure is not None and in_backward and not (waits and isinstance(self._failure, WaitError)):
             call_after_backward(self._raise_failure)
         else:
@@ -239,6 +247,7 @@ class GradientHook:
         unused = {name for name, is_used in rows if not is_used}
         # It counts the step, also if DDP reduced all tensors.
         self._engine.finish(unused=unused)
+        self._applied.exchanged(p for p in self._passed if self._names[p] not in unused)
         self._way_back.let_go()
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.finish()

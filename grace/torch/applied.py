@@ -1,0 +1,166 @@
+"""`Applied`: what becomes of exchanged gradients. Those that nobody applies leave nothing in the memories."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import unserializable_hook
+
+from grace.core.exchange.engine import Snapshot
+from grace.core.values.errors import GraceWarning
+from grace.torch.exchange import Exchange
+
+_watching: weakref.WeakSet[Applied] = weakref.WeakSet()
+# PyTorch calls it after each step of every optimizer of this process, once there is one to watch.
+_hooked: list[Any] = []
+
+
+@dataclass
+class _Exchanged:
+    """A gradient that was exchanged and not applied yet."""
+
+    # The states before the first exchange since an optimizer's last step: several may be accumulated.
+    before: Snapshot
+    # The version of the parameter after the exchange, and the place and version of its gradient, if they are known.
+    weight: int
+    gradient: tuple[int, int] | None = None
+
+
+class Applied:
+    """The exchanged gradients of a model that no optimizer has applied yet.
+
+    If such a gradient is gone when the next backward pass reaches the model, it was dropped: the memories of its tensor
+    return to what they were before it was exchanged. Until then the old states are kept. `names` are those of the
+    parameters.
+    """
+
+    def __init__(self, exchange: Exchange, names: Mapping[torch.Tensor, str]) -> None:
+        self._engine, self._way_back, self._names = exchange.engine, exchange.way_back, names
+        self._rollback = exchange.config.rollback
+        self._waiting: dict[torch.Tensor, _Exchanged] = {}
+        # The backward pass that has been looked at, and whether gradients have come since an optimizer's last step.
+        self._pass = -1
+        self._came = self._exchanged = False
+        # The parameters of optimizers, as far as they are known.
+        self._of_optimizers: set[int] = set()
+        self._sought = self._told_of_dropped = self._told_of_passed = False
+        self._expected: Callable[[], bool] = lambda: False
+
+    def attach(self, expected: Callable[[], bool]) -> None:
+        """Watch the gradients and the optimizers; `expected()` tells whether a gradient now belongs to an exchange."""
+        self._expected = expected
+        _watching.add(self)
+        if not _hooked:
+            _hooked.append(register_optimizer_step_post_hook(_stepped))
+        alive = weakref.ref(self)
+
+        @unserializable_hook
+        def look(_: torch.Tensor) -> None:
+            applied = alive()
+            if applied is not None and applied._pass != torch._C._current_graph_task_id():
+                applied._look()
+
+        for p in self._names:
+            # Called before autograd adds the gradient to that of earlier passes.
+            p.register_hook(look)
+
+    def exchanged(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take note of an exchange of these gradients, at its end."""
+        self._exchanged, before = True, self._way_back.before
+        if before is None or not self._rollback:
+            return
+        stateful = {piece.tensor for unit in self._engine.plan.stateful.values() for piece in unit.pieces}
+        for p in parameters:
+            if self._names[p] in stateful:
+                oldest = self._waiting[p].before if p in self._waiting else before
+                self._waiting[p] = _Exchanged(oldest, p._version)
+
+    def finished(self) -> None:
+        """Take note of the gradients after DDP has put them in their places."""
+        for p, each in self._waiting.items():
+            if p.grad is not None:
+                each.gradient = p.grad.data_ptr(), p.grad._version
+
+    def forget(self) -> None:
+        """Forget all gradients: other states were loaded."""
+        self._waiting.clear()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a step of an optimizer, of these parameters or of others."""
+        ours = False
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in self._names and p.grad is not None:
+                    ours = True
+                    self._of_optimizers.add(id(p))
+                    self._waiting.pop(p, None)
+        if ours:
+            if self._came and not self._exchanged and not self._told_of_passed:
+                self._told_of_passed = True
+                _warn(
+                    "an optimizer has applied gradients of a registered model that were not exchanged: the ranks train "
+                    "apart. Call the model itself, not its 'module', and convert or move it before you wrap it in "
+                    "DistributedDataParallel. Passes of this rank alone belong into 'with model.no_sync():'."
+                )
+            self._came = self._exchanged = False
+
+    def _look(self) -> None:
+        """Find what was dropped, before the first gradient of a backward pass is added to those that are left."""
+        self._pass = torch._C._current_graph_task_id()
+        self._came = self._came or self._expected()
+        if not self._waiting or self._way_back.before is not None:
+            return
+        dropped: dict[int, tuple[Snapshot, list[str]]] = {}
+        unknown: list[str] = []
+        for p, each in list(self._waiting.items()):
+            if p._version != each.weight:
+                # Something else than an optimizer has applied it.
+                del self._waiting[p]
+            elif _is_gone(p.grad, each.gradient):
+                del self._waiting[p]
+                if self._has_optimizer(p):
+                    dropped.setdefault(id(each.before), (each.before, []))[1].append(self._names[p])
+                else:
+                    unknown.append(self._names[p])
+        with torch.no_grad():
+            for before, names in dropped.values():
+                self._engine.put_back(before, names)
+        if unknown and not self._told_of_dropped:
+            self._told_of_dropped = True
+            _warn(
+                f"the gradients of {len(unknown)} tensors, the first of which is '{unknown[0]}', were exchanged, and "
+                "are gone before an optimizer has applied them. If they were dropped, later steps send what is left of "
+                "them in the residuals: compute gradients that nobody applies in 'with model.no_sync():'. If a loop of "
+                "your own has applied them, change weights in place under torch.no_grad() instead of by '.data'."
+            )
+
+    def _has_optimizer(self, p: torch.Tensor) -> bool:
+        """Return whether an optimizer has the parameter, so that it could not have been applied unseen."""
+        if id(p) not in self._of_optimizers and not self._sought:
+            self._sought = True
+            # `type`, because other objects may compute their `__class__`.
+            optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+            groups = [group for optimizer in optimizers for group in vars(optimizer).get("param_groups", ())]
+            self._of_optimizers |= {id(p) for group in groups for p in group["params"]}
+        return id(p) in self._of_optimizers
+
+
+def _is_gone(gradient: torch.Tensor | None, left: tuple[int, int] | None) -> bool:
+    """Return whether a gradient is None or zeros; it is not if it is just as it was left."""
+    return gradient is None or ((gradient.data_ptr(), gradient._version) != left and not bool(gradient.any()))
+
+
+def _stepped(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+    for applied in list(_watching):
+        applied.stepped(optimizer)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"grace.torch.register: {text}", GraceWarning, stacklevel=3)
