@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -12,8 +14,10 @@ from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import MAX_MAGNITUDE, TensorSpec
 from grace.testing.harness import FRAMEWORKS, same
 from tests.support import registered
+from tests.support.launch import ROOT
 from tests.support.steps import (
     DEFAULTS,
+    METHODS,
     SPECS,
     assert_same,
     each,
@@ -202,3 +206,41 @@ def test_a_bad_gradient_of_a_rank_that_selects_nothing_is_announced():
     sim = simulate(chosen, specs=SPECS[:1])
     merged = step(sim, 0, change=lambda name, rank, x: x * (np.float32(np.nan) if rank == 2 else np.float32(1)))
     assert all(np.isnan(mine["matrix"]).all() for mine in merged)
+
+
+def limits_on_the_page():
+    """Return the exponents of docs/limits.md by method; None stands for all others."""
+    rows = re.findall(r"^\| 2\^(\d+) \| (.*) \|$", (ROOT / "docs" / "limits.md").read_text(), re.MULTILINE)
+    named = {name: int(power) for power, text in rows for name in re.findall("`([^`]+)`", text)}
+    return {**named, None: max(int(power) for power, _ in rows)}
+
+
+LIMITS = limits_on_the_page()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_page_names_the_largest_gradients_of_each_method(name):
+    """A step beyond them delivers NaN for the whole tensor, and its states stay as they were."""
+    shape = (256, 256)
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    x /= np.abs(x).max()
+
+    def passes(exponent):
+        sim = simulate(METHODS[name], size=2, specs=[TensorSpec("w", shape)])
+        given, finite = [{"w": np.ldexp(x, exponent)}] * 2, []
+        for _ in range(2):
+            before = states(sim)
+            merged = sim.step(given, lr=0.1)[0]["w"]
+            finite.append(bool(np.isfinite(merged).all()))
+            if sim.plan.exchanged and sim.plan.exchanged[0].guarded and not finite[-1]:
+                assert np.isnan(merged).all()
+                assert_same(before, states(sim))
+            assert all(np.isfinite(x).all() for mine in states(sim) for x in mine.values() if x.dtype.kind == "f")
+        return all(finite)
+
+    residual = name not in LIMITS and METHODS[name].memory.holds_residual
+    limit = LIMITS.get(name, LIMITS[None])
+    with np.errstate(all="ignore"):
+        assert passes(limit - residual)
+        assert limit == LIMITS[None] or not passes(limit + 1)
+        assert passes(-100)
