@@ -86,6 +86,7 @@ class GradientHook:
         self._group, self._exchange = model.process_group, exchange
         self._parameters = parameters
         self._names = {p: name for name, p in parameters.items()}
+        self._kinds = {p: (p.dtype, p.device) for p in parameters.values() if p.requires_grad}
         self._engine, self._way_back = exchange.engine, exchange.way_back
         # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass. Each of
         # them then has the index 0, and none is the last one.
@@ -112,6 +113,17 @@ class GradientHook:
             for p, name in trained.items():
                 # Called before DDP learns of the gradient, which it leaves as it is.
                 p.register_hook(unserializable_hook(lambda _, name=name: used.add(name)))  # type: ignore[misc]
+        # DDP calls no hook for a parameter that was converted or moved, but PyTorch keeps the hooks of the parameter.
+        # One is enough. It lives as long as its parameter, which must not keep this object.
+        alive, first = weakref.ref(self), next(iter(trained), None)
+
+        def check(_: torch.Tensor) -> None:
+            hook = alive()
+            if hook is not None:
+                hook._check_unchanged()
+
+        if first is not None:
+            first.register_hook(unserializable_hook(check))
         if exchange.loss_scale is not None:
             exchange.loss_scale.attach_to(lambda: trained)
         exchange.way_back.forget = self._forget
@@ -123,6 +135,16 @@ class GradientHook:
         # DDP's own note of it could not be saved, and a copy of the model would have the note without the hook.
         model._comm_hooks.pop()
         _registered.add(model)
+
+    def _check_unchanged(self) -> None:
+        """Raise StepError if a parameter has another dtype or device than when the model was registered."""
+        for p, kind in self._kinds.items():
+            if p.dtype is not kind[0] or p.device != kind[1]:
+                raise StepError(
+                    f"parameter '{self._names[p]}' was {kind[0]} on {kind[1]} when the model was registered, and is "
+                    f"{p.dtype} on {p.device} now. DistributedDataParallel passes no gradient of it any more, so the "
+                    "ranks would train apart. Convert or move the plain model, then wrap it anew and register it."
+                )
 
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket; return the future of its buffer, which then has the merged gradients."""

@@ -701,6 +701,23 @@ def waits_by_ddp() -> str:
     return backward_of_a_late_rank(F.cross_entropy(ddp(x), y))
 
 
+def converted_by_ddp() -> dict[str, str]:
+    """Convert a model, or a part of it, after it was registered: the errors of its next backward pass."""
+    errors = {}
+    for way in ("plain", "static", "unused"):
+        for label in ("the whole", "a part"):
+            ddp = parallel(make_net(), **WAYS[way])
+            grace.torch.register(ddp, NONE)
+            steps(ddp, sgd(ddp), batches(2, my_rank()))
+            part = label == "a part"
+            (ddp.module.head if part else ddp).to(torch.bfloat16)
+            x, _ = next(batches(1, my_rank()))
+            with torch.autocast("cpu", torch.bfloat16, enabled=part):
+                loss = ddp(x if part else x.bfloat16()).sum()
+            errors[f"{label}, {way}"] = outcome(loss.backward)
+    return errors
+
+
 def waits_beside_ddp(way: str) -> str:
     """Let the last rank come late to the first step, in which DDP itself reduces something; the error of each rank."""
     model = Mixed(["float32", "bfloat16"], sparse=True, again="")

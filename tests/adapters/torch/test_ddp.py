@@ -80,6 +80,16 @@ def test_complex_parameters_train_as_by_plain_ddp(launch):
             assert found["reasons"] == ["complex numbers stay dense"] * 4, label
 
 
+@on(TWO)
+def test_a_model_that_was_converted_after_it_was_registered_is_refused(launch):
+    for rank in scenario("converted_by_ddp", launch):
+        assert len(rank) == 6
+        for label, error in rank.items():
+            assert error.startswith("StepError: parameter '"), (label, error)
+            expected = "' was torch.float32 on cpu when the model was registered, and is torch.bfloat16 on cpu now."
+            assert expected in error, label
+
+
 @both
 def test_nothing_is_lost_with_accumulation_and_unused_parameters(launch):
     ranks = scenario("conserved_by_ddp", launch)
