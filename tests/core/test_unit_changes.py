@@ -10,9 +10,9 @@ import random
 import numpy as np
 import pytest
 
-from grace.core.exchange.simulation import Simulation
+from grace.core.exchange.simulation import Simulation, poll_all
 from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError, IncompatibleError, StateError
+from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, StateError
 from grace.core.values.plan import next_plan
 from grace.core.values.registry import compressors, memories
 from grace.core.values.spec import Ranks
@@ -359,3 +359,17 @@ def test_a_resting_tensor_keeps_its_residual_and_moves_nothing(cut, memory):
         np.concatenate([x for field, _, x in held if field == "residual"]) for held in (before, kept(sim, "matrix"))
     )
     assert same(first, last)
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "two_shot", "allreduce"])
+def test_ranks_that_freeze_other_tensors_are_stopped(communicator):
+    compressor = "randomk" if communicator == "allreduce" else "topk"
+    options = {"compressor": compressor, "communicator": communicator, "default_rules": False}
+    sim = Simulation(3, [SPECS[0], SPECS[1]], options)
+    step(sim, 0)
+    for rank, (engine, mine) in enumerate(zip(sim.engines, gradients(sim, 1), strict=True)):
+        for name, x in mine.items():
+            engine.rest(name) if (rank, name) == (1, "vector") else engine.ready(name, x)
+    poll_all(sim.engines)
+    with pytest.raises(MismatchError, match="only some of them froze a parameter"):
+        [engine.finish() for engine in sim.engines]
