@@ -351,6 +351,25 @@ def arguments(add):
     return vars(parser.parse_args([add.__name__.removeprefix("add_")]))
 
 
+def probes():
+    def volumes(method):
+        return [r["volume"] for r in rows("hard_threshold_volume") if r["method"] == method]
+
+    probe, short = volumes("hardthreshold"), volumes("hardthreshold, tune_steps 20")
+    yield f"The probe predicts {probe[0]:.2f} and {probe[1]:.2f} times the asked volume"
+    yield f"a probe of 20 steps {short[0]:.2f} and {short[1]:.2f} times"
+    by_task = [
+        {r["method"]: r for r in rows("hard_threshold_volume") if r["task"] == task}
+        for task in ("logistic regression", "matrix factorization")
+    ]
+    densities = by_task[1]["hardthreshold"]["densities"].split()
+    yield f"it is {densities[1]} times what was asked in the second eighth of the run, and {densities[-1]} times in the"
+    for found in by_task:
+        topk = found["topk, volume of hardthreshold"]["loss"]
+        assert abs(found["hardthreshold"]["loss"] / topk - 1) < 0.005
+    yield "the losses differ by less than 0.5 %"
+
+
 def measure():
     for name, make in importlib.import_module("grace.bench.step.models_torch").MODELS.items():
         size = sum(p.numel() for p in make().parameters()) / 1e6
@@ -439,6 +458,7 @@ def versions():
         ("choose.md", choose),
         ("configuration.md", configuration),
         ("hard_threshold.md", hard_threshold),
+        ("hard_threshold.md", probes),
         ("measure.md", measure),
         ("move.md", moved),
         ("speed.md", codecs),

@@ -74,11 +74,12 @@ def test_nothing_to_send_is_a_normal_step():
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-@pytest.mark.parametrize("scale", [1e-5, 1.0, 100.0])
-def test_tuner_finds_the_density(scale, framework):
-    """Gradients of any size: the tuner gets within a fifth of the requested volume."""
+@pytest.mark.parametrize(("scale", "controlled"), [(1e-5, False), (1.0, True), (100.0, False)])
+def test_tuning_finds_the_density(scale, controlled, framework):
+    """Gradients of any size: what is tuned gets within a fifth of the requested volume."""
     shapes, ratio, tune = {"a": (50, 40), "b": (30, 20)}, 0.02, 200
     config = {"compressor": "hardthreshold", "compress_ratio": ratio, "tune_steps": tune, "default_rules": False}
+    config["controlled"] = controlled
     sim = grace.Simulation(2, shapes, {**config, "granularity": "layer"}, framework=framework)
     rng = np.random.default_rng(0)
     sent = []
@@ -125,21 +126,70 @@ def perceptron(rng):
     return start, gradient, 0.01
 
 
-@pytest.mark.parametrize("steps", [200, 400])
-@pytest.mark.parametrize("ratio", [0.01, 0.002])
-@pytest.mark.parametrize("task", [logistic, perceptron])
-def test_volume_of_the_whole_run_is_within_a_tenth(task, ratio, steps):
+def run(task, steps, **options):
+    """Return the density of every step on four ranks, as a share of what was asked, and the simulation."""
     weights, gradient, rate = task(np.random.default_rng(0))
     shapes = {name: x.shape for name, x in weights.items()}
-    config = {"compressor": "hardthreshold", "compress_ratio": ratio, "default_rules": False}
-    sim, sent = grace.Simulation(4, shapes, config), 0
+    sim = grace.Simulation(4, shapes, {"compressor": "hardthreshold", "default_rules": False, **options})
+    asked = 4 * options["compress_ratio"] * sum(x.size for x in weights.values())
+    densities = []
     for _ in range(steps):
         given = [{n: x.astype(np.float32) for n, x in gradient(weights).items()} for _ in range(4)]
         merged = sim.step(given)[0]
         weights = {n: x - rate * merged[n] for n, x in weights.items()}
-        sent += sum(t["wire_bytes"] for engine in sim.engines for t in engine.stats()["tensors"].values()) / 8
-    elements = sum(x.size for x in weights.values())
-    assert sent / (4 * steps * elements * ratio) == pytest.approx(1, abs=0.1)
+        sent = sum(t["wire_bytes"] for engine in sim.engines for t in engine.stats()["tensors"].values()) / 8
+        densities.append(sent / asked)
+    return np.array(densities), sim
+
+
+@pytest.mark.parametrize("steps", [200, 400])
+@pytest.mark.parametrize("ratio", [0.01, 0.002])
+@pytest.mark.parametrize("task", [logistic, perceptron])
+def test_controlled_volume_of_the_whole_run_is_within_a_tenth(task, ratio, steps):
+    densities, sim = run(task, steps, compress_ratio=ratio, controlled=True)
+    assert densities.mean() == pytest.approx(1, abs=0.1)
+    (volume,) = {t["volume"] for engine in sim.engines for t in engine.stats()["tensors"].values()}
+    # In the first step, every unit sends a whole number of elements.
+    assert volume == pytest.approx(densities.mean(), abs=0.01)
+
+
+@pytest.mark.parametrize("options", [{"compress_ratio": 0.01}, {"compress_ratio": 0.002, "tune_steps": 40}], ids=str)
+@pytest.mark.parametrize("task", [logistic, perceptron])
+def test_a_short_probe_predicts_the_volume_of_the_run(task, options):
+    """The threshold is chosen once, and the statistics say how far off the volume is."""
+    densities, sim = run(task, 400, **options)
+    assert 0.5 < densities.mean() < 1.6
+    (volume,) = {t["volume"] for engine in sim.engines for t in engine.stats()["tensors"].values()}
+    assert volume == pytest.approx(densities.mean(), abs=0.02)
+    assert densities[300:].std() > 0
+
+
+def test_density_rises_and_falls_with_the_gradients():
+    """Figure 3c: a fixed threshold sends more where gradients are large; top-k and control do not."""
+    steps, n = 240, 4000
+    size = np.where(np.arange(steps) // 60 == 2, 2.0, 1.0)
+
+    def quarters(**options):
+        sim = grace.Simulation(3, {"w": (n,)}, {"compress_ratio": 0.01, "default_rules": False, **options})
+        rng, sent = np.random.default_rng(0), []
+        for scale in size:
+            sim.step([{"w": (scale * rng.standard_normal(n)).astype(np.float32)} for _ in range(3)])
+            sent.append(sum(e.stats()["tensors"]["w"]["wire_bytes"] for e in sim.engines) / 8 / 3 / (0.01 * n))
+        return np.array(sent).reshape(4, 60).mean(1), sim
+
+    fixed, sim = quarters(compressor="hardthreshold")
+    assert fixed[2] > 2 * fixed[1]
+    assert fixed[3] < 0.6 * fixed[2]
+    (chosen,) = {float(e.state_dict()["tensors"]["w"]["compressor"]["threshold"][0]) for e in sim.engines}
+    assert chosen > 0
+    controlled, _ = quarters(compressor="hardthreshold", controlled=True)
+    assert controlled.max() < 1.5 * controlled.min()
+
+
+def test_no_volume_is_known_without_tuning():
+    sim = grace.Simulation(1, {"w": (50, 40)}, {"compressor": "hardthreshold", "threshold": 1.0})
+    sim.step([{"w": normal(2000).reshape(50, 40)}])
+    assert sim.stats()["tensors"]["w"]["volume"] is None
 
 
 def test_gradients_of_zero_leave_the_tuner_where_it_is():

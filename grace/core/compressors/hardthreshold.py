@@ -14,8 +14,11 @@ from grace.core.values.errors import ConfigError
 from grace.core.values.registry import compressors
 from grace.core.values.spec import MAX_MAGNITUDE, Array, Field, Payload, Site, State, TensorSpec
 
-# Tried with four ranks on a logistic regression and a perceptron: with gains up to 0.3 and horizons of 10 to 40 steps
-# the volume of 200 to 2,000 steps is within 9 % of its ratio, with these within 2 %.
+# The middle of the second half of a probe is the step in which this share of the elements would have been sent.
+# benchmarks/hard_threshold.py measures the volume of runs with it.
+_TURNS, _LEAST_PROBE = 0.25, 10
+# Of `controlled`. Tried with four ranks on a logistic regression and a perceptron: with gains up to 0.3 and horizons
+# of 10 to 40 steps the volume of 200 to 2,000 steps is within 9 % of its ratio, with these within 2 %.
 _GAIN, _HORIZON = 0.05, 20.0
 
 
@@ -30,17 +33,23 @@ class HardThreshold(Sparsifier, Tuning, Thinning):
     every x, so with error feedback the error never builds up. Of all ways to spend one volume over a whole run it has
     the smallest total error (Lemma 3); top-k is the best only for a single step. The volume varies from step to step
     and may be zero. The payload has 8 bytes per kept element.
-    With `threshold` null, the threshold is tuned to the volume `compress_ratio`. In the first step each unit sends its
-    `max(1, int(compress_ratio * d))` largest elements. The mean of their smallest magnitudes, over ranks and units, is
-    the first threshold. Then it follows the number of elements that all ranks and layers have sent so far: if the run
-    has sent too much or too little, the threshold corrects this within some tens of steps. So in runs of 200 steps or
-    more, the volume is within 10 % of compress_ratio. `tune_steps` ends the tuning after that many steps; with 0 the
-    threshold is the paper's rule, `1 / (2 sqrt(k))` with k = compress_ratio * elements of the whole model. If a
-    schedule starts this method later, or changes compress_ratio, tuning begins there.
+    With `threshold` null, a probe chooses it once, for a run that sends the share `compress_ratio` of all elements. In
+    the probe, each unit sends its `max(1, int(compress_ratio * d))` largest elements, as top-k does. Then the threshold
+    is the mean of the smallest magnitudes sent, over ranks, units and the second half of the probe. It grows while
+    residuals build up, so that of a probe of less than 1 / (3 compress_ratio) steps is multiplied by its growth until
+    then: (second half / second quarter)^log2(steps until then / steps of the probe), the base within 1 and 2.
+    `tune_steps` is the length of the probe. Null means 1 / (3 compress_ratio) steps, at least 10; 0 means no probe but
+    the paper's rule, `1 / (2 sqrt(k))` with k = compress_ratio * elements of the whole model. What gradients do after
+    the probe is unknown, so the volume is not exactly what was asked: `volume` in the statistics is their ratio so far.
+
+    With `controlled`, the threshold follows the number of elements that all ranks and layers have sent, up to the step
+    `tune_steps` (null: in the whole run). In runs of 200 steps or more, the volume is then within 10 % of
+    compress_ratio, but nearly the same in every step, as with top-k. If a schedule starts this method later, or changes
+    compress_ratio, probe and control begin there.
 
     Error: 0.99 |x|^2 for normal x; 0.2 |x|^2 with `threshold=1.0`.
 
-    Cost: one pass of comparisons; nothing is sorted after the first step.
+    Cost: one pass of comparisons; nothing is sorted after the probe.
 
     When: gradients differ much in size between layers, steps or ranks, and the budget counts for the whole run. Not
     where every step must be equally short.
@@ -51,6 +60,7 @@ class HardThreshold(Sparsifier, Tuning, Thinning):
     threshold: float | None = None
     compress_ratio: float = 0.001
     tune_steps: int | None = None
+    controlled: bool = False
 
     fixed_size = False
 
@@ -84,8 +94,9 @@ class HardThreshold(Sparsifier, Tuning, Thinning):
     def init(self, spec: TensorSpec, ops: ArrayOps, key_seed: int) -> State:
         if not self._tunes:
             return {}
-        # `ratio` is what the threshold was tuned for, `surplus` the steps' volume that was sent too much since then.
-        names = ("threshold", "ratio", "steps", "surplus")
+        # `ratio` is what the threshold was tuned for, `surplus` the steps' volume that was sent too much since then;
+        # `early` and `late` are sums over the second quarter and the second half of the probe.
+        names = ("threshold", "ratio", "steps", "surplus", "early", "late")
         return {name: ops.zeros(1, "float64") for name in names}
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
@@ -102,7 +113,7 @@ class HardThreshold(Sparsifier, Tuning, Thinning):
         if not k:
             return ops.full(1, 1.0, dtype)
         return ops.choose(
-            self._begins(at)[0],
+            self._probes(at)[0],
             lambda: smallest_magnitude(ops.sparsify(x, k)[0], ops, dtype),
             lambda: ops.cast(at.state["threshold"], dtype),
         )
@@ -112,10 +123,21 @@ class HardThreshold(Sparsifier, Tuning, Thinning):
         wanted = at.ops.full(1, self.compress_ratio, "float64")
         return at.ops.bit_or(at.state["ratio"] != wanted, at.state["steps"] == 0)
 
+    @property
+    def _probe_steps(self) -> int:
+        """Number of steps in which the largest elements are sent, whatever their magnitude."""
+        if self.controlled:
+            return 1
+        return self.tune_steps or max(_LEAST_PROBE, round(_TURNS / (0.75 * self.compress_ratio)))
+
+    def _probes(self, at: Site) -> Array:
+        """Return whether this step belongs to the probe, of shape (1,)."""
+        return at.ops.bit_or(self._begins(at), at.state["steps"] < self._probe_steps)
+
     def tally(self, payloads: Sequence[Payload], at: Site) -> tuple[Array, Array] | None:
         """Return the number of elements sent and of all elements, over all ranks.
 
-        In the first step the first number is that of all elements times the smallest magnitude sent.
+        In the probe the first number is that of all elements times the smallest magnitude sent.
         """
         if not self._tunes:
             return None
@@ -127,31 +149,62 @@ class HardThreshold(Sparsifier, Tuning, Thinning):
             return sum(ops.cast(ops.where(size > most, 0.0, size), "float64") for size in found) * total
 
         kept = ops.cast(sum(ops.count(payload["indices"]) for payload in payloads), "float64")
-        # The values are read in the first step only.
-        return ops.choose(self._begins(at)[0], sizes, lambda: kept), ops.cast(total * len(payloads), "float64")
+        # The values are read in the probe only.
+        return ops.choose(self._probes(at)[0], sizes, lambda: kept), ops.cast(total * len(payloads), "float64")
 
     def retune(self, state: State, first: Array, second: Array, at: Site) -> State:
         ops = at.ops
-        wanted, begins = ops.full(1, self.compress_ratio, "float64"), self._begins(at)
+        begins, probes = self._begins(at), self._probes(at)
         elements = ops.where(second > 0, second, 1.0)
         target = elements * self.compress_ratio
-        surplus = state["surplus"] + (first - target) / target
-        # What was sent too much is to be saved within _HORIZON steps. With error feedback, what is held back now comes
-        # back later, so the threshold moves slowly.
-        share = ops.clip(1.0 - surplus / _HORIZON, 0.1, 3.0)
-        tuned = state["threshold"] * ops.clip((first + 1.0) / (share * target + 1.0), 0.01, 100.0) ** _GAIN
-        # Powers differ in the last bit between frameworks.
-        tuned = ops.cast(ops.cast(ops.where(begins, first / elements, tuned), "float32"), "float64")
-        steps = ops.where(begins, 0.0, state["steps"])
-        if self.tune_steps is not None:
-            tuned = ops.where(steps < self.tune_steps, tuned, state["threshold"])
+        before = {name: ops.where(begins, 0.0, state[name]) for name in ("steps", "surplus", "early", "late")}
+        surplus = before["surplus"] + ops.where(probes, 0.0, (first - target) / target)
+        size = ops.where(probes, first / elements, 0.0)
+        # Gradients that are all zero tell nothing.
+        steps = before["steps"] + ops.cast(ops.bit_or(size > 0, ops.bit_not(probes)), "float64")
+        half, quarter = self._probe_steps // 2, self._probe_steps // 4
+        late = before["late"] + ops.where(steps > half, size, 0.0)
+        is_early = ops.bit_and(steps > quarter, steps <= half)
+        early = before["early"] + ops.where(is_early, size, 0.0)
+        tuned = ops.where(probes, self._predicted(early, late, ops), state["threshold"])
+        if self.controlled:
+            tuned = ops.where(probes, tuned, self._controlled(state["threshold"], first, target, surplus, steps, ops))
         return {
-            "threshold": tuned,
-            "ratio": wanted,
-            # Gradients that are all zero tell nothing.
-            "steps": ops.where(tuned > 0, steps + 1.0, 0.0),
-            "surplus": ops.where(begins, 0.0, surplus),
+            # Powers differ in the last bit between frameworks.
+            "threshold": ops.cast(ops.cast(tuned, "float32"), "float64"),
+            "ratio": ops.full(1, self.compress_ratio, "float64"),
+            "steps": steps,
+            "surplus": surplus,
+            "early": early,
+            "late": late,
         }
+
+    def _predicted(self, early: Array, late: Array, ops: ArrayOps) -> Array:
+        """Return the threshold with which the whole run has the volume of the probe, from the sums of the probe."""
+        half, quarter = self._probe_steps // 2, self._probe_steps // 4
+        late = late / (self._probe_steps - half)
+        if half == quarter:
+            return late
+        early = early / (half - quarter)
+        # The middle of the second half is twice as late as that of the second quarter.
+        growth = ops.clip(late / ops.where(early > 0, early, 1.0), 1.0, 2.0)
+        more = max(1.0, _TURNS / self.compress_ratio / (0.75 * self._probe_steps))
+        return late * ops.where(early > 0, growth, 1.0) ** math.log2(more)
+
+    def _controlled(
+        self, threshold: Array, sent: Array, target: Array, surplus: Array, steps: Array, ops: ArrayOps
+    ) -> Array:
+        """Return the next threshold: what was sent too much is to be saved within _HORIZON steps."""
+        # With error feedback, what is held back now comes back later, so the threshold moves slowly.
+        share = ops.clip(1.0 - surplus / _HORIZON, 0.1, 3.0)
+        moved = threshold * ops.clip((sent + 1.0) / (share * target + 1.0), 0.01, 100.0) ** _GAIN
+        return moved if self.tune_steps is None else ops.where(steps <= self.tune_steps, moved, threshold)
+
+    def volume(self, state: State) -> float | None:
+        if not self._tunes:
+            return None
+        steps, surplus = (float(state[name][0]) for name in ("steps", "surplus"))
+        return 1.0 + surplus / steps if steps else None
 
 
 def smallest_magnitude(values: Array, ops: ArrayOps, dtype: str) -> Array:

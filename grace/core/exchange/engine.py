@@ -678,7 +678,8 @@ class Engine:
         kind of collective that carries them. Each tensor has `wire_bytes` of fields and proposals: its share of each
         unit that holds it, by the entries that a sparsifier sends of it, with other methods by its elements. It also
         has `residual_norm` |e| and `relative_error` |x - C(x)| / |x|, both over its own elements, which are None unless
-        `track_norms` was set before the step.
+        `track_norms` was set before the step. `volume` is what all tensors of a method that tunes its volume have sent,
+        over what was asked of them until now; None for other methods.
 
         Each bucket has its `tensors`, `wire_bytes`, and its phases as [begin, end] in seconds since the first gradient
         of the step. A phase is None if it is unknown, as before the first step and in a graph that does not track

@@ -122,6 +122,10 @@ class Tuning(Stateful):
     def retune(self, state: State, first: Array, second: Array, at: Site) -> State:
         """Return the state for the next step, from the sums of `tally` over all tensors of equal compressors."""
 
+    def volume(self, state: State) -> float | None:
+        """Return what all tensors of equal compressors have sent, over what their options ask; None if unknown."""
+        return None
+
 
 def proposed_fields(compressor: object, spec: TensorSpec) -> tuple[Field, ...]:
     """Return the fields that the ranks negotiate before they compress; none unless the compressor negotiates."""

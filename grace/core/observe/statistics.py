@@ -61,6 +61,12 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
             squares += float(ops(unit.spec.device).norm(residual[offset : offset + piece.numel])) ** 2
         return math.sqrt(squares) if name in plan.places else None
 
+    def volume(item: Assignment) -> float | None:
+        for unit, _, _ in plan.places.get(item.spec.name, ()):
+            if unit.tuning and unit.spec.name in slots:
+                return unit.tuning.volume(slots.read(unit.spec.name)["compressor"])
+        return None
+
     tensors: dict[str, dict[str, Any]] = {}
     for item in plan.assignments:
         name = item.spec.name
@@ -70,6 +76,7 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
             "wire_bytes": wire_bytes(item),
             "relative_error": relative_error(name),
             "residual_norm": residual_norm(name),
+            "volume": volume(item),
         }
     sent = {bucket.name: noted("bucket", bucket.name) for bucket in plan.buckets}
     # Of what travels beside compressed tensors.
