@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -113,17 +114,7 @@ class GradientHook:
             for p, name in trained.items():
                 # Called before DDP learns of the gradient, which it leaves as it is.
                 p.register_hook(unserializable_hook(lambda _, name=name: used.add(name)))  # type: ignore[misc]
-        # DDP calls no hook for a parameter that was converted or moved, but PyTorch keeps the hooks of the parameter.
-        # One is enough. It lives as long as its parameter, which must not keep this object.
-        alive, first = weakref.ref(self), next(iter(trained), None)
-
-        def check(_: torch.Tensor) -> None:
-            hook = alive()
-            if hook is not None:
-                hook._check_unchanged()
-
-        if first is not None:
-            first.register_hook(unserializable_hook(check))
+        self._watch_kinds()
         if exchange.loss_scale is not None:
             exchange.loss_scale.attach_to(lambda: trained)
         exchange.way_back.forget = self._forget
@@ -135,6 +126,23 @@ class GradientHook:
         # DDP's own note of it could not be saved, and a copy of the model would have the note without the hook.
         model._comm_hooks.pop()
         _registered.add(model)
+
+    def _watch_kinds(self) -> None:
+        """Check dtypes and devices in each backward pass.
+
+        DDP calls no hook for a parameter that was converted or moved, but PyTorch keeps the hooks of the parameter.
+        """
+        # It lives as long as its parameter, which must not keep this object.
+        alive = weakref.ref(self)
+
+        def check(_: torch.Tensor) -> None:
+            hook = alive()
+            if hook is not None:
+                hook._check_unchanged()
+
+        # One parameter is enough to check all.
+        for p in itertools.islice(self._kinds, 1):
+            p.register_hook(unserializable_hook(check))  # type: ignore[no-untyped-call]
 
     def _check_unchanged(self) -> None:
         """Raise StepError if a parameter has another dtype or device than when the model was registered."""
