@@ -40,10 +40,9 @@ def test_by_two_shot_topk_trains_much_worse(benchmark):
     assert loss(benchmark, "topk", "two_shot") > 1.5 * loss(benchmark, "topk", "allgather")
 
 
-def test_the_table_names_what_auto_takes(benchmark):
-    by_row = {(config["compressor"], benchmark.setting(config)): config for config in benchmark.methods()}
-    for key, row in ROWS.items():
-        assert row["auto"] == benchmark.chosen(by_row[key]), key
+def test_the_table_has_every_method_that_both_can_carry_and_names_what_auto_takes(benchmark):
+    taken = {(c["compressor"], benchmark.setting(c)): benchmark.chosen(c) for c in benchmark.methods()}
+    assert {key: row["auto"] for key, row in ROWS.items()} == taken
 
 
 @pytest.mark.parametrize(
@@ -61,3 +60,17 @@ def test_the_page_says_what_allgather_moves(name):
     moved = {row["communicator"]: row["bytes"] for row in rows if row["method"] == name}
     cells = (f"{moved[program][size][0]:.2f}" for size in ("4", "8") for program in ("two_shot", "allgather"))
     assert f"| `{name}` | {' | '.join(cells)} |" in page
+
+
+def test_the_page_says_what_more_elements_and_a_finer_second_compression_give():
+    page = " ".join((ROOT / "docs/communicators_and_memories.md").read_text(encoding="utf-8").split())
+    once, more = ROWS["topk", "compress_ratio 0.01"], ROWS["topk", "compress_ratio 0.02"]
+    twice = {task: more[task] + more[f"{task}_added"] for task in ("factorisation", "characters")}
+    finer = {task: once[task] + once[f"{task}_finer"] for task in twice}
+    assert (
+        f"still ends at {twice['factorisation']:.3f} instead of {once['factorisation']:.3f} (matrix factorisation) "
+        f"and at {twice['characters']:.2f} instead of {once['characters']:.2f}." in page
+    )
+    assert f"ends at {finer['factorisation']:.3f} and {finer['characters']:.2f}, because" in page
+    signs = ROWS["efsignsgd", ""]
+    assert all(abs(signs[f"{task}_finer"]) <= signs[f"{task}_spread"] for task in twice)
