@@ -19,6 +19,12 @@ class Delegated(Protocol):
     def start(self, p: torch.nn.Parameter) -> Any:
         """Start the exchange of a gradient; return what `_allreduce_grad_async` may return."""
 
+    def agree_on_sparse(self) -> None:
+        """Let ranks without a gradient know which tensors have sparse ones. All ranks call it in their first step.
+
+        Raises StepError on every rank if a tensor is sparse on some ranks and dense on others.
+        """
+
     def forget(self) -> None:
         """Forget what was started in a step that was dropped."""
 

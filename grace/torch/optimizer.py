@@ -359,7 +359,13 @@ def _attach(
             check_frozen()
             refuse_changed_gradients()
             alone = not engine.plan.buckets
+            if not taken:
+                # This rank has no gradient. The others compare the ranks nevertheless.
+                exchange.start_comparing()
             exchange.finish_comparing()
+            if not engine.completed:
+                # Before the library starts what this rank has no gradient for.
+                delegated.agree_on_sparse()
             plain_synchronize()
             for p, gradient in gradients_of_frozen.items():
                 p.grad = gradient

@@ -37,6 +37,9 @@ class Delegated:
         self._waits: dict[str, Callable[[], torch.Tensor]] = {}
         self._started: set[str] = set()
 
+    def agree_on_sparse(self) -> None:
+        """Do nothing: the transport finds collectives that differ."""
+
     def forget(self) -> None:
         """Forget what was started in a step that was dropped, and disconnect from the other ranks."""
         for collection in (self._arrived, self._waits, self._started):

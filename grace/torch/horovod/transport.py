@@ -220,7 +220,8 @@ class HorovodTransport(MeetingTransport):
 
     def delegated_rows(self, gradient: torch.Tensor, tensor: str, op: int, name: str) -> Handle:
         """Reduce a sparse gradient as Horovod's optimizer does, by two allgathers."""
-        key = f"the gradient of '{tensor}'"
+        # Another key than that of a dense one: `discard` must finish both if the ranks differ.
+        key = f"the sparse gradient of '{tensor}'"
         rows = _Rows(gradient, name, op, self._process_set, self._waiter(key))
         return self.started.note(key, {"delegated": tensor, "sparse_dim": gradient.sparse_dim()}, rows)
 

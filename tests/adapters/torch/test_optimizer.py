@@ -430,6 +430,16 @@ def test_sparse_gradients_work_or_are_refused_by_name(launch):
 
 
 @usual_launches
+def test_a_sparse_gradient_that_one_rank_lacks_arrives_or_is_refused(launch):
+    for rank in scenario("unused_embedding", launch):
+        if launch.launcher == "torchrun":
+            assert all(rank[case].startswith("MismatchError") for case in ("unused", "mixed")), rank
+        else:
+            assert rank["unused"] == ""
+            assert launch.ranks == 1 or "'weight' is sparse on some ranks and dense on others" in rank["mixed"]
+
+
+@usual_launches
 def test_sending_starts_during_the_backward_pass(launch):
     for result in scenario("overlap", launch):
         (sent_by_then,) = result["before the last gradient"]

@@ -479,6 +479,48 @@ def sparse_gradients() -> dict[str, Any]:
     return results
 
 
+def unused_embedding() -> dict[str, Any]:
+    """Train an embedding with sparse gradients that one rank does not use in some steps; return the error, if any,
+    and that of ranks that differ in the kind.
+    """
+    rules = [{"match": "weight", "compressor": "none"}]
+
+    def loss(model: torch.nn.Module, step: int, number: int) -> torch.Tensor | None:
+        return None if number == 0 and step != 1 else model(torch.tensor([step, number + 5, 9])).square().sum()
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model, right = (torch.nn.Embedding(64, 32, sparse=True) for _ in "ab")
+        right.load_state_dict(model.state_dict())
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, right)]
+        optimizer = wrap(model, {"compressor": "topk", "rules": rules, "timeout": 20}, optimizer=optimizers[0])
+        for step in range(3):
+            mine = loss(model, step, my_rank())
+            if mine is not None:
+                mine.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for each in range(world_size()):
+                one = loss(right, step, each)
+                if one is not None:
+                    (one / world_size()).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        assert torch.allclose(model.weight, right.weight, atol=1e-6)
+
+    def mixed() -> None:
+        model = torch.nn.Embedding(64, 32, sparse=my_rank() == 0)
+        optimizer = wrap(model, {"compressor": "topk", "rules": rules, "timeout": 20}, optimizer=sgd(model))
+        model(torch.tensor([1])).sum().backward()
+        try:
+            optimizer.step()
+        finally:
+            # Nothing of it must be left for the next scenario.
+            optimizer.grace.discard()
+
+    return {"unused": outcome(train), "mixed": outcome(mixed)}
+
+
 def overlap() -> dict[str, Any]:
     """Record whether the first collective of a step starts before the backward pass ends."""
     model = make_net()
