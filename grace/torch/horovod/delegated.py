@@ -41,8 +41,8 @@ class Delegated:
         for name, dims in [item for theirs in everyone for item in theirs.items()]:
             if any(theirs.get(name, dims) != dims for theirs in everyone):
                 raise StepError(
-                    f"the gradient of '{name}' is sparse on some ranks and dense on others; compute it the same way on all "
-                    "ranks, or pass sparse_as_dense=True."
+                    f"the gradient of '{name}' is sparse on some ranks and dense on others; compute it the same way on "
+                    "all ranks, or pass sparse_as_dense=True."
                 )
             if dims:
                 self._sparse_dims[name] = dims
