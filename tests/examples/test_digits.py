@@ -56,7 +56,7 @@ MOST = {
     "redsync": 2 * 0.02,  # up to twice the ratio
     "sbc": 0.02,
     "sdagc": 2 * 0.05,
-    "sidco": 2 * 0.01 * 2,  # the fit is rough
+    "sidco": 2 * 0.01 * 1.2,  # the tolerance
     "sketchml": 0.01,  # much less than a value of 4 bytes per kept element
     "strom": 0.1,
     "threshold": 0.1,
