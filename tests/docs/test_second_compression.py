@@ -1,4 +1,4 @@
-"""What a second compression costs: the table of two small models, and short runs with default communicators."""
+"""The cost of a second compression: the table of two small models, and short runs with default communicators."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ def test_a_tape_is_asked_in_several_ways(launch):
 
 @on(TWO)
 def test_a_tape_takes_the_arguments_of_tensorflow(launch):
-    """What a rank does not use is zeros there; what no rank uses is what the caller asks for."""
+    """A source that a rank does not use has zeros there; one that no rank uses has what the caller asks for."""
     for rank in scenario("unconnected", launch):
         row, nothing = [[0.0, 0.0], [0.5, 0.5], [0.0, 0.0]], [0.0, 0.0]
         first = {"a": [1.5, 1.5], "b": [0.5, 0.5], "later": None, "embeddings": row, "own": None}
