@@ -9,8 +9,6 @@ from fractions import Fraction
 from functools import cache
 from typing import ClassVar, NamedTuple, NoReturn
 
-import numpy as np
-
 from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.allreduce import Allreduce
 from grace.core.communicators.sparse_allreduce import SparseAllreduce
@@ -158,6 +156,9 @@ def _obstacle(program: Communicator, method: Method) -> str | None:
 @cache
 def error_of_normal(compressor: Compressor) -> float:
     """Return |x - C(x)|^2 / |x|^2 of standard normal values, for a compressor that keeps no state."""
+    # Not at the top: a process that only names components needs no array library.
+    import numpy as np
+
     x = np.random.default_rng(0).standard_normal(_EXAMPLE.numel)
     at = Site(get_ops("numpy"), _EXAMPLE, Key(0, 0))
     given = x.astype(_EXAMPLE.dtype)

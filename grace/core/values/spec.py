@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import operator
@@ -52,8 +53,7 @@ class TensorSpec:
 
     `dtype` is one of float16, bfloat16, float32, float64, complex64, complex128. `sparse` means that the gradient comes
     as rows and their indices, like that of an embedding. `model_numel` is the number of elements of all tensors of the
-    run (0: this tensor is alone). Raises ConfigError for any other dtype, and for a shape with other entries than whole
-    numbers from 0 on.
+    run (0: this tensor is alone). Raises ConfigError for any other dtype.
     """
 
     name: str
@@ -64,17 +64,6 @@ class TensorSpec:
     model_numel: int = 0
 
     def __post_init__(self) -> None:
-        try:
-            # NumPy's integers are no Python integers, and overflow.
-            shape = tuple(map(operator.index, self.shape))
-        except TypeError:
-            shape = (-1,)
-        if min(shape, default=0) < 0:
-            raise ConfigError(
-                f"tensor '{self.name}': expected a shape of whole numbers from 0 on, such as (64, 10), received "
-                f"{self.shape!r}; name the size of every dimension."
-            )
-        object.__setattr__(self, "shape", shape)
         if self.dtype not in GRADIENT_DTYPES and not self.complex:
             raise self.not_exchanged()
 
@@ -113,8 +102,27 @@ class TensorSpec:
 
 
 def as_specs(tensors: Mapping[str, tuple[int, ...]] | Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return the specs of tensors that may be given as shapes by name, and are then float32."""
-    return [TensorSpec(n, s) for n, s in tensors.items()] if isinstance(tensors, Mapping) else list(tensors)
+    """Return the specs of tensors that may be given as shapes by name, and are then float32.
+
+    Raises ConfigError for a shape with other entries than whole numbers from 0 on. Within a graph, a compressor may
+    make specs whose sizes are known at run time only.
+    """
+    specs = [TensorSpec(n, s) for n, s in tensors.items()] if isinstance(tensors, Mapping) else tensors
+    return [dataclasses.replace(spec, shape=_sizes(spec)) for spec in specs]
+
+
+def _sizes(spec: TensorSpec) -> tuple[int, ...]:
+    """Return the shape of a spec in Python's integers: NumPy's overflow."""
+    try:
+        shape = tuple(map(operator.index, spec.shape))
+    except TypeError:
+        shape = (-1,)
+    if min(shape, default=0) < 0:
+        raise ConfigError(
+            f"tensor '{spec.name}': expected a shape of whole numbers from 0 on, such as (64, 10), received "
+            f"{spec.shape!r}; name the size of every dimension."
+        )
+    return shape
 
 
 class Field(NamedTuple):
