@@ -106,8 +106,8 @@ class Applied:
                 self._told_of_passed = True
                 _warn(
                     "an optimizer has applied gradients of a registered model that were not exchanged: the ranks train "
-                    "apart. Call the model itself, not its 'module', and convert or move it before you wrap it in "
-                    "DistributedDataParallel. Passes of this rank alone belong into 'with model.no_sync():'."
+                    "apart. Call the model itself, not its 'module'. Passes of this rank alone belong into 'with "
+                    "model.no_sync():'."
                 )
             self._came = self._exchanged = False
 

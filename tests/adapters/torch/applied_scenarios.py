@@ -188,12 +188,6 @@ def told_of_gradients() -> dict[str, list[str]]:
         usual(ddp, optimizer)
         usual(ddp.module, optimizer)
 
-    def converted(ddp: Any, optimizer: Any) -> None:
-        ddp.module.double()
-        x, y = next(batches(1, my_rank()))
-        F.cross_entropy(ddp(x.double()), y).backward()
-        optimizer.step()
-
     def unseen(ddp: Any, optimizer: Any) -> None:
         optimizer.param_groups.clear()
         for _ in range(3):
@@ -201,7 +195,7 @@ def told_of_gradients() -> dict[str, list[str]]:
             ddp.zero_grad()
 
     results = {}
-    for use in (usual, local, frozen, penalized, by_closure, past, converted, unseen):
+    for use in (usual, local, frozen, penalized, by_closure, past, unseen):
         model = make_net()
         ddp = DistributedDataParallel(model)
         grace.torch.register(ddp, TOPK)
