@@ -76,9 +76,8 @@ class Applied:
         self._exchanged, before = True, self._way_back.before
         if before is None or not self._rollback:
             return
-        stateful = {piece.tensor for unit in self._engine.plan.stateful.values() for piece in unit.pieces}
         for p in parameters:
-            if self._names[p] in stateful:
+            if self._names[p] in self._engine.plan.places:
                 oldest = self._waiting[p].before if p in self._waiting else before
                 self._waiting[p] = _Exchanged(oldest, p._version)
 

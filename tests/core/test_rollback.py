@@ -11,7 +11,7 @@ from grace.core.memories.residual import Residual
 from grace.core.values.errors import StepError
 from grace.core.values.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same, unit_of
-from tests.support.steps import assert_same, each_combination_for, gradients, simulate, states, step
+from tests.support.steps import assert_same, each_combination_for, gradients, simulate, states, step, step_at_rest
 
 # TensorFlow's arrays are immutable.
 IN_PLACE = [name for name in FRAMEWORKS if name != "tensorflow"]
@@ -136,6 +136,19 @@ def test_what_was_given_away_is_not_written_over(gives, framework):
     copies = [host(ops, x) for x in given]
     assert any(x.any() for x in copies)
     for number in (2, 3):
+        step(sim, number)
+    assert all(same(host(ops, x), kept) for x, kept in zip(given, copies, strict=True))
+
+
+@pytest.mark.parametrize("framework", IN_PLACE)
+def test_a_state_that_rested_is_not_written_over(framework):
+    """The old arrays come back after such a step, and a checkpoint may still have them."""
+    sim = after(2, "topk", framework)
+    ops = sim.engines[0]._ops("cpu")
+    given = [x for memory in GIVES["state_dict"](sim.engines[0]) for x in memory.values()]
+    copies = [host(ops, x) for x in given]
+    step_at_rest(sim, 2, *(item.spec.name for item in sim.plan.assignments))
+    for number in (3, 4):
         step(sim, number)
     assert all(same(host(ops, x), kept) for x, kept in zip(given, copies, strict=True))
 

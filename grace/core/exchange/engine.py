@@ -284,6 +284,8 @@ class Engine:
                 states = self._slots.read(name)
                 new = spliced(unit, states["memory"], memory, ranges, self._ops(unit.spec.device))
                 self._slots.write(name, {**states, "memory": new})
+                # It may be the old state itself, which somebody else may have.
+                self._owned.discard(name)
 
     # --- one step -----------------------------------------------------------------------------------------------
 

@@ -100,23 +100,22 @@ class GradientHook:
         self._buckets: list[_Bucket] = []
         self._gradients: dict[str, torch.Tensor] = {}
         self._failure: Exception | None = None
-        trained = {p: name for p, name in self._names.items() if p.requires_grad}
-        exchange.applied = self._applied = Applied(exchange, trained)
+        self._trained = {p: name for p, name in self._names.items() if p.requires_grad}
+        exchange.applied = self._applied = Applied(exchange, self._trained)
         # If parameters may be unused, the names of those with a gradient. DDP passes zeros for the others.
         self._used: set[str] | None = None
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Register the hook with the model."""
         exchange = self._exchange
-        trained = {p: name for p, name in self._names.items() if p.requires_grad}
         if model.find_unused_parameters or model.static_graph:
             self._used = used = set()
-            for p, name in trained.items():
+            for p, name in self._trained.items():
                 # Called before DDP learns of the gradient, which it leaves as it is.
                 p.register_hook(unserializable_hook(lambda _, name=name: used.add(name)))  # type: ignore[misc]
         self._watch_kinds()
         if exchange.loss_scale is not None:
-            exchange.loss_scale.attach_to(lambda: trained)
+            exchange.loss_scale.attach_to(lambda: self._trained)
         exchange.way_back.forget = self._forget
         alive = weakref.ref(model)
         # False after a forward pass in no_sync(), whose gradients stay on this rank.
