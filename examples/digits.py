@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 from grace import Config, compressors, make_config
-from grace.core.values.errors import GraceError
+from grace.errors import GraceError
 
 TEST_IMAGES = 360
 

@@ -1,14 +1,17 @@
 """Gradient compression for distributed training over torch.distributed, Horovod or MPI.
 
 `DistributedOptimizer` wraps an optimizer of PyTorch or Keras. `grace.torch.register` takes a model that PyTorch makes
-parallel. Importing grace imports no framework.
+parallel. Importing grace imports no framework: `grace.torch`, `grace.tensorflow`, `grace.mpi` and `grace.testing` are
+imported at their first use.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
+from grace import errors as errors
 from grace.core.exchange.simulation import Simulation
 from grace.core.methods.capabilities import (
     Checking,
@@ -30,6 +33,12 @@ from grace.core.ops.table import composite
 from grace.core.values.config import Config, Method, Rule, make_config
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import Field, Payload, Proposal, Site, TensorSpec, WeightedSum
+
+if TYPE_CHECKING:
+    from grace import mpi as mpi
+    from grace import tensorflow as tensorflow
+    from grace import testing as testing
+    from grace import torch as torch
 
 __version__ = "0.2.0.dev0"
 
@@ -76,6 +85,31 @@ __all__ = [
     "register_compressor",
     "register_memory",
 ]
+
+# The submodules that are imported at their first use, and the packages that they need.
+_NEEDED = {
+    "torch": "torch",
+    "tensorflow": "tensorflow and horovod",
+    "mpi": "mpi4py",
+    "testing": "pytest",
+}
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a submodule at its first use.
+
+    `dir(grace)` leaves out what is not loaded: help and debuggers read everything that it names, and would start MPI.
+    Raises AttributeError if the import fails, so that `hasattr` is False.
+    """
+    if name not in _NEEDED:
+        raise AttributeError(f"module 'grace' has no attribute '{name}'")
+    try:
+        return importlib.import_module(f"grace.{name}")
+    except ImportError as error:
+        raise AttributeError(
+            f"grace.{name} cannot be imported: {error}. It needs {_NEEDED[name]}: install what is missing "
+            "(docs/install.md)."
+        ) from error
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802 - the field's name

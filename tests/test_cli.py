@@ -96,6 +96,14 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"grace {grace.__version__}\n"
 
 
+def test_the_package_runs_as_the_command():
+    def run(*arguments):
+        return subprocess.run([sys.executable, "-m", "grace", *arguments], capture_output=True, text=True)
+
+    assert run("--version").stdout == f"grace {grace.__version__}\n"
+    assert run("bogus").returncode == 2
+
+
 @pytest.mark.parametrize("arguments", [[], ["bogus"], ["doctor", "--bogus"]])
 def test_wrong_use_gives_usage_and_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:

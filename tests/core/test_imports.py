@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import pickle
 import pkgutil
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ STEPS = {
     "registry": "list(grace.compressors); grace.make_config(compressor='topk')",
     "core": "import " + ", ".join(CORE),
     "testing": "import grace.testing",
+    "help": "import pydoc; pydoc.render_doc(grace); [getattr(grace, name) for name in dir(grace)]",
     "simulation": """
 import numpy as np
 sim = grace.Simulation(2, {"w": (64, 64)}, {"compressor": "topk"})
@@ -44,6 +47,59 @@ sim.step([{"w": np.ones((64, 64), np.float32)} for _ in range(2)])
 
 def test_no_framework_is_loaded():
     assert dict(zip(STEPS, loaded_by(*STEPS.values()), strict=True)) == {step: [] for step in STEPS}
+
+
+# The package without which each submodule cannot be imported.
+SUBMODULES = {"testing": "pytest", "torch": "torch", "mpi": "mpi4py", "tensorflow": "tensorflow"}
+
+
+def test_submodules_are_imported_at_their_first_use():
+    use = "assert 'grace.{0}' not in sys.modules; assert grace.{0}.__all__ and 'grace.{0}' in sys.modules"
+    loaded = loaded_by("import grace", *(use.format(name) for name in SUBMODULES))
+    assert loaded[:3] == [[], [], ["torch"]]
+    assert set(loaded[-1]) >= {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
+
+
+@pytest.mark.parametrize(("name", "package"), SUBMODULES.items())
+def test_a_submodule_without_its_package_says_what_to_install(name, package):
+    """`None` in sys.modules is a package that cannot be found. `hasattr` and `getattr` with a default do not raise."""
+    code = f"""
+import pydoc, sys
+sys.modules["{package}"] = None
+import grace
+assert not hasattr(grace, "{name}")
+assert getattr(grace, "{name}", 3) == 3
+pydoc.render_doc(grace)
+try:
+    grace.{name}
+except AttributeError as error:
+    assert str(error).startswith("grace.{name} cannot be imported: "), error
+    assert " It needs " in str(error) and "{package}" in str(error).partition(" It needs ")[2], error
+    assert isinstance(error.__cause__, ModuleNotFoundError), error.__cause__
+else:
+    sys.exit("no error")
+"""
+    loaded_by(code)
+
+
+def test_an_unknown_attribute_is_named():
+    with pytest.raises(AttributeError, match=r"module 'grace' has no attribute 'pytorch'"):
+        _ = grace.pytorch
+    with pytest.raises(ImportError, match="cannot import name 'pytorch' from 'grace'"):
+        exec("from grace import pytorch")
+
+
+@pytest.mark.parametrize("name", grace.errors.__all__)
+def test_errors_are_named_as_users_name_them(name):
+    cls = getattr(grace.errors, name)
+    assert pickle.loads(pickle.dumps(cls("text"))).args == ("text",)
+    assert traceback.format_exception_only(cls("text")) == [f"grace.errors.{name}: text\n"]
+
+
+def test_all_errors_are_public():
+    values = vars(grace.core.values.errors).values()
+    defined = {value.__name__ for value in values if isinstance(value, type) and value.__module__.startswith("grace.")}
+    assert defined == set(grace.errors.__all__)
 
 
 def test_the_adapter_of_torch_needs_no_horovod():
