@@ -1,6 +1,6 @@
-"""Write what README.md repeats from data and code: the figure of step times and the blocks between comments.
+"""Write what README.md repeats from data: the figure of step times and its block between comments.
 
-python scripts/readme.py            # writes docs/figures/step_time.svg and the blocks
+python scripts/readme.py            # writes docs/figures/step_time.svg and the block
 python scripts/readme.py --check    # changes nothing; exit status 1 if something is out of date
 """
 
@@ -10,15 +10,11 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from grace.core.values.registry import compressors  # noqa: E402 - found by the path above
-from grace.core.wire.layout import payload_bytes  # noqa: E402
-from grace.listing import EXAMPLE, FAMILIES, sent_fields  # noqa: E402
 
 README = ROOT / "README.md"
 FIGURE = ROOT / "docs" / "figures" / "step_time.svg"
@@ -88,39 +84,18 @@ def figure(data: dict[str, Any]) -> str:
 def step_time(data: dict[str, Any]) -> list[str]:
     """Return the block with the figure and its conditions."""
     million = data["parameters"] / 1e6
+    caption = (
+        f"Milliseconds of a training step in PyTorch: a perceptron with {million:.1f} million parameters, "
+        f"{data['batch']} examples per rank and step, {data['ranks']} ranks, default options. So few examples mean "
+        "little computation per byte, the case in which compression gains most. One run per link, on one machine "
+        f"({data['machine']}) with slowed-down links. [docs/speed.md](docs/speed.md) has other methods and models."
+    )
     return [
         f"![Milliseconds of a training step by method, at {' and at '.join(LINKS.values())}]"
         f"({FIGURE.relative_to(ROOT).as_posix()})",
         "",
-        f"Milliseconds of a training step of a perceptron with {million:.1f} million parameters in PyTorch, with "
-        f"{data['ranks']} ranks and",
-        f"default options. One run per link on one machine ({data['machine']});",
-        "[docs/speed.md](docs/speed.md) has all methods and the conditions.",
+        *textwrap.wrap(caption, 120, break_on_hyphens=False),
     ]
-
-
-def methods() -> list[str]:
-    """Return the block with the table of methods by family."""
-    lines = ["| family | methods | bytes per element | use it if |", "|---|---|---|---|"]
-    for family in FAMILIES:
-        names = " ".join(f"`{name}`" for name in family.methods)
-        lines.append(f"| {family.title} | {names} | {_bytes(family.methods)} | {family.use} |")
-    return lines
-
-
-def _bytes(names: tuple[str, ...]) -> str:
-    """Return the range of the bytes per element that a rank sends with default options."""
-    fixed, varies = [], False
-    for name in names:
-        compressor = compressors.make(name)
-        total = payload_bytes(sent_fields(compressor))
-        if total is None:
-            varies = True
-        else:
-            fixed.append(total / EXAMPLE.numel)
-    low, high = f"{round(min(fixed), 3):g}", f"{round(max(fixed), 3):g}"
-    span = low if low == high else f"{low} to {high}"
-    return f"{span}; some depend on the data" if varies else span
 
 
 def with_block(text: str, name: str, lines: list[str]) -> str:
@@ -137,8 +112,7 @@ def main() -> int:
     check = parser.parse_args().check
     data = measurements()
     text = README.read_text(encoding="utf-8")
-    for name, lines in (("step-time", step_time(data)), ("methods", methods())):
-        text = with_block(text, name, lines)
+    text = with_block(text, "step-time", step_time(data))
     status = 0
     for path, wanted in ((FIGURE, figure(data)), (README, text)):
         if path.exists() and path.read_text(encoding="utf-8") == wanted:

@@ -75,11 +75,6 @@ def built_in() -> list[str]:
     return [name for name in compressors if compressors.get(name).__module__.startswith("grace.")]
 
 
-def test_readme_table_has_every_built_in_method():
-    table = re.findall(r"^\| [^|]+ \| ((?:`\w+` ?)+)\|", read("README.md"), re.MULTILINE)
-    assert sorted(re.findall(r"\w+", " ".join(table))) == sorted(built_in())
-
-
 def test_memories_page_names_the_default_of_every_built_in_method():
     rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", read("docs/communicators_and_memories.md"), re.MULTILINE)
     named = {method: memory for memory, methods in rows for method in re.findall(r"`(\w+)`", methods)}
