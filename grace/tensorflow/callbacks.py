@@ -92,11 +92,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class StatisticsCallback(keras.callbacks.Callback):
     """A callback that adds grace's statistics to the logs of an epoch, for `History`, TensorBoard and CSV files.
 
-    `grace_wire_bytes` and `grace_dense_bytes` are bytes per step of this rank: the mean over the steps after which
-    Keras calls the callback (every `steps_per_execution`-th step). `grace_ratio` is their quotient. With
-    `optimizer.grace.track_norms` there are also `grace_relative_error` and `grace_residual_norm`, the means over the
-    compressed tensors in the last step. Put it before TensorBoard in the list of callbacks. Raises ConfigError for an
-    optimizer without grace.
+    They are those of `Exchange.scalars`, with names such as `grace_wire_bytes`. Each is the mean over the steps after
+    which Keras calls the callback (every `steps_per_execution`-th step). Put it before TensorBoard in the list of
+    callbacks. Raises ConfigError for an optimizer without grace.
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -110,25 +108,19 @@ class StatisticsCallback(keras.callbacks.Callback):
         self._exchange = exchange
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Start to count the bytes of the epoch."""
-        self._bytes: list[tuple[int, int]] = []
+        """Forget the steps of the last epoch."""
+        self._steps: dict[str, list[float]] = {}
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count the bytes of the step."""
-        stats = self._exchange.stats()
-        self._bytes.append((stats["wire_bytes"], stats["dense_bytes"]))
+        """Note the statistics of the step."""
+        for name, value in self._exchange.scalars().items():
+            # Keras names metrics like variables.
+            self._steps.setdefault(name.replace("/", "_"), []).append(value)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the statistics to `logs`."""
-        if logs is None or not self._bytes:
-            return
-        wire, dense = (sum(column) / len(self._bytes) for column in zip(*self._bytes, strict=True))
-        logs |= {"grace_wire_bytes": wire, "grace_dense_bytes": dense, "grace_ratio": wire / dense if dense else 1.0}
-        tensors = self._exchange.stats()["tensors"].values()
-        for key in ("relative_error", "residual_norm"):
-            values = [tensor[key] for tensor in tensors if tensor[key] is not None]
-            if values:
-                logs[f"grace_{key}"] = sum(values) / len(values)
+        if logs is not None:
+            logs |= {name: sum(values) / len(values) for name, values in self._steps.items()}
 
 
 class ScheduleCallback(keras.callbacks.Callback):

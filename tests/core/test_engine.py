@@ -311,6 +311,46 @@ def test_stats_tell_compressed_from_dense():
     assert stats["tensors"]["bias"]["residual_norm"] is None
 
 
+@every_framework
+def test_scalars_are_the_sums_and_means_of_the_statistics(framework):
+    rules = [{"match": "v", "compressor": "qsgd"}]
+    sim = grace.Simulation(
+        3,
+        {"u": (40, 30), "v": (50, 40), "w": (30, 60), "bias": (64,)},
+        {"compressor": "topk", "compress_ratio": 0.1, "rules": rules, "bucket_bytes": 0},
+        framework=framework,
+    )
+    sim.track_norms = True
+    for number in range(2):
+        step(sim, number)
+        for rank in range(3):
+            stats, found = sim.stats(rank), sim.scalars(rank)
+            tensors = stats["tensors"]
+            errors = [tensors[name]["relative_error"] for name in "uvw"]
+            expected = {
+                "grace/wire_bytes": stats["wire_bytes"],
+                "grace/dense_bytes": 4 * (1200 + 2000 + 1800 + 64),
+                "grace/ratio": stats["wire_bytes"] / (4 * (1200 + 2000 + 1800 + 64)),
+                "grace/relative_error": np.mean(errors),
+                "grace/residual_norm": np.hypot(tensors["u"]["residual_norm"], tensors["w"]["residual_norm"]),
+            }
+            assert len(stats["buckets"]) > 2
+            for phase in ("compress", "wait", "merge"):
+                spans = [bucket[phase] for bucket in stats["buckets"].values()]
+                expected[f"grace/{phase}_seconds"] = sum(end - begin for begin, end in spans)
+            assert found == pytest.approx(expected)
+            assert {type(value) for value in found.values()} == {float}
+
+
+def test_scalars_leave_out_what_is_not_known():
+    sim = grace.Simulation(2, {"w": (64, 64)}, {"compressor": "topk"})
+    assert set(sim.scalars()) == {"grace/wire_bytes", "grace/dense_bytes", "grace/ratio"}
+    step(sim, 0)
+    times = {f"grace/{phase}_seconds" for phase in ("compress", "wait", "merge")}
+    assert set(sim.scalars()) == {"grace/wire_bytes", "grace/dense_bytes", "grace/ratio", *times}
+    assert grace.Simulation(1, {}, {"compressor": "topk"}).scalars()["grace/ratio"] == 1
+
+
 # --- payloads of run-time length --------------------------------------------------------------------------------
 
 

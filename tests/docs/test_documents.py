@@ -41,8 +41,19 @@ ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_
 # The pages with PyTorch, and how many ranks they run on.
 WITH_TORCH = {f"docs/get_started/{page}.md": 2 for page in ("ddp", "fsdp", "torchrun")}
 WITH_TORCH |= {f"docs/{page}.md": 1 for page in ("get_started/pytorch", "get_started/recipes", "adam", "move")}
-WITH_TORCH |= {"docs/checkpoints.md": 1}
+WITH_TORCH |= {"docs/checkpoints.md": 1, "docs/statistics.md": 1}
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
+
+
+def scalars() -> list[str]:
+    """Return the names of all numbers for loggers."""
+    simulation = Simulation(1, {"w": (64, 64)}, {"compressor": "topk"})
+    simulation.track_norms = True
+    simulation.step([{"w": np.ones((64, 64), np.float32)}])
+    return list(simulation.scalars())
+
+
+SCALARS = scalars()
 
 
 def read(name: str) -> str:
@@ -220,7 +231,14 @@ def test_no_page_installs_another_project(name):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_named_in_prose_exist(name):
     for path in re.findall(r"`((?:benchmarks|docs|examples|grace|kernels|scripts|tests)/[\w./]*\w)`", read(name)):
-        assert (ROOT / path).exists(), f"{name} names {path}, which does not exist"
+        assert path in SCALARS or (ROOT / path).exists(), f"{name} names {path}, which does not exist"
+
+
+def test_every_number_for_loggers_is_explained():
+    """The table of scalars() has a row for each, and no other."""
+    section = read("docs/statistics.md").partition("\n## Curves")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`grace/.*?) \|", section, re.MULTILINE)
+    assert sorted(re.findall(r"`(grace/\w+)`", " ".join(rows))) == sorted(SCALARS)
 
 
 def long_lines(text: str) -> list[int]:

@@ -71,6 +71,21 @@ def statistics(make: Make) -> None:
         assert all((tensor["relative_error"] is not None) is norms for tensor in stats["tensors"].values())
 
 
+def numbers_for_loggers(make: Make) -> None:
+    for norms in (False, True):
+        run = make(TOPK)
+        run.exchange.track_norms = norms
+        run.step(0)
+        found, stats = run.exchange.scalars(), run.exchange.stats()
+        assert all(type(value) is float for value in found.values())
+        assert found["grace/wire_bytes"] == stats["wire_bytes"]
+        assert found["grace/dense_bytes"] == stats["dense_bytes"]
+        assert found["grace/ratio"] == stats["wire_bytes"] / stats["dense_bytes"]
+        assert ("grace/relative_error" in found) is norms
+        timed = all(bucket["merge"] is not None for bucket in stats["buckets"].values())
+        assert ("grace/merge_seconds" in found) is timed
+
+
 def change(make: Make) -> None:
     run = make(TOPK)
     run.step(0)
@@ -182,6 +197,7 @@ def damaged_state(make: Make) -> None:
 PROMISES = (
     plan_and_report,
     statistics,
+    numbers_for_loggers,
     change,
     replicas,
     timeline,

@@ -13,6 +13,7 @@ from grace.core.exchange.merge import in_rank_order
 from grace.core.exchange.state import saved_carrying
 from grace.core.guards.agreement import Meeting, formats
 from grace.core.guards.replicas import compare, digest
+from grace.core.observe.statistics import scalars
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, change_config
@@ -154,6 +155,17 @@ class Exchange(ABC, Generic[D]):
         `grace.core.exchange.engine.Engine.stats` describes the keys.
         """
         return self.engine.stats()
+
+    def scalars(self) -> dict[str, float]:
+        """Return the main numbers of `stats` by name, for TensorBoard, Weights & Biases and other loggers.
+
+        `grace/wire_bytes` and `grace/dense_bytes` are the bytes of the last step of this rank with and without
+        compression, and `grace/ratio` is their quotient. `grace/compress_seconds`, `grace/wait_seconds` and
+        `grace/merge_seconds` are the sums of these phases over all buckets; they are left out if no times are known.
+        With `track_norms` there are also `grace/relative_error`, the mean of |x - C(x)| / |x| over the compressed
+        tensors, and `grace/residual_norm`, the norm |e| of all residuals together.
+        """
+        return scalars(self.stats())
 
     def change(self, **changes: Any) -> None:
         """Change options, for instance change(compress_ratio=0.1), or the method. Residuals are kept.

@@ -17,6 +17,7 @@ from grace.core.exchange.state import check_mapping, shown
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.exchange.unit_step import UnitStep
 from grace.core.guards.replicas import is_due
+from grace.core.observe.statistics import scalars
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, make_config, refuse_typos
@@ -248,6 +249,10 @@ class Simulation(Exchange[Engine]):
     def stats(self, rank: int = 0) -> dict[str, Any]:
         """Return the statistics of a rank in the last step; see `grace.core.exchange.engine.Engine.stats`."""
         return self.engines[rank].stats()
+
+    def scalars(self, rank: int = 0) -> dict[str, float]:
+        """Return the main numbers of a rank in the last step; see `grace.core.exchange.exchange.Exchange.scalars`."""
+        return scalars(self.stats(rank))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the states of all ranks: the key "ranks" has a list with one mapping per rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grace.core.exchange.collectives import KINDS
@@ -111,3 +111,26 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
         "buckets": buckets,
         "tensors": tensors,
     }
+
+
+# The phases in which a step keeps the host busy, or waiting. It does other work while buckets fill and travel.
+_TIMED = ("compress", "wait", "merge")
+
+
+def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers about the whole model in what `Engine.stats` has returned, as `Exchange.scalars` describes."""
+    wire, dense = float(stats["wire_bytes"]), float(stats["dense_bytes"])
+    found = {"wire_bytes": wire, "dense_bytes": dense, "ratio": wire / dense if dense else 1.0}
+    for phase in _TIMED:
+        spans = [bucket[phase] for bucket in stats["buckets"].values() if bucket[phase] is not None]
+        if spans:
+            found[f"{phase}_seconds"] = sum(end - begin for begin, end in spans)
+    compressed = [tensor for tensor in stats["tensors"].values() if tensor["compressor"] != "none"]
+    errors, norms = (
+        [tensor[key] for tensor in compressed if tensor[key] is not None] for key in ("relative_error", "residual_norm")
+    )
+    if errors:
+        found["relative_error"] = sum(errors) / len(errors)
+    if norms:
+        found["residual_norm"] = math.hypot(*norms)
+    return {f"grace/{name}": value for name, value in found.items()}
