@@ -23,7 +23,8 @@ from grace.core.exchange.transport import TIMEOUT
 from grace.core.guards.agreement import Meeting
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import ConfigError, StepError
-from grace.core.values.plan import early_warnings, warn_of_momentum
+from grace.core.values.plan import early_warnings
+from grace.core.values.recommended import Optimizer, warn_of_pairs
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.local import MULTI_OPTIMIZER, check_local, step_locally
@@ -109,8 +110,14 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             **options,
         )
         timeout = exchange.config.timeout
+        exchange.optimizers = [
+            # What local steps exchange is no gradient.
+            used if local_steps == 1 else used._replace(adaptive=False)
+            for used in _described(innermost(optimizer))
+        ]
         if included and process_set.rank() == 0:
-            warn_of_momentum(exchange.config, _momentum(innermost(optimizer)))
+            for used in exchange.optimizers:
+                warn_of_pairs(exchange.config, used)
         if included:
             exchange.times.start_as_told(hvd.rank(), hvd.size())
         _check_passes(innermost(optimizer), backward_passes_per_step)
@@ -205,11 +212,12 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _momentum(optimizer: Any) -> float:
-    """Return the momentum of the optimizer, or the largest of its optimizers; of Adam and its kind beta_1."""
+def _described(optimizer: Any) -> list[Optimizer]:
+    """Describe an optimizer, or those that it consists of; the momentum of Adam and its kind is beta_1."""
     if isinstance(optimizer, MULTI_OPTIMIZER):
-        return max(map(_momentum, optimizer.optimizers))
-    return float(getattr(optimizer, "momentum", None) or getattr(optimizer, "beta_1", 0.0))
+        return [described for each in optimizer.optimizers for described in _described(each)]
+    momentum = getattr(optimizer, "momentum", None) or getattr(optimizer, "beta_1", 0.0)
+    return [Optimizer.of(type(optimizer), float(momentum))]
 
 
 @dataclass

@@ -7,19 +7,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import unserializable_hook
 
 from grace.core.exchange.engine import Snapshot
 from grace.core.values.errors import GraceWarning
 from grace.torch.exchange import Exchange
-
-_watching: weakref.WeakSet[Applied] = weakref.WeakSet()
-# PyTorch calls it after each step of every optimizer of this process, once there is one to watch.
-_hooked: list[Any] = []
+from grace.torch.steps import watch
 
 
 @dataclass
@@ -56,9 +51,7 @@ class Applied:
     def attach(self, expected: Callable[[], bool]) -> None:
         """Watch the gradients and the optimizers; `expected()` tells whether a gradient now belongs to an exchange."""
         self._expected = expected
-        _watching.add(self)
-        if not _hooked:
-            _hooked.append(register_optimizer_step_post_hook(_stepped))
+        watch(self)
         alive = weakref.ref(self)
 
         @unserializable_hook
@@ -154,11 +147,6 @@ class Applied:
 def _is_gone(gradient: torch.Tensor | None, left: tuple[int, int] | None) -> bool:
     """Return whether a gradient is None or zeros; it is not if it is just as it was left."""
     return gradient is None or ((gradient.data_ptr(), gradient._version) != left and not bool(gradient.any()))
-
-
-def _stepped(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
-    for applied in list(_watching):
-        applied.stepped(optimizer)
 
 
 def _warn(text: str) -> None:

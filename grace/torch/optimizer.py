@@ -20,12 +20,13 @@ from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import ConfigError, GraceError, GraceWarning, StepError
-from grace.core.values.plan import warn_of_momentum
+from grace.core.values.recommended import warn_of_pairs
 from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated, Library
 from grace.torch.local import check_local, local_names, step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
 from grace.torch.plain import PlainMethods
+from grace.torch.steps import described
 from grace.torch.tensors import is_registered, is_sharded, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
@@ -109,8 +110,10 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         if grad_scaler is not None:
             check_scaler(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
         made = requested.config()
+        # What local steps exchange is no gradient.
+        used = described(optimizer) if local_steps == 1 else described(optimizer)._replace(adaptive=False)
         if transport.rank == 0:
-            warn_of_momentum(made, _momentum(optimizer))
+            warn_of_pairs(made, used)
         if local_steps != 1:
             check_local(made, local_steps, average, backward_passes_per_step, gradient_predivide_factor)
             if grad_scaler is not None:
@@ -166,6 +169,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         "Wrap a new optimizer after you unfreeze parameters.",
     )
     exchange = Exchange(made, specs, engine, library, parameters, prefix=prefix, delegate=delegate)
+    exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
     if local_steps > 1:
         step_locally(wrapped, plain, {p: names[p] for p in trained}, exchange, local_steps, check_frozen)
@@ -251,14 +255,6 @@ def _refuse(
             f"{where}: the arguments 'groups' and 'num_groups' would bypass the compression; "
             "leave them out. grace groups tensors by the option 'bucket_bytes'."
         )
-
-
-def _momentum(optimizer: torch.optim.Optimizer) -> float:
-    """Return the largest momentum of the parameter groups; of Adam and its kind the first beta."""
-    return max(
-        (group.get("momentum") or next(iter(group.get("betas", ())), 0.0) for group in optimizer.param_groups),
-        default=0.0,
-    )
 
 
 def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:

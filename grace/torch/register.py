@@ -6,6 +6,7 @@ import collections
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,10 @@ from grace.core.exchange.start import announce, begin, request
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
+from grace.core.values.recommended import warn_of_pairs
 from grace.torch.exchange import Exchange
 from grace.torch.loss_scale import LossScale, check_scaler
+from grace.torch.steps import described, watch
 from grace.torch.tensors import note_registered, spec_of
 
 _WHERE = "grace.torch.register"
@@ -29,6 +32,22 @@ class ModelExchange(Exchange):
     """The plan, the statistics and the state of a model's exchange, as `register` returns it."""
 
     called = "exchange"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        watch(self)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a step of an optimizer. Warn in the first one if the two are known to be a poor pair."""
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        ours = set(self.exchanged())
+        if any(p in ours for group in optimizer.param_groups for p in group["params"]):
+            self.optimizers.append(described(optimizer))
+            if self.rank == 0:
+                warn_of_pairs(self.config, self.optimizers[-1])
 
     def exchanged(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it exchanges."""

@@ -6,8 +6,8 @@ import pytest
 
 import grace
 from grace.core.values.config import default_rules, make_config
-from grace.core.values.errors import ConfigError, GraceWarning
-from grace.core.values.plan import early_warnings, make_plan, warn_of_momentum
+from grace.core.values.errors import ConfigError
+from grace.core.values.plan import early_warnings, make_plan
 from grace.core.values.registry import compressors, memories
 from grace.core.values.spec import Ranks, TensorSpec
 from grace.core.values.unit import GRAIN
@@ -333,24 +333,6 @@ def test_the_report_warns_of_payloads_larger_than_the_gradient(config, bytes_sen
     told = "sends more than the gradient has" in last
     assert told == (bytes_sent is not None)
     assert not told or f"{bytes_sent:,} instead of 16,384 bytes for 'w'" in last
-
-
-@pytest.mark.parametrize("compressor", ["dgc", "signum"])
-def test_momentum_twice_is_told(compressor):
-    rules = [{"match": "embedding*", "compressor": compressor}]
-    schedule = [{"step": 10, "compressor": compressor}]
-    for given in (
-        {"compressor": compressor},
-        {"compressor": "none", "rules": rules},
-        {"compressor": "none", "schedule": schedule},
-    ):
-        config = make_config(given)
-        with pytest.warns(GraceWarning, match=r"the optimizer has momentum 0.5, and so has .*momentum=0.9") as told:
-            warn_of_momentum(config, 0.5)
-        assert len(told) == 1
-        warn_of_momentum(config, 0.0)
-    warn_of_momentum(make_config({"compressor": compressor, "momentum": 0.0}), 0.5)
-    warn_of_momentum(make_config(TOPK), 0.5)
 
 
 @pytest.mark.parametrize("name", list(compressors))

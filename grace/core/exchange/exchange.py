@@ -19,6 +19,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, change_config
 from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleError, StateError
 from grace.core.values.plan import Modules, Plan, make_plans, next_plan
+from grace.core.values.recommended import Optimizer, warn_of_pairs
 from grace.core.values.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.values.unit import Assignment
 
@@ -88,6 +89,8 @@ class Exchange(ABC, Generic[D]):
         self._specs, self._engines, self._ops = specs, engines, ops
         self._delegate, self._world = delegate, world
         self._changes = 0
+        #: The optimizers that apply the merged gradients, as far as they are known.
+        self.optimizers: list[Optimizer] = []
 
     # --- what lies below: an adapter may have its own ways ----------------------------------------------------------
 
@@ -178,6 +181,9 @@ class Exchange(ABC, Generic[D]):
             for engine in self.engines:
                 engine.check_idle("change")
             config = change_config(self.config, changes)
+            if self.rank == 0:
+                for optimizer in self.optimizers:
+                    warn_of_pairs(config, optimizer, self.config)
             meeting.mine["configuration"] = config.to_dict()
             if self.engines:
                 plan = self._plan_of(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.values.config import Config, Method, dense_method
-from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleError
+from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import ONE_RANK, Ranks, TensorSpec
 from grace.core.values.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
@@ -360,19 +359,6 @@ def _swollen(units: Sequence[Unit]) -> list[str]:
         f"for '{units[0][1].pieces[0].tensor}'; choose options that send less, or compressor 'none'"
         for compressor, units in found.items()
     ]
-
-
-def warn_of_momentum(config: Config, momentum: float) -> None:
-    """Issue a GraceWarning if the optimizer has momentum and a memory holds momentum too."""
-    methods = [stage.method for _, stage in config.stages] + [rule.method for rule in config.rules]
-    for memory in dict.fromkeys(m.memory for m in methods if m.memory.accelerates):
-        if momentum > 0:
-            warnings.warn(
-                f"the optimizer has momentum {momentum:g}, and so has {memory}: gradients are accelerated twice. Set "
-                "the momentum of the optimizer to 0.",
-                GraceWarning,
-                stacklevel=3,
-            )
 
 
 def early_warnings(config: Config) -> tuple[str, ...]:

@@ -62,8 +62,8 @@ def refused_arguments() -> dict[str, str]:
     }
 
 
-def momentum_twice() -> dict[str, list[str]]:
-    """Wrap optimizers with and without momentum. Return the warnings."""
+def poor_pairs() -> dict[str, list[str]]:
+    """Wrap optimizers with and without momentum, and Adam with topk. Return the warnings."""
     results = {}
     for name, made in (
         ("sgd", sgd),
@@ -75,6 +75,8 @@ def momentum_twice() -> dict[str, list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             wrap({"compressor": "dgc"}, optimizer=made())
+            if name == "adam":
+                wrap({"compressor": "topk"}, optimizer=made())
         results[name] = [f"{w.category.__name__}: {w.message}" for w in caught if issubclass(w.category, GraceWarning)]
     return results
 

@@ -48,11 +48,12 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
 
 
 @on(TWO)
-def test_momentum_twice_is_told_by_the_first_rank(launch):
-    first, second = scenario("momentum_twice", launch)
-    assert [len(told) for told in first.values()] == [1, 1, 1, 0, 0]
+def test_poor_pairs_are_told_by_the_first_rank(launch):
+    first, second = scenario("poor_pairs", launch)
+    assert [len(told) for told in first.values()] == [1, 2, 1, 0, 0]
     assert first["sgd"][0].startswith("GraceWarning: the optimizer has momentum 0.5, and so has DGCMemory(momentum=0.9")
     assert "the optimizer has momentum 0.9" in first["adam"][0]
+    assert "AdamW trains badly with gradients from TopK" in first["adam"][1]
     assert not any(second.values())
 
 

@@ -1,0 +1,146 @@
+"""What grace recommends: the methods to start with by optimizer and network, and the pairs that are known to be poor.
+
+This is the only place to change. README, docs/choose.md, the pages of the methods, `grace compressors` and the warning
+in a run are made from it, and tests compare it with the measurements in docs/results/adamw.json.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from grace.core.methods.compressor import Compressor
+from grace.core.values.config import Config
+from grace.core.values.errors import GraceWarning
+from grace.core.values.registry import compressors
+
+ADAM, SGD, ANY = "Adam, AdamW and their kind", "SGD, with or without momentum", "any"
+
+
+class Start(NamedTuple):
+    """What to start with: a configuration for an optimizer and a network, the bytes that remain, and how it trains."""
+
+    optimizer: str
+    network: str
+    config: Mapping[str, Any]
+    bytes: str
+    trains: str
+
+
+STARTS = (
+    Start(ANY, "above 10 Gbit/s", {"compressor": "none"}, "all", "exactly as before; compression would not pay"),
+    Start(ADAM, "about 10 Gbit/s", {"compressor": "qsgd"}, "1/4", "like uncompressed gradients (8 bits)"),
+    Start(ADAM, "about 1 Gbit/s", {"compressor": "eden"}, "1/8", "like uncompressed gradients (4 bits)"),
+    Start(ADAM, "slower", {"compressor": "powersgd"}, "1/15 or less", "a few percent behind; large matrices only"),
+    Start(SGD, "10 Gbit/s and slower", {"compressor": "topk"}, "1/50 per rank", "close behind on few ranks; check it"),
+)
+
+# Methods whose training loss with AdamW, at the learning rate of the dense run, was more than twice that of `none`. The
+# value is the `compress_ratio` from which a method did well, if one is known.
+POOR_WITH_ADAM: Mapping[str, float | None] = MappingProxyType(
+    {
+        "topk": 0.1,
+        "3lc": None,
+        "adacomp": None,
+        "adaptive": None,
+        "chain": None,
+        "deepreduce": None,
+        "dgc": None,
+        "dme": None,
+        "efsignsgd": None,
+        "gaussiank": None,
+        "gradiveq": None,
+        "hardthreshold": None,
+        "homomorphic": None,
+        "m22": None,
+        "mstopk": None,
+        "onebit": None,
+        "qcs": None,
+        "qsparse": None,
+        "randomk": None,
+        "redsync": None,
+        "rtopk": None,
+        "sbc": None,
+        "scalecom": None,
+        "sdagc": None,
+        "sidco": None,
+        "signsgd": None,
+        "signum": None,
+        "sketchedsgd": None,
+        "sketchml": None,
+        "wangni": None,
+    }
+)
+
+# Names of optimizers that divide by the root of a mean square, in PyTorch, Keras and other packages.
+_ADAPTIVE = re.compile(r"ada(m|grad|delta|factor|belief)|rmsprop|novograd|lamb(?!da)", re.IGNORECASE)
+
+
+class Optimizer(NamedTuple):
+    """What the recommendations ask of an optimizer: its name, its momentum, and whether it is of Adam's kind."""
+
+    name: str
+    momentum: float
+    adaptive: bool
+
+    @classmethod
+    def of(cls, kind: type, momentum: float) -> Optimizer:
+        """Describe an optimizer of a class; `momentum` is its largest one, Adam's first beta included."""
+        name = next((k.__name__ for k in kind.__mro__ if _ADAPTIVE.search(k.__name__)), kind.__name__)
+        return cls(name, momentum, bool(_ADAPTIVE.search(name)))
+
+
+def optimizers_for(compressor: str) -> str:
+    """Return the optimizers that a built-in method is for: `ANY` or `SGD`."""
+    return SGD if compressor in POOR_WITH_ADAM else ANY
+
+
+def starts(compressor: str) -> tuple[Start, ...]:
+    """Return the rows of `STARTS` with a method."""
+    return tuple(start for start in STARTS if start.config["compressor"] == compressor)
+
+
+def trains_badly_with_adam(compressor: Compressor) -> bool:
+    """Return whether a method with these options is known to train badly under Adam.
+
+    Nothing is known of methods from outside.
+    """
+    for name, least in POOR_WITH_ADAM.items():
+        if type(compressor) is compressors.get(name):
+            return least is None or float(vars(compressor)["compress_ratio"]) < least
+    return False
+
+
+def warn_of_pairs(config: Config, optimizer: Optimizer, before: Config | None = None) -> None:
+    """Issue a GraceWarning for each method of a configuration that is known to train badly with an optimizer.
+
+    What holds for the configuration `before`, too, has been told.
+    """
+    told = () if before is None else _poor_pairs(before, optimizer)
+    for text in _poor_pairs(config, optimizer):
+        if text not in told:
+            warnings.warn(text, GraceWarning, stacklevel=4)
+
+
+def _poor_pairs(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
+    methods = [stage.method for _, stage in config.stages] + [rule.method for rule in config.rules]
+    texts = []
+    for method in methods:
+        if method.memory.accelerates:
+            if optimizer.momentum > 0:
+                texts.append(
+                    f"the optimizer has momentum {optimizer.momentum:g}, and so has {method.memory}: gradients are "
+                    "accelerated twice. Set the momentum of the optimizer to 0."
+                )
+        elif optimizer.adaptive and trains_badly_with_adam(method.compressor):
+            names = [start.config["compressor"] for start in STARTS if start.optimizer == ADAM]
+            least = POOR_WITH_ADAM[compressors.name_of(method.compressor)]
+            more = f", or raise compress_ratio to {least:g}" if least is not None else ""
+            texts.append(
+                f"{optimizer.name} trains badly with gradients from {method.compressor}: start with "
+                f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}{more}. docs/adam.md has the measurements."
+            )
+    return tuple(dict.fromkeys(texts))

@@ -1,0 +1,132 @@
+"""What grace recommends, beside the measurements that it rests on, and the warning of poor pairs."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+import grace
+from grace.core.values.config import make_config
+from grace.core.values.errors import GraceWarning
+from grace.core.values.recommended import (
+    ADAM,
+    POOR_WITH_ADAM,
+    STARTS,
+    Optimizer,
+    trains_badly_with_adam,
+    warn_of_pairs,
+)
+from grace.core.wire.layout import payload_bytes
+from grace.listing import EXAMPLE, sent_fields
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "adamw.json"
+PLAIN_SGD = Optimizer("SGD", 0.0, False)
+ADAMW = Optimizer("AdamW", 0.9, True)
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """The training losses with AdamW, relative to that of `none`."""
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    dense = next(row["loss"] for row in rows if row["method"] == "none")
+    return {row["method"]: row["loss"] / dense for row in rows}
+
+
+def test_the_poor_methods_are_those_that_were_measured_to_be_poor(losses):
+    assert {name for name in losses if losses[name] > 2 and name in grace.compressors} == set(POOR_WITH_ADAM)
+    for name, least in POOR_WITH_ADAM.items():
+        if least is not None:
+            assert losses[f"{name}, {100 * least:g} %"] < 1.5
+
+
+def test_what_grace_recommends_can_be_used_and_is_not_warned_of(losses):
+    for start in STARTS:
+        config = make_config(start.config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if start.optimizer == ADAM:
+                assert losses[start.config["compressor"]] < 1.5
+                warn_of_pairs(config, ADAMW)
+            warn_of_pairs(config, PLAIN_SGD)
+        # The bytes that a row promises, by the size of the payload.
+        share = start.bytes.partition("/")[2].split(" ")[0]
+        sent = payload_bytes(sent_fields(config.stages[0][1].method.compressor)) / EXAMPLE.nbytes
+        assert sent <= 1.03 / float(share or 1), start
+
+
+@pytest.mark.parametrize("compressor", ["dgc", "signum"])
+def test_momentum_twice_is_told(compressor):
+    rules = [{"match": "embedding*", "compressor": compressor}]
+    schedule = [{"step": 10, "compressor": compressor}]
+    for given in (
+        {"compressor": compressor},
+        {"compressor": "none", "rules": rules},
+        {"compressor": "none", "schedule": schedule},
+    ):
+        config = make_config(given)
+        with pytest.warns(GraceWarning, match=r"the optimizer has momentum 0.5, and so has .*momentum=0.9") as told:
+            warn_of_pairs(config, PLAIN_SGD._replace(momentum=0.5))
+        assert len(told) == 1
+        warn_of_pairs(config, PLAIN_SGD)
+    warn_of_pairs(make_config({"compressor": compressor, "momentum": 0.0}), PLAIN_SGD._replace(momentum=0.5))
+    warn_of_pairs(make_config({"compressor": "topk"}), PLAIN_SGD._replace(momentum=0.5))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"compressor": "topk"},
+        {"compressor": "TopK".lower(), "compress_ratio": 0.05},
+        {"compressor": "efsignsgd"},
+        {"compressor": "qsgd", "rules": [{"match": "*", "compressor": "randomk"}]},
+        {"compressor": "none", "schedule": [{"step": 9, "compressor": "onebit"}]},
+    ],
+)
+def test_a_method_that_trains_badly_under_adam_is_told_once(given):
+    config = make_config(given)
+    with pytest.warns(GraceWarning, match=r"AdamW trains badly with gradients from .*'qsgd', 'eden'") as told:
+        warn_of_pairs(config, ADAMW)
+    assert len(told) == 1
+    # Nothing is told with SGD, nor of what was told before a change.
+    warn_of_pairs(config, PLAIN_SGD)
+    warn_of_pairs(config, ADAMW, before=config)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"compressor": "qsgd"},
+        {"compressor": "topk", "compress_ratio": 0.1},
+        # 1-bit Adam exchanges momentum.
+        {"compressor": "efsignsgd", "memory": "shared_momentum", "momentum": 0.9, "communicator": "two_shot"},
+    ],
+)
+def test_good_pairs_are_not_warned_of(given):
+    warn_of_pairs(make_config(given), ADAMW._replace(momentum=0.0))
+
+
+def test_nothing_is_known_of_methods_from_outside():
+    class Mine(grace.compressors.get("topk")):
+        """A method of one's own."""
+
+    assert trains_badly_with_adam(grace.compressors.make("topk"))
+    assert not trains_badly_with_adam(Mine())
+
+
+@pytest.mark.parametrize(
+    ("name", "bases", "adaptive"),
+    [
+        ("SGD", (), False),
+        ("LambdaSGD", (), False),
+        ("AdamW8bit", (), True),
+        ("FusedLAMB", (), True),
+        ("RMSprop", (), True),
+        ("DistributedAdam", (), True),
+        ("Mine", (type("Adafactor", (), {}),), True),
+    ],
+)
+def test_optimizers_of_adams_kind_are_known_by_their_classes(name, bases, adaptive):
+    assert Optimizer.of(type(name, bases, {}), 0.0).adaptive is adaptive
