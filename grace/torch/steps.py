@@ -1,4 +1,4 @@
-"""Steps of PyTorch's optimizers: who watches them, and what the core asks of an optimizer."""
+"""Steps of optimizers in PyTorch: their watchers, and an optimizer as the core sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.core.values.recommended import Optimizer
 
 
 class Watcher(Protocol):
-    """What is told of the steps of all optimizers of this process."""
+    """An object that is told of the steps of all optimizers of this process."""
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
 

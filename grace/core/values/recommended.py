@@ -1,4 +1,4 @@
-"""What grace recommends: the methods to start with by optimizer and network, and the pairs that are known to be poor.
+"""The recommendations of grace: where to start by optimizer and network, and which pairs are known to be poor.
 
 This is the only place to change. README, docs/choose.md, the pages of the methods, `grace compressors` and the warning
 in a run are made from it, and tests compare it with the measurements in docs/results/adamw.json.
@@ -21,7 +21,7 @@ ADAM, SGD, ANY = "Adam, AdamW and their kind", "SGD, with or without momentum", 
 
 
 class Start(NamedTuple):
-    """What to start with: a configuration for an optimizer and a network, the bytes that remain, and how it trains."""
+    """A place to start: a configuration for an optimizer and a network, the bytes that remain, and how it trains."""
 
     optimizer: str
     network: str
@@ -80,7 +80,7 @@ _ADAPTIVE = re.compile(r"ada(m|grad|delta|factor|belief)|rmsprop|novograd|lamb(?
 
 
 class Optimizer(NamedTuple):
-    """What the recommendations ask of an optimizer: its name, its momentum, and whether it is of Adam's kind."""
+    """An optimizer as the recommendations see it: its name, its momentum, and whether it is of Adam's kind."""
 
     name: str
     momentum: float
