@@ -14,7 +14,8 @@ from grace.core.values.recommended import Optimizer
 class Watcher(Protocol):
     """An object that is told of the steps of all optimizers of this process."""
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a step of an optimizer."""
 
 
 _watching: weakref.WeakSet[Watcher] = weakref.WeakSet()
