@@ -25,7 +25,7 @@ GENERATED += [f"docs/figures/generated/{figure}.svg" for figure in ("break_even"
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in GENERATED)]
 # The Python blocks of each of these pages form one script.
-USING = ("adam", "move", "configuration", "communicators_and_memories", "checkpoints", "statistics")
+USING = ("two_nodes", "adam", "move", "configuration", "communicators_and_memories", "checkpoints", "statistics")
 EXTEND = ("index", "compressor", "memory", "communicator", "transport", "array_operation", "backend")
 RUNNABLE = [
     *(
@@ -40,6 +40,7 @@ RUNNABLE = [
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 # The pages with PyTorch, and how many ranks they run on.
 WITH_TORCH = {f"docs/get_started/{page}.md": 2 for page in ("ddp", "fsdp", "torchrun")}
+WITH_TORCH |= {"docs/two_nodes.md": 2}
 WITH_TORCH |= {f"docs/{page}.md": 1 for page in ("get_started/pytorch", "get_started/recipes", "adam", "move")}
 WITH_TORCH |= {"docs/checkpoints.md": 1, "docs/statistics.md": 1}
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")

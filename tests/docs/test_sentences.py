@@ -445,6 +445,23 @@ def versions():
     yield f"PyTorch {torch} on"
 
 
+def two_nodes():
+    """The arithmetic of an exchange of two ranks, and measured steps."""
+    for million in (25, 124, 350, 1300):
+        sent = 4 * million * 1e6
+        cells = [f"{8 * sent / (gbit * 1e9):#.2g}".rstrip(".") for gbit in (1, 10, 25, 100)]
+        yield f"| {million:,} M | {sent / 1e6:,.0f} MB | {' s | '.join(cells)} s |"
+    yield f"On 16 ranks in a ring, each link carries {2 * 15 / 16:.1f} times as much."
+    yield f"the exchange takes {32 * 124e6 / 10e9:.2f} s."
+    yield f"With 8 bits per element, the exchange takes {8 * 124e6 / 10e9:.2f} s"
+    million = results("step_original")["parameters"] / 1e6
+    ddp, qsgd, compute = (row("step_original", method) for method in ("ddp", "qsgd", "compute"))
+    yield f"With a perceptron of {million:.1f} M parameters on two ranks"
+    yield f"a step took {ddp['1gbit']} ms with DDP at 1 Gbit/s and {qsgd['1gbit']} ms with `qsgd`"
+    yield f"at 10 Gbit/s it took {ddp['10gbit']} ms and {qsgd['10gbit']} ms. Without exchange it took"
+    yield f"Without exchange it took {compute['1gbit']} to {compute['10gbit']} ms."
+
+
 @pytest.mark.parametrize(
     ("page", "sentences"),
     [
@@ -465,6 +482,7 @@ def versions():
         ("speed.md", model_of_the_steps),
         ("speed.md", speed),
         ("statistics.md", statistics),
+        ("two_nodes.md", two_nodes),
         ("versions.md", versions),
         ("get_started/fsdp.md", fsdp),
         ("get_started/launchers.md", launchers),
