@@ -19,8 +19,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-from grace import Config, compressors, make_config
-from grace.errors import GraceError
+import grace
 
 TEST_IMAGES = 360
 
@@ -111,7 +110,7 @@ class Run:
     """One training run."""
 
     label: str
-    config: Config
+    config: grace.Config
     lr: float
     momentum: float
 
@@ -290,11 +289,11 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
         sources = [{"compressor": name, **SETTINGS.get(name, Setting()).options} for name in args.compressor]
     runs = []
     for source in sources:
-        config = make_config(source, **dict(args.set))
+        config = grace.make_config(source, **dict(args.set))
         if not config.check_replicas and "check_replicas" not in dict(args.set):
             # Every 20 steps, about once per epoch, the ranks compare their weights, by 8 bytes.
             config = replace(config, check_replicas=20)
-        name = compressors.name_of(config.method.compressor)
+        name = grace.compressors.name_of(config.method.compressor)
         setting = SETTINGS.get(name, Setting())
         runs.append(Run(name, config, args.lr or setting.lr, setting.momentum))
     return runs
@@ -305,7 +304,7 @@ def main(framework: str, description: str, hvd: Any, train: Callable[[Run, Data,
     args = parse_arguments(description)
     try:
         runs = plan_runs(args)
-    except GraceError as error:
+    except grace.errors.GraceError as error:
         print(f"{framework}_digits: {error}", file=sys.stderr)
         return 2
     hvd.init()

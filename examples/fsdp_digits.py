@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-import grace.torch as grace
+import grace
 
 
 def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digits.Outcome:
@@ -32,7 +32,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     fully_shard(model)
 
     # GRACE: everything that compressed gradients add to a script ----------------------------------------------------
-    exchange = grace.register(model, run.config)
+    exchange = grace.torch.register(model, run.config)
     # GRACE: end -----------------------------------------------------------------------------------------------------
 
     optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=run.momentum)

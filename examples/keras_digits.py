@@ -25,7 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import grace.tensorflow as grace
+import grace
 
 
 def network() -> keras.Model:
@@ -73,7 +73,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
         optimizer,
         config=run.config,  # or a dictionary such as {"compressor": "qsgd"}, or a TOML file
     )
-    callbacks = [grace.BroadcastGlobalVariablesCallback(0), grace.MetricAverageCallback()]
+    callbacks = [grace.tensorflow.BroadcastGlobalVariablesCallback(0), grace.tensorflow.MetricAverageCallback()]
     # GRACE: end -----------------------------------------------------------------------------------------------------
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -25,7 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import grace.tensorflow as grace
+import grace
 
 
 def network() -> keras.Model:
@@ -57,7 +57,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     optimizer.build(model.trainable_variables)
 
     # GRACE: the state that lives between steps ----------------------------------------------------------------------
-    exchange = grace.Exchange(
+    exchange = grace.tensorflow.Exchange(
         config=run.config,  # or a dictionary such as {"compressor": "qsgd"}, or a TOML file
     )
     # GRACE: end -----------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
             scores = model(images, training=True)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores))
         # GRACE: the tape's gradients become the mean over all ranks -------------------------------------------------
-        tape = grace.DistributedGradientTape(tape, exchange)
+        tape = grace.tensorflow.DistributedGradientTape(tape, exchange)
         # GRACE: end -------------------------------------------------------------------------------------------------
         optimizer.apply(tape.gradient(loss, model.trainable_variables))
         return loss

@@ -27,7 +27,7 @@ from digits_torch import Network, Torchrun, outcome, tensors
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-import grace.torch as grace
+import grace
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     hvd: Any = Torchrun
