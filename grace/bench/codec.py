@@ -10,6 +10,7 @@ from grace.core.exchange.state import initial
 from grace.core.exchange.unit_step import UnitStep, retuned
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import make_config
+from grace.core.values.errors import ConfigError
 from grace.core.values.plan import make_plan
 from grace.core.values.spec import Array, Payload, Ranks, State, TensorSpec
 from grace.core.values.unit import Unit
@@ -29,16 +30,32 @@ def near_square(numel: int) -> tuple[int, int]:
     return rows, numel // rows
 
 
-def make_unit(compressor: str, numel: int, device: str = "cpu") -> Unit:
-    """Return a near-square float32 matrix with the default options, memory and communicator of a method.
+def make_unit(compressor: str, numel: int, device: str = "cpu", **options: Any) -> Unit:
+    """Return a near-square float32 matrix with a method; what `options` do not name are the method's defaults.
 
     If the method cannot compress the matrix, the unit's `reason` says why. Raises ConfigError for an unknown name.
     """
     spec = TensorSpec("tensor", near_square(numel), device=device)
     # The default rules do not compress small tensors, and the default granularity cuts large ones.
-    options = {"compressor": compressor, "default_rules": False, "granularity": "layer"}
-    (unit,) = make_plan([spec], make_config(options)).units
+    config = make_config({**options, "compressor": compressor, "default_rules": False, "granularity": "layer"})
+    (unit,) = make_plan([spec], config).units
     return unit
+
+
+def on_ranks(unit: Unit, ranks: int) -> Unit:
+    """Return the unit as that many ranks exchange it.
+
+    Raises IncompatibleError if the method does not work with so many ranks, ConfigError if they exchange shards of it:
+    then a rank compresses a second time, and what it does depends on its place.
+    """
+    unit.compressor.check_ranks(ranks)
+    found = unit.communicator.divide([unit], Ranks(ranks))
+    if len(found) > 1 or found[0].onward is not None:
+        raise ConfigError(
+            f"communicator {unit.communicator} exchanges shards, and `grace bench codec` times a tensor as a whole; "
+            "measure it with `grace bench step`, or name another communicator."
+        )
+    return found[0]
 
 
 class Arrived(NamedTuple):
@@ -70,10 +87,8 @@ class LocalStep:
     """
 
     def __init__(self, unit: Unit, ops: ArrayOps, ranks: int) -> None:
-        unit.compressor.check_ranks(ranks)
-        (unit,) = unit.communicator.divide([unit], Ranks(ranks))
-        self.unit, self.ops, self.ranks = unit, ops, ranks
-        self._states = [initial(unit, ops, SEED, rank) for rank in range(ranks)]
+        self.unit, self.ops, self.ranks = on_ranks(unit, ranks), ops, ranks
+        self._states = [initial(self.unit, ops, SEED, rank) for rank in range(ranks)]
 
     def receive(self, gradients: Sequence[Array], step: int) -> Arrived:
         """Return the data that rank 0 receives in a step, and end the step on the other ranks.

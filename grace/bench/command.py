@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grace.bench.progress import Progress
+from grace.bench.variants import Variant, import_own, parse_variants
+from grace.core.values.config import TOP_LEVEL_KEYS
 from grace.core.values.errors import ConfigError, nearest
 from grace.core.values.registry import compressors
-from grace.listing import required
 
 if TYPE_CHECKING:
     from grace.bench.measure import Result, Setting
@@ -25,6 +26,8 @@ NUMEL = 25_000_000
 FIGURE = tuple(250 * 10**i for i in range(6))
 SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9}
 INTERRUPTED = 130
+# Keys of a configuration that say nothing about the codec of one tensor.
+IDLE_KEYS = TOP_LEVEL_KEYS - {"index_coding"}
 
 
 def add_codec(commands: Any) -> None:
@@ -35,7 +38,7 @@ def add_codec(commands: Any) -> None:
         description="Time the local work of one rank in a step, method by method, and compare it with a plain copy.",
     )
     add = parser.add_argument
-    add("--compressors", nargs="+", metavar="NAME", help="methods, separated by spaces or commas (default: all)")
+    add_variants(parser, "all methods that need no options")
     add("--numel", nargs="+", metavar="N", help="elements, such as 1000 or 25M (default: 25M; with --plot: 250 to 25M)")
     add("--framework", default="numpy", help="numpy, torch or tensorflow (default: numpy)")
     add("--device", default="cpu", help="cpu, or cuda with torch (default: cpu)")
@@ -56,13 +59,16 @@ def run_codec(args: argparse.Namespace) -> int:
     for option in ("ranks", "threads", "repetitions"):
         if getattr(args, option) < 1:
             raise ConfigError(f"--{option}: expected at least 1, received {getattr(args, option)}.")
-    names = names_of(args.compressors)
     sizes = _sizes(args.numel) if args.numel else FIGURE if args.plot else (NUMEL,)
     for path in filter(None, (args.json, args.plot)):
         check_writable(path)
-    # Local imports: NumPy reads the number of threads when it is imported, and `set_up` sets it.
-    from grace.bench.codec import make_unit
-    from grace.bench.frameworks import set_up
+    # Local imports: NumPy reads the number of threads when it is imported.
+    from grace.bench.frameworks import set_threads, set_up
+
+    set_threads(args.threads)
+    import_own(args.modules)
+    variants = _variants(args.compressors)
+    from grace.bench.codec import make_unit, on_ranks
 
     framework = set_up(args.framework, args.device, args.threads, not args.no_native)
     from grace.bench.measure import Setting
@@ -70,9 +76,9 @@ def run_codec(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot(args.plot)
     setting = Setting(framework, args.ranks, args.threads, args.repetitions)
-    units = [(name, make_unit(name, numel, args.device)) for numel in sizes for name in names]
+    units = [(v, make_unit(v.name, numel, args.device, **v.options)) for numel in sizes for v in variants]
     for _, unit in units:
-        unit.compressor.check_ranks(args.ranks)
+        on_ranks(unit, args.ranks)
     results: list[Result] = []
     try:
         _measure(units, setting, results)
@@ -86,16 +92,27 @@ def run_codec(args: argparse.Namespace) -> int:
     return status
 
 
-def names_of(given: Sequence[str] | None) -> list[str]:
-    """Return the names of the given methods, or of all methods that need no options."""
+def add_variants(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the arguments that name methods: --compressors and --import."""
+    own = "module, or .py file, that registers components of your own"
+    named = f"separated by spaces or commas, with options after colons, such as qsgd:quantum_num=7 (default: {default})"
+    parser.add_argument("--compressors", nargs="+", metavar="NAME", help=named)
+    parser.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help=own)
+
+
+def _variants(given: Sequence[str] | None) -> list[Variant]:
+    """Return the given methods, or all that need no options."""
     if given is None:
-        return [name for name in compressors if not required(compressors.get(name))]
-    names = list(dict.fromkeys(name for text in given for name in text.split(",") if name))
-    if not names:
-        raise ConfigError(f"--compressors: expected names of methods, received {given!r}.")
-    for name in names:
-        compressors.make(name)
-    return names
+        return [Variant(name) for name, _ in compressors.ready()]
+    variants = parse_variants(given)
+    for variant in variants:
+        for key in variant.options:
+            if key in IDLE_KEYS:
+                raise ConfigError(
+                    f"--compressors: '{key}' has no effect on the codec of one tensor; remove it from "
+                    f"'{variant.label}', or use it with `grace bench step`."
+                )
+    return variants
 
 
 def _sizes(given: Sequence[str]) -> list[int]:
@@ -141,22 +158,22 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot: '{path}' has no known image format.{nearest(path.suffix[1:], formats())}")
 
 
-def _measure(units: Sequence[tuple[str, Unit]], setting: Setting, results: list[Result]) -> None:
+def _measure(units: Sequence[tuple[Variant, Unit]], setting: Setting, results: list[Result]) -> None:
     """Time the units in order. Append each result to `results` and print it."""
     from grace.bench.measure import WARM_UP, Bench
     from grace.bench.table import Table
 
-    table = Table([name for name, _ in units])
+    table = Table([variant.label for variant, _ in units])
     print(table.title(setting), table.head(), sep="\n", flush=True)
     with Progress(len(units) * (WARM_UP + setting.repetitions)) as progress:
         bench, shape = None, ()
-        for name, unit in units:
+        for variant, unit in units:
             if bench is None or unit.spec.shape != shape:
                 # Free the old gradients before new ones are made.
                 bench, shape = None, unit.spec.shape
                 bench = Bench(shape, setting)
-            progress.say(f"{name}, {unit.spec.numel:,}")
-            results.append(bench.measure(name, unit, progress.update))
+            progress.say(f"{variant.label}, {unit.spec.numel:,}")
+            results.append(bench.measure(variant, unit, progress.update))
             progress.write(table.row(results[-1]))
 
 

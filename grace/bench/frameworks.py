@@ -54,6 +54,10 @@ class Framework:
         """Return a window of a loaded array in the form that a step expects."""
         return loaded
 
+    def on_host(self, array: Array) -> Any:
+        """Return an array of the framework as a NumPy array."""
+        return array
+
     def step(self, unit: Unit, ranks: int) -> LocalStep:
         """Return the local step to time."""
         return LocalStep(unit, self.ops, ranks)
@@ -103,6 +107,9 @@ class Torch(Framework):
         # Copy on the CPU too: PyTorch aligns its memory to more bytes than NumPy.
         return self._torch.from_numpy(values).to(self.device, copy=True)
 
+    def on_host(self, array: Array) -> Any:
+        return array.cpu().numpy()
+
     def clock(self, work: Callable[[], T]) -> tuple[float, T]:
         if self.device == "cpu":
             return super().clock(work)
@@ -127,7 +134,8 @@ class Torch(Framework):
 def set_up(name: str, device: str, threads: int, native: bool) -> Framework:
     """Return the framework with this name. `native=False` disables the kernels.
 
-    Raises ConfigError if the framework or device is unknown, not installed, or the two do not go together.
+    The number of threads must be set (`set_threads`). Raises ConfigError if the framework or device is unknown, not
+    installed, or the two do not go together.
     """
     if name not in FRAMEWORKS:
         raise ConfigError(f"--framework: unknown framework '{name}'.{nearest(name, FRAMEWORKS)}")
@@ -137,9 +145,13 @@ def set_up(name: str, device: str, threads: int, native: bool) -> Framework:
         raise ConfigError(f"--framework: '{name}' is not installed; install it, or choose another framework.")
     if device == "cuda" and name != "torch":
         raise ConfigError(f"--device cuda works with --framework torch only, received --framework {name}.")
+    return FRAMEWORKS[name](device, threads, native)
+
+
+def set_threads(threads: int) -> None:
+    """Set the number of threads of libraries that read it from the environment when they are imported."""
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads)
-    return FRAMEWORKS[name](device, threads, native)
 
 
 def _numpy(device: str, threads: int, native: bool) -> Framework:

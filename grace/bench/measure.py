@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,9 @@ from grace import __version__
 from grace.bench.codec import LocalStep
 from grace.bench.frameworks import Framework, versions
 from grace.bench.gradients import Gradients
+from grace.bench.variants import Variant
+from grace.core.communicators.two_shot import keeps_state
+from grace.core.values.config import dense_method
 from grace.core.values.registry import communicators, memories
 from grace.core.values.spec import Array
 from grace.core.values.unit import Unit
@@ -23,6 +26,10 @@ from grace.machine import processor
 WARM_UP = 3
 # A method whose step takes more than SLOW seconds gets as many repetitions as fit into BUDGET seconds, at least FEWEST.
 SLOW, BUDGET, FEWEST = 1.0, 60.0, 3
+# A method that learns sees the gradients this many times before its error is taken, as in docs/errors.md.
+LESSONS = 3
+# The error is added up over so many elements at a time, because differences are float64.
+CHUNK = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of one method at one size: times in seconds, and bytes sent in each step."""
+    """The measurements of one method at one size: times in seconds, bytes sent in each step, and the error."""
 
-    compressor: str
+    variant: Variant
     unit: Unit
     setting: Setting
     times: list[float]
     copy_times: list[float]
     sent: list[int]
+    # |m - mean|^2 / |mean|^2 of the mean m that the ranks get in a step without memory.
+    error: float
 
     @property
     def numel(self) -> int:
@@ -100,7 +109,8 @@ class Result:
         """Return the settings, measurements and derived figures as an object for JSON."""
         setting, framework = self.setting, self.setting.framework
         return {
-            "compressor": self.compressor,
+            "compressor": self.variant.name,
+            "options": dict(self.variant.options),
             "memory": memories.name_of(self.unit.memory),
             "communicator": communicators.name_of(self.unit.communicator),
             "dense": self.unit.reason or None,
@@ -120,6 +130,7 @@ class Result:
             "wire_bytes": self.wire_bytes,
             "bits_per_element": self.bits_per_element,
             "break_even_gbit_per_s": self.break_even,
+            "error": self.error,
             "times": self.times,
             "copy_times": self.copy_times,
             "machine": machine(framework),
@@ -147,7 +158,7 @@ class Bench:
         self._gradients = Gradients(shape, (WARM_UP + setting.repetitions) * setting.ranks)
         self._loaded = setting.framework.load(self._gradients.array())
 
-    def measure(self, name: str, unit: Unit, progress: Callable[[int], None]) -> Result:
+    def measure(self, variant: Variant, unit: Unit, progress: Callable[[int], None]) -> Result:
         """Time the step of a method. Call `progress(n)` when n more steps are done or skipped."""
         setting, times = self._setting, []
         step = setting.framework.step(unit, setting.ranks)
@@ -163,7 +174,26 @@ class Bench:
                 progress(WARM_UP - 2 + repetitions - fewer)
                 warm_up, repetitions = 2, fewer
         of_step, of_copy, sent = zip(*times[warm_up:], strict=True)
-        return Result(name, unit, setting, list(of_step), list(of_copy), list(sent))
+        return Result(variant, unit, setting, list(of_step), list(of_copy), list(sent), self._error(unit))
+
+    def _error(self, unit: Unit) -> float:
+        """Return |m - mean|^2 / |mean|^2: m is what the ranks get for their mean in a step without memory."""
+        framework, ranks = self._setting.framework, self._setting.ranks
+        windows = [self._loaded[self._gradients.window(rank)] for rank in range(ranks)]
+        gradients = [framework.gradient(window) for window in windows]
+        # A memory holds nothing in the first step, but it may change the gradient, and it would with each lesson.
+        alone = replace(unit, method=replace(unit.method, memory=dense_method().memory))
+        step = LocalStep(alone, framework.ops, ranks)
+        for number in range(1 + LESSONS * keeps_state(unit.compressor)):
+            merged = step.run(gradients[0], number, step.receive(gradients, number)).gradient
+        lost = whole = 0.0
+        found, exact = framework.on_host(merged), [framework.on_host(gradient) for gradient in gradients]
+        for start in range(0, len(found), CHUNK):
+            part = slice(start, start + CHUNK)
+            mean = sum(x[part].astype(np.float64) for x in exact) / ranks
+            lost += float(np.sum((found[part] - mean) ** 2))
+            whole += float(np.sum(mean**2))
+        return lost / whole
 
     def _once(self, step: LocalStep, copy: Callable[[Array], None], number: int) -> tuple[float, float, int]:
         """Run one step and one copy. Return the seconds of both, and the bytes sent."""

@@ -37,7 +37,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         copy = sorted(result.copy for result in of_size)[len(of_size) // 2]
         panel.axhline(math.log10(copy), color="gray", linestyle="--", linewidth=1)
         panel.set_title(f"{_size(of_size[0].unit.spec.nbytes)} ({numel:,} float32)", fontsize="medium")
-        panel.set_xticks(range(1, len(of_size) + 1), [result.compressor for result in of_size], rotation=90)
+        panel.set_xticks(range(1, len(of_size) + 1), [result.variant.label for result in of_size], rotation=90)
         panel.set_ylabel("seconds")
         panel.yaxis.set_major_locator(MultipleLocator(1))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda power, _: f"$10^{{{power:.0f}}}$"))

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from grace.bench.measure import Result, Setting, machine
 
-HEAD = ("numel", "median", "p10", "p90", "copy", "x copy", "GB/s", "bits/elem.", "break-even", "reps")
-WIDTHS = (11, 7, 7, 7, 7, 7, 8, 10, 11, 4)
+HEAD = ("numel", "median", "p10", "p90", "copy", "x copy", "GB/s", "bits/elem.", "error", "break-even", "reps")
+WIDTHS = (11, 7, 7, 7, 7, 7, 8, 10, 7, 11, 4)
 SECONDS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns"))
 GBITS = ((1.0, "Gbit/s"), (1e3, "Mbit/s"), (1e6, "Kbit/s"), (1e9, "bit/s"))
 
 
 class Table:
-    """The lines of a table, all of one width, for methods with these names."""
+    """The lines of a table, all of one width, for methods with these labels."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._first = max(len(name) for name in ("compressor", *names))
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._first = max(len(label) for label in ("compressor", *labels))
 
     def title(self, setting: Setting) -> str:
         """Return the title: framework, device, ranks, and whether the kernels are in use."""
@@ -40,11 +40,12 @@ class Table:
             digits(result.ratio),
             digits(result.gb_per_s),
             digits(result.bits_per_element),
+            f"{result.error:.2g}",
             "never" if result.break_even is None else scaled(result.break_even, GBITS),
             str(len(result.times)),
         )
         note = f"  not compressed: {result.unit.reason}" if result.unit.reason else ""
-        return self._line(result.compressor, cells) + note
+        return self._line(result.variant.label, cells) + note
 
     def _line(self, first: str, cells: Sequence[str]) -> str:
         aligned = (cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))

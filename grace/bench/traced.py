@@ -30,6 +30,9 @@ class Tensorflow(Framework):
     def gradient(self, loaded: Array) -> Array:
         return tf.constant(loaded)
 
+    def on_host(self, array: Array) -> Any:
+        return array.numpy()
+
     def step(self, unit: Unit, ranks: int) -> LocalStep:
         return TracedStep(unit, self.ops, ranks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -14,13 +15,17 @@ from grace import Simulation, cli, compressors
 from grace.bench import command, frameworks, measure, table
 from grace.bench.codec import LocalStep, make_unit, near_square
 from grace.bench.gradients import DEVIATION, Gradients
+from grace.core.communicators.two_shot import keeps_state
 from grace.core.ops import get_ops, serves
 from grace.core.values.spec import Ranks
 from grace.core.wire.layout import payload_bytes
 from grace.testing.harness import same
+from tests.bench.test_variants import MINE
+from tests.support.launch import ROOT
 
 KEYS = {"compressor", "numel", "median_s", "copy_s", "ratio_to_copy", "wire_bytes"} | {
-    "framework", "device", "ranks", "threads", "native", "repetitions", "spread", "times", "machine", "command"
+    "framework", "device", "ranks", "threads", "native", "repetitions", "spread", "times", "machine", "command",
+    "options", "error",
 }  # fmt: skip
 RANKS = 2
 
@@ -57,7 +62,8 @@ def check(results, output, names, sizes, repetitions):
         saved = 4 * r["numel"] - r["wire_bytes"]
         pays_below = pytest.approx(8e-9 * saved / r["median_s"]) if saved > 0 else None
         assert r["break_even_gbit_per_s"] == pays_below
-        unit = make_unit(r["compressor"], r["numel"])
+        assert r["error"] >= 0
+        unit = make_unit(r["compressor"], r["numel"], **r["options"])
         (unit,) = unit.communicator.divide([unit], Ranks(r["ranks"]))
         fixed = payload_bytes([*unit.fields, *unit.proposed])
         assert fixed is None or r["wire_bytes"] == fixed
@@ -163,6 +169,81 @@ def test_table_and_json(bench, framework):
     assert "never" in output.splitlines()[2 + names.index("none")]
 
 
+def test_variants_of_a_method(bench):
+    names = ["qsgd:quantum_num=7", "topk:memory=none:index_coding=golomb", "qsgd"]
+    status, output, _, results = bench("--compressors", *names, "--numel", "1000", "--repetitions", "2")
+    assert status == 0
+    assert [line.split()[0] for line in output.splitlines()[2:]] == names
+    assert [(r["compressor"], r["options"], r["memory"]) for r in results] == [
+        ("qsgd", {"quantum_num": 7}, "none"),
+        ("topk", {"memory": "none", "index_coding": "golomb"}, "none"),
+        ("qsgd", {}, "none"),
+    ]
+    # 4 and 8 bits, and float32 scales of blocks of 512
+    assert [round(r["wire_bytes"]) for r in results[::2]] == [1000 // 2 + 8, 1000 + 8]
+    assert results[0]["error"] > 100 * results[2]["error"]
+
+
+def test_a_method_of_a_users_own(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.format(helper="json"))
+    path = tmp_path / "results.json"
+    arguments = ["--import", "mine.py", "--compressors", "mine:clip=100", "mine:clip=1e-9", "none"]
+    result = subprocess.run(
+        [sys.executable, "-m", "grace.cli", "bench", "codec", *arguments, "--numel", "1000", "--json", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    results = json.loads(path.read_text())
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:]] == ["mine:clip=100", "mine:clip=1e-09", "none"]
+    assert results[0]["error"] < 1e-12
+    assert results[1]["error"] == pytest.approx(1, abs=1e-3)
+
+
+def error(name, framework="numpy", ranks=RANKS, numel=2000, **options):
+    unit = make_unit(name, numel, **options)
+    setting = measure.Setting(frameworks.set_up(framework, "cpu", 1, True), ranks, 1, 1)
+    return measure.Bench(unit.spec.shape, setting)._error(unit)
+
+
+@pytest.mark.parametrize("name", list(compressors))
+def test_the_error_is_that_of_a_step_without_memory(name):
+    shape = near_square(2000)
+    travels = {"communicator": compressors.make(name).default_communicator}
+    config = {"compressor": name, "memory": "none", "default_rules": False, **travels}
+    simulation = Simulation(RANKS, {"tensor": shape}, config)
+    gradients = Gradients(shape, (measure.WARM_UP + 1) * RANKS)
+    given = [gradients.array()[gradients.window(rank)].reshape(shape) for rank in range(RANKS)]
+    for _ in range(4 if keeps_state(compressors.make(name)) else 1):
+        merged = simulation.step([{"tensor": g} for g in given])[0]["tensor"].astype(np.float64)
+    mean = sum(g.astype(np.float64) for g in given) / RANKS
+    assert error(name) == pytest.approx(np.sum((merged - mean) ** 2) / np.sum(mean**2), rel=1e-9)
+
+
+def test_the_error_of_one_rank_is_what_the_compressor_drops():
+    gradients = Gradients(near_square(2000), measure.WARM_UP + 1)
+    squares = np.sort(gradients.array()[gradients.window(0)].astype(np.float64) ** 2)
+    dropped = squares[: -int(2000 * 0.05)].sum() / squares.sum()
+    assert error("topk", ranks=1, compress_ratio=0.05) == pytest.approx(dropped)
+    # A memory that changes the gradient does not count.
+    assert error("topk", ranks=1, compress_ratio=0.05, memory="dgc", gradient_clipping=1e-9) == pytest.approx(dropped)
+    assert error("none", ranks=3) < 1e-12
+
+
+def test_the_error_is_added_up_over_all_elements(monkeypatch):
+    whole = error("topk")
+    monkeypatch.setattr(measure, "CHUNK", 300)
+    assert error("topk") == pytest.approx(whole)
+
+
+def test_the_error_is_the_same_in_pytorch():
+    pytest.importorskip("torch")
+    for name in ("powersgd", "qsgd", "topk"):
+        assert error(name, "torch", ranks=3) == pytest.approx(error(name, ranks=3), rel=1e-3)
+
+
 def test_tensorflow_in_a_process_of_its_own(tmp_path):
     pytest.importorskip("tensorflow")
     path = tmp_path / "results.json"
@@ -176,6 +257,8 @@ def test_tensorflow_in_a_process_of_its_own(tmp_path):
     results = json.loads(path.read_text())
     check(results, result.stdout, ["topk", "powersgd"], [1000], 2)
     assert "2 threads" in result.stdout
+    for result in results:
+        assert result["error"] == pytest.approx(error(result["compressor"], numel=1000), rel=1e-3)
     assert results[0]["command"] == "grace " + " ".join(["bench", "codec", *arguments, *more])
 
 
@@ -226,10 +309,10 @@ def test_which_bodies_were_timed(bench, kernels):
 def test_an_interrupted_run_leaves_what_it_has(bench, monkeypatch):
     measured = measure.Bench.measure
 
-    def interrupted(self, name, unit, progress):
-        if name == "none":
+    def interrupted(self, variant, unit, progress):
+        if variant.name == "none":
             raise KeyboardInterrupt
-        return measured(self, name, unit, progress)
+        return measured(self, variant, unit, progress)
 
     monkeypatch.setattr(measure.Bench, "measure", interrupted)
     arguments = ["--compressors", "topk", "none", "fp16", "--numel", "1000", "--repetitions", "2"]
@@ -284,7 +367,7 @@ def test_lines_of_the_table_have_one_width(bench, monkeypatch, seconds):
     ("arguments", "message"),
     [
         (["--compressors", "tokp"], "unknown compressor 'tokp'. Did you mean 'topk'?"),
-        (["--compressors", ","], "--compressors: expected names"),
+        (["--compressors", ","], "--compressors: expected NAME or NAME:OPTION=VALUE"),
         (["--numel", "0"], "--numel: expected a whole number of elements, at least 1"),
         (["--numel", "2.5"], "received '2.5'"),
         (["--numel", "many"], "received 'many'"),
@@ -296,6 +379,10 @@ def test_lines_of_the_table_have_one_width(bench, monkeypatch, seconds):
         (["--framework", "touch"], "--framework: unknown framework 'touch'. Did you mean 'torch'?"),
         (["--device", "gpu"], "--device: unknown device 'gpu'. Did you mean 'cpu'? Valid names: cpu, cuda."),
         (["--device", "cuda"], "--device cuda works with --framework torch only, received --framework numpy"),
+        (["--import", "nowhere.py"], "--import: there is no file 'nowhere.py'"),
+        (["--compressors", "qsgd:seed=7"], "--compressors: 'seed' has no effect on the codec of one tensor"),
+        (["--compressors", "qsgd:granularity=model"], "'granularity' has no effect"),
+        (["--compressors", "topk:communicator=two_shot"], "exchanges shards, and `grace bench codec` times a tensor"),
         (["--plot", "/nowhere/times.png"], "'/nowhere/times.png' cannot be written: No such file or directory"),
     ],
 )

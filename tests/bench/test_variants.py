@@ -27,7 +27,7 @@ import {helper}
 @dataclass(frozen=True)
 class Mine(grace.Compressor):
     '''Clips.'''
-    clip: int
+    clip: float
     def wire(self, spec):
         return (grace.Field("values", "float32", spec.numel),)
     def compress(self, x, at):

@@ -234,6 +234,8 @@ class Config:
 
 
 _TOP_LEVEL = {f: t for f, t in fields_of(Config).items() if f not in ("method", "rules", "schedule")}
+# All keys of a configuration that do not describe the method of a tensor.
+TOP_LEVEL_KEYS = frozenset({*_TOP_LEVEL, "rules", "schedule", "warmup_steps"})
 
 
 def _describe(method: Method) -> dict[str, Any]:
@@ -272,7 +274,7 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
 def refuse_typos(options: Mapping[str, Any], function: Callable[..., Any], where: str) -> None:
     """Raise ConfigError for an option that is no key of a configuration, but almost an argument of the function."""
     arguments = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    keys = {*_TOP_LEVEL, *_COMPONENTS, "coding", "rules", "schedule", "warmup_steps"}
+    keys = {*TOP_LEVEL_KEYS, *_COMPONENTS, "coding"}
     for registry in _REGISTRIES.values():
         keys |= {key for name in registry for key in fields_of(registry.get(name))}
     for option in options:
@@ -336,7 +338,7 @@ def _from_mapping(config: Mapping[str, Any]) -> Config:
     warmup = values.pop("warmup_steps", 0)
     if type(warmup) is not int or warmup < 0:
         raise ConfigError(f"option 'warmup_steps': expected a number of steps, received {warmup!r}.")
-    method = _make_method(values, [*_TOP_LEVEL, "rules", "schedule", "warmup_steps"], "the configuration")
+    method = _make_method(values, list(TOP_LEVEL_KEYS), "the configuration")
     stages = _warm_up(method, warmup) if warmup else [Stage(0, method)]
     for i, table in enumerate(schedule):
         changes, where = dict(table), f"stage {i + 1} of the schedule"
