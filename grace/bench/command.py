@@ -97,7 +97,7 @@ def add_variants(parser: argparse.ArgumentParser, default: str) -> None:
     own = "module, or .py file, that registers components of your own"
     named = f"separated by spaces or commas, with options after colons, such as qsgd:quantum_num=7 (default: {default})"
     parser.add_argument("--compressors", nargs="+", metavar="NAME", help=named)
-    parser.add_argument("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help=own)
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=own)
 
 
 def _variants(given: Sequence[str] | None) -> list[Variant]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import torch
 
 from grace import Simulation, cli
 from grace.bench.step import account, network, sweep
+from grace.bench.step import command as step_command
 from grace.bench.step import table as step_table
 from grace.bench.step.command import parse_numbers, parse_options
 from grace.bench.step.methods import COMPUTE, Method
@@ -28,6 +30,7 @@ from grace.core.exchange.engine import Engine
 from grace.core.ops import native
 from grace.core.values.errors import ConfigError, GraceError
 from grace.machine import python
+from tests.bench.test_variants import MINE
 from tests.support.covering import ALL
 from tests.support.launch import ROOT
 from tests.support.poisoned import imported, poison
@@ -116,9 +119,10 @@ def test_launchers(tmp_path):
 def test_without_shaping(framework, tmp_path):
     path, picture = tmp_path / "step.json", tmp_path / "step.png"
     baselines, rounds, steps = ["horovod", "horovod-fp16", "ddp", "ddp-powersgd"], 2, 2
-    figure, model, numbers = ["--plot", str(picture)], "resnet", 269_722
+    figure, model, numbers = ["--plot", str(picture), "--launcher", "horovod"], "resnet", 269_722
     if framework == "tensorflow":
         # Every round of a method traces its graph anew, which takes seconds. test_models.py has TensorFlow's resnet.
+        # Its launcher is Horovod without being named.
         baselines, rounds, steps, figure = ["horovod"], 1, 2, []
         if not ALL:
             model, numbers = "mlp", 25_175_040
@@ -158,7 +162,7 @@ def test_without_shaping(framework, tmp_path):
 def test_sweep(tmp_path):
     path = tmp_path / "sweep.json"
     given = ["--link", "none", "--model", "resnet", "--compressors", "topk", "--rounds", "1", "--steps", "1"]
-    given += ["--options", "compress_ratio=0.1", "--sweep", "--bucket-bytes", "0,4194304"]
+    given += ["--options", "compress_ratio=0.1", "--sweep", "--bucket-bytes", "0,4194304", "--launcher", "horovod"]
     cycles = [1, 2.5] if ALL else [1]
     given += ["--split-bytes", "0", "--cycle-times", *map(str, cycles)]
     output, _ = finished(*given, "--json", str(path))
@@ -201,6 +205,7 @@ def test_a_sweep_goes_on_with_the_best(monkeypatch):
         5.0: 0.01,
     }
     setting = Setting("torch", "mlp", 2, "none", None, 1, 1)
+    made = functools.partial(Method, launcher="horovod")
     asked = []
 
     class Bed:
@@ -221,17 +226,17 @@ def test_a_sweep_goes_on_with_the_best(monkeypatch):
 
     monkeypatch.setattr(sweep, "Bed", Bed)
     monkeypatch.setattr(sweep, "GRANULARITIES", ("layer", "bucket", "model"))
-    trials = sweep.sweep(
-        setting, ["topk", "none"], sweep.choices([10, 20, 40], [0, 70], [0.5, 1.0, 5.0]), lambda text: None
-    )
-    assert all(methods[:2] == [Method(COMPUTE), Method("horovod")] for methods in asked)
+    tuned, tried = [made("topk"), made("none")], sweep.choices([10, 20, 40], [0, 70], [0.5, 1.0, 5.0])
+    trials = sweep.sweep(setting, tuned, tried, lambda text: None)
+    assert all(methods[:2] == [made(COMPUTE), Method("horovod")] for methods in asked)
     of_topk = [method for methods in asked for method in methods if method.name == "topk"]
-    sizes = [Method("topk", {"bucket_bytes": size}) for size in (10, 20, 40)]
-    cuts = [Method("topk", {"bucket_bytes": 20, "split_bytes": size}) for size in (0, 70)]
+    sizes = [made("topk", {"bucket_bytes": size}) for size in (10, 20, 40)]
+    cuts = [made("topk", {"bucket_bytes": 20, "split_bytes": size}) for size in (0, 70)]
     best = {"bucket_bytes": 20, "split_bytes": 70}
-    grains = [Method("topk", {**best, "granularity": name}) for name in ("layer", "bucket", "model")]
-    cycles = [Method("topk", {**best, "granularity": "bucket"}, ms) for ms in (0.5, 1.0, 5.0)]
+    grains = [made("topk", {**best, "granularity": name}) for name in ("layer", "bucket", "model")]
+    cycles = [made("topk", {**best, "granularity": "bucket"}, cycle_ms=ms) for ms in (0.5, 1.0, 5.0)]
     assert of_topk == [*sizes, *cuts, *grains, *cycles]
+    assert {trial.of for trial in trials} == {"topk (horovod)", "none (horovod)"}
     labels = ["bucket_bytes=20", "split_bytes=70", "granularity=bucket", "cycle_time_ms=5.0"]
     for name in ("topk", "none"):
         assert [trial.label for trial in trials if trial.best and trial.result.method.name == name] == labels
@@ -242,8 +247,8 @@ def test_memory(tmp_path):
     """The mlp needs memory for parameters, gradients and momentum; top-k also for the residual, here once."""
     path = tmp_path / "memory.json"
     given = ["--link", "none", "--compressors", "topk", "--options", "rollback=false", "--steps", "1"]
-    output, _ = finished(*given, "--memory", "--json", str(path))
-    compute, horovod, topk = found = json.loads(path.read_text())
+    output, _ = finished(*given, "--memory", "--launcher", "horovod", "--json", str(path))
+    compute, dense, topk = found = json.loads(path.read_text())
     assert [weight["method"] for weight in found] == ["compute", "horovod", "topk"]
     for weight in found:
         assert weight["method"] in output
@@ -253,7 +258,7 @@ def test_memory(tmp_path):
         assert weight["exchange_over_gradients"] == weight["exchange_bytes"] / weight["gradient_bytes"]
         assert "times" not in weight
     assert topk["options"] == {"rollback": False}
-    assert horovod["options"] == compute["options"] == {}
+    assert dense["options"] == compute["options"] == {}
     # With roll-back it is about 2.
     assert 0.6 < topk["exchange_over_gradients"] < 1.7
 
@@ -427,7 +432,7 @@ def test_numbers_of_a_sweep():
 @pytest.mark.parametrize("ranks", [2, 4] if ALL else [3])
 def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
     path = tmp_path / "step.json"
-    given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "1"]
+    given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "1", "--launcher", "horovod"]
     # One whose payloads are summed and one whose payloads are gathered. With two ranks, both would send the same share.
     finished(*given, "--compressors", "none,topk,fp16" if ALL else "topk,fp16", "--json", str(path))
     assert not present()
@@ -452,7 +457,8 @@ def test_the_interface_sends_no_more_than_the_program_promises(compressor, ranks
     path, n = tmp_path / "step.json", 25_175_040
     communicator = "two_shot" if compressor == "qsgd" else "sparse_allreduce"
     given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "2", "--compressors", compressor]
-    finished(*given, "--options", f"communicator={communicator}", "default_rules=false", "--json", str(path))
+    given += ["--launcher", "horovod", "--json", str(path)]
+    finished(*given, "--options", f"communicator={communicator}", "default_rules=false")
     found = {result["method"]: result for result in json.loads(path.read_text())}
     # Horovod's ranks exchange messages all the time, also while a step takes longer.
     control = found["compute"]["wire_bytes"] * found[compressor]["median_s"] / found["compute"]["median_s"]
@@ -465,8 +471,9 @@ def test_the_interface_sends_no_more_than_the_program_promises(compressor, ranks
 def test_ranks_of_a_node_share_a_link_that_they_use_between_nodes_only(tmp_path):
     """Two nodes of two ranks: each rank sends the payload of its half, the node as much as one rank alone."""
     path = tmp_path / "step.json"
-    given = ["--nodes", "2x2", "--link", "10gbit", "--model", "resnet", "--rounds", "1", "--steps", "1", "--options"]
-    finished(*given, "communicator=hierarchical", "--compressors", "topk", "--json", str(path))
+    given = ["--nodes", "2x2", "--link", "10gbit", "--model", "resnet", "--rounds", "1", "--steps", "1"]
+    given += ["--launcher", "horovod", "--compressors", "topk:communicator=hierarchical"]
+    finished(*given, "--json", str(path))
     found = {result["method"]: result for result in json.loads(path.read_text())}
     # Horovod's ranks exchange messages all the time, also while a step takes longer.
     control = found["compute"]["wire_bytes"] * found["topk"]["median_s"] / found["compute"]["median_s"]
@@ -603,7 +610,9 @@ def listening(pid):
         (["--baselines", "grace2021-topk"], "the package 'grace_dl' is not installed"),
         (["--baselines", "grace2021-topk", "--framework", "tensorflow"], "'grace2021-topk' needs PyTorch"),
         (["--json", "/nowhere/x.json", "--link", "none"], "cannot be written"),
-        (["--compressors", ","], "--compressors: expected names"),
+        (["--compressors", ","], "--compressors: expected NAME or NAME:OPTION=VALUE"),
+        (["--compressors", "topk:compress_ratio=2"], "compress_ratio"),
+        (["--import", "nowhere.py"], "--import: there is no file 'nowhere.py'"),
         (["--options", "bucket_bytes"], "--options: expected KEY=VALUE"),
         (["--options", "seed=1", "--options", "seed=2"], "'seed' is given twice"),
         (["--options", "compressor=topk"], "'compressor' is not allowed here; use --compressors"),
@@ -611,10 +620,18 @@ def listening(pid):
         (["--options", "bucket_bytes=1e6"], "'bucket_bytes': expected int"),
         (["--bucket-bytes", "1024"], "--bucket-bytes needs --sweep"),
         (["--cycle-times", "1"], "--cycle-times needs --sweep"),
-        (["--sweep", "--link", "none", "--cycle-times", "fast"], "expected numbers, 0 or more, received 'fast'"),
+        (
+            ["--sweep", "--launcher", "horovod", "--link", "none", "--cycle-times", "fast"],
+            "expected numbers, 0 or more, received 'fast'",
+        ),
+        (["--sweep", "--link", "none", "--cycle-times", "1"], "--cycle-times are Horovod's; add --launcher horovod"),
+        (["--sweep", "--link", "none", "--launcher", "torch,horovod"], "--sweep tunes one launcher at a time"),
+        (
+            ["--sweep", "--link", "none", "--compressors", "topk:split_bytes=0"],
+            "--compressors: --sweep sets 'split_bytes' itself",
+        ),
         (["--sweep", "--link", "none", "--options", "bucket_bytes=1"], "--sweep sets 'bucket_bytes' itself"),
         (["--sweep", "--baselines", "ddp"], "--baselines has no effect with --sweep"),
-        (["--sweep", "--launcher", "torch"], "--launcher has no effect with --sweep"),
         (["--launcher", "torchrun"], "--launcher: unknown name 'torchrun'. Did you mean 'torch'"),
         (["--launcher", "torch", "--framework", "tensorflow"], "--launcher: 'torch' needs PyTorch"),
         (["--memory", "--sweep"], "--sweep has no effect with --memory"),
@@ -625,6 +642,70 @@ def test_refused_before_anything_runs(arguments, expected, capsys):
     assert cli.main(["bench", "step", *arguments]) == 2
     assert expected in capsys.readouterr().err
     assert not present()
+
+
+def without(*packages):
+    return lambda package: None if package in packages else "9.9"
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "expected"),
+    [
+        (("torch", "tensorflow"), [], "grace bench step needs PyTorch or TensorFlow, and neither is installed"),
+        (("torch",), ["--framework", "torch"], "--framework: 'torch' is not installed; install it, or choose another"),
+        (("torch",), ["--launcher", "torch"], "--launcher: 'torch' needs PyTorch; leave it out"),
+        (("torch", "horovod"), [], "--launcher: 'horovod' needs horovod, which is not installed; install it, or use"),
+        (("horovod",), ["--launcher", "horovod"], "'horovod' needs horovod, which is not installed; install it, or"),
+        (("horovod",), ["--baselines", "horovod-fp16"], "--baselines: 'horovod-fp16' needs horovod"),
+        (("tensorflow",), ["--framework", "tensorflow"], "--framework: 'tensorflow' is not installed"),
+    ],
+)
+def test_missing_packages_are_told_in_a_line(monkeypatch, capsys, missing, arguments, expected):
+    monkeypatch.setattr(step_command, "installed", without(*missing))
+    assert cli.main(["bench", "step", "--link", "none", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert expected in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "framework", "launchers"),
+    [
+        ((), [], "torch", ["torch"]),
+        (("horovod", "tensorflow"), [], "torch", ["torch"]),
+        (("torch",), [], "tensorflow", ["horovod"]),
+        ((), ["--framework", "tensorflow"], "tensorflow", ["horovod"]),
+        ((), ["--launcher", "horovod"], "torch", ["horovod"]),
+    ],
+)
+def test_what_is_installed_is_the_default(monkeypatch, missing, arguments, framework, launchers):
+    seen = []
+    monkeypatch.setattr(step_command, "installed", without(*missing))
+    monkeypatch.setattr(step_command, "_time", lambda setting, methods, plot: seen.append((setting, methods)))
+    monkeypatch.setattr(step_command, "run_step", step_command._checked)
+    cli.main(["bench", "step", "--link", "none", "--compressors", "topk,none", *arguments])
+    ((setting, methods),) = seen
+    assert setting.framework == framework
+    assert [method.launcher for method in methods if method.compresses] == launchers * 2
+    assert methods[0].library == methods[1].library == launchers[0]
+
+
+def test_variants_and_a_method_of_a_users_own_in_training(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.format(helper="json"))
+    path = tmp_path / "step.json"
+    variants = ["topk:compress_ratio=0.1", "topk:memory=none", "mine:clip=100"]
+    given = ["--import", "mine.py", "--compressors", *variants, "--link", "none", "--model", "resnet"]
+    output, _ = finished(*given, "--rounds", "1", "--steps", "1", "--json", str(path), cwd=tmp_path)
+    results = json.loads(path.read_text())[2:]
+    assert [line.split()[0] for line in output.splitlines()[-3:]] == variants
+    assert [(result["method"], result["options"]) for result in results] == [
+        ("topk", {"compress_ratio": 0.1}),
+        ("topk", {"memory": "none"}),
+        ("mine", {"clip": 100}),
+    ]
+    sent = [result["reported_bytes"] for result in results]
+    assert sent[1] < sent[0] / 3
+    assert sent[2] > 4 * 269_722
 
 
 def test_without_root_the_message_says_what_to_do(monkeypatch):
@@ -639,7 +720,7 @@ def test_a_rank_that_dies_is_told_with_what_it_said(tmp_path):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("raise ImportError('no horovod today')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "grace.cli", "bench", "step", "--link", "none", "--model", "resnet"]
+    command = [sys.executable, "-m", "grace.cli", "bench", "step", "--link", "none", "--launcher", "horovod"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "no horovod today" in done.stderr

@@ -13,14 +13,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grace.bench.command import INTERRUPTED, check_plot, check_writable
+from grace.bench.command import INTERRUPTED, add_variants, check_plot, check_writable
 from grace.bench.progress import Progress
 from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, LAUNCHERS, Method, compared
 from grace.bench.step.models import NAMES
 from grace.bench.step.network import LINKS, MOST_RANKS, check_link
-from grace.core.values.config import make_config
+from grace.bench.variants import import_own, parse_variants, read_value
 from grace.core.values.errors import ConfigError, nearest
+from grace.machine import FRAMEWORKS, installed
 
 if TYPE_CHECKING:
     from grace.bench.step.run import Setting
@@ -30,7 +31,7 @@ ROUNDS = 3
 # For each option, the options that have no effect with it.
 IDLE = {
     "memory": ("sweep", "account", "rounds", "plot"),
-    "sweep": ("account", "baselines", "launcher", "plot"),
+    "sweep": ("account", "baselines", "plot"),
     "account": ("plot",),
 }
 
@@ -65,21 +66,21 @@ def add_step(commands: Any) -> None:
     add("--link", default="1gbit", help=f"{', '.join(LINKS)}; all but 'none' need root (default: 1gbit)")
     add("--latency", metavar="TIME", help="additional delay per packet, such as 100us; needs netem in the kernel")
     add("--model", default="mlp", help=f"{', '.join(NAMES)} (default: mlp)")
-    add("--compressors", nargs="+", metavar="NAME", help=f"by spaces or commas (default: {' '.join(COMPRESSORS)})")
+    add_variants(parser, " ".join(COMPRESSORS))
     options = "configuration of all compressors, such as bucket_bytes=8388608"
     add("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=options)
     names = ", ".join(BASELINES)
     add("--baselines", nargs="+", metavar="NAME", help=f"{names} (default: the plain one of the launcher)")
     launchers = (
-        "how grace is used: horovod (DistributedOptimizer over Horovod), torch (register with DDP), torch-optimizer "
-        "(DistributedOptimizer over torch.distributed), torch-fsdp (register with FSDP2), torch-fsdp-zero2 (the same "
-        "with reshard_after_forward=False); the first one decides which "
+        "how grace is used: torch (register with DDP), torch-optimizer (DistributedOptimizer over torch.distributed), "
+        "torch-fsdp (register with FSDP2), torch-fsdp-zero2 (the same with reshard_after_forward=False), horovod "
+        "(DistributedOptimizer over Horovod); the first one decides which baseline is compared with "
     )
-    add("--launcher", nargs="+", metavar="NAME", help=f"{launchers}baseline is compared with (default: horovod)")
-    add("--framework", default="torch", help="torch or tensorflow (default: torch)")
+    add("--launcher", nargs="+", metavar="NAME", help=f"{launchers}(default: torch; with TensorFlow horovod)")
+    add("--framework", help="torch or tensorflow (default: the first that is installed)")
     add("--rounds", type=int, metavar="N", help=f"turns per method (default: {ROUNDS})")
     add("--steps", type=int, default=5, metavar="N", help="timed steps per turn (default: 5)")
-    sweep = "tune bucket_bytes, split_bytes, granularity and Horovod's cycle time, one after the other"
+    sweep = "tune bucket_bytes, split_bytes, granularity and, with Horovod, its cycle time, one after the other"
     add("--sweep", action="store_true", help=sweep)
     add("--bucket-bytes", nargs="+", metavar="N", help="values for --sweep, in bytes (default: 1, 2, 4, 8, 16, 32 MiB)")
     add("--split-bytes", nargs="+", metavar="N", help="values for --sweep, in bytes (default: 0, 8, 16, 32, 64 MiB)")
@@ -141,24 +142,19 @@ def _checked(args: argparse.Namespace) -> Run:
             f"{ranks}. Every rank is a process of several hundred megabytes."
         )
     _check("--model", args.model, NAMES)
-    _check("--framework", args.framework, ("torch", "tensorflow"))
-    launchers = ["horovod"] if args.launcher is None else _split(args.launcher)
+    framework = _framework(args.framework)
+    launchers = _split(args.launcher or ["torch" if framework == "torch" else "horovod"])
     for name in launchers:
         _check("--launcher", name, tuple(LAUNCHERS))
-        if LAUNCHERS[name].library != "horovod" and args.framework != "torch":
-            raise ConfigError(f"--launcher: '{name}' needs PyTorch; leave it out, or use --framework torch.")
-    baselines = [] if args.baselines is None else _split(args.baselines)
+        _check_library("--launcher", name, LAUNCHERS[name].library, framework)
+    baselines = _split(args.baselines or [])
     for name in baselines:
         _check("--baselines", name, tuple(BASELINES))
-        if BASELINES[name] == "torch" and args.framework != "torch":
-            raise ConfigError(f"--baselines: '{name}' needs PyTorch; leave it out, or use --framework torch.")
-        _check_original(name, args.framework)
-    compressors = list(COMPRESSORS) if args.compressors is None else _split(args.compressors)
-    if not compressors:
-        raise ConfigError(f"--compressors: expected names of methods, received {args.compressors!r}.")
+        _check_original(name, framework)
+        _check_library("--baselines", name, BASELINES[name], framework)
     options = parse_options(args.options)
-    for name in compressors:
-        make_config({**options, "compressor": name})
+    modules = import_own(args.modules)
+    variants = parse_variants(COMPRESSORS if args.compressors is None else args.compressors, **options)
     check_link(args.link, args.latency)
     for path in filter(None, (args.json, args.plot)):
         check_writable(path)
@@ -167,11 +163,13 @@ def _checked(args: argparse.Namespace) -> Run:
     from grace.bench.step.run import Setting
 
     setting = Setting(
-        args.framework, args.model, ranks, args.link, args.latency, rounds, args.steps, local_size, options
+        framework, args.model, ranks, args.link, args.latency, rounds, args.steps, local_size, options, modules
     )
+    compressing = [
+        Method(variant.name, variant.options, launcher=launcher) for variant in variants for launcher in launchers
+    ]
     if args.sweep:
-        return _sweep(setting, compressors, args)
-    compressing = [Method(name, launcher=launcher) for name in compressors for launcher in launchers]
+        return _sweep(setting, compressing, args)
     methods = compared([*map(Method, baselines), *compressing], launchers[0])
     if args.account:
         if setting.framework != "torch":
@@ -202,6 +200,27 @@ def _check_together(args: argparse.Namespace) -> None:
     for option in ("bucket_bytes", "split_bytes", "cycle_times"):
         if getattr(args, option) is not None and not args.sweep:
             raise ConfigError(f"--{option.replace('_', '-')} needs --sweep; add --sweep, or leave it out.")
+
+
+def _framework(name: str | None) -> str:
+    """Return the framework of the ranks. Raises ConfigError if it is unknown or not installed."""
+    if name is None:
+        name = next(filter(installed, FRAMEWORKS), None)
+        if name is None:
+            raise ConfigError("grace bench step needs PyTorch or TensorFlow, and neither is installed; install one.")
+    _check("--framework", name, FRAMEWORKS)
+    if not installed(name):
+        raise ConfigError(f"--framework: '{name}' is not installed; install it, or choose another framework.")
+    return name
+
+
+def _check_library(option: str, name: str, library: str, framework: str) -> None:
+    """Raise ConfigError if the library of a launcher or baseline does not serve the framework, or is not installed."""
+    if library == "torch" and framework != "torch":
+        raise ConfigError(f"{option}: '{name}' needs PyTorch; leave it out, or use --framework torch.")
+    if not installed(library):
+        way_out = "use --framework torch" if framework != "torch" else "name another"
+        raise ConfigError(f"{option}: '{name}' needs {library}, which is not installed; install it, or {way_out}.")
 
 
 def _check_original(name: str, framework: str) -> None:
@@ -239,10 +258,7 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
             raise ConfigError("--options: 'compressor' is not allowed here; use --compressors.")
         if key in options:
             raise ConfigError(f"--options: '{key}' is given twice; keep one of them.")
-        try:
-            options[key] = json.loads(value)
-        except json.JSONDecodeError:
-            options[key] = value
+        options[key] = read_value(value)
     return options
 
 
@@ -300,24 +316,31 @@ def _account(setting: Setting, methods: list[Method]) -> Run:
     return Run(setting.rounds * len(methods) + len({method.library for method in methods}), act)
 
 
-def _sweep(setting: Setting, compressors: list[str], args: argparse.Namespace) -> Run:
+def _sweep(setting: Setting, methods: list[Method], args: argparse.Namespace) -> Run:
     from grace.bench.step.sweep import BUCKET_BYTES, CYCLES_MS, SPLIT_BYTES, choices, lines, sweep, visits
 
     def given(option: str, kind: type, default: Sequence[Any]) -> Sequence[Any]:
         values = getattr(args, option)
         return default if values is None else parse_numbers(f"--{option.replace('_', '-')}", values, kind)
 
+    if len({method.launcher for method in methods}) > 1:
+        raise ConfigError(f"--sweep tunes one launcher at a time, received {' '.join(args.launcher)}; name one.")
+    horovod = methods[0].library == "horovod"
+    if args.cycle_times is not None and not horovod:
+        raise ConfigError("--cycle-times are Horovod's; add --launcher horovod, or leave them out.")
     tried = choices(
         given("bucket_bytes", int, BUCKET_BYTES),
         given("split_bytes", int, SPLIT_BYTES),
-        given("cycle_times", float, CYCLES_MS),
+        given("cycle_times", float, CYCLES_MS) if horovod else (),
     )
-    for key in setting.options:
-        if key in tried:
-            raise ConfigError(f"--options: --sweep sets '{key}' itself; leave it out.")
+    for method in methods:
+        for key in setting.options_of(method):
+            if key in tried:
+                where = "--options" if key in setting.options else "--compressors"
+                raise ConfigError(f"{where}: --sweep sets '{key}' itself; leave it out.")
 
     def act(progress: Callable[[str], None]) -> tuple[list[str], list[dict[str, Any]]]:
-        trials = sweep(setting, compressors, tried, progress)
+        trials = sweep(setting, methods, tried, progress)
         return lines(trials), [trial.to_dict() for trial in trials]
 
-    return Run(visits(setting, compressors, tried), act)
+    return Run(visits(setting, methods, tried), act)

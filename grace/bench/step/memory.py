@@ -62,7 +62,8 @@ def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], Non
     with Network(setting.ranks, setting.link, setting.latency, setting.local_size) as network:
         for method in methods:
             progress(method.label)
-            with Ranks(network, setting.framework, setting.model, method.library, keep_pages=False) as ranks:
+            place = (network, setting.framework, setting.model, method.library)
+            with Ranks(*place, modules=setting.modules, keep_pages=False) as ranks:
                 visits = ranks.visit(method, setting.options_of(method), WARM_UP, setting.steps)
             peak = max(visit["peak_bytes"] for visit in visits)
             weights.append(Weight(method, setting, peak, visits[0]["gradient_bytes"]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.bench.step import original
+from grace.bench.variants import Variant
 
 # A step without any exchange: the time that remains if communication is free.
 COMPUTE = "compute"
@@ -51,7 +52,7 @@ class Method:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     cycle_ms: float = CYCLE_MS
-    launcher: str = "horovod"
+    launcher: str = "torch"
 
     @property
     def compresses(self) -> bool:
@@ -65,11 +66,12 @@ class Method:
 
     @property
     def label(self) -> str:
-        """The name, with the launcher of a compressor unless it is Horovod."""
-        return f"{self.name} ({self.launcher})" if self.compresses and self.launcher != "horovod" else self.name
+        """The name with the method's own options, and with the launcher of a compressor unless it is DDP."""
+        text = Variant(self.name, self.options).label
+        return f"{text} ({self.launcher})" if self.compresses and self.launcher != "torch" else text
 
 
-def compared(methods: list[Method], launcher: str = "horovod") -> list[Method]:
+def compared(methods: list[Method], launcher: str) -> list[Method]:
     """Return the methods after the two that they are compared with: a step without exchange, and a baseline."""
     first = [Method(COMPUTE, launcher=launcher), Method(LAUNCHERS[launcher].reference)]
     return [*first, *(method for method in methods if method not in first)]

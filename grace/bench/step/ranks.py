@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any
 
@@ -42,6 +42,7 @@ class Ranks:
     """One worker per rank, without ssh: a context manager that starts them and kills them on exit.
 
     If this process is killed, the kernel kills the workers. `cycle_ms` is Horovod's cycle time in milliseconds.
+    `modules` are those of the user, by the names that `import_own` returns.
     `keep_pages` is False if memory is measured instead of time.
     Raises GraceError with the last lines of a worker's log if the worker dies or does not answer in time.
     """
@@ -54,10 +55,11 @@ class Ranks:
         library: str,
         cycle_ms: float = CYCLE_MS,
         *,
+        modules: Sequence[str] = (),
         keep_pages: bool = True,
     ) -> None:
         self._network, self._framework, self._model, self._library = network, framework, model, library
-        self._cycle_ms = cycle_ms
+        self._cycle_ms, self._modules = cycle_ms, modules
         self._allocator = KEPT_PAGES if keep_pages else {}
         self._workers: list[subprocess.Popen[str]] = []
         self._meeting: subprocess.Popen[str] | None = None
@@ -168,7 +170,7 @@ class Ranks:
         share = max(1, len(cores) // len(self._network.nodes))
         mine = {cores[(rank * share + i) % len(cores)] for i in range(share)}
         interface = node.interface if node.namespace is not None else "-"
-        program = python(WORKER, self._framework, self._library, self._model, interface)
+        program = python(WORKER, self._framework, self._library, self._model, interface, *self._modules)
         own = {"OMP_NUM_THREADS": str(share), "TF_CPP_MIN_LOG_LEVEL": "3"}
         return self._launch(
             str(rank), node, program, {**_plain(os.environ), **self._allocator, **environment, **own}, mine

@@ -31,6 +31,8 @@ class Setting:
     local_size: int = 1
     # Part of the configuration of every compressor.
     options: Mapping[str, Any] = field(default_factory=dict)
+    # Modules with components of the user, by the names that `import_own` returns.
+    modules: Sequence[str] = ()
 
     def options_of(self, method: Method) -> dict[str, Any]:
         """Return the options of a method's configuration."""
@@ -160,7 +162,7 @@ class Bed:
         if key not in self._groups:
             setting = self._setting
             self._progress(f"starting {setting.ranks} ranks ({method.library})")
-            ranks = Ranks(self._network, setting.framework, setting.model, *key)
+            ranks = Ranks(self._network, setting.framework, setting.model, *key, modules=setting.modules)
             self._groups[key] = self._stack.enter_context(ranks)
             ranks.pause()
         return self._groups[key]

@@ -1,7 +1,7 @@
 """The command `grace bench step --sweep`: tune the engine's options for each compressor, one after the other.
 
-The order is bucket size, split size, granularity and Horovod's cycle time. Each option is tried with the best values of
-the options before it. The values of an option take turns with a step without exchange and with plain Horovod.
+The order is bucket size, split size, granularity and, with Horovod, its cycle time. Each option is tried with the best
+values of the options before it. The values of an option take turns with a step without exchange and with the baseline.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ Choices = Mapping[str, Sequence[Any]]
 def choices(
     bucket_bytes: Sequence[int] = BUCKET_BYTES,
     split_bytes: Sequence[int] = SPLIT_BYTES,
-    cycles_ms: Sequence[float] = CYCLES_MS,
+    cycles_ms: Sequence[float] = (),
 ) -> Choices:
-    """Return the values that a sweep tries."""
-    return {"bucket_bytes": bucket_bytes, "split_bytes": split_bytes, "granularity": GRANULARITIES, CYCLE: cycles_ms}
+    """Return the values that a sweep tries; without cycle times it does not tune them."""
+    tried: dict[str, Sequence[Any]] = {"bucket_bytes": bucket_bytes, "split_bytes": split_bytes}
+    return {**tried, "granularity": GRANULARITIES, **({CYCLE: cycles_ms} if cycles_ms else {})}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The measurement of one value, with the step without exchange and plain Horovod that took turns with it."""
+    """The measurement of one value, with the step without exchange and the baseline that took turns with it.
 
+    `of` is the label of the method that is tuned.
+    """
+
+    of: str
     swept: str
     result: Result
     compute: Result
@@ -56,40 +61,40 @@ class Trial:
         return {**self.result.to_dict(self.compute, self.reference), "swept": self.swept, "best": self.best}
 
 
-def sweep(setting: Setting, names: Sequence[str], tried: Choices, progress: Callable[[str], None]) -> list[Trial]:
-    """Run the trials of every compressor, in the order of `tried`, each with the best values of the options before it.
+def sweep(setting: Setting, methods: Sequence[Method], tried: Choices, progress: Callable[[str], None]) -> list[Trial]:
+    """Run the trials of every method, in the order of `tried`, each with the best values of the options before it.
 
     Calls `progress(text)` before each visit. Raises GraceError if the network cannot be made or a rank fails.
     """
     trials = []
-    best = [Method(name) for name in names]
+    best = list(methods)
     with Bed(setting, progress) as bed:
         for kind, values in tried.items():
-            methods = [_chosen(method, kind, value) for method in best for value in values]
-            compute, reference, *rest = bed.measure(compared(methods))
-            rows = [rest[i * len(values) : (i + 1) * len(values)] for i in range(len(names))]
+            variants = [_chosen(method, kind, value) for method in best for value in values]
+            compute, reference, *rest = bed.measure(compared(variants, methods[0].launcher))
+            rows = [rest[i * len(values) : (i + 1) * len(values)] for i in range(len(methods))]
             winners = [min(row, key=lambda result: result.median) for row in rows]
-            for row, winner in zip(rows, winners, strict=True):
-                trials += [Trial(kind, result, compute, reference, result is winner) for result in row]
+            for method, row, winner in zip(methods, rows, winners, strict=True):
+                trials += [Trial(method.label, kind, result, compute, reference, result is winner) for result in row]
             best = [winner.method for winner in winners]
     return trials
 
 
-def visits(setting: Setting, names: Sequence[str], tried: Choices) -> int:
+def visits(setting: Setting, methods: Sequence[Method], tried: Choices) -> int:
     """Return the number of progress reports of a sweep."""
-    turns = sum(2 + len(names) * len(values) for values in tried.values())
-    return setting.rounds * turns + len({CYCLE_MS, *tried[CYCLE]})
+    turns = sum(2 + len(methods) * len(values) for values in tried.values())
+    return setting.rounds * turns + len({CYCLE_MS, *tried.get(CYCLE, ())})
 
 
 def lines(trials: Sequence[Trial]) -> list[str]:
     """Return the title, and for every compressor the headings and one line per value. The best values are marked."""
     setting = trials[0].result.setting
-    first = max(len(text) for trial in trials for text in (trial.label, trial.result.method.name))
+    first = max(len(text) for trial in trials for text in (trial.label, trial.of))
     found = [f"{place(setting)}; {setting.rounds} rounds of {setting.steps} steps"]
-    for name in dict.fromkeys(trial.result.method.name for trial in trials):
-        found += ["", line(first, name, head(trials[0].reference), WIDTHS)]
+    for of in dict.fromkeys(trial.of for trial in trials):
+        found += ["", line(first, of, head(trials[0].reference), WIDTHS)]
         for trial in trials:
-            if trial.result.method.name == name:
+            if trial.of == of:
                 row = line(first, trial.label, cells(trial.result, trial.compute, trial.reference), WIDTHS)
                 found.append(f"{row}  best" if trial.best else row)
     return found

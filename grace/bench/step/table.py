@@ -9,7 +9,7 @@ from grace.bench.step.run import Result, Setting
 from grace.bench.table import SECONDS, digits, scaled
 from grace.machine import processor
 
-HEAD = ("median", "p10", "p90", "sent/step", "reported", "x Horovod", "upper bound")
+HEAD = ("median", "p10", "p90", "sent/step", "reported", "x DDP", "upper bound")
 WIDTHS = (8, 8, 8, 10, 8, 10, 12)
 BYTES = ((1e-9, "GB"), (1e-6, "MB"), (1e-3, "KB"), (1.0, "B"))
 
@@ -30,7 +30,7 @@ def lines(results: Sequence[Result]) -> list[str]:
 def head(reference: Result) -> list[str]:
     """Return the headings of the columns."""
     name = {"horovod": "Horovod", "ddp": "DDP", "fsdp": "FSDP2", "fsdp-zero2": "FSDP2"}[reference.method.name]
-    return [text.replace("Horovod", name) for text in HEAD]
+    return [text.replace("DDP", name) for text in HEAD]
 
 
 def place(setting: Setting) -> str:

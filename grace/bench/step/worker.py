@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grace.bench.step.meter import Meter, facts, per_step
+from grace.bench.variants import import_own
 
 SEED = 1234
 
@@ -147,8 +148,9 @@ def _sent(interface: str | None) -> int | None:
 
 
 def main() -> None:
-    """Run the worker of the arguments FRAMEWORK LIBRARY MODEL INTERFACE|-."""
-    framework, library, model, interface = sys.argv[1:]
+    """Run the worker of the arguments FRAMEWORK LIBRARY MODEL INTERFACE|- [MODULE...]."""
+    framework, library, model, interface, *modules = sys.argv[1:]
+    import_own(modules)
     if framework == "torch":
         from grace.bench.step import side_torch as sides
     else:
