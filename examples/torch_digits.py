@@ -1,8 +1,8 @@
 """Train a small convolutional network on handwritten digits with compressed gradients, by a PyTorch training loop.
 
+    torchrun --standalone --nproc-per-node 2 examples/torch_digits.py --compressor none qsgd
     horovodrun -np 2 --gloo python examples/torch_digits.py --compressor none qsgd topk efsignsgd powersgd
     mpirun -np 2 python examples/torch_digits.py --config examples/grace.toml
-    torchrun --standalone --nproc-per-node 2 examples/torch_digits.py --compressor topk
     python examples/torch_digits.py --compressor topk --set compress_ratio=0.001
 
 The data are 1,797 images of 8 x 8 pixels, which come with scikit-learn; nothing is downloaded. Several compressors are
