@@ -24,18 +24,13 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx_copybutton",
-    "sphinx_design",
+    "comments",
     "docstrings",
     "mathml",
-    "measurements",
-    "methods",
-    "timeline",
-    "break_even",
-    "error_chart",
 ]
 exclude_patterns = ["_*"]
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist", "substitution"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 # A default that is an object would hide the names of types in a signature.

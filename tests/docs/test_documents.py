@@ -14,16 +14,11 @@ import numpy as np
 import pytest
 
 from grace import Config, Simulation, compressors, make_config
-from grace.listing import FAMILIES
 from tests.support.launch import TORCH, command
 from tests.support.ranks import forked
 
 ROOT = Path(__file__).parents[2]
-# Written when the site is built, and not in the repository.
-GENERATED = [f"docs/methods/{page}.md" for page in ("index", *(family.page for family in FAMILIES))]
-GENERATED += [f"docs/figures/generated/{figure}.svg" for figure in ("break_even", "errors", "timeline")]
-PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if page not in GENERATED)]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 # The Python blocks of each of these pages form one script.
 USING = ("two_nodes", "adam", "move", "configuration", "communicators_and_memories", "checkpoints", "statistics")
 EXTEND = ("index", "compressor", "memory", "communicator", "transport", "array_operation", "backend")
@@ -156,7 +151,7 @@ def test_the_python_of_a_page_runs(name, tmp_path):
 @pytest.mark.first
 def test_the_example_of_a_distributed_checkpoint_runs(tmp_path):
     page = read("docs/checkpoints.md").partition("## torch.distributed.checkpoint\n")[2]
-    code = page.partition("```{code-block} python\n")[2].partition("```")[0]
+    code = page.partition("```py\n")[2].partition("```")[0]
     check = "assert sum(float(x.abs().sum()) for entry in app.optimizer.grace.state_dict()['tensors'].values()"
     run(f"{code}{check} for x in entry['memory'].values()) > 0\n", tmp_path, 2)
 
@@ -212,14 +207,6 @@ def test_adam_page_puts_every_method_in_the_group_of_its_loss():
     for methods, low, high in zip(groups, (0, 1.5, 2), (1.5, 2, float("inf")), strict=True):
         named = {m + ", 10 %" * (ratio == " with 10 %") for m, ratio in re.findall(r"`(\w+)`( with 10 %)?", methods)}
         assert named == {m for m, loss in losses.items() if m != "none" and low <= loss / losses["none"] < high}
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)#]+)", read(name)):
-        path = Path(os.path.normpath((ROOT / name).parent / target))
-        if not target.startswith("https://") and str(path.relative_to(ROOT)) not in GENERATED:
-            assert path.exists(), f"{name} points to {target}, which does not exist"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -1,4 +1,4 @@
-"""Tests of the pages that docs/_ext/methods.py writes from the registry."""
+"""Tests of the pages that scripts/pages/methods.py writes from the registry."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUILT_IN = [name for name in compressors if compressors.get(name).__module__.sta
 @pytest.fixture(scope="module")
 def methods():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "docs" / "_ext")
+        patch.syspath_prepend(ROOT / "scripts" / "pages")
         yield importlib.import_module("methods")
 
 
@@ -62,12 +62,16 @@ def test_received_bytes_follow_what_auto_takes(methods):
     assert methods.received("uniform", 16) == pytest.approx(2 * 15 / 16 * 2, rel=1e-4)
 
 
+def block_of(methods, *arguments):
+    return methods.Block([*arguments], ROOT / "docs" / "methods" / "index.md", "")
+
+
 @pytest.fixture(scope="module")
 def index(methods):
     """The cells of the table of all methods, by method, for the tensor of docs/results/moved_bytes.json."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(methods, "EXAMPLE", TensorSpec("example", SHAPE))
-        lines = methods.index({name: methods.sent(name) for name in BUILT_IN}).splitlines()
+        lines = [line for family in FAMILIES for line in methods.family_table(block_of(methods, family.page))]
     return {line.split("]")[0][3:]: line.strip("| ").split(" | ") for line in lines if line.startswith("| [")}
 
 
@@ -95,7 +99,7 @@ def test_the_index_agrees_with_the_bytes_over_the_number_of_ranks(methods, index
 
 def test_a_section_says_what_auto_takes(methods):
     def row(name):
-        lines = methods.section(name, methods.sent(name))
+        lines = methods.section(name, block_of(methods))
         return next(line for line in lines if line.startswith("| communicator"))
 
     assert "| `auto`: `allgather` on 2 ranks, `two_shot` from 3; `allreduce` is not possible |" in row("qsgd")
@@ -135,7 +139,7 @@ def test_a_docstring_is_taken_apart(methods):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_section_has_formula_cost_use_and_reference(methods, name):
-    section = "\n".join(methods.section(name, methods.Sent({"allgather": 1.0}, exact=True)))
+    section = "\n".join(methods.section(name, block_of(methods)))
     expected = ["$$\n", "**Error.** ", "**Cost.** ", "**When.** "] + ["**Reference.** "] * (
         name not in WITHOUT_REFERENCE
     )

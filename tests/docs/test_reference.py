@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
-# Pages on the design and the history name internals. Pages on methods are written when the site is built.
+# Pages on the design and the history name internals. Pages on methods are written by scripts/pages.
 WITHOUT = ("reference", "design", "methods", "results", "_ext", "changelog.md", "contributing.md")
 USING = [
     ROOT / "README.md",
@@ -37,7 +37,7 @@ OBJECTS = {
 
 _DIRECTIVE = re.compile(r"^\.\. (?:auto|py:)(\w+):: ([\w.]+).*\n((?:   .*\n)*)", re.MULTILINE)
 _OPTION = re.compile(r"^   :([\w-]+):(.*(?:\n      .*)*)", re.MULTILINE)
-_PYTHON = re.compile(r"^( *)```(?:\{code-block\} )?python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+_PYTHON = re.compile(r"^( *)```py(?:thon)?\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
 
 def directives(text: str) -> Iterator[tuple[str, str, dict[str, str]]]:
@@ -171,7 +171,7 @@ exchange.report()
 Call `grace.torch.missing()`, `optimizer.grace.discard()` and `exchange.move()`; see `grace/core/exchange.py`.
 
 - In a list:
-  ```{code-block} python
+  ```py
   grace.hidden(1)
   ```
 """

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from sphinx.application import Sphinx
+from registry import ROOT, figure, svg
 
-FIGURES = Path(__file__).parents[1] / "figures"
+TRACE = ROOT / "docs" / "figures" / "timeline.json"
 COLORS = {
     "ready": "#c9ced4",
     "compress": "#0a7d91",
@@ -23,13 +21,14 @@ COLORS = {
 GRADIENTS = 1_000_000
 
 
-def draw(trace: Path, path: Path) -> None:
-    """Draw the phases of all buckets of a trace: a row per bucket and rank, the gradients above the other phases."""
-    events = [event for event in json.loads(trace.read_text(encoding="utf-8")) if event["ph"] == "X"]
+@figure("docs/figures/timeline.svg")
+def draw() -> bytes:
+    """Draw the phases of all buckets of the trace: a row per bucket and rank, the gradients above the other phases."""
+    events = [event for event in json.loads(TRACE.read_text(encoding="utf-8")) if event["ph"] == "X"]
     start = min(event["ts"] for event in events)
     rows = sorted({(event["pid"], event["tid"] % GRADIENTS) for event in events})
-    figure = Figure(figsize=(9, 0.5 + 0.36 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(9, 0.5 + 0.36 * len(rows)), layout="constrained")
+    axes = drawn.add_subplot()
     for event in sorted(events, key=lambda event: event["name"] == "negotiate"):
         row = rows.index((event["pid"], event["tid"] % GRADIENTS)) + (event["pid"] - rows[0][0]) * 0.6
         top, height = (row - 0.4, 0.2) if event["name"] == "ready" else (row - 0.15, 0.5)
@@ -44,15 +43,5 @@ def draw(trace: Path, path: Path) -> None:
     axes.set_axisbelow(True)
     used = {event["name"] for event in events if event["dur"]}
     handles = [Patch(color=color, label=name) for name, color in COLORS.items() if name in used]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor="white")
-
-
-def generate(app: Sphinx) -> None:
-    draw(FIGURES / "timeline.json", FIGURES / "generated" / "timeline.svg")
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("builder-inited", generate)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    drawn.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    return svg(drawn)

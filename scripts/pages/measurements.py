@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from docutils import nodes
-from docutils.statemachine import StringList
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
+from registry import ROOT, Block, kind, wrapped
+from registry import row as table_row
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = ROOT / "docs" / "results"
 
 
 @cache
@@ -78,37 +75,27 @@ def table(name: str) -> list[str]:
     align = ["---" if isinstance(value_of(data, data["rows"][0], key), (str, list)) else "---:" for key in columns]
     lines = [[column["title"] for column in columns.values()], align]
     lines += [[cell(data, row, key) for key in columns] for row in data["rows"]]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return [table_row(*line) for line in lines]
 
 
-def origin(name: str) -> list[str]:
-    """Return the lines of Markdown that say where measurements come from."""
+def origin(name: str, block: Block) -> list[str]:
+    """Return the lines of Markdown that say where measurements come from, and how to repeat them."""
     data = load(name)
     versions = ", ".join(f"{what} {version}" for what, version in data["versions"].items())
     when = f"{data['date']}. " if "date" in data else ""
+    link = f"[{name}.json]({block.link(f'docs/results/{name}.json')})"
+    text = f"{data['what']}. {data['machine']}; {versions}. {when}Data: {link}"
     return [
-        f"{data['what']}. {data['machine']}; {versions}. {when}Data: {{download}}`{name}.json </results/{name}.json>`"
+        *wrapped(text),
+        "",
+        "```bash",
+        *data["commands"],
+        "```",
     ]
 
 
-class Measurements(SphinxDirective):
-    """The directive `measurements NAME`: the table of docs/results/NAME.json, and where it comes from."""
-
-    required_arguments = 1
-
-    def run(self) -> list[nodes.Node]:
-        name = self.arguments[0]
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
-            known = ", ".join(sorted(p.stem for p in RESULTS.glob("*.json")))
-            raise self.error(f"there is no {path.name} in docs/results; expected one of {known}.")
-        self.env.note_dependency(str(path))
-        lines = [*table(name), "", *origin(name), "", "```bash", *load(name)["commands"], "```"]
-        parent = nodes.container(classes=["measurements"])
-        self.state.nested_parse(StringList(lines, source=str(path)), self.content_offset, parent)
-        return [parent]
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    app.add_directive("measurements", Measurements)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+@kind("measurements")
+def measured(block: Block) -> list[str]:
+    """Return the table of docs/results/NAME.json, and where it comes from."""
+    (name,) = block.arguments
+    return [*table(name), "", *origin(name, block)]

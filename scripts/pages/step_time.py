@@ -1,23 +1,13 @@
-"""Write what README.md repeats from data: the figure of step times and its block between comments.
-
-python scripts/readme.py            # writes docs/figures/step_time.svg and the block
-python scripts/readme.py --check    # changes nothing; exit status 1 if something is out of date
-"""
+"""The figure of step times, and its caption."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
-import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from registry import ROOT, Block, figure, kind, wrapped
 
-README = ROOT / "README.md"
-FIGURE = ROOT / "docs" / "figures" / "step_time.svg"
+FIGURE = "docs/figures/step_time.svg"
 # The first of these files that exists is shown: times of one figure are of one run.
 SOURCES = ("step_original", "step_torch")
 LINKS = {"1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
@@ -50,7 +40,13 @@ def measurements() -> dict[str, Any]:
     return json.loads(next(path for path in paths if path.exists()).read_text(encoding="utf-8"))
 
 
-def figure(data: dict[str, Any]) -> str:
+@figure(FIGURE)
+def draw() -> bytes:
+    """Draw the figure from the measurements."""
+    return picture(measurements()).encode()
+
+
+def picture(data: dict[str, Any]) -> str:
     """Return an SVG with a bar per method and link, and a line where a step without exchange ends."""
     rows = {row["method"]: row for row in data["rows"]}
     bars = [(method, *BARS[method]) for method in BARS if method in rows]
@@ -71,9 +67,9 @@ def figure(data: dict[str, Any]) -> str:
         left = LABELS + panel * (PANEL + GAP)
         scale = (PANEL - NUMBERS) / max(rows[method][link] for method, *_ in bars)
         parts.append(f'<text class="title" x="{left}" y="18">{title}: ms per step</text>')
-        for index, (method, _, kind) in enumerate(bars):
+        for index, (method, _, whose) in enumerate(bars):
             y, length = TOP + ROW * index, scale * rows[method][link]
-            parts.append(f'<rect class="{kind}" x="{left}" y="{y + 3}" width="{length:.1f}" height="{ROW - 6}"/>')
+            parts.append(f'<rect class="{whose}" x="{left}" y="{y + 3}" width="{length:.1f}" height="{ROW - 6}"/>')
             parts.append(f'<text x="{left + length + 5:.1f}" y="{y + 16}">{rows[method][link]}</text>')
         x = left + scale * rows["compute"][link]
         parts.append(f'<line class="line" x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom + 4}"/>')
@@ -81,50 +77,20 @@ def figure(data: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def step_time(data: dict[str, Any]) -> list[str]:
-    """Return the block with the figure and its conditions."""
+@kind("step-time")
+def step_time(block: Block) -> list[str]:
+    """Return the figure and its conditions."""
+    data = measurements()
     million = data["parameters"] / 1e6
     caption = (
         f"Milliseconds of a training step in PyTorch: a perceptron with {million:.1f} million parameters, "
         f"{data['batch']} examples per rank and step, {data['ranks']} ranks, default options. So few examples mean "
         "little computation per byte, the case in which compression gains most. One run per link, on one machine "
-        f"({data['machine']}) with slowed-down links. [docs/speed.md](docs/speed.md) has other methods and models."
+        f"({data['machine']}) with slowed-down links. [docs/speed.md]({block.link('docs/speed.md')}) has other methods "
+        "and models."
     )
     return [
-        f"![Milliseconds of a training step by method, at {' and at '.join(LINKS.values())}]"
-        f"({FIGURE.relative_to(ROOT).as_posix()})",
+        f"![Milliseconds of a training step by method, at {' and at '.join(LINKS.values())}]({block.link(FIGURE)})",
         "",
-        *textwrap.wrap(caption, 120, break_on_hyphens=False),
+        *wrapped(caption),
     ]
-
-
-def with_block(text: str, name: str, lines: list[str]) -> str:
-    """Return a text with other lines between the comments `<!-- begin NAME ... -->` and `<!-- end NAME -->`."""
-    pattern = re.compile(rf"(<!-- begin {name}\b[^>]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"README.md has no comments <!-- begin {name} --> and <!-- end {name} -->; add them.")
-    return pattern.sub(lambda match: "\n".join([match[1], *lines, "", match[2]]), text)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the generated parts of README.md.")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something is out of date")
-    check = parser.parse_args().check
-    data = measurements()
-    text = README.read_text(encoding="utf-8")
-    text = with_block(text, "step-time", step_time(data))
-    status = 0
-    for path, wanted in ((FIGURE, figure(data)), (README, text)):
-        if path.exists() and path.read_text(encoding="utf-8") == wanted:
-            continue
-        if check:
-            print(f"{path.relative_to(ROOT)} is out of date; run: python scripts/readme.py", file=sys.stderr)
-            status = 1
-        else:
-            path.write_text(wanted, encoding="utf-8")
-            print(f"wrote {path.relative_to(ROOT)}")
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

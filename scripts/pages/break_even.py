@@ -8,22 +8,17 @@ the communicator that `auto` takes for the number of ranks.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import measurements
 import methods
 import numpy as np
-from docutils import nodes
-from docutils.statemachine import StringList
 from matplotlib.figure import Figure
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
+from registry import Block, figure, kind, row, svg
 
 from grace.core.values.registry import compressors
 from grace.listing import communicator, taken
 
-FIGURE = Path(__file__).parents[1] / "figures" / "generated" / "break_even.svg"
 SOURCE = "codec"
 METHODS = ("fp16", "topk", "randomk", "signsgd", "efsignsgd", "qsgd", "terngrad", "powersgd")
 RANKS = (2, 4, 8, 16)
@@ -76,11 +71,12 @@ def break_even(method: str, ranks: int, parameters: float) -> float:
     return 8e-9 * saved_bytes(method, ranks) * parameters / codec_seconds(method, ranks, parameters)
 
 
-def draw(path: Path) -> None:
+@figure("docs/figures/break_even.svg")
+def draw() -> bytes:
     """Draw a panel per number of ranks, with a line per method."""
     sizes = np.geomspace(1e4, 1e9, 60)
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
+    drawn = Figure(figsize=(9, 7), layout="constrained")
+    panels = drawn.subplots(2, 2, sharex=True, sharey=True).ravel()
     for axes, ranks in zip(panels, RANKS, strict=True):
         for method, color in zip(METHODS, COLORS, strict=True):
             line = [break_even(method, ranks, size) for size in sizes]
@@ -92,42 +88,26 @@ def draw(path: Path) -> None:
         axes.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
         axes.label_outer()
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    figure.supxlabel("parameters of the model", fontsize=10)
-    figure.supylabel("bandwidth in Gbit/s: a method pays below its line", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor="white")
+    drawn.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    drawn.supxlabel("parameters of the model", fontsize=10)
+    drawn.supylabel("bandwidth in Gbit/s: a method pays below its line", fontsize=10)
+    return svg(drawn)
 
 
-def table() -> list[str]:
+def table(block: Block) -> list[str]:
     """Return the lines of a Markdown table: break-even bandwidths by method, number of ranks and size."""
-    lines = [methods.row("method", "communicator", *(f"{n} ranks" for n in RANKS))]
-    lines.append(methods.row("---", "---", *["---:"] * len(RANKS)))
+    lines = [row("method", "communicator", *(f"{n} ranks" for n in RANKS))]
+    lines.append(row("---", "---", *["---:"] * len(RANKS)))
     for method in METHODS:
         cells = []
         for n in RANKS:
             low, high = (f"{break_even(method, n, size):.2g}" for size in (SMALL, LARGE))
             cells.append(low if low == high else f"{low} to {high}")
-        lines.append(methods.row(f"[{method}](method-{method})", communicator(compressors.make(method)), *cells))
+        lines.append(row(methods.link(method, block), communicator(compressors.make(method)), *cells))
     return lines
 
 
-class BreakEven(SphinxDirective):
-    """The directive `break-even`: the table, and where its figures come from."""
-
-    def run(self) -> list[nodes.Node]:
-        commands = measurements.load(SOURCE)["commands"]
-        lines = [*table(), "", *measurements.origin(SOURCE), "", "```bash", *commands, "```"]
-        parent = nodes.container(classes=["measurements"])
-        self.state.nested_parse(StringList(lines, source="break_even"), self.content_offset, parent)
-        return [parent]
-
-
-def generate(app: Sphinx) -> None:
-    draw(FIGURE)
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("builder-inited", generate)
-    app.add_directive("break-even", BreakEven)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+@kind("break-even")
+def break_evens(block: Block) -> list[str]:
+    """Return the table, and where its figures come from."""
+    return [*table(block), "", *measurements.origin(SOURCE, block)]

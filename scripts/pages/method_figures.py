@@ -1,18 +1,17 @@
-"""The figures that are drawn when the site is built."""
+"""A figure of each method: the elements of a gradient before and after it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from registry import figure, png
 
 from grace.core.exchange.simulation import Simulation
 from grace.core.values.registry import compressors, fields_of
-
-mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 160})
+from grace.listing import FAMILIES
 
 COLOR = "#0a7d91"
 SHAPE, RANK, DEVIATION = (64, 64), 2, 0.01
@@ -48,7 +47,7 @@ def caption(name: str) -> str:
     return f"{SHAPE[0] * SHAPE[1]:,} elements before and after{f', with {shown}' if shown else ''}."
 
 
-def elements(name: str, path: Path) -> None:
+def draw(name: str) -> bytes:
     """Draw every element of a gradient against its decoded value."""
     config = {"compressor": name, "memory": "none", "default_rules": False, **_options(name)}
     simulation = Simulation(1, {"x": SHAPE}, config)
@@ -56,10 +55,15 @@ def elements(name: str, path: Path) -> None:
     gradient = sample()
     for _ in range(steps):
         decoded = simulation.step([{"x": gradient.copy()}])[0]["x"]
-    figure = Figure(figsize=(3.4, 2.6), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(3.4, 2.6), layout="constrained")
+    axes = drawn.add_subplot()
     axes.axline((0, 0), slope=1, color="0.8", linewidth=1, zorder=0)
-    axes.plot(gradient.ravel(), np.asarray(decoded).ravel(), ".", markersize=2.5, color=COLOR, rasterized=True)
+    axes.plot(gradient.ravel(), np.asarray(decoded).ravel(), ".", markersize=2.5, color=COLOR)
     axes.set_xlabel("x")
     axes.set_ylabel("C(x)")
-    figure.savefig(path)
+    return png(drawn)
+
+
+for _family in FAMILIES:
+    for _name in _family.methods:
+        figure(f"docs/methods/figures/{_name}.png")(partial(draw, _name))

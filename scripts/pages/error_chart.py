@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import measurements
 import numpy as np
 from matplotlib.figure import Figure
-from sphinx.application import Sphinx
+from registry import figure, svg
 
-FIGURE = Path(__file__).parents[1] / "figures" / "generated" / "errors.svg"
 SOURCE = "errors"
 PANELS = {"normal": "normal numbers", "recorded": "a recorded gradient"}
 # With a name in the chart; the others are grey.
@@ -30,12 +26,13 @@ def limit(bits: np.ndarray) -> np.ndarray:
     return 4.0**-bits
 
 
-def draw(path: Path) -> None:
+@figure("docs/figures/errors.svg")
+def draw() -> bytes:
     """Draw a panel per kind of gradient, with a point per method and setting."""
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    drawn = Figure(figsize=(9, 4.5), layout="constrained")
     bits = np.linspace(0.05, 10, 200)
     rows = measurements.load(SOURCE)["rows"]
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    panels = drawn.subplots(1, 2, sharex=True, sharey=True)
     for axes, (kind, title) in zip(panels, PANELS.items(), strict=True):
         axes.plot(bits, limit(bits), color="0.3", linewidth=1, label="limit for normal numbers")
         others = [row for row in rows if row["method"] not in COLORS]
@@ -48,17 +45,7 @@ def draw(path: Path) -> None:
         axes.grid(color="0.9", linewidth=0.6)
         axes.set_axisbelow(True)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
-    figure.supxlabel("bits per element", fontsize=10)
-    figure.supylabel("error, relative to |x|²", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor="white")
-
-
-def generate(app: Sphinx) -> None:
-    draw(FIGURE)
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("builder-inited", generate)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    drawn.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    drawn.supxlabel("bits per element", fontsize=10)
+    drawn.supylabel("error, relative to |x|²", fontsize=10)
+    return svg(drawn)

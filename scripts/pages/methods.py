@@ -1,4 +1,4 @@
-"""One page per family of methods, written from the registry into docs/methods when the site is built.
+"""The pages of methods, one per family, from the registry: docs/methods.
 
 Formula, cost, use and publication come from the docstrings; bytes, flags, options and figures from the classes.
 """
@@ -10,12 +10,11 @@ import inspect
 import json
 import re
 import typing
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import figures
 import measurements
-from sphinx.application import Sphinx
+import method_figures
+from registry import Block, kind, row, wrapped
 
 from grace.core.methods.compressor import Compressor
 from grace.core.values.config import make_config
@@ -24,12 +23,13 @@ from grace.core.values.plan import make_plan
 from grace.core.values.registry import Registry, communicators, compressors, fields_of
 from grace.core.values.spec import Ranks
 from grace.core.values.unit import Unit
-from grace.listing import EXAMPLE, FAMILIES, communicator, feedback, taken
+from grace.listing import EXAMPLE, FAMILIES, Family, communicator, feedback, taken
 
-FOLDER = Path(__file__).parents[1] / "methods"
 # The bytes that depend on the data, by method.
 SOURCE = "bytes_by_data"
 RANKS = (2, 4, 8, 16)
+# Signs that Markdown does not take as they are; an underscore within a word and a lone < are no markup.
+SPECIAL = re.compile(r"[\\*$\[\]~]|(?<!\w)_|_(?!\w)|<(?=[A-Za-z/!?])")
 BIAS = {
     "harms": "error feedback harms it",
     "optional": "error feedback is optional",
@@ -118,11 +118,7 @@ def text_of(cls: type) -> Text:
 def markdown(text: str) -> str:
     """Return plain text as Markdown; what stands in backticks stays code."""
     parts = re.split(r"(`[^`\n]+`)", text)
-    return "".join(p if p.startswith("`") else re.sub(r"([\\*_<>$\[\]#|{}~^])", r"\\\1", p) for p in parts)
-
-
-def row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    return "".join(p if p.startswith("`") else SPECIAL.sub(r"\\\g<0>", p) for p in parts)
 
 
 def accepted(registry: Registry[Any], name: str, option: str, hint: Any) -> str:
@@ -165,7 +161,7 @@ def communicator_text(compressor: Compressor) -> str:
     return text if compressor.summable else f"{text}; `allreduce` is not possible"
 
 
-def cost_text(name: str) -> str:
+def cost_text(name: str, block: Block) -> str:
     """Return a sentence with the measured cost of a method, or an empty string."""
     for source in ("codec", "codec_others"):
         measured = measurements.rows_of(source).get(name)
@@ -175,11 +171,18 @@ def cost_text(name: str) -> str:
                 for key, framework in (("numpy", "NumPy"), ("torch", "PyTorch"), ("tensorflow", "TensorFlow"))
                 if key in measured
             ]
-            return f" Measured, in copies of the gradient: {', '.join(found)}; see [the conditions](../speed.md)."
+            conditions = f"[the conditions]({block.link('docs/speed.md')})"
+            return f" Measured, in copies of the gradient: {', '.join(found)}; see {conditions}."
     return ""
 
 
-def section(name: str, sent: Sent) -> list[str]:
+def link(name: str, block: Block) -> str:
+    """Return a link to the section of a method."""
+    (family,) = (family for family in FAMILIES if name in family.methods)
+    return f"[{name}]({block.link(f'docs/methods/{family.page}.md')}#{name})"
+
+
+def section(name: str, block: Block) -> list[str]:
     """Return the lines of the section of a method."""
     compressor = compressors.make(name)
     text = text_of(type(compressor))
@@ -189,134 +192,84 @@ def section(name: str, sent: Sent) -> list[str]:
     else:
         bias += f"; {BIAS[feedback(compressor)]}"
     facts = {
-        "bytes per element": f"{bytes_text(sent)}; uncompressed: 4",
+        "bytes per element": f"{bytes_text(sent(name))}; uncompressed: 4",
         "communicator": communicator_text(compressor),
         "memory": f"`{compressor.default_memory}` by default",
         "bias": bias,
     }
-    lines = [f"(method-{name})=", f"## {name}", "", markdown(text.summary), ""]
+    lines = [f"## {name}", "", *wrapped(markdown(text.summary)), ""]
     if formula := text.labels.get("Formula"):
-        lines += ["$$", formula, "$$", ""]
+        lines += ["$$", *wrapped(formula), "$$", ""]
     lines += [
-        ":::::{grid} 1 1 2 2",
-        ":gutter: 2",
-        "",
-        "::::{grid-item}",
-        ":columns: 12 12 7 7",
         *(row(fact, value) for fact, value in (("property", "value"), ("---", "---"), *facts.items())),
-        "::::",
         "",
-        "::::{grid-item}",
-        ":columns: 12 12 5 5",
-        f"```{{figure}} figures/{name}.png",
-        f":alt: Elements before and after {name}",
+        f"![Elements before and after {name}]({block.link(f'docs/methods/figures/{name}.png')})",
         "",
-        markdown(figures.caption(name)),
-        "```",
-        "::::",
-        ":::::",
-        "",
-        markdown(text.body),
-        "",
-        *options(compressors, name),
+        markdown(method_figures.caption(name)),
         "",
     ]
+    for paragraph in text.body.split("\n\n") if text.body else []:
+        is_list = paragraph.startswith("- ")
+        lines += [*(markdown(paragraph).split("\n") if is_list else wrapped(markdown(paragraph))), ""]
+    if table := options(compressors, name):
+        lines += [*table, ""]
     said = {
         "Error": markdown(text.labels.get("Error", "")),
-        "Cost": markdown(text.labels.get("Cost", "")) + cost_text(name),
+        "Cost": markdown(text.labels.get("Cost", "")) + cost_text(name, block),
         "When": markdown(text.labels.get("When", "")),
         "Reference": markdown(text.labels.get("Reference", "")),
     }
     for label, what in said.items():
         if what:
-            lines += [f"**{label}.** {what[0].upper()}{what[1:]}", ""]
+            lines += [*wrapped(f"**{label}.** {what[0].upper()}{what[1:]}"), ""]
     return lines
 
 
-def page(family: Any, all_sent: dict[str, Sent]) -> str:
-    """Return the page of a family."""
-    lines = [f"# {family.title}", "", f"Use these methods if {family.use}.", ""]
+def family_of(block: Block) -> Family:
+    """Return the family that is the argument of a block."""
+    (page,) = block.arguments
+    return next(family for family in FAMILIES if family.page == page)
+
+
+@kind("family")
+def family_page(block: Block) -> list[str]:
+    """Return the sections of the methods of a family."""
+    family = family_of(block)
+    lines = [f"Use these methods if {family.use}.", ""]
     for name in family.methods:
-        lines += section(name, all_sent[name])
-    return "\n".join(lines)
+        lines += section(name, block)
+    return lines[:-1]
 
 
-def index(all_sent: dict[str, Sent]) -> str:
-    """Return the page that compares all methods."""
+@kind("family-table")
+def family_table(block: Block) -> list[str]:
+    """Return the table that compares the methods of a family."""
+    family = family_of(block)
     lines = [
-        "# Methods",
+        *wrapped(f"Use these methods if {family.use}. [Details]({block.link(f'docs/methods/{family.page}.md')})"),
         "",
-        f"All {len(all_sent)} methods by family. Each name links to the formula, the options and the measured cost. "
-        f"The figures there show the elements of a made gradient before and after the method: a {figures.SHAPE[0]} x "
-        f"{figures.SHAPE[1]} matrix of rank {figures.RANK} with noise, with standard deviation {figures.DEVIATION}.",
-        "",
-        "```{toctree}",
-        ":hidden:",
-        "",
-        *(family.page for family in FAMILIES),
-        "```",
-        "",
-        "`bytes` is what one of 2 ranks sends per element of a float32 gradient with default options. The columns "
-        "after it are the bytes per element that one rank receives among 2, 4, 8 and 16 ranks. They are computed for a "
-        f"matrix of {EXAMPLE.shape[0]:,} x {EXAMPLE.shape[1]:,} elements. With *about*, the row depends on the data "
-        f"and is measured: {measurements.load(SOURCE)['what']}.",
-        "",
-        "Among n ranks, `allreduce` and `two_shot` bring 2 (n - 1) / n payloads to a rank, and `allgather` n - 1. "
-        "[Communicators](../communicators_and_memories.md#communicators) says how `auto` chooses. "
-        "[Bytes over the number of ranks](../moved_bytes.md) compares what it could choose.",
-        "",
-        "The pages state the error |x - C(x)|^2 of each method for a matrix x of 256 x 1,024 normal values. If the "
-        "elements differ more in size, sparsifiers have smaller errors, and methods with one scale for all elements "
-        "larger ones.",
-        "",
+        row("method", "memory", "communicator", "bytes", *(f"{n} ranks" for n in RANKS), "bias", "error feedback"),
+        row("---", "---", "---", *["---:"] * 5, "---", "---"),
     ]
-    head = ["method", "memory", "communicator", "bytes", *(f"{n} ranks" for n in RANKS), "bias", "error feedback"]
-    for family in FAMILIES:
-        lines += [
-            f"## {family.title}",
-            "",
-            f"Use these methods if {family.use}. [Details]({family.page}.md)",
-            "",
-        ]
-        lines += [row(*head), row("---", "---", "---", *["---:"] * 5, "---", "---")]
-        for name in family.methods:
-            compressor, size = compressors.make(name), all_sent[name]
-            about = "" if size.exact else "about "
-            lines.append(
-                row(
-                    f"[{name}]({family.page}.md#{name})",
-                    compressor.default_memory,
-                    communicator(compressor),
-                    f"{about}{size.total:.3g}",
-                    *(f"{received(name, n):.3g}" for n in RANKS),
-                    "unbiased" if compressor.unbiased else "biased",
-                    feedback(compressor),
-                )
+    for name in family.methods:
+        compressor, size = compressors.make(name), sent(name)
+        about = "" if size.exact else "about "
+        lines.append(
+            row(
+                link(name, block),
+                compressor.default_memory,
+                communicator(compressor),
+                f"{about}{size.total:.3g}",
+                *(f"{received(name, n):.3g}" for n in RANKS),
+                "unbiased" if compressor.unbiased else "biased",
+                feedback(compressor),
             )
-        lines.append("")
-    return "\n".join(lines)
+        )
+    return lines
 
 
-def write(path: Path, text: str) -> None:
-    """Write a page unless it is the same already, so that Sphinx does not read it again."""
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
-
-
-def generate(app: Sphinx) -> None:
-    """Write all pages and figures, and remove those of methods that are gone."""
-    (FOLDER / "figures").mkdir(parents=True, exist_ok=True)
-    all_sent = {name: sent(name) for family in FAMILIES for name in family.methods}
-    pages = {f"{family.page}.md": page(family, all_sent) for family in FAMILIES} | {"index.md": index(all_sent)}
-    for path in FOLDER.glob("*.md"):
-        if path.name not in pages:
-            path.unlink()
-    for file, text in pages.items():
-        write(FOLDER / file, text)
-    for name in all_sent:
-        figures.elements(name, FOLDER / "figures" / f"{name}.png")
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("builder-inited", generate)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+@kind("bytes-by-data")
+def bytes_by_data(block: Block) -> list[str]:
+    """Return a sentence on the bytes that depend on the data."""
+    said = measurements.load(SOURCE)["what"]
+    return wrapped(f"With *about*, the row depends on the data and is measured: {said}.")

@@ -1,0 +1,33 @@
+"""Directives of Sphinx in the comments of a page: plain Markdown does not show them, and the site does.
+
+<!-- {toctree}
+:hidden:
+
+one_page
+-->
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
+
+# For readers of plain Markdown, a page that includes another file has a link to it.
+INCLUDE = re.compile(r"^<!-- (\{include\}.*?)\n?-->$.*", re.MULTILINE | re.DOTALL)
+DIRECTIVE = re.compile(r"^<!-- (\{[a-z-]+\}.*?)\n?-->$", re.MULTILINE | re.DOTALL)
+
+
+def expanded(text: str) -> str:
+    """Return the text of a page with a directive for each comment that holds one."""
+    return DIRECTIVE.sub(r"```\1\n```", INCLUDE.sub(r"```\1\n```\n", text))
+
+
+def read(app: Sphinx, name: str, source: list[str]) -> None:
+    source[0] = expanded(source[0])
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("source-read", read)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
