@@ -1,4 +1,4 @@
-"""What the pages contain that is generated: kinds of blocks, and figures. Functions are registered for both."""
+"""The registry of what is generated: functions that write blocks of a kind, and functions that draw figures."""
 
 from __future__ import annotations
 
