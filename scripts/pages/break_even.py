@@ -20,7 +20,7 @@ from grace.core.values.registry import compressors
 from grace.listing import communicator, taken
 
 SOURCE = "codec"
-METHODS = ("fp16", "topk", "randomk", "signsgd", "efsignsgd", "qsgd", "terngrad", "powersgd")
+METHODS = ("fp16", "qsgd", "eden", "powersgd", "topk", "randomk", "efsignsgd", "signsgd")
 RANKS = (2, 4, 8, 16)
 # The sizes of the table, in parameters.
 SMALL, LARGE = 3e5, 350e6

@@ -79,19 +79,12 @@ def table(name: str) -> list[str]:
 
 
 def origin(name: str, block: Block) -> list[str]:
-    """Return the lines of Markdown that say where measurements come from, and how to repeat them."""
+    """Return the lines of Markdown that say where measurements come from; the commands are in the file."""
     data = load(name)
     versions = ", ".join(f"{what} {version}" for what, version in data["versions"].items())
     when = f"{data['date']}. " if "date" in data else ""
     link = f"[{name}.json]({block.link(f'docs/results/{name}.json')})"
-    text = f"{data['what']}. {data['machine']}; {versions}. {when}Data: {link}"
-    return [
-        *wrapped(text),
-        "",
-        "```bash",
-        *data["commands"],
-        "```",
-    ]
+    return wrapped(f"{data['what']}. {data['machine']}; {versions}. {when}Data and commands: {link}")
 
 
 @kind("measurements")

@@ -25,6 +25,7 @@ import error_chart  # noqa: F401
 import measurements  # noqa: F401
 import methods  # noqa: F401
 import numpy as np
+import recommended  # noqa: F401
 import step_time  # noqa: F401
 import timeline  # noqa: F401
 from PIL import Image
