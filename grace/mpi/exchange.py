@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from grace.core.exchange.engine import Engine, check_lr
 from grace.core.exchange.exchange import Exchange
-from grace.core.exchange.start import announce, begin, request
+from grace.core.exchange.start import begin, request
 from grace.core.guards.agreement import Meeting, check_steps
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
@@ -68,7 +68,7 @@ class MPIExchange(Exchange[Engine]):
             raise
         rank, ranks = self.transport.rank, self.transport.ranks
         super().__init__(made, specs, [engine], ops, rank=rank, ranks=ranks, world=[_WORLD])
-        announce(self.plan, self.transport)
+        self.announce(self.engine.stages)
 
     def __call__(self, gradients: Mapping[str, Array], lr: float | None = None) -> dict[str, Array]:
         """Exchange one gradient per tensor and return the merged gradients.

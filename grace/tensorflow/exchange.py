@@ -116,8 +116,6 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         # In elastic mode, `grace.tensorflow.KerasState` sets `synchronized`.
         self.elastic, self.synchronized = is_elastic(), False
         self.times = GraphTimes()
-        # The warnings that were logged when the optimizer was wrapped.
-        self.warned: tuple[str, ...] = ()
         self._stages: Stages | None = None
         # Set at the first step, when all ranks have met.
         self._transport: HorovodTransport | None = None
@@ -156,6 +154,11 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
             self.history.append(before)
         if self._transport is not None:
             self._trace_anew()
+
+    def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
+        """Tell the user on rank 0 what is sent, as soon as the ranks have met."""
+        if self._transport is not None:
+            super().announce(stages, step)
 
     # --- before the first step ----------------------------------------------------------------------------------
 
@@ -389,8 +392,8 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
             predivide=self.gradient_predivide_factor,
             track_norms=self._track_norms,
             times=self.times,
-            warned=self.warned,
         )
+        self.announce(stages.schedule, stages.step or None)
         self._trace_anew()
 
     def _under_way(self) -> str:

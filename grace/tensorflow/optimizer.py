@@ -129,9 +129,10 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "average_aggregated_gradients": average_aggregated_gradients,
             "local_steps": local_steps,
         }
-    exchange.warned = early_warnings(exchange.config)
+    early = early_warnings(exchange.config)
+    exchange.told.update(early)
     if included and process_set.rank() == 0:
-        for text in exchange.warned:
+        for text in early:
             logger.warning("%s", text)
     inner = innermost(optimizer)
     if backward_passes_per_step > 1:

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from grace.core.exchange.engine import Engine, Plans
 from grace.core.exchange.merge import Merge
-from grace.core.exchange.start import announce
 from grace.core.exchange.state import (
     STATE_VERSION,
     alone,
@@ -86,6 +85,11 @@ class Stages:
         return [plan for _, plan in self._stages.values()]
 
     @property
+    def schedule(self) -> list[tuple[int, Plan]]:
+        """The plans of the steps from now on, each with its first step."""
+        return [self._stages[number] for number in self._live]
+
+    @property
     def units(self) -> dict[str, Unit]:
         """The units of all stages by name. A unit is compressed as a whole."""
         return {name: unit for plan in self.plans for name, unit in plan.stateful.items()}
@@ -130,20 +134,16 @@ class Stages:
         predivide: float,
         track_norms: bool,
         times: GraphTimes,
-        warned: Sequence[str],
     ) -> None:
-        """Make the engines, after the ranks have met.
-
-        `rows` names the tensors whose gradients are rows. `warned` holds the warnings that were already logged.
-        """
+        """Make the engines, after the ranks have met. `rows` names the tensors whose gradients are rows."""
         self._transport, self.known_rows, self._op = transport, rows, op
         self._place = transport.rank, transport.size
-        self._predivide, self.track_norms, self.times, self._warned = predivide, track_norms, times, warned
+        self._predivide, self.track_norms, self.times = predivide, track_norms, times
         for number in self._live:
             self._engage(number)
 
     def _engage(self, number: int) -> None:
-        first, plan = self._stages[number]
+        plan = self._stages[number][1]
         self.slots.stage = number
         average = self._op == hvd.Average
         engine = Engine(
@@ -160,7 +160,6 @@ class Stages:
         self._engines[number] = engine
         self.slots.expect_notes(plan, self.track_norms, self.known_rows)
         self.times.expect(plan)
-        announce(plan, self._transport, first=first, told=self._warned)
 
     # --- change -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from grace.core.exchange import exchange as core
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.merge import in_rank_order
-from grace.core.exchange.start import announce, described
+from grace.core.exchange.start import described
 from grace.core.exchange.state import carrying, check_mapping
 from grace.core.exchange.transport import Handle
 from grace.core.guards.agreement import agree
@@ -105,6 +105,11 @@ class Exchange(core.Exchange[Engine]):
         return self._library.transport
 
     @property
+    def _speaks(self) -> bool:
+        """True on rank 0; of a sharded model's replicas, on that of the first part."""
+        return self.rank == 0 and (self.part is None or self.part[0] == 0)
+
+    @property
     def all_dense(self) -> bool:
         """True if no tensor is compressed now."""
         return all(item.dense for item in self.plan.assignments)
@@ -130,7 +135,7 @@ class Exchange(core.Exchange[Engine]):
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
         self.engine.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
         self._first, self._compared = "the first step", -1
-        announce(self.plan, self.transport)
+        self.announce(self.engine.stages, int(self.engine.step))
         return before, self.size
 
     def load(self, saved: Any, optimizer: Any, load_plain: Callable[[], None]) -> None:

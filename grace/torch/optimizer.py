@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from grace.core.exchange.start import announce, begin, request
+from grace.core.exchange.start import begin, request
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
@@ -186,7 +186,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         delegated = library.begin(wrapped, names, engine, prefix)
         _attach(wrapped, plain, names, delegated, sparse_as_dense, views, loss_scale, check_frozen)
     _refuse_copies(wrapped)
-    announce(engine.plan, transport)
+    exchange.announce(engine.stages)
     return wrapped
 
 

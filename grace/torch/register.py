@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from grace.core.exchange.start import announce, begin, request
+from grace.core.exchange.start import begin, request
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
@@ -142,7 +142,7 @@ def register(
         exchange.loss_scale = LossScale(grad_scaler, engine)
     GradientHook(model, parameters, exchange).attach(model)
     note_registered(exchange)
-    announce(engine.plan, transport)
+    exchange.announce(engine.stages)
     return exchange
 
 

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import grace
 from grace.core.values.errors import ConfigError, GraceWarning, StateError
+from tests.support.records import stderr_without_logging
 
 TENSORS = {"w": (40, 30), "v": (30, 20)}
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, "default_rules": False}
@@ -84,6 +86,29 @@ def numbers_for_loggers(make: Make) -> None:
         assert ("grace/relative_error" in found) is norms
         timed = all(bucket["merge"] is not None for bucket in stats["buckets"].values())
         assert ("grace/merge_seconds" in found) is timed
+
+
+def one_line(make: Make) -> None:
+    """Rank 0 says once what is sent, and once more after a change. A simulation sends nothing."""
+    with stderr_without_logging() as written:
+        run = make(TOPK)
+        run.step(0)
+        run.step(1)
+        run.exchange.change(compress_ratio=0.3)
+        run.step(2)
+    lines, exchange = written.getvalue().splitlines(), run.exchange
+    if exchange.rank or isinstance(exchange, grace.Simulation):
+        assert lines == []
+        return
+    first, later = lines
+    for line in lines:
+        assert "topk compresses 2 of 2 tensors, and each of 2 ranks sends " in line
+        assert line.endswith(f" {exchange.called}.report() lists them.")
+    assert "from step 2, " in later
+    assert "from" not in first
+    # 120 + 60 of 1,800 elements, then 360 + 180, of 4 bytes each and with an index.
+    assert " 1.5 KB per step instead of 7.2 KB (20.2 %)" in first
+    assert " 4.3 KB per step instead of 7.2 KB (60.2 %)" in later
 
 
 def change(make: Make) -> None:
@@ -198,6 +223,7 @@ PROMISES = (
     plan_and_report,
     statistics,
     numbers_for_loggers,
+    one_line,
     change,
     replicas,
     timeline,

@@ -1,9 +1,13 @@
-"""The warnings that grace logs in a scenario."""
+"""Messages that grace logs in a scenario."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 
 class Records(logging.Handler):
@@ -23,3 +27,15 @@ class Records(logging.Handler):
 
     def __exit__(self, *_: Any) -> None:
         logging.getLogger("grace").removeHandler(self)
+
+
+@contextlib.contextmanager
+def stderr_without_logging() -> Iterator[io.StringIO]:
+    """Provide what is written to stderr meanwhile, in a process that seems not to have set up logging."""
+    root, ours = logging.getLogger(), logging.getLogger("grace")
+    with (
+        mock.patch.object(root, "handlers", []),
+        mock.patch.object(ours, "handlers", []),
+        contextlib.redirect_stderr(io.StringIO()) as written,
+    ):
+        yield written

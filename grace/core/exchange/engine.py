@@ -115,8 +115,9 @@ class Engine:
         self._seed = seed
         #: True if a step measures the norms of compressed gradients and of their errors, for `stats`.
         self.track_norms = False
-        self._stages: Sequence[tuple[int, Plan]] = [(0, plan), *later]
-        for _, stage in self._stages:
+        #: The plans, each with its first step.
+        self.stages: Sequence[tuple[int, Plan]] = [(0, plan), *later]
+        for _, stage in self.stages:
             for item in stage.assignments:
                 item.compressor.check_ranks(transport.size)
         # The plan of the last step; the statistics describe it.
@@ -150,7 +151,7 @@ class Engine:
         self.drop()
 
     def _stage_at(self, step: int) -> Plan:
-        return next(plan for first, plan in reversed(self._stages) if first <= step)
+        return next(plan for first, plan in reversed(self.stages) if first <= step)
 
     def check_idle(self, call: str) -> None:
         """Raise StepError if a step is under way, when the call is not possible."""
@@ -179,7 +180,7 @@ class Engine:
         self.check_idle("change")
         for item in plan.assignments:
             item.compressor.check_ranks(self.transport.size)
-        self._stages = [(0, plan)]
+        self.stages = [(0, plan)]
         self._carry_on(plan)
 
     def _carry_on(self, plan: Plan, before: int | None = None) -> None:
@@ -199,7 +200,7 @@ class Engine:
         """
         self.drop()
         self.count_anew()
-        self._stages = list(plans)
+        self.stages = list(plans)
         plan = self._stage_at(int(self.step))
         for item in plan.assignments:
             item.compressor.check_ranks(self.transport.size)
@@ -229,14 +230,14 @@ class Engine:
         """Return plan, step and states as they are now, for `restore`; the arrays are live, and never changed."""
         self._owned.clear()
         units = {name: self._slots.read(name) for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units, self._stages)
+        return Snapshot(self.plan, self._done, self.step, units, self.stages)
 
     def before_step(self) -> Snapshot:
         """Return a snapshot to drop the next step by `restore` or `undo`; without roll-back, it has no memories."""
         if self._rollback:
             return self.snapshot()
         units = {name: {"compressor": self._slots.read(name)["compressor"]} for name in self._units}
-        return Snapshot(self.plan, self._done, self.step, units, self._stages)
+        return Snapshot(self.plan, self._done, self.step, units, self.stages)
 
     def restore(self, before: Snapshot) -> None:
         """Go back to a snapshot, and drop a step under way."""
@@ -248,15 +249,15 @@ class Engine:
                 memory = first_memory(unit, self._ops(unit.spec.device), self.transport.rank)
                 states = {"memory": memory, **states}
             self._slots.write(name, states)
-        self._stages = before.stages
+        self.stages = before.stages
         self._slots.go_to(before.step)
         self._done = before.done
 
     def undo(self, before: Snapshot) -> None:
         """Go back to the states before the last step, which no optimizer has applied. The step stays counted."""
-        plan, done, step, stages = self.plan, self._done, self.step, self._stages
+        plan, done, step, stages = self.plan, self._done, self.step, self.stages
         self.restore(before)
-        self._stages = stages
+        self.stages = stages
         if plan is not before.plan:
             self._carry_on(plan)
         self._slots.go_to(step)
@@ -488,7 +489,7 @@ class Engine:
         self.drop()
         self._slots.go_to(self.step + 1)
         self.completed += 1
-        if len(self._stages) > 1:
+        if len(self.stages) > 1:
             plan = self._stage_at(self.step)
             if plan is not self.plan:
                 self._carry_on(plan)
@@ -746,7 +747,7 @@ class Engine:
         """Take the plans of this run in which those tensors carry a residual of an earlier method that do so here."""
         found = saved_carrying(state["tensors"])
         if plans is not None and found != carrying(self._stage_at(int(state["step"])).stateful):
-            self._stages = plans(found)
+            self.stages = plans(found)
 
     def merge_state_dicts(
         self,

@@ -13,6 +13,7 @@ from grace.core.exchange.merge import in_rank_order
 from grace.core.exchange.state import saved_carrying
 from grace.core.guards.agreement import Meeting, formats
 from grace.core.guards.replicas import compare, digest
+from grace.core.observe.announcement import announce, warn
 from grace.core.observe.statistics import scalars
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
@@ -91,6 +92,8 @@ class Exchange(ABC, Generic[D]):
         self._changes = 0
         #: The optimizers that apply the merged gradients, as far as they are known.
         self.optimizers: list[Optimizer] = []
+        # The warnings of plans that were logged.
+        self.told: set[str] = set()
 
     # --- what lies below: an adapter may have its own ways ----------------------------------------------------------
 
@@ -140,6 +143,17 @@ class Exchange(ABC, Generic[D]):
     def _place(self, saved: Any, current: Array) -> Array:
         """Return a copy of a saved array, of the kind and in the place of the current one."""
         return self._ops("cpu").copy(saved)
+
+    @property
+    def _speaks(self) -> bool:
+        """True on the rank that tells the user about the exchange."""
+        return self.rank == 0
+
+    def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
+        """Tell the user on rank 0 what is sent from now on; see `grace.core.observe.announcement`."""
+        if self._speaks:
+            warn((plan for _, plan in stages), self.told)
+            announce(stages, self.size, f"{self.called}.report()", step)
 
     # --- what users call --------------------------------------------------------------------------------------------
 
@@ -192,6 +206,7 @@ class Exchange(ABC, Generic[D]):
             self._changes += 1
             for engine in self.engines:
                 engine.change(plan)
+            self.announce([(0, plan)], int(self.engine.step))
         self.config = config
 
     def check_replicas(self) -> None:

@@ -17,12 +17,13 @@ from grace.core.exchange.state import check_mapping, shown
 from grace.core.exchange.transport import Handle, Transport
 from grace.core.exchange.unit_step import UnitStep
 from grace.core.guards.replicas import is_due
+from grace.core.observe.announcement import warn
 from grace.core.observe.statistics import scalars
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.values.config import Config, make_config, refuse_typos
 from grace.core.values.errors import ConfigError, StateError, StepError
-from grace.core.values.plan import make_plans
+from grace.core.values.plan import Plan, make_plans
 from grace.core.values.spec import Array, Payload, Ranks, TensorSpec, as_specs
 
 T = TypeVar("T")
@@ -210,11 +211,6 @@ class Simulation(Exchange[Engine]):
         made = make_config(config, **options)
         specs = as_specs(tensors)
         (_, plan), *later = make_plans(specs, made, ranks=Ranks(size))
-        for text in dict.fromkeys(text for p in (plan, *(p for _, p in later)) for text in p.warnings):
-            # Imported here, because logging installs a hook in every process that imports grace.
-            import logging
-
-            logging.getLogger("grace").warning("%s", text)
         self.network = _Network(size)
 
         def ops(device: str) -> ArrayOps:
@@ -224,6 +220,7 @@ class Simulation(Exchange[Engine]):
         options = {"seed": made.seed, "average": average, "rollback": made.rollback, "later": later}
         engines = [Engine(plan, ops, t, **options) for t in transports]
         super().__init__(made, specs, engines, ops, ranks=Ranks(size), world=[(rank, size) for rank in range(size)])
+        self.announce([(0, plan), *later])
 
     def step(self, gradients: Sequence[Mapping[str, Array]], lr: float | None = None) -> list[dict[str, Array]]:
         """Exchange one gradient per tensor and rank, which are only read; return the merged gradients per rank.
@@ -287,6 +284,10 @@ class Simulation(Exchange[Engine]):
     def _restore(self, before: Sequence[Snapshot]) -> None:
         for engine, snapshot in zip(self.engines, before, strict=True):
             engine.restore(snapshot)
+
+    def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
+        """Log the warnings of the plans; a simulation sends nothing that a user should know of."""
+        warn((plan for _, plan in stages), self.told)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return list(mine)

@@ -79,17 +79,3 @@ def described(
         "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
         "formats": formats(plans, ops),
     }
-
-
-def announce(plan: Plan, transport: Transport, *, first: int = 0, told: Sequence[str] = ()) -> None:
-    """Log the warnings of a plan that were not told yet, and its report, on rank 0. `first` is its first step."""
-    if transport.rank != 0:
-        return
-    # Imported here, because logging installs a hook in every process that imports grace.
-    import logging
-
-    logger = logging.getLogger("grace")
-    for text in plan.warnings:
-        if text not in told:
-            logger.warning("%s", text)
-    logger.info("grace exchanges over %d ranks, from step %d:\n%s", transport.size, first, plan.report())

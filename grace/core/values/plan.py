@@ -113,6 +113,21 @@ class Plan:
             tuple(item for item in self.delegated if item.spec.name in tensors),
         )
 
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all gradients, which a rank would send in a step without compression."""
+        return sum(item.spec.nbytes for item in self.assignments)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a rank sends in a step, with every run-time length taken as zero."""
+        return sum(b.nbytes for b in self.buckets) + sum(item.spec.nbytes for item in self.delegated)
+
+    @property
+    def fixed(self) -> bool:
+        """True if no length depends on the data."""
+        return all(bucket.layout.fixed for bucket in self.buckets)
+
     def bytes_of(self, item: Assignment) -> int | None:
         """Return a tensor's bytes per step, its share of its units by elements; None if they depend on the data.
 
@@ -130,12 +145,9 @@ class Plan:
     def report(self) -> str:
         """Return a table: per tensor method, memory, collective, bytes per step, codings, and why it stays dense."""
         rows = [("tensor", "shape", "compressor", "memory", "collective", "dense bytes", "wire bytes", "why")]
-        wire_total = sum(b.nbytes for b in self.buckets) + sum(item.spec.nbytes for item in self.delegated)
-        dense_total, open_ended = 0, not all(bucket.layout.fixed for bucket in self.buckets)
         for item in sorted(self.assignments, key=lambda p: p.spec.name):
             spec, wire = item.spec, self.bytes_of(item)
             coded = ", ".join(f"{f.name} by {f.coding}" for f in item.fields if f.wire and f.coding not in PLAIN)
-            dense_total += spec.nbytes
             rows.append(
                 (
                     spec.name,
@@ -155,11 +167,11 @@ class Plan:
             )
             for row in rows
         ]
-        more = " plus what the data select" if open_ended else ""
+        more = "" if self.fixed else " plus what the data select"
         lines.append(
             f"{len(self.exchanged)} tensors as {len(self.units)} units in {len(self.buckets)} buckets, and "
-            f"{len(self.delegated)} left to the framework's own allreduce: {dense_total:,} bytes dense, "
-            f"{wire_total:,} on the wire per rank and step{more}"
+            f"{len(self.delegated)} left to the framework's own allreduce: {self.dense_bytes:,} bytes dense, "
+            f"{self.wire_bytes:,} on the wire per rank and step{more}"
         )
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"warning: {text}" for text in self.warnings]

@@ -26,7 +26,7 @@ from grace.core.communicators.auto import Auto
 from grace.core.communicators.reduce_scatter import ReduceScatter
 from grace.core.exchange.engine import Engine
 from grace.core.exchange.modules import ModuleEngines, ModuleTimes
-from grace.core.exchange.start import Request, announce, described
+from grace.core.exchange.start import Request, described
 from grace.core.exchange.state import check_mapping
 from grace.core.guards.agreement import Meeting, agree, formats
 from grace.core.ops import get_ops
@@ -455,7 +455,7 @@ def register_sharded(
             group.module.set_all_reduce_hook(reduction)
         else:
             group.module.set_custom_reduce_scatter(reduction)
-    announce(stages[0][1], transport)
+    exchange.announce(stages)
     return exchange
 
 

@@ -43,6 +43,7 @@ from tests.adapters.torch.model import (
     wrap,
 )
 from tests.support.cases import EVERYTHING, LAYERS
+from tests.support.records import stderr_without_logging
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
 NONE = {"compressor": "none", "check_replicas": 2}
@@ -129,6 +130,21 @@ def none_by_ddp() -> dict[str, Any]:
             steps(ddp, sgd(model), ((x.to(dtype), y) for x, y in batches(3, my_rank())))
             weights.append(digest(model.parameters()))
         results[label] = weights
+    return results
+
+
+def announced_by_ddp() -> dict[str, Any]:
+    """Register models in groups of ranks, and change their exchange: what this rank writes to stderr."""
+    results = {}
+    groups = {"[]": {}, **{str(group.ranks): group.argument for group in GROUPS if group.included}}
+    for ranks, argument in groups.items():
+        with stderr_without_logging() as written:
+            ddp = parallel(make_net(), **argument)
+            exchange = grace.torch.register(ddp, {**TOPK, "schedule": [{"step": 7, "compressor": "qsgd"}]})
+            steps(ddp, sgd(ddp), batches(1, my_rank()))
+            changed = grace.torch.register(parallel(make_net(), **argument), TOPK)
+            changed.change(compressor="qsgd")
+        results[ranks] = {"first": exchange.rank == 0, "lines": written.getvalue().splitlines()}
     return results
 
 

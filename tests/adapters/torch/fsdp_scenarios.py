@@ -28,6 +28,7 @@ from grace.torch.distributed import ExchangeState
 from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import backward_of_a_late_rank, digest, outcome, warned_of_scaler
 from tests.support.cases import EVERYTHING
+from tests.support.records import stderr_without_logging
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.1, **EVERYTHING}
 # It sends everything by way of grace.
@@ -135,6 +136,16 @@ def means_by_fsdp() -> dict[str, Any]:
             for kind in configs
         } | {"bytes": bytes_sent}
     return results
+
+
+def announced_by_fsdp(replicas: int) -> list[str]:
+    """Register a model, take a step and change its exchange: what this rank writes to stderr."""
+    with stderr_without_logging() as written:
+        model = shard(make(), replicas=replicas)
+        exchange = grace.torch.register(model, TOPK)
+        backward(model, next(batches(1)))
+        exchange.change(compressor="qsgd")
+    return written.getvalue().splitlines()
 
 
 def conserved_by_fsdp(replicas: int) -> dict[str, Any]:

@@ -55,6 +55,24 @@ def test_compressor_none_is_bit_identical_to_plain_ddp(launch):
 
 
 @both
+def test_one_rank_of_each_group_says_what_is_sent(launch):
+    for rank in scenario("announced_by_ddp", launch):
+        assert launch.ranks == 2 or len(rank) > 1
+        for group, found in rank.items():
+            if not found["first"]:
+                assert found["lines"] == [], group
+                continue
+            scheduled, before, after = found["lines"]
+            size = len(json.loads(group)) or launch.ranks
+            for line in found["lines"]:
+                assert f" of 9 tensors, and each of {size} ranks sends " in line
+                assert line.endswith(" exchange.report() lists them.")
+            assert scheduled.startswith("grace: until step 7, topk compresses")
+            assert before.startswith("grace: topk compresses")
+            assert after.startswith("grace: from step 0, qsgd compresses")
+
+
+@both
 def test_buckets_of_all_kinds_are_exchanged_in_every_way_of_ddp(launch):
     tested = rows(MIXED, could_be_mixed)
     # One scenario has a time limit.

@@ -29,6 +29,16 @@ def test_means_are_those_of_plain_fsdp(launch):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @on(FOUR)
+def test_one_rank_says_what_is_sent(launch, replicas):
+    """Also if there are two groups of ranks that exchange, one for each part of the model."""
+    (before, after), *others = scenario("announced_by_fsdp", launch, replicas)
+    assert others == [[], [], []]
+    assert f"topk compresses 7 of 7 tensors, and each of {launch.ranks // replicas} ranks sends" in before
+    assert after.startswith("grace: from step 1, qsgd compresses 7 of 7 tensors")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@on(FOUR)
 def test_what_is_applied_and_what_is_held_is_what_was_given(launch, replicas):
     for rank in scenario("conserved_by_fsdp", launch, replicas):
         assert rank["worst"] < 1e-6, rank

@@ -1,0 +1,76 @@
+"""Messages of rank 0 about an exchange that starts or changes: the warnings of its plans, and a line on its bytes."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from grace.core.values.plan import Plan
+from grace.core.values.registry import compressors
+
+
+def warn(plans: Iterable[Plan], told: set[str]) -> None:
+    """Log the warnings of plans that are not among those `told`, and add them to these."""
+    # Imported here, because logging installs a hook in every process that imports grace.
+    import logging
+
+    for text in dict.fromkeys(text for plan in plans for text in plan.warnings):
+        if text not in told:
+            told.add(text)
+            logging.getLogger("grace").warning("%s", text)
+
+
+def announce(stages: Sequence[tuple[int, Plan]], ranks: int, report: str, step: int | None = None) -> None:
+    """Say in one line what a rank sends from now on; `report` is the call that lists it.
+
+    `stages` are the plans of a schedule, each with its first step, and `step` is the next step of a run that goes on.
+    The line goes to the logger `grace` with the level INFO. If nothing has set up logging, it goes to stderr, as
+    warnings do. The report is logged with the level DEBUG.
+    """
+    import logging
+
+    number = max(i for i, (first, _) in enumerate(stages) if first <= (step or 0))
+    plan = stages[number][1]
+    began = "" if step is None else f"from step {step}, "
+    ends = f"until step {stages[number + 1][0]}, " if number + 1 < len(stages) else ""
+    text = f"grace: {began}{ends}{summary(plan, ranks)} {report} lists them."
+    logger = logging.getLogger("grace")
+    if logger.hasHandlers():
+        logger.info("%s", text)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s", plan.report())
+    elif logger.level <= logging.INFO > logger.manager.disable and logging.root.level <= logging.WARNING:
+        # Python's last resort shows warnings only.
+        record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, "%s", (text,), None)
+        if logging.lastResort is not None and logger.filter(record):
+            logging.lastResort.handle(record)
+
+
+def summary(plan: Plan, ranks: int) -> str:
+    """Return in a sentence which methods compress how many tensors, and what a rank sends in a step."""
+    numbers: collections.Counter[str] = collections.Counter()
+    for item in plan.assignments:
+        numbers[compressors.name_of(item.compressor)] += item.spec.numel
+    elements = {name: n for name, n in numbers.most_common() if name != "none"}
+    count = sum(compressors.name_of(item.compressor) in elements for item in plan.assignments)
+    who = f"each of {ranks} ranks sends" if ranks > 1 else "a single rank sends"
+    every = f"{len(plan.assignments):,} tensors"
+    sent, dense = plan.wire_bytes, plan.dense_bytes
+    if not count:
+        return f"none of {every} is compressed, and {who} {in_units(sent)} per step."
+    *others, last = elements
+    names = f"{', '.join(others)} and {last} compress" if others else f"{last} compresses"
+    more = "" if plan.fixed else " and what the gradients select"
+    share = f" ({100 * sent / dense:.3g} %)" if plan.fixed and dense else ""
+    return (
+        f"{names} {count:,} of {every}, and {who} {in_units(sent)}{more} per step instead of {in_units(dense)}{share}."
+    )
+
+
+def in_units(nbytes: int) -> str:
+    """Return a number of bytes in B, KB (1,000 bytes), MB or GB."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KB", "MB", "GB"):
+        if size >= 999.95:
+            size, unit = size / 1000, larger
+    return f"{nbytes} B" if unit == "B" else f"{size:,.1f} {unit}"
