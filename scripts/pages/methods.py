@@ -20,6 +20,7 @@ from grace.core.methods.compressor import Compressor
 from grace.core.values.config import make_config
 from grace.core.values.errors import ConfigError
 from grace.core.values.plan import make_plan
+from grace.core.values.recommended import ADAM, POOR_WITH_ADAM, optimizers_for, starts
 from grace.core.values.registry import Registry, communicators, compressors, fields_of
 from grace.core.values.spec import Ranks
 from grace.core.values.unit import Unit
@@ -161,6 +162,16 @@ def communicator_text(compressor: Compressor) -> str:
     return text if compressor.summable else f"{text}; `allreduce` is not possible"
 
 
+def optimizers(name: str) -> dict[str, str]:
+    """Return which optimizers a method is for, and where it is the place to start."""
+    said = optimizers_for(name)
+    if name in POOR_WITH_ADAM:
+        least = POOR_WITH_ADAM[name]
+        said += f"; trains badly with {ADAM}" + (f" below `compress_ratio = {least:g}`" if least is not None else "")
+    where = [f"{start.optimizer} (network: {start.network})" for start in starts(name)]
+    return {"optimizer": said} | ({"start with it": "; ".join(where)} if where else {})
+
+
 def cost_text(name: str, block: Block) -> str:
     """Return a sentence with the measured cost of a method, or an empty string."""
     for source in ("codec", "codec_others"):
@@ -196,6 +207,7 @@ def section(name: str, block: Block) -> list[str]:
         "communicator": communicator_text(compressor),
         "memory": f"`{compressor.default_memory}` by default",
         "bias": bias,
+        **optimizers(name),
     }
     lines = [f"## {name}", "", *wrapped(markdown(text.summary)), ""]
     if formula := text.labels.get("Formula"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grace import compressors
+from grace.core.values.recommended import ADAM, ANY, SGD, STARTS
 from grace.core.values.spec import TensorSpec
 from grace.listing import FAMILIES
 
@@ -105,6 +106,14 @@ def test_a_section_says_what_auto_takes(methods):
     assert "| `auto`: `allgather` on 2 ranks, `two_shot` from 3; `allreduce` is not possible |" in row("qsgd")
     assert "| `auto`: `allgather`; `allreduce` is not possible |" in row("topk")
     assert "| `auto`: `allreduce` |" in row("fp16")
+
+
+def test_a_section_says_for_which_optimizers_a_method_is(methods):
+    assert methods.optimizers("natural") == {"optimizer": ANY}
+    assert methods.optimizers("signsgd") == {"optimizer": f"{SGD}; trains badly with {ADAM}"}
+    assert methods.optimizers("topk")["optimizer"].endswith("below `compress_ratio = 0.1`")
+    for start in STARTS:
+        assert start.network in methods.optimizers(start.config["compressor"])["start with it"]
 
 
 def test_a_docstring_is_taken_apart(methods):
