@@ -51,7 +51,9 @@ html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
     "logo": {"text": "grace"},
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 8,
+    # An icon, so that the header keeps to one row.
+    "navbar_persistent": ["search-button"],
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "show_prev_next": True,
