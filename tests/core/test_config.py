@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from grace.core.compressors.topk import TopK
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
 from grace.core.values.config import Config, Method, Rule, dense_method, make_config
-from grace.core.values.errors import ConfigError, GraceError, IncompatibleError
-from grace.core.values.registry import communicators, compressors, memories
+from grace.core.values.errors import MOST, SYNONYMS, ConfigError, GraceError, GraceWarning, IncompatibleError, meant
+from grace.core.values.registry import communicators, compressors, fields_of, memories
+from grace.core.wire.codings import AS_IT_IS
 from tests.support import registered
 
+KINDS = {"compressor": compressors, "memory": memories, "communicator": communicators}
 TOPK = Config(Method(TopK(0.05), Residual(beta=0.9), Auto()), seed=7)
 
 
@@ -103,10 +107,48 @@ def test_the_environment_says_it_by_path_or_inline(monkeypatch, toml):
     inline = {"compressor": "topk", "compress_ratio": 0.05, "beta": 0.9, "seed": 7}
     monkeypatch.setenv("GRACE_CONFIG", json.dumps(inline))
     assert make_config() == TOPK
-    assert make_config(compressor="none").method.compressor == dense_method().compressor, (
-        "what is given in the script wins"
-    )
-    assert make_config({"compressor": "none"}).method.compressor == dense_method().compressor
+    # What the program says wins.
+    for given in ({"compressor": "none"}, {"compressor": "none", "seed": 7}):
+        with pytest.warns(
+            GraceWarning, match=r"^GRACE_CONFIG=.* is ignored, because .* names a compressor, NoComp"
+        ) as told:
+            assert make_config(given).method.compressor == dense_method().compressor
+        assert len(told) == 1
+        assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("value", ["missing.toml", "{", '{"compressor": "topkk"}'])
+def test_an_environment_that_is_ignored_may_be_broken(monkeypatch, value):
+    monkeypatch.setenv("GRACE_CONFIG", value)
+    with pytest.warns(GraceWarning, match="is ignored"):
+        assert make_config(compressor="topk").method.compressor == TopK()
+
+
+def test_nothing_is_ignored_if_the_environment_says_the_same(monkeypatch, toml):
+    """A saved optimizer names the compressor that it had got from the environment."""
+    monkeypatch.setenv("GRACE_CONFIG", str(toml))
+    made = make_config()
+    assert make_config(made.to_dict()) == make_config(made) == made
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("missing.toml", r"^the configuration file 'missing.toml' cannot be read: No such file .*"),
+        ("{", r"^the configuration is not a valid JSON object: .*"),
+        ('{"compressor": "topk", "ratio": 0.1}', r"'ratio' is no option of compressor 'topk'.*'compress_ratio'.*"),
+        ('{"compressor": "qsgd", "communicator": "allreduce"}', r"cannot carry QSGD.*"),
+    ],
+)
+def test_an_error_names_the_environment_if_the_configuration_came_from_there(monkeypatch, value, told):
+    monkeypatch.setenv("GRACE_CONFIG", value)
+    with pytest.raises((ConfigError, IncompatibleError), match=told) as got:
+        make_config(seed=3)
+    assert str(got.value).endswith(f" The configuration is that of GRACE_CONFIG={value}.")
+    monkeypatch.delenv("GRACE_CONFIG")
+    with pytest.raises((ConfigError, IncompatibleError)) as got:
+        make_config(value if value.endswith("toml") else {"compressor": "topk", "ratio": 0.1})
+    assert "GRACE_CONFIG" not in str(got.value)
 
 
 @pytest.mark.parametrize("part", registered.all_compressors(), ids=registered.name)
@@ -162,7 +204,10 @@ def test_a_named_memory_replaces_the_default():
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"compressor": "topkk"}, r"unknown compressor 'topkk'.*Did you mean 'topk'\?.*qsgd"),
+        (
+            {"compressor": "topkk"},
+            r"unknown compressor 'topkk'.*Did you mean 'topk'\?.*of \d+ valid.*: topk, .*lists all",
+        ),
         ({"compressor": "topk", "memory": "residul"}, r"unknown memory.*Did you mean 'residual'\?"),
         ({"compressor": "topk", "communicator": "allgater"}, r"unknown communicator.*Did you mean 'allgather'\?"),
         ({"compressor": "topk", "compress_ration": 0.1}, r"'compress_ration'.*topk.*Did you mean 'compress_ratio'\?"),
@@ -171,7 +216,12 @@ def test_a_named_memory_replaces_the_default():
         ({"compressor": {"name": "topk", "ratio": 0.1}}, r"compressor 'topk' has no option 'ratio'"),
         ({"compressor": {"compress_ratio": 0.1}}, r"compressor: expected a table with the key 'name'"),
         ({"compressor": "none", "memory": {"name": "none", "beta": 1.0}}, r"memory 'none' has no option 'beta'.*none"),
-        ({"memory": "residual"}, r"names no compressor.*topk"),
+        ({"memory": "residual"}, r"names no compressor\. Write for instance compressor = 'qsgd'.*grace compressors"),
+        (
+            {"method": "topk"},
+            r"names no compressor\. It has the keys 'method'\. Did you mean 'compressor' by 'method'\?",
+        ),
+        ({"seed": 3, "compresor": "topk"}, r"Did you mean 'compressor' by 'compresor'\?"),
         ({"compressor": 5}, r"'compressor': expected a name, a table or a compressor, received 5"),
         ({"compressor": "topk", "compress_ratio": "0.1"}, r"'compress_ratio': expected float, received '0.1' of"),
         ({"compressor": "topk", "compress_ratio": True}, r"expected float, received True of type bool"),
@@ -201,7 +251,12 @@ def test_a_named_memory_replaces_the_default():
         ({"compressor": "topk", "default_rules": 1}, r"'default_rules': expected bool, received 1"),
         ({"compressor": "topk", "rules": {"match": "x"}}, r"'rules': expected a list of tables"),
         ({"compressor": "topk", "rules": ["x"]}, r"'rules': expected a list of tables"),
-        ({"compressor": "topk", "rules": [{"match": "x"}]}, r"rule 1 names no compressor"),
+        ({"compressor": "topk", "rules": [{"match": "x"}]}, r"rule 1 changes nothing\. Write what is different"),
+        (
+            {"compressor": "topk", "rules": [{"match": "x", "bits": 4}]},
+            r"rule 1: 'bits' is no option of compressor 'topk'",
+        ),
+        ({"compressor": "topk", "rules": [{"mach": "x", "beta": 1.0}]}, r"rule 1: 'mach'.*mean 'match'"),
         ({"compressor": "topk", "rules": [{"compressor": "none", "mach": "x"}]}, r"rule 1: 'mach'.*mean 'match'"),
         ({"compressor": "topk", "rules": [{"compressor": "none", "min_numel": "9"}]}, r"'min_numel': expected int"),
         ({"compressor": "topk", "rules": [{"compressor": "none", "match": [1]}]}, r"'match'.*received \[1\]"),
@@ -269,7 +324,7 @@ def test_what_an_incompatibility_calls_valid_is_valid():
 
 
 def test_nothing_at_all_is_told_what_to_do():
-    with pytest.raises(ConfigError, match=r"compressor.*GRACE_CONFIG.*topk"):
+    with pytest.raises(ConfigError, match=r"compressor.*GRACE_CONFIG.*grace compressors"):
         make_config()
 
 
@@ -318,6 +373,154 @@ def test_options_of_parts_cannot_be_changed_beside_a_ready_config():
         make_config(TOPK, compress_ratio=0.5)
     with pytest.raises(ConfigError, match="'seed': expected int"):
         make_config(TOPK, seed="1")
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+def spellings(name):
+    """Return other ways to write a name, as papers and other libraries do."""
+    return {name.upper(), name.capitalize(), name.replace("_", "-"), f"{name[:2]}-{name[2:]}", name.replace("_", "")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, registry in KINDS.items() for name in registry],
+)
+def test_names_are_compared_without_case_hyphens_and_underscores(kind, name):
+    registry = KINDS[kind]
+    for spelling in spellings(name):
+        assert spelling in registry
+        assert registry.make(spelling) == registry.make({"name": spelling}) == registry.make(name)
+        assert registry.config_of(registry.make(spelling))["name"] == name
+
+
+def test_names_in_other_forms_make_the_same_configuration():
+    given = {"compressor": "EF-SignSGD", "communicator": {"name": "Two-Shot", "second": "QSGD"}, "memory": "EFsignSGD"}
+    given["rules"] = [{"match": "*", "compressor": {"name": "Chain", "sparsifier": "Top-K", "quantizer": "TernGrad"}}]
+    plain = {"compressor": "efsignsgd", "communicator": {"name": "two_shot", "second": "qsgd"}, "memory": "efsignsgd"}
+    plain["rules"] = [{"match": "*", "compressor": {"name": "chain", "sparsifier": "topk", "quantizer": "terngrad"}}]
+    assert make_config(given) == make_config(plain)
+    assert make_config(given).to_dict() == make_config(plain).to_dict()
+
+
+def test_every_synonym_names_options_that_exist():
+    options = {key for registry in KINDS.values() for name in registry for key in fields_of(registry.get(name))}
+    for known in SYNONYMS.values():
+        assert set(known) <= options | {*make_config(compressor="none").to_dict(), "warmup_steps"}
+
+
+@pytest.mark.parametrize("name", list(compressors))
+def test_a_synonym_gets_the_option_of_the_chosen_method(name):
+    """Suggestions are options that the method, its memory or its communicator has, and the suggestion works."""
+    method = make_config(compressor=name).method
+    valid = {key for part in (method.compressor, method.memory, method.communicator) for key in fields_of(type(part))}
+    for word, known in SYNONYMS.items():
+        if word in valid:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            make_config({"compressor": name, word: 1})
+        suggested = meant(word, {*valid, *make_config(compressor="none").to_dict(), "warmup_steps"})
+        for option in {*known} & valid:
+            assert option in suggested
+            assert f"'{option}'" in str(caught.value)
+        if suggested:
+            assert set(suggested) <= valid | {*make_config(compressor="none").to_dict(), "warmup_steps"}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"compressor": "topk", "k": 100}, "Did you mean 'compress_ratio', the share of the elements that is sent?"),
+        ({"compressor": "topk", "ratio": 0.1}, "Did you mean 'compress_ratio', the share"),
+        ({"compressor": "qsgd", "bits": 4}, "Did you mean 'quantum_num', the number of levels?"),
+        ({"compressor": "blockwise", "bits": 4}, "Did you mean 'format'?"),
+        ({"compressor": "lpc", "bits": 4}, "Did you mean 'width'?"),
+        ({"compressor": "powersgd", "rank": 4}, "Did you mean 'compress_rank'?"),
+        ({"compressor": {"name": "powersgd", "rank": 4}}, "Did you mean 'compress_rank'?"),
+        ({"compressor": "topk", "error_feedback": True}, "Did you mean 'memory'?"),
+        ({"compressor": "qsgd", "compressRatio": 1}, "is no option of compressor 'qsgd'"),
+        ({"compressor": "topk", "Compress-Ratio": 1}, "Did you mean 'compress_ratio'?"),
+        (
+            {"compressor": "eden", "rank": 4},
+            "is no option of compressor 'eden', memory 'none', communicator 'auto'. The",
+        ),
+    ],
+    ids=str,
+)
+def test_what_other_libraries_call_it_is_understood(config, told):
+    with pytest.raises(ConfigError) as caught:
+        make_config(config)
+    assert told in str(caught.value)
+
+
+def test_a_message_has_at_most_five_candidates():
+    """Wrong names of components, options, codings and keys, and components that do not fit."""
+    messages = []
+    wrong = [{"compressor": "x"}, {"compressor": "topk", "memory": "x"}, {"compressor": "topk", "communicator": "x"}]
+    wrong += [{"compressor": "topk", "rules": [{"x": 1}]}, {"compressor": "topk", "coding": "x"}]
+    wrong += [{"compressor": "topk", key: "x"} for key in ("index_coding", "granularity")]
+    wrong += [{"compressor": name, "x": 1} for name in compressors]
+    wrong += [{"compressor": {"name": name, "x": 1}} for name in compressors]
+    wrong += [{"compressor": name, "communicator": other} for name in compressors for other in communicators]
+    wrong += [{"compressor": name, "memory": other} for name in compressors for other in memories]
+    for config in wrong:
+        try:
+            make_config(config)
+        except GraceError as error:
+            messages.append(str(error))
+    listed = [re.findall(r"(?:[Vv]alid|have) [\w ]+: ([^.]*)\.", message) for message in messages]
+    assert sum(map(len, listed)) > 200
+    assert max(len(names.split(", ")) for found in listed for names in found) == MOST
+
+
+# --- rules that change an option --------------------------------------------------------------------------------
+
+
+def test_a_rule_may_change_an_option_only():
+    config = make_config(
+        {
+            "compressor": "topk",
+            "compress_ratio": 0.01,
+            "beta": 0.9,
+            "communicator": "two_shot",
+            "coding": {"indices": "golomb"},
+            "rules": [
+                {"match": "*.weight", "compress_ratio": 0.05},
+                {"min_numel": 5, "memory": "none"},
+                {"max_numel": 5, "beta": 0.5, "communicator": "allgather"},
+                {"min_ndim": 2, "compressor": "qsgd"},
+                {"dtype": "float16", "coding": "none"},
+            ],
+        }
+    )
+    first, second, third, fourth, fifth = (rule.method for rule in config.rules)
+    base = config.method
+    assert first == dataclasses.replace(base, compressor=TopK(0.05))
+    assert second == dataclasses.replace(base, memory=NoMemory())
+    assert third == dataclasses.replace(base, memory=Residual(beta=0.5), communicator=communicators.make("allgather"))
+    assert fourth == make_config(compressor="qsgd").method
+    assert fifth == dataclasses.replace(base, coding=AS_IT_IS)
+    assert make_config(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("part", registered.all_compressors(), ids=registered.name)
+def test_a_rule_keeps_everything_that_it_does_not_name(part):
+    """A rule that names one option of a method with all its options, as it is, gives the same method."""
+    method = registered.default_method(part)
+    described = Config(method).to_dict()
+    for kind in KINDS:
+        for key, value in described[kind].items():
+            # Other components may have an option of this name, which takes other values.
+            if key != "name" and sum(key in described[other] for other in KINDS) == 1:
+                rule = {"match": "a", key: value}
+                assert make_config({**described, "rules": [rule]}).rules[0].method == method
+
+
+def test_a_rule_changes_the_final_method_of_a_warm_up():
+    config = make_config(compressor="topk", compress_ratio=0.01, warmup_steps=100, rules=[{"match": "a", "beta": 0.5}])
+    assert config.method.compressor == TopK(0.25)
+    assert config.rules[0].method == Method(TopK(0.01), Residual(beta=0.5), Auto())
 
 
 def test_every_error_is_a_grace_error():

@@ -263,3 +263,18 @@ def test_an_installed_package_brings_a_communicator(tmp_path):
     report, _, refusal = done.stdout.partition("Valid communicators: ")
     assert "one_by_one" in report
     assert "one_by_one" in refusal
+
+
+def test_names_that_differ_in_hyphens_only_are_told_apart():
+    """Grace has no such names, but two other packages may."""
+    registry = Registry("compressor", "compressors", "tests.none")
+    registry._loaded = True
+    for name in ("top_k", "Topk"):
+        registry.register(name)(type(name, (MaxScale,), {}))
+    assert registry.spelled("top_k") == "top_k"
+    assert registry.spelled("Topk") == "Topk"
+    with pytest.raises(ConfigError, match=r"compressor 'TOPK' may be 'Topk' or 'top_k'; write one of them exactly"):
+        registry.get("TOPK")
+    assert "TOPK" in registry
+    assert "topj" not in registry
+    assert 5 not in registry

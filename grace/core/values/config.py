@@ -11,7 +11,8 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from grace.core.exchange.transport import TIMEOUT
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.errors import ConfigError, IncompatibleError, nearest
+from grace.core.values.errors import MOST, ConfigError, GraceWarning, IncompatibleError, meant, nearest
 from grace.core.values.registry import build, communicators, compressors, fields_of, memories
 from grace.core.values.schedule import ladder, ratio_of
 from grace.core.values.spec import GRADIENT_DTYPES, TensorSpec
@@ -77,7 +78,11 @@ class Method:
             for name, communicator in communicators.ready()
             if not communicator.obstacle(self.compressor) and not communicator.memory_obstacle(self.memory)
         ]
-        return f"Valid communicators: {', '.join(names)}." if names else "No communicator can: choose another memory."
+        return (
+            f"Valid communicators: {', '.join(names[:MOST])}."
+            if names
+            else "No communicator can: choose another memory."
+        )
 
 
 @dataclass(frozen=True)
@@ -247,10 +252,11 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     """Build a Config from a mapping, a TOML file, or keywords, which take precedence.
 
     If none of them names a compressor, the values of GRACE_CONFIG (the path of a TOML file, or a JSON object) fill the
-    gaps.
+    gaps. If one does, GRACE_CONFIG is ignored, and a GraceWarning says so.
 
     Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready component), `coding` (a name,
-    or a table of names by field), `rules` (a list of tables with conditions and the same keys), `schedule` (a list of
+    or a table of names by field), `rules` (a list of tables with conditions and the same keys; a rule without
+    `compressor` changes the method of the configuration), `schedule` (a list of
     tables with `step` and the options or components that change there), `warmup_steps` (of DGC's falling
     compress_ratio), `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`,
     `checksum`, `check_replicas`, `rollback`, and the options of the chosen components, such as `compress_ratio`.
@@ -266,9 +272,20 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
             f"config: expected a mapping, a Config, or the path of a TOML file, received {type(config).__name__}."
         )
     values = {**(config or {}), **options}
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if not text:
+        return _from_mapping(values)
     if "compressor" not in values:
-        values = {**_from_environment(), **values}
-    return _from_mapping(values)
+        return _with_environment(text, values)
+    made = _from_mapping(values)
+    if _differs(text, made):
+        warnings.warn(
+            f"{ENVIRONMENT_VARIABLE}={text} is ignored, because the program itself names a compressor, "
+            f"{made.method.compressor}. Unset {ENVIRONMENT_VARIABLE}, or name no compressor in the program.",
+            GraceWarning,
+            stacklevel=2,
+        )
+    return made
 
 
 def refuse_typos(options: Mapping[str, Any], function: Callable[..., Any], where: str) -> None:
@@ -283,20 +300,34 @@ def refuse_typos(options: Mapping[str, Any], function: Callable[..., Any], where
             raise ConfigError(f"{where}: there is no argument '{option}'.{nearest(option, arguments)}")
 
 
-def _from_environment() -> Mapping[str, Any]:
-    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
-    if not text:
-        return {}
+def _with_environment(text: str, values: Mapping[str, Any]) -> Config:
+    """Make a configuration from the text of GRACE_CONFIG and values that take precedence."""
+    try:
+        return _from_mapping({**_from_environment(text), **values})
+    except (ConfigError, IncompatibleError) as error:
+        raise type(error)(f"{error} The configuration is that of {ENVIRONMENT_VARIABLE}={text}.") from None
+
+
+def _differs(text: str, made: Config) -> bool:
+    """Return whether GRACE_CONFIG would give another configuration, or none.
+
+    It may give the same: a saved optimizer names the compressor that it got from there.
+    """
+    try:
+        return _with_environment(text, {}) != made
+    except (ConfigError, IncompatibleError):
+        return True
+
+
+def _from_environment(text: str) -> Mapping[str, Any]:
     if not text.startswith(("{", "[")):
         return _read_toml(Path(text))
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{ENVIRONMENT_VARIABLE} is not a valid JSON object: {error}.") from None
+        raise ConfigError(f"the configuration is not a valid JSON object: {error}.") from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{ENVIRONMENT_VARIABLE}: expected a JSON object or the path of a TOML file, received {text}."
-        )
+        raise ConfigError(f"expected a JSON object or the path of a TOML file, received {text}.")
     return values
 
 
@@ -346,7 +377,7 @@ def _from_mapping(config: Mapping[str, Any]) -> Config:
         if type(step) is not int:
             raise ConfigError(f"{where}: expected the key 'step' with a whole number, received {step!r}.")
         stages.append(Stage(step, change_method(stages[-1].method, changes, where)))
-    made = tuple(_make_rule(rule, i) for i, rule in enumerate(rules))
+    made = tuple(_make_rule(rule, i, method) for i, rule in enumerate(rules))
     return Config(stages[0].method, made, tuple(stages[1:]), **top)
 
 
@@ -373,10 +404,13 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
     return dataclasses.replace(config, method=change_method(config.method, changes))
 
 
-def change_method(method: Method, changes: Mapping[str, Any], where: str = "the change") -> Method:
+def change_method(
+    method: Method, changes: Mapping[str, Any], where: str = "the change", other_keys: Iterable[str] = ()
+) -> Method:
     """Return the method with other options or components; a new compressor brings its own memory and communicator.
 
-    Raises ConfigError for options that no component has, IncompatibleError for components that do not work together.
+    `other_keys` are names that an error about a wrong key may suggest, too. Raises ConfigError for options that no
+    component has, IncompatibleError for components that do not work together.
     """
     values = dict(changes)
     if "compressor" not in values:
@@ -387,28 +421,36 @@ def change_method(method: Method, changes: Mapping[str, Any], where: str = "the 
             dealt |= set(mine)
             values[kind] = {**_REGISTRIES[kind].config_of(component), **mine}
         values = {"coding": method.coding, **{key: value for key, value in values.items() if key not in dealt}}
-    return _make_method(values, [], where)
+    return _make_method(values, other_keys, where)
 
 
-def _make_rule(table: Mapping[str, Any], index: int) -> Rule:
+def _make_rule(table: Mapping[str, Any], index: int, method: Method) -> Rule:
+    """Make a rule from its table. Without a compressor of its own, it changes the configuration's method."""
     values = dict(table)
     where = f"rule {index + 1}"
     conditions = {key: values.pop(key) for key in list(values) if key in _RULE_CONDITIONS}
     if isinstance(conditions.get("match"), str):
         conditions["match"] = (conditions["match"],)
-    method = _make_method(values, list(_RULE_CONDITIONS), where)
-    rule = build(Rule, {**conditions, "method": method, "reason": f"{where} of the configuration"}, where)
+    if not values:
+        raise ConfigError(
+            f"{where} changes nothing. Write what is different for its tensors, for instance compress_ratio = 0.05, or "
+            "compressor = 'none' to leave them uncompressed."
+        )
+    changed = change_method(method, values, where, _RULE_CONDITIONS)
+    rule = build(Rule, {**conditions, "method": changed, "reason": f"{where} of the configuration"}, where)
     return dataclasses.replace(rule, match=tuple(rule.match))
 
 
-def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -> Method:
+def _make_method(values: Mapping[str, Any], other_keys: Iterable[str], where: str) -> Method:
     """Choose the components and give each flat option to those that have a field of that name."""
     options = {key: value for key, value in values.items() if key not in (*_COMPONENTS, "coding")}
     if "compressor" not in values:
-        unknown = f" It has the unknown keys {', '.join(map(repr, options))}." if options else ""
+        similar = [key for key in options if meant(key, ["compressor"])]
+        unknown = f" It has the keys {', '.join(map(repr, options))}." if options else ""
+        hint = f" Did you mean 'compressor' by '{similar[0]}'?" if similar else ""
         raise ConfigError(
-            f"{where} names no compressor.{unknown} Write for instance compressor = 'topk', "
-            f"or set {ENVIRONMENT_VARIABLE} to a TOML file.{nearest('', compressors)}"
+            f"{where} names no compressor.{unknown}{hint} Write for instance compressor = 'qsgd', or set "
+            f"{ENVIRONMENT_VARIABLE} to a TOML file. `grace compressors` lists all methods."
         )
     known: list[str] = []
     used: set[str] = set()
@@ -436,7 +478,7 @@ def _make_method(values: Mapping[str, Any], other_keys: list[str], where: str) -
         if key not in used:
             place = "belongs to the top level" if key in _TOP_LEVEL else f"is no option of {_chosen(made)}"
             keys = [*_COMPONENTS, "coding", *other_keys, *known]
-            raise ConfigError(f"{where}: '{key}' {place}.{nearest(key, keys)}")
+            raise ConfigError(f"{where}: '{key}' {place}.{'' if key in _TOP_LEVEL else nearest(key, keys)}")
     return Method(**made, coding=make_coding(values.get("coding", NONE), where))
 
 

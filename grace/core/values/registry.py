@@ -10,7 +10,7 @@ import pkgutil
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.values import plugins
-from grace.core.values.errors import ConfigError, GraceWarning, nearest
+from grace.core.values.errors import ConfigError, GraceWarning, folded, nearest
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -82,17 +82,33 @@ class Registry(Generic[T]):
         return iter(sorted(self._classes))
 
     def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and bool(self._like(name, self._classes))
+
+    def _like(self, name: str, among: Iterable[str]) -> list[str]:
+        """Return the names that are spelled like this one, or differ in case, hyphens and underscores only."""
         self._load()
-        return name in self._classes
+        return [name] if name in among else sorted(known for known in among if folded(known) == folded(name))
 
     def get(self, name: str) -> type[T]:
-        """Return the class of that name; raises ConfigError with the nearest valid name if there is none."""
-        self._load()
-        if name in self._broken and name not in self._classes:
-            raise ConfigError(self._broken[name])
-        if name not in self._classes:
-            raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(str(name), self._classes)}")
-        return self._classes[name]
+        """Return the class of that name. Raises ConfigError if there is none, or if there are two."""
+        return self._classes[self.spelled(name)]
+
+    def spelled(self, name: str) -> str:
+        """Return the name as it is registered; it may differ in case, hyphens and underscores.
+
+        Raises ConfigError with the nearest valid names if there is none, or if there are two.
+        """
+        found = self._like(name, self._classes)
+        if not found and (broken := self._like(name, self._broken)):
+            raise ConfigError(self._broken[broken[0]])
+        if not found:
+            raise ConfigError(
+                f"unknown {self.kind} '{name}'.{nearest(name, self._classes)} `grace compressors` lists all."
+            )
+        if len(found) > 1:
+            names = " or ".join(map(repr, found))
+            raise ConfigError(f"{self.kind} '{name}' may be {names}; write one of them exactly.")
+        return found[0]
 
     def name_of(self, component: T) -> str:
         """Return the name that the component's class is registered by; raises ConfigError if it is not registered."""
