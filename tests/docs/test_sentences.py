@@ -450,7 +450,7 @@ def two_nodes():
     for million in (25, 124, 350, 1300):
         sent = 4 * million * 1e6
         cells = [f"{8 * sent / (gbit * 1e9):#.2g}".rstrip(".") for gbit in (1, 10, 25, 100)]
-        yield f"| {million:,} M | {sent / 1e6:,.0f} MB | {' s | '.join(cells)} s |"
+        yield f"| {million:,} M | {sent / 1e6:,.0f} | {' | '.join(cells)} |"
     yield f"On 16 ranks in a ring, each link carries {2 * 15 / 16:.1f} times as much."
     yield f"the exchange takes {32 * 124e6 / 10e9:.2f} s."
     yield f"With 8 bits per element, the exchange takes {8 * 124e6 / 10e9:.2f} s"
