@@ -68,10 +68,10 @@ def cell(data: dict[str, Any], row: dict[str, Any], key: str) -> str:
     return f"**{text}**" if isinstance(goal, (int, float)) and value > goal else text
 
 
-def table(name: str) -> list[str]:
-    """Return the lines of a Markdown table of all rows."""
+def table(name: str, keys: list[str]) -> list[str]:
+    """Return the lines of a Markdown table of all rows, with these columns."""
     data = load(name)
-    columns = data["columns"]
+    columns = {key: data["columns"][key] for key in keys or data["columns"]}
     align = ["---" if isinstance(value_of(data, data["rows"][0], key), (str, list)) else "---:" for key in columns]
     lines = [[column["title"] for column in columns.values()], align]
     lines += [[cell(data, row, key) for key in columns] for row in data["rows"]]
@@ -89,6 +89,6 @@ def origin(name: str, block: Block) -> list[str]:
 
 @kind("measurements")
 def measured(block: Block) -> list[str]:
-    """Return the table of docs/results/NAME.json, and where it comes from."""
-    (name,) = block.arguments
-    return [*table(name), "", *origin(name, block)]
+    """Return the table of docs/results/NAME.json, and where it comes from. Further arguments choose columns."""
+    name, *keys = block.arguments
+    return [*table(name, keys), "", *origin(name, block)]
