@@ -7,14 +7,14 @@ the communicator that `auto` takes for the number of ranks.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import measurements
 import methods
 import numpy as np
 from matplotlib.figure import Figure
-from registry import Block, figure, kind, row, svg
+from registry import WIDTH, Block, figure, kind, row, svg
 
 from grace.core.values.registry import compressors
 from grace.listing import communicator, taken
@@ -24,7 +24,7 @@ METHODS = ("fp16", "qsgd", "eden", "powersgd", "topk", "randomk", "efsignsgd", "
 RANKS = (2, 4, 8, 16)
 # The sizes of the table, in parameters.
 SMALL, LARGE = 3e5, 350e6
-COLORS = ["#0a7d91", "#d1495b", "#edae49", "#66a182", "#2e4057", "#8d5b9b", "#b0612f", "#5b8bd0"]
+COLORS = ["#0a7d91", "#d1495b", "#b07d00", "#66a182", "#2e4057", "#8d5b9b", "#b0612f", "#5b8bd0"]
 
 
 class Codec(NamedTuple):
@@ -71,27 +71,50 @@ def break_even(method: str, ranks: int, parameters: float) -> float:
     return 8e-9 * saved_bytes(method, ranks) * parameters / codec_seconds(method, ranks, parameters)
 
 
-@figure("docs/figures/break_even.svg")
-def draw() -> bytes:
-    """Draw a panel per number of ranks, with a line per method."""
+def draw(ranks: int) -> bytes:
+    """Draw a line per method, with its name at its end."""
     sizes = np.geomspace(1e4, 1e9, 60)
-    drawn = Figure(figsize=(9, 7), layout="constrained")
-    panels = drawn.subplots(2, 2, sharex=True, sharey=True).ravel()
-    for axes, ranks in zip(panels, RANKS, strict=True):
-        for method, color in zip(METHODS, COLORS, strict=True):
-            line = [break_even(method, ranks, size) for size in sizes]
-            axes.plot(sizes, line, color=color, label=method)
-        axes.set_title(f"{ranks} ranks", loc="left", fontsize=10)
-        axes.set(xscale="log", yscale="log", xlim=(1e4, 1e9), ylim=(1, 100))
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
-        axes.label_outer()
-    handles, labels = panels[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    drawn.supxlabel("parameters of the model", fontsize=10)
-    drawn.supylabel("bandwidth in Gbit/s: a method pays below its line", fontsize=10)
+    drawn = Figure(figsize=(WIDTH, 3.3), layout="constrained")
+    axes = drawn.add_subplot()
+    ends = {}
+    for method, color in zip(METHODS, COLORS, strict=True):
+        line = [break_even(method, ranks, size) for size in sizes]
+        axes.plot(sizes, line, color=color)
+        ends[method] = line[-1]
+    for (method, end), place in zip(ends.items(), spread(list(ends.values())), strict=True):
+        color = COLORS[METHODS.index(method)]
+        axes.plot([1, 1.03], [end, place], color=color, transform=axes.get_yaxis_transform(), clip_on=False, lw=0.8)
+        axes.text(1.04, place, method, color=color, transform=axes.get_yaxis_transform(), va="center")
+    axes.set_title(f"{ranks} ranks: Gbit/s below which a method pays", loc="left", fontsize=9)
+    axes.set_xlabel("parameters of the model")
+    axes.set(xscale="log", yscale="log", xlim=(1e4, 1e9), ylim=(1, 100))
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xticks([1e4, 1e5, 1e6, 1e7, 1e8, 1e9], ["10 k", "100 k", "1 M", "10 M", "100 M", "1 G"])
+    axes.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+    axes.minorticks_off()
     return svg(drawn)
+
+
+for _ranks in RANKS:
+    figure(f"docs/figures/break_even_{_ranks}.svg")(partial(draw, _ranks))
+
+
+def spread(ends: list[float], apart: float = 1.3) -> list[float]:
+    """Return places near the ends of lines whose ratios are at least `apart`: each group around its middle."""
+    order = sorted(range(len(ends)), key=lambda index: ends[index])
+    groups: list[list[int]] = []
+
+    def places(group: list[int]) -> list[float]:
+        middle = np.mean([np.log(ends[index]) for index in group])
+        return [middle + np.log(apart) * (place - (len(group) - 1) / 2) for place in range(len(group))]
+
+    for index in order:
+        groups.append([index])
+        while len(groups) > 1 and places(groups[-1])[0] - places(groups[-2])[-1] < np.log(apart) - 1e-9:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    found = {index: place for group in groups for index, place in zip(group, places(group), strict=True)}
+    return [float(np.exp(found[index])) for index in range(len(ends))]
 
 
 def table(block: Block) -> list[str]:

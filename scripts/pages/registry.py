@@ -24,10 +24,14 @@ mpl.rcParams.update(
         "axes.spines.right": False,
         "savefig.dpi": 160,
         "savefig.facecolor": "white",
-        # The same bytes each time.
+        # The same bytes each time, with letters of the reader's own font.
         "svg.hashsalt": "grace",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
     }
 )
+# Width of a figure in inches, 400 pixels: two stand side by side on a page, and one fits a phone at its full size.
+WIDTH = 400 / 96
 
 
 class Block(NamedTuple):
@@ -82,10 +86,11 @@ def wrapped(text: str) -> list[str]:
 
 
 def svg(drawn: Figure) -> bytes:
-    """Return a figure as SVG, with coordinates to a hundredth of a point."""
+    """Return a figure as SVG, with coordinates to a hundredth of a point and a path on one line."""
     buffer = BytesIO()
     drawn.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", buffer.getvalue().decode())
+    text = re.sub(r'"[^"]*"', lambda match: " ".join(match[0].split()), text)
     return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE).encode()
 
 

@@ -1,15 +1,14 @@
-"""The figure of step times, and its caption."""
+"""The figures of step times, one per link, and their caption."""
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Any
 
-from registry import ROOT, Block, figure, kind, wrapped
+from measurements import load
+from registry import Block, figure, kind, wrapped
 
-FIGURE = "docs/figures/step_time.svg"
-# The first of these files that exists is shown: times of one figure are of one run.
-SOURCES = ("step_original", "step_torch")
+FIGURE = "docs/figures/step_time_{}.svg"
 LINKS = {"1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 # Bars from top to bottom; those that were not measured are left out.
 BARS = {
@@ -31,56 +30,48 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 .line { stroke: #59636e; stroke-dasharray: 3 3; }
 .page { fill: #ffffff; }
 """.strip()
-LABELS, PANEL, GAP, ROW, TOP, NUMBERS = 170, 230, 40, 24, 34, 42
+WIDTH, LABELS, ROW, TOP, NUMBERS = 400, 175, 24, 34, 42
 
 
-def measurements() -> dict[str, Any]:
-    """Return the measurements that the figure shows."""
-    paths = [ROOT / "docs" / "results" / f"{name}.json" for name in SOURCES]
-    return json.loads(next(path for path in paths if path.exists()).read_text(encoding="utf-8"))
+def draw(link: str) -> bytes:
+    """Draw the figure of a link."""
+    return picture(load("step_original"), link).encode()
 
 
-@figure(FIGURE)
-def draw() -> bytes:
-    """Draw the figure from the measurements."""
-    return picture(measurements()).encode()
-
-
-def picture(data: dict[str, Any]) -> str:
-    """Return an SVG with a bar per method and link, and a line where a step without exchange ends."""
-    rows = {row["method"]: row for row in data["rows"]}
-    bars = [(method, *BARS[method]) for method in BARS if method in rows]
-    width = LABELS + len(LINKS) * PANEL + (len(LINKS) - 1) * GAP + 10
+def picture(data: dict[str, Any], link: str) -> str:
+    """Return an SVG with a bar per method, and a line where a step without exchange ends."""
+    times = {row["method"]: row[link] for row in data["rows"]}
+    bars = [(times[method], *BARS[method]) for method in BARS if method in times]
     bottom = TOP + ROW * len(bars)
+    scale = (WIDTH - LABELS - NUMBERS) / max(time for time, *_ in bars)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 24}" '
-        f'viewBox="0 0 {width} {bottom + 24}" role="img">',
-        "<title>Milliseconds of a training step</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{bottom + 24}" '
+        f'viewBox="0 0 {WIDTH} {bottom + 24}" role="img">',
+        f"<title>Milliseconds of a training step at {LINKS[link]}</title>",
         f"<style>{STYLE}</style>",
         # Dark pages would hide the text.
-        f'<rect class="page" width="{width}" height="{bottom + 24}" rx="6"/>',
+        f'<rect class="page" width="{WIDTH}" height="{bottom + 24}" rx="6"/>',
+        f'<text class="title" x="{LABELS}" y="18">{LINKS[link]}: ms per step</text>',
     ]
-    for index, (_, label, _) in enumerate(bars):
-        y = TOP + ROW * index + 16
-        parts.append(f'<text x="{LABELS - 10}" y="{y}" text-anchor="end">{label}</text>')
-    for panel, (link, title) in enumerate(LINKS.items()):
-        left = LABELS + panel * (PANEL + GAP)
-        scale = (PANEL - NUMBERS) / max(rows[method][link] for method, *_ in bars)
-        parts.append(f'<text class="title" x="{left}" y="18">{title}: ms per step</text>')
-        for index, (method, _, whose) in enumerate(bars):
-            y, length = TOP + ROW * index, scale * rows[method][link]
-            parts.append(f'<rect class="{whose}" x="{left}" y="{y + 3}" width="{length:.1f}" height="{ROW - 6}"/>')
-            parts.append(f'<text x="{left + length + 5:.1f}" y="{y + 16}">{rows[method][link]}</text>')
-        x = left + scale * rows["compute"][link]
-        parts.append(f'<line class="line" x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom + 4}"/>')
-        parts.append(f'<text class="small" x="{x:.1f}" y="{bottom + 16}">no exchange: {rows["compute"][link]}</text>')
+    for index, (time, label, whose) in enumerate(bars):
+        y, length = TOP + ROW * index, scale * time
+        parts.append(f'<text x="{LABELS - 10}" y="{y + 16}" text-anchor="end">{label}</text>')
+        parts.append(f'<rect class="{whose}" x="{LABELS}" y="{y + 3}" width="{length:.1f}" height="{ROW - 6}"/>')
+        parts.append(f'<text x="{LABELS + length + 5:.1f}" y="{y + 16}">{time}</text>')
+    x = LABELS + scale * times["compute"]
+    parts.append(f'<line class="line" x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom + 4}"/>')
+    parts.append(f'<text class="small" x="{x:.1f}" y="{bottom + 16}">no exchange: {times["compute"]}</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+for _link in LINKS:
+    figure(FIGURE.format(_link))(partial(draw, _link))
 
 
 @kind("step-time")
 def step_time(block: Block) -> list[str]:
-    """Return the figure and its conditions."""
-    data = measurements()
+    """Return the figures and their conditions."""
+    data = load("step_original")
     million = data["parameters"] / 1e6
     caption = (
         f"Milliseconds of a training step in PyTorch: a perceptron with {million:.1f} million parameters, "
@@ -90,7 +81,10 @@ def step_time(block: Block) -> list[str]:
         "and models."
     )
     return [
-        f"![Milliseconds of a training step by method, at {' and at '.join(LINKS.values())}]({block.link(FIGURE)})",
+        *(
+            f"![Milliseconds of a training step by method, at {speed}]({block.link(FIGURE.format(link))})"
+            for link, speed in LINKS.items()
+        ),
         "",
         *wrapped(caption),
     ]

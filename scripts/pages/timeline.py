@@ -6,7 +6,7 @@ import json
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from registry import ROOT, figure, svg
+from registry import ROOT, WIDTH, figure, svg
 
 TRACE = ROOT / "docs" / "figures" / "timeline.json"
 COLORS = {
@@ -27,7 +27,7 @@ def draw() -> bytes:
     events = [event for event in json.loads(TRACE.read_text(encoding="utf-8")) if event["ph"] == "X"]
     start = min(event["ts"] for event in events)
     rows = sorted({(event["pid"], event["tid"] % GRADIENTS) for event in events})
-    drawn = Figure(figsize=(9, 0.5 + 0.36 * len(rows)), layout="constrained")
+    drawn = Figure(figsize=(1.25 * WIDTH, 0.7 + 0.28 * len(rows)), layout="constrained")
     axes = drawn.add_subplot()
     for event in sorted(events, key=lambda event: event["name"] == "negotiate"):
         row = rows.index((event["pid"], event["tid"] % GRADIENTS)) + (event["pid"] - rows[0][0]) * 0.6
@@ -43,5 +43,7 @@ def draw() -> bytes:
     axes.set_axisbelow(True)
     used = {event["name"] for event in events if event["dur"]}
     handles = [Patch(color=color, label=name) for name, color in COLORS.items() if name in used]
-    drawn.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    drawn.legend(
+        handles=handles, loc="outside upper center", ncols=len(handles), columnspacing=1, handlelength=1, frameon=False
+    )
     return svg(drawn)

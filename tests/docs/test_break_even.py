@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,18 @@ def test_the_table_names_what_auto_takes(chart):
     assert cells["qsgd"] == "allgather, two_shot from 3 ranks"
     assert cells["signsgd"] == "allgather"
     assert cells["fp16"] == "allreduce"
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap(chart):
+    ends = [20.0, 21.0, 3.0, 20.5]
+    places = chart.spread(ends, apart=1.5)
+    assert places[2] == pytest.approx(3)
+    first, second, third = (places[index] for index in (0, 3, 1))
+    assert second / first == pytest.approx(1.5)
+    assert third / second == pytest.approx(1.5)
+    assert first * second * third == pytest.approx(20.0 * 20.5 * 21.0)
+    # The line that comes next is pushed away as well.
+    assert sorted(chart.spread([*ends, 31.0], apart=1.5)) == pytest.approx(
+        chart.spread(sorted([*ends, 31.0]), apart=1.5)
+    )
+    assert min(b / a for a, b in pairwise(sorted(chart.spread([*ends, 31.0], apart=1.5)))) >= 1.5 - 1e-9
