@@ -17,6 +17,7 @@ from grace.core.exchange.start import begin, request
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
 from grace.core.values.config import Config, make_config, refuse_typos
+from grace.core.values.errors import ConfigError
 from grace.core.values.recommended import warn_of_pairs
 from grace.torch.exchange import Exchange
 from grace.torch.loss_scale import LossScale, check_scaler
@@ -69,6 +70,7 @@ def register(
 ) -> Exchange:
     """Let grace compress and exchange the gradients of a model in `DistributedDataParallel` or `fully_shard` (FSDP2).
 
+    The model may lie in another one, such as a compiled model or a wrapper of yours; then it is the only one there.
     Call it on all ranks, after the model is wrapped and before its first forward pass. The loss, the optimizer and the
     loop stay as they are: after `backward()`, gradients are the means over all ranks. `config` and `options` are as for
     `DistributedOptimizer`. `grad_scaler` is the GradScaler that scales the loss: gradients are then exchanged unscaled,
@@ -80,29 +82,21 @@ def register(
     reduces within each replica, and the ranks that hold the same part exchange it by any method.
 
     Returns the exchange of the model. An error of the exchange is raised by `backward()`. Raises TypeError for another
-    model, ConfigError for a model or arguments that are not supported, and MismatchError on every rank if the ranks
-    differ in configuration or parameters.
+    model, ConfigError for several such models and for a model or arguments that are not supported, and MismatchError on
+    every rank if the ranks differ in configuration or parameters.
     """
     # Not every PyTorch has torch.distributed.
     from grace.torch.distributed.ddp import GradientHook, check_model, parameters_of
     from grace.torch.distributed.library import TorchDistributed
 
-    # A compiled model has the model that it was made from.
-    model = getattr(model, "_orig_mod", model)
-    sharded = _is_sharded(model)
-    if not sharded and not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"{_WHERE}: expected a model wrapped in torch.nn.parallel.DistributedDataParallel or sharded by "
-            f"torch.distributed.fsdp.fully_shard, received {type(model).__qualname__}; wrap or shard it first, or use "
-            "grace.torch.DistributedOptimizer for a plain model."
-        )
+    model = _parallel_in(model)
 
     def make() -> Config:
         refuse_typos(options, register, _WHERE)
         return make_config(config, **options)
 
     requested = request(make)
-    if sharded:
+    if not isinstance(model, DistributedDataParallel):
         from grace.torch.distributed.fsdp import register_sharded
 
         sharded_exchange = register_sharded(model, requested, grad_scaler=grad_scaler, where=_WHERE)
@@ -146,8 +140,28 @@ def register(
     return exchange
 
 
-def _is_sharded(model: torch.nn.Module) -> bool:
-    """Return whether `fully_shard` was applied to the model."""
-    # Who has applied it has imported it, which takes seconds.
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(model, kind)
+def _parallel_in(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the one model in DDP or FSDP2 that `model` is or holds, as a compiled model or a user's wrapper does."""
+    # Who has applied `fully_shard` has imported it, which takes seconds.
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if not inside and isinstance(module, (DistributedDataParallel, sharded)):
+            found[name] = module
+    if len(found) == 1:
+        return next(iter(found.values()))
+    received = type(model).__qualname__
+    if found:
+        names = list(found)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ConfigError(
+            f"{_WHERE}: expected a model that is or holds one model in DistributedDataParallel or fully_shard, "
+            f"received {received}, which holds {len(names)}: {', '.join(names[:5])}{more}. Register each of them, "
+            "or shard the model that holds them as well."
+        )
+    raise TypeError(
+        f"{_WHERE}: expected a model wrapped in torch.nn.parallel.DistributedDataParallel or sharded by "
+        f"torch.distributed.fsdp.fully_shard, received {received}; wrap or shard it first, or use "
+        "grace.torch.DistributedOptimizer for a plain model."
+    )

@@ -9,7 +9,7 @@ import io
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -280,6 +280,52 @@ def compiled_by_ddp() -> dict[str, Any]:
             steps(ddp, sgd(model), batches(3, my_rank()))
         results[label] = [digest(model.parameters()), [item.spec.name for item in exchange.plan.assignments]]
     torch._dynamo.reset()
+    return results
+
+
+class Holder(torch.nn.Module):
+    """A user's wrapper: other modules of its own, and those that it is given."""
+
+    def __init__(self, **held: torch.nn.Module) -> None:
+        super().__init__()
+        self.mine = torch.nn.Linear(2, 2)
+        for name, module in held.items():
+            self.add_module(name, module)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def held_by_wrappers() -> dict[str, Any]:
+    """Train a model that lies in others: weights, and what is said of wrappers with several models or none."""
+    ways: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+        "model": lambda ddp: ddp,
+        "wrapper": lambda ddp: Holder(inner=ddp),
+        "twice": lambda ddp: Holder(inner=Holder(inner=ddp)),
+        "two names": lambda ddp: Holder(inner=ddp, again=ddp),
+        "list": lambda ddp: torch.nn.Sequential(ddp),
+        "compiled outside": lambda ddp: torch.compile(Holder(inner=ddp), backend="eager"),
+        "compiled inside": lambda ddp: Holder(inner=torch.compile(ddp, backend="eager")),
+    }
+    results: dict[str, Any] = {"weights": {}, "names": {}}
+    for label, way in ways.items():
+        model = make_net()
+        # PyTorch's compiler refuses buckets below its own first one.
+        outer = way(parallel(model, bucket_cap_mb=25))
+        exchange = grace.torch.register(outer, TOPK)
+        with warnings.catch_warnings():
+            # PyTorch's compiler warns of its own parts.
+            warnings.simplefilter("ignore")
+            steps(outer, sgd(model), batches(3, my_rank()))
+        results["weights"][label] = digest(model.parameters())
+        results["names"][label] = [item.spec.name for item in exchange.plan.assignments]
+    torch._dynamo.reset()
+    inside = parallel(torch.nn.Sequential(parallel(make_net())))
+    results["nested"] = [item.spec.name for item in grace.torch.register(Holder(inner=inside), TOPK).plan.assignments]
+    pair = Holder(one=parallel(make_net()), other=Holder(inner=parallel(make_net())))
+    results["several"] = outcome(lambda: grace.torch.register(pair, TOPK))
+    results["none"] = outcome(lambda: grace.torch.register(Holder(inner=make_net()), TOPK))
+    results["no module"] = outcome(lambda: grace.torch.register(sgd(make_net()), TOPK))  # type: ignore[arg-type]
     return results
 
 

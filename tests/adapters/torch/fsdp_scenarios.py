@@ -148,6 +148,20 @@ def announced_by_fsdp(replicas: int) -> list[str]:
     return written.getvalue().splitlines()
 
 
+def held_by_others_in_fsdp() -> dict[str, Any]:
+    """Register a sharded model that lies in another one, and one of which only parts are sharded."""
+    plain, held = shard(make()), torch.nn.Sequential(shard(make()))
+    gradients = []
+    for model, called in ((plain, plain), (held, held[0])):
+        grace.torch.register(model, TOPK)
+        backward(called, next(batches(1)))
+        gradients.append(digest(local_gradients(called).values()))
+    parts = make()
+    for module in (parts.first, parts.middle):
+        fully_shard(module)
+    return {"gradients": gradients, "parts": outcome(lambda: grace.torch.register(parts, TOPK))}
+
+
 def conserved_by_fsdp(replicas: int) -> dict[str, Any]:
     """Compare what was applied and what is held back with what all ranks computed.
 

@@ -154,6 +154,22 @@ def test_compiled_models_train_alike(launch):
     assert same([value for rank in ranks for value in rank.values()])
 
 
+@on(Launch(TORCH, "torchrun", 3))
+def test_a_model_is_found_in_what_holds_it(launch):
+    for rank in scenario("held_by_wrappers", launch):
+        assert len(rank["weights"]) == 7
+        assert same(list(rank["weights"].values()))
+        assert same(list(rank["names"].values()))
+        assert "left.weight" in rank["names"]["model"]
+        # The inner one is part of the outer one, whose gradients DDP passes.
+        assert "0.module.left.weight" in rank["nested"]
+        assert rank["several"].startswith("ConfigError: grace.torch.register: expected a model that is or holds one")
+        assert "received Holder, which holds 2: one, other.inner. Register each" in rank["several"]
+        for label, kind in {"none": "Holder", "no module": "SGD"}.items():
+            assert rank[label].startswith("TypeError: grace.torch.register: expected a model wrapped in"), label
+            assert f"received {kind};" in rank[label]
+
+
 @on(TWO)
 def test_layers_computed_again_train_alike_and_models_are_freed(launch):
     ranks = scenario("checkpointed_by_ddp", launch)

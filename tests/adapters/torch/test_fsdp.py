@@ -27,6 +27,13 @@ def test_means_are_those_of_plain_fsdp(launch):
             assert sent < 0.6 * dense, (label, found)
 
 
+@on(TWO)
+def test_a_model_is_found_in_what_holds_it(launch):
+    for rank in scenario("held_by_others_in_fsdp", launch):
+        assert same(rank["gradients"])
+        assert "received Net, which holds 2: first, middle. Register each" in rank["parts"]
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @on(FOUR)
 def test_one_rank_says_what_is_sent(launch, replicas):
