@@ -152,7 +152,7 @@ def test_the_python_of_a_page_runs(name, tmp_path):
 def test_the_example_of_a_distributed_checkpoint_runs(tmp_path):
     page = read("docs/checkpoints.md").partition("## torch.distributed.checkpoint\n")[2]
     code = page.partition("```py\n")[2].partition("```")[0]
-    check = "assert sum(float(x.abs().sum()) for entry in app.optimizer.grace.state_dict()['tensors'].values()"
+    check = "assert sum(float(x.abs().sum()) for entry in app.exchange.state_dict()['tensors'].values()"
     run(f"{code}{check} for x in entry['memory'].values()) > 0\n", tmp_path, 2)
 
 
