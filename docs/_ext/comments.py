@@ -16,12 +16,14 @@ from sphinx.application import Sphinx
 
 # For readers of plain Markdown, a page that includes another file has a link to it.
 INCLUDE = re.compile(r"^<!-- (\{include\}.*?)\n?-->$.*", re.MULTILINE | re.DOTALL)
+# The site shows whole docstrings, of which these blocks are a short form.
+NAMES = re.compile(r"^<!-- begin names\b.*?<!-- end names -->\n", re.MULTILINE | re.DOTALL)
 DIRECTIVE = re.compile(r"^<!-- (\{[a-z-]+\}.*?)\n?-->$", re.MULTILINE | re.DOTALL)
 
 
 def expanded(text: str) -> str:
     """Return the text of a page with a directive for each comment that holds one."""
-    return DIRECTIVE.sub(r"```\1\n```", INCLUDE.sub(r"```\1\n```\n", text))
+    return DIRECTIVE.sub(r"```\1\n```", NAMES.sub("", INCLUDE.sub(r"```\1\n```\n", text)))
 
 
 def read(app: Sphinx, name: str, source: list[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import measurements
 import method_figures
-from registry import Block, kind, row, wrapped
+from registry import Block, kind, markdown, row, wrapped
 
 from grace.core.methods.compressor import Compressor
 from grace.core.values.config import make_config
@@ -29,8 +29,6 @@ from grace.listing import EXAMPLE, FAMILIES, Family, communicator, feedback, tak
 # The bytes that depend on the data, by method.
 SOURCE = "bytes_by_data"
 RANKS = (2, 4, 8, 16)
-# Signs that Markdown does not take as they are; an underscore within a word and a lone < are no markup.
-SPECIAL = re.compile(r"[\\*$\[\]~]|(?<!\w)_|_(?!\w)|<(?=[A-Za-z/!?])")
 BIAS = {
     "harms": "error feedback harms it",
     "optional": "error feedback is optional",
@@ -114,12 +112,6 @@ def text_of(cls: type) -> Text:
         else:
             paragraphs.append(paragraph)
     return Text(" ".join(paragraphs[0].split()), "\n\n".join(paragraphs[1:]), labels)
-
-
-def markdown(text: str) -> str:
-    """Return plain text as Markdown; what stands in backticks stays code."""
-    parts = re.split(r"(`[^`\n]+`)", text)
-    return "".join(p if p.startswith("`") else SPECIAL.sub(r"\\\g<0>", p) for p in parts)
 
 
 def accepted(registry: Registry[Any], name: str, option: str, hint: Any) -> str:

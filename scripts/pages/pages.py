@@ -26,6 +26,7 @@ import measurements  # noqa: F401
 import methods  # noqa: F401
 import numpy as np
 import recommended  # noqa: F401
+import reference  # noqa: F401
 import step_time  # noqa: F401
 import timeline  # noqa: F401
 from PIL import Image

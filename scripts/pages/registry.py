@@ -32,6 +32,8 @@ mpl.rcParams.update(
 )
 # Width of a figure in inches, 400 pixels: two stand side by side on a page, and one fits a phone at its full size.
 WIDTH = 400 / 96
+# Signs that Markdown does not take as they are; an underscore within a word and a lone < are no markup.
+SPECIAL = re.compile(r"[\\*$\[\]~]|(?<!\w)_|_(?!\w)|<(?=[A-Za-z/!?])")
 
 
 class Block(NamedTuple):
@@ -83,6 +85,12 @@ def wrapped(text: str) -> list[str]:
     kept = re.sub(r" (?=(?:[-+*=>#]+|\d+[.)])(?: |$))", "\0", text)
     lines = textwrap.wrap(kept, 120, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
+
+
+def markdown(text: str) -> str:
+    """Return plain text as Markdown; what stands in backticks stays code."""
+    parts = re.split(r"(`[^`\n]+`)", text)
+    return "".join(p if p.startswith("`") else SPECIAL.sub(r"\\\g<0>", p) for p in parts)
 
 
 def svg(drawn: Figure) -> bytes:

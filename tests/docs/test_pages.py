@@ -240,3 +240,22 @@ def test_the_figure_is_valid_and_shows_each_measured_bar_in_proportion(step_time
     unit = float(bars[0].get("width")) / times["horovod"]
     for bar, method in zip(bars, (m for m in step_time.BARS if m in times), strict=True):
         assert float(bar.get("width")) == pytest.approx(unit * times[method], abs=0.1)
+
+
+def test_every_name_of_the_reference_has_a_sentence(pages):
+    for name in PAGES:
+        for cells in re.findall(r"^\| (`[\w.]+`) \|(.*)\|$", read(name), re.MULTILINE) if "/reference/" in name else ():
+            assert cells[1].strip(), f"{name}: {cells[0]} has no docstring"
+
+
+def test_a_name_of_the_reference_is_found_where_it_is_defined(pages):
+    documented = pages.reference.documented
+    # A class that a package exports, its attribute with a comment in a base class, a method of its own, and a constant.
+    assert documented("grace.torch.Exchange").startswith("The plan, the statistics and the state")
+    assert documented("grace.torch.Exchange.config").strip() == "The configuration, with all changes so far."
+    assert documented("grace.Simulation.size") == documented("grace.core.exchange.exchange.Exchange.size") != ""
+    assert documented("grace.Simulation.step") != documented("grace.core.exchange.engine.Engine.step")
+    assert "32 bits" in documented("grace.core.wire.lanes.MOST")
+    with pytest.raises(SystemExit, match=r"nothing in grace defines grace\.torch\.Exchange\.none"):
+        documented("grace.torch.Exchange.none")
+    assert pages.reference.sentence("One thing,\nsee 1.5. Another.\n\nMore.") == "One thing, see 1.5."
