@@ -186,14 +186,12 @@ class Processes:
     def __init__(self) -> None:
         from mpi4py.MPI import COMM_WORLD
 
-        from grace import mpi
-
-        self._mpi, self._comm = mpi, COMM_WORLD
+        self._comm = COMM_WORLD
         self.workers, self.rank = self._comm.Get_size(), self._comm.Get_rank()
         self.local = [self.rank]
 
     def prepare(self, features: int, config: dict[str, Any]) -> Sequence[Any]:
-        self._exchange = self._mpi.MPIExchange({"x": (features,)}, config)
+        self._exchange = grace.mpi.MPIExchange({"x": (features,)}, config)
         return [self._exchange.engine]
 
     def exchange(self, gradients: np.ndarray) -> np.ndarray:

@@ -77,8 +77,8 @@ def step_time(block: Block) -> list[str]:
         f"Milliseconds of a training step in PyTorch: a perceptron with {million:.1f} million parameters, "
         f"{data['batch']} examples per rank and step, {data['ranks']} ranks, default options. So few examples mean "
         "little computation per byte, the case in which compression gains most. One run per link, on one machine "
-        f"({data['machine']}) with slowed-down links. [How fast it is]({block.link('docs/speed.md')}) has other methods "
-        "and models."
+        f"({data['machine']}) with slowed-down links. [How fast it is]({block.link('docs/speed.md')}) has other "
+        "methods and models."
     )
     return [
         *(
