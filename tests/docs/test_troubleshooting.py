@@ -1,4 +1,4 @@
-"""The troubleshooting page quotes the errors that grace raises, and misses none."""
+"""The pages of messages quote the errors that grace raises, and miss none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "messages.md")]
 # What stands for a part that is known only at run time: what the page shows of it.
 SHOWN = {"self.kind": "compressor", "ENVIRONMENT_VARIABLE": "GRACE_CONFIG"}
 # Too short to tell one error from another: they stand for the ranges of options.
@@ -75,8 +75,12 @@ def says(text: str, words: str) -> bool:
     return re.search(".*".join(map(re.escape, words.split("..."))), text) is not None
 
 
+def pages() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+
+
 def unsaid(page: str) -> list[str]:
-    """Return the words on the page that are in no error or warning."""
+    """Return the words on a page that are in no error or warning."""
     return [words for words in quoted(page) if not any(says(text, words) for text in texts())]
 
 
@@ -92,14 +96,14 @@ def missing(page: str) -> list[str]:
 
 
 def test_quoted_words_are_those_of_the_code():
-    assert unsaid(PAGE.read_text(encoding="utf-8")) == []
+    assert unsaid(pages()) == []
 
 
-def test_every_error_is_on_the_page():
-    assert missing(PAGE.read_text(encoding="utf-8")) == []
+def test_every_error_is_on_a_page():
+    assert missing(pages()) == []
 
 
 def test_a_wrong_page_is_noticed():
-    page = PAGE.read_text(encoding="utf-8")
+    page = pages()
     assert unsaid(page.replace("`unknown compressor '...'`", "`no such compressor`")) == ["no such compressor"]
     assert missing(page.replace("`match is empty`", "`names no compressor`")) != []
