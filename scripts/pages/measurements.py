@@ -8,6 +8,7 @@ Speed-ups are over the method that `baseline` names, by default plain Horovod.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -89,6 +90,13 @@ def origin(name: str, block: Block) -> list[str]:
 
 @kind("measurements")
 def measured(block: Block) -> list[str]:
-    """Return the table of docs/results/NAME.json, and where it comes from. Further arguments choose columns."""
+    """Return the table of docs/results/NAME.json, and where it comes from.
+
+    Further arguments choose columns. Where several tables of a page show one file, the last one says its origin.
+    """
     name, *keys = block.arguments
-    return [*table(name, keys), "", *origin(name, block)]
+    if unknown := [key for key in keys if key not in load(name)["columns"]]:
+        columns = ", ".join(load(name)["columns"])
+        raise SystemExit(f"{block.page}: {name}.json has no column {unknown[0]!r}; expected some of {columns}.")
+    again = re.search(rf"^<!-- begin measurements {name}\b", block.after, re.MULTILINE)
+    return table(name, keys) if again else [*table(name, keys), "", *origin(name, block)]

@@ -192,6 +192,18 @@ def test_blocks_are_written_where_they_stand(pages):
             pages.written(page, wrong)
 
 
+def test_a_table_of_measurements_has_the_chosen_columns(pages):
+    first, last = "measurements adamw method loss", "measurements adamw method accuracy"
+    text = "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in (first, last))
+    new = pages.written(ROOT / "docs" / "guide.md", text)
+    assert "| method | training loss |" in new
+    assert "| method | accuracy, % |" in new
+    assert new.count("[adamw.json](results/adamw.json)") == 1
+    assert new.index("accuracy, %") < new.index("adamw.json")
+    with pytest.raises(SystemExit, match=r"adamw.json has no column 'lost'; expected some of method, "):
+        pages.written(ROOT / "docs" / "guide.md", text.replace("method loss", "method lost"))
+
+
 def test_the_command_checks_and_writes(tmp_path):
     """On a copy of what it needs."""
     for name in ("scripts/pages", "docs/results", "docs/figures", "docs/methods"):
