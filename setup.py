@@ -1,5 +1,6 @@
 """The compiled parts of the package. Everything else about it is in pyproject.toml."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ from setuptools.errors import CompileError
 
 HERE = Path(__file__).parent
 TENSORFLOW_OPS = "grace._tensorflow_ops"
-UNBUILT = "the kernels were not built, and the reference bodies will be used"
+UNBUILT = "the kernels were not built"
 
 
 def tensorflow_options() -> dict[str, str]:
@@ -35,6 +36,30 @@ def tensorflow_options() -> dict[str, str]:
         "GRACE_TENSORFLOW_LINK": ";".join(link),
         "GRACE_TENSORFLOW_STANDARD": standard,
     }
+
+
+def has_cuda_device() -> bool:
+    """Return whether the CUDA driver is there and finds a device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def cuda() -> str:
+    """Return CMake's GRACE_CUDA: ON, OFF, or AUTO for where there is nvcc.
+
+    The environment variable GRACE_CUDA may be ON or OFF. Without it, or with auto, only a machine with a CUDA device
+    gets kernels for GPUs: they take minutes to compile, and many machines have nvcc but no GPU.
+    """
+    wanted = os.environ.get("GRACE_CUDA") or "auto"
+    if wanted.upper() not in ("ON", "OFF", "AUTO"):
+        sys.exit(f"error: GRACE_CUDA={wanted}: expected ON, OFF or auto")
+    if wanted.upper() == "AUTO":
+        return "AUTO" if has_cuda_device() else "OFF"
+    return wanted.upper()
 
 
 def tool(name: str) -> str | None:
@@ -61,7 +86,7 @@ def build_folder(cmake: str, ninja: str | None) -> Path:
 
 
 class BuildKernels(build_ext):
-    """Build command for the extensions, with kernels/CMakeLists.txt. All of them are optional."""
+    """Build command for the extensions, with kernels/CMakeLists.txt. They are optional, unless GRACE_CUDA is ON."""
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -76,18 +101,18 @@ class BuildKernels(build_ext):
             if ext.name == TENSORFLOW_OPS:
                 options.update(tensorflow_options())
 
-            def build(cuda: str) -> None:
-                define = [f"-D{option}={value}" for option, value in {**options, "GRACE_CUDA": cuda}.items()]
+            def build(gpus: str) -> None:
+                define = [f"-D{option}={value}" for option, value in {**options, "GRACE_CUDA": gpus}.items()]
                 subprocess.run([cmake, "-S", HERE / "kernels", "-B", folder, *generator, *define], check=True)
                 subprocess.run([cmake, "--build", folder, "--target", name, "--parallel"], check=True)
 
-            cuda = os.environ.get("GRACE_CUDA", "ON")
+            wanted = cuda()
             try:
-                build(cuda)
+                build(wanted)
             except subprocess.CalledProcessError:
-                if cuda == "OFF":
+                if wanted != "AUTO":
                     raise
-                self.warn("the kernels were not built; trying again without those for GPUs")
+                self.warn(f"{UNBUILT}; trying again without those for GPUs")
                 build("OFF")
         except subprocess.CalledProcessError as error:
             # Do not show the command itself: it is long, and its output explains more.
@@ -101,12 +126,12 @@ class BuildKernels(build_ext):
 def extensions() -> list[Extension]:
     """Return the module of kernels, and the TensorFlow operation if TensorFlow is installed.
 
-    GRACE_BUILD_KERNELS=0 gives none.
+    GRACE_BUILD_KERNELS=0 gives none. Kernels for GPUs that somebody asks for must build.
     """
     if os.environ.get("GRACE_BUILD_KERNELS") == "0":
         return []
     names = ["grace._native", *([TENSORFLOW_OPS] if importlib.util.find_spec("tensorflow") else [])]
-    return [Extension(name, sources=[], optional=True) for name in names]
+    return [Extension(name, sources=[], optional=cuda() != "ON") for name in names]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})
