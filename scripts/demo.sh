@@ -2,11 +2,20 @@
 # Set everything up. Then train the digits examples on two workers, with and without compression: PyTorch in
 # DistributedDataParallel, and PyTorch and Keras with Horovod. Print their tables. Arguments are passed to the examples:
 # bash scripts/demo.sh --epochs 3
+# With --ddp, only PyTorch in DistributedDataParallel: neither Horovod nor TensorFlow is needed then.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$root"
-bash scripts/setup.sh
+parts=()
+if [ "${1:-}" = --ddp ]; then parts=(--ddp); shift; fi
+if [ "${#parts[@]}" -gt 0 ]; then
+    echo "demo: the training takes half a minute on two cores, and before it the first set-up 2 to 4 minutes"
+else
+    echo "demo: the training takes 3 minutes on two cores, and before it the first set-up 5 to 10 minutes," \
+        "most of them for Horovod; 'bash scripts/demo.sh --ddp' shows DDP alone and needs less"
+fi
+bash scripts/setup.sh "${parts[@]}"
 export PATH="$root/.venv/bin:$PATH" VIRTUAL_ENV="$root/.venv"
 unset PYTHONHOME PYTHONPATH
 # TensorFlow logs a lot when it is imported, and horovodrun imports it as well.
@@ -28,6 +37,22 @@ while piece := os.read(0, 65536):
 printf '\ndemo: PyTorch in DistributedDataParallel on 2 workers: none qsgd\n'
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/ddp_digits.py --compressor none qsgd "$@"
 
+# Say under the tables what they cannot show.
+explain() {
+    cat <<'END'
+
+The ranks share one machine, so there is no network to save: compression costs time here and gains none. To see steps
+over a slow link, let each rank have one of its own (as root; without root, --link none shows the costs alone):
+
+    grace bench step --link 1gbit --compressors none qsgd
+END
+}
+
+if [ "${#parts[@]}" -gt 0 ]; then
+    explain
+    exit
+fi
+
 # train FRAMEWORK EXAMPLE "COMPRESSORS" arguments...
 train() {
     local framework="$1" example="$2" compressors="$3"; shift 3
@@ -41,3 +66,4 @@ train() {
 
 train PyTorch examples/torch_digits.py "none qsgd topk efsignsgd powersgd" "$@"
 train Keras examples/keras_digits.py "none qsgd" "$@"
+explain

