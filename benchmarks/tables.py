@@ -1,4 +1,4 @@
-"""Write a table of measurements to a JSON file, from which the documents take it."""
+"""Write a table of measurements to a JSON file, from which the documents take it, or print it."""
 
 import json
 import os
@@ -29,6 +29,21 @@ def write(path, what, columns, rows, **more):
         "rows": rows,
     }
     save(path, data)
+
+
+def printed(columns, rows):
+    """Return rows as the text of a Markdown table, with aligned columns; `columns` as for `write`.
+
+    A row without the key of a column has an empty cell there.
+    """
+    texts = {}
+    for key, column in columns.items():
+        cells = [f"{row[key]:{column.get('format', '')}}" if key in row else "" for row in rows]
+        width = max(map(len, [column["title"], *cells]))
+        is_text = isinstance(rows[0].get(key), str)
+        line = "-" * width if is_text else "-" * (width - 1) + ":"
+        texts[key] = [f"{cell:{'<' if is_text else '>'}{width}}" for cell in (column["title"], line, *cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*texts.values(), strict=True))
 
 
 def save(path, data):
