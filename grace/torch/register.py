@@ -88,6 +88,7 @@ def register(
     # Not every PyTorch has torch.distributed.
     from grace.torch.distributed.ddp import GradientHook, check_model, parameters_of
     from grace.torch.distributed.library import TorchDistributed
+    from grace.torch.distributed.wrapped import take_hook
 
     model = _parallel_in(model)
 
@@ -112,12 +113,14 @@ def register(
     ) as meeting:
         made = requested.config()
         check_model(model, _WHERE)
+        wrapped = take_hook(model, _WHERE)
         parameters = parameters_of(model)
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if grad_scaler is not None:
             check_scaler(grad_scaler, trained.values(), _WHERE)
         scaled = grad_scaler is not None and grad_scaler.is_enabled()
-        specs = [spec_of(name, p) for name, p in trained.items()]
+        dtypes = {} if wrapped is None else wrapped.dtypes
+        specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
         meeting.mine = {"model number": number, "grad_scaler": scaled}
         engine = begin(
             meeting,
@@ -134,7 +137,7 @@ def register(
     if scaled:
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, engine)
-    GradientHook(model, parameters, exchange).attach(model)
+    GradientHook(model, parameters, exchange, wrapped).attach(model)
     note_registered(exchange)
     exchange.announce(engine.stages)
     return exchange

@@ -47,6 +47,6 @@ def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], when: str, instead: str)
             )
 
 
-def spec_of(name: str, p: torch.Tensor) -> TensorSpec:
-    """Return the spec of the gradient of a parameter."""
-    return TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device))
+def spec_of(name: str, p: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
+    """Return the spec of the gradient of a parameter, which is exchanged in its own dtype if no other is given."""
+    return TensorSpec(name, tuple(p.shape), str(dtype or p.dtype).removeprefix("torch."), str(p.device))

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from grace.core.exchange.transport import Handle, Transport
 from grace.core.guards.waiting import wait_until
 from grace.core.values.errors import ConfigError, StepError, WaitError
 from grace.torch.applied import Applied
+from grace.torch.distributed.wrapped import Taken, WrappedHook, split
 from grace.torch.exchange import Exchange
 from grace.torch.tensors import refuse_unfrozen
 
@@ -44,8 +46,10 @@ def check_model(model: DistributedDataParallel, where: str) -> None:
             "_apply_optimizer_in_backward() takes the place of its only communication hook; call the step() of an "
             "optimizer after backward() instead"
         )
-    elif model in _registered or model._comm_hooks:
-        reason = "it has a communication hook already; register only one, on a new DistributedDataParallel"
+    elif model in _registered:
+        reason = "it is registered already; wrap the plain model anew to register it with another configuration"
+    elif len(model._comm_hooks) > 1:
+        reason = "it has several communication hooks; leave them out"
     elif model._use_python_reducer:
         reason = (
             "torch._dynamo.config.optimize_ddp = 'python_reducer' calls hooks without buckets; set it to True, which "
@@ -60,12 +64,18 @@ class _Bucket:
     """A bucket of DDP that waits for merged gradients."""
 
     buffer: torch.Tensor
-    # Completed with the buffer.
-    future: torch.futures.Future[torch.Tensor]
+    # Completed with the buffer, or with the tensors of the allreduce that was taken.
+    future: torch.futures.Future[Any]
     # The names of the tensors that are not merged yet.
     missing: set[str]
     # The reductions of what stays dense: a tensor, or the whole bucket under the name of its first one.
     reductions: dict[str, dist.Work]
+    # The allreduce of another hook that is exchanged in place of the buffer.
+    taken: Taken | None = None
+
+    def complete(self) -> None:
+        """Complete the future with what is there now."""
+        self.future.set_result(self.buffer if self.taken is None else self.taken.tensors)
 
 
 class GradientHook:
@@ -78,13 +88,18 @@ class GradientHook:
     parameters.
 
     `parameters` are those of `parameters_of`. DDP passes no gradient of a parameter that was frozen when it was made.
+    `wrapped` is a hook that the model had before. It decides what is exchanged of each bucket, and what DDP gets.
     """
 
     def __init__(
-        self, model: DistributedDataParallel, parameters: Mapping[str, torch.nn.Parameter], exchange: Exchange
+        self,
+        model: DistributedDataParallel,
+        parameters: Mapping[str, torch.nn.Parameter],
+        exchange: Exchange,
+        wrapped: WrappedHook | None,
     ) -> None:
         # Not the model, which owns this object in C++: Python would never free the two.
-        self._group, self._exchange = model.process_group, exchange
+        self._group, self._exchange, self._wrapped = model.process_group, exchange, wrapped
         self._parameters = parameters
         self._names = {p: name for name, p in parameters.items()}
         self._kinds = {p: (p.dtype, p.device) for p in parameters.values() if p.requires_grad}
@@ -195,7 +210,9 @@ class GradientHook:
                 f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "
                 f"from compression by a rule, for example rules=[{{'match': '{names[0]}', 'compressor': 'none'}}]."
             )
-        views = dict(zip(names, _gradients(bucket), strict=True)) if by_engine else {}
+        if self._wrapped is not None:
+            return self._start_wrapped(self._wrapped, bucket, names, by_engine)
+        views = dict(zip(names, split(buffer, bucket.parameters()), strict=True)) if by_engine else {}
         dense = {name: view for name, view in views.items() if name not in by_engine}
         if not by_engine:
             dense = {names[0]: buffer}
@@ -206,6 +223,24 @@ class GradientHook:
         for name, view in views.items():
             if name in by_engine:
                 self._hand_over(name, view)
+        return future
+
+    def _start_wrapped(
+        self, wrapped: WrappedHook, bucket: dist.GradBucket, names: Sequence[str], by_engine: set[str]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of what another hook makes of a bucket; return the future of that hook."""
+        if not by_engine:
+            # Its collectives check as little as those of `_reduce`.
+            self._exchange.finish_comparing()
+            return wrapped.pass_on(bucket)
+        future, taken = wrapped.start(bucket)
+        mine = _Bucket(taken.tensors[0], taken.future, by_engine, {}, taken)
+        self._buckets.append(mine)
+        views = dict(zip(names, taken.gradients, strict=True))
+        mine.reductions.update({name: self._reduce(x) for name, x in views.items() if name not in by_engine})
+        for name in names:
+            if name in by_engine:
+                self._hand_over(name, views[name])
         return future
 
     def _reduce(self, x: torch.Tensor) -> dist.Work:
@@ -256,7 +291,7 @@ class GradientHook:
             self._failure = error
         for bucket in self._buckets:
             if not bucket.future.done():
-                bucket.future.set_result(bucket.buffer)
+                bucket.complete()
         self._clear()
 
     def _finish(self) -> None:
@@ -309,7 +344,10 @@ class GradientHook:
             if not bucket.missing and not bucket.future.done():
                 for name, work in bucket.reductions.items():
                     wait_for(work, bucket.buffer, self._engine.transport, functools.partial(self._dense, name))
-                bucket.future.set_result(bucket.buffer)
+                if bucket.taken is not None and bucket.taken.summed:
+                    for x in bucket.taken.tensors:
+                        x.mul_(self._engine.transport.size)
+                bucket.complete()
 
     def _clear(self) -> None:
         self._buckets, self._gradients = [], {}
@@ -323,17 +361,6 @@ class GradientHook:
         self._failure = None
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.forget()
-
-
-def _gradients(bucket: dist.GradBucket) -> Iterator[torch.Tensor]:
-    """Yield the gradients of a bucket as views into its buffer, with the shapes and strides of their parameters."""
-    buffer = bucket.buffer()
-    start = buffer.storage_offset()
-    for p, x in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        # PyTorch's own views have the shape, but not the order of the elements in memory.
-        channels_last = not p.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(p)
-        yield buffer.as_strided(p.shape, p.stride(), start) if channels_last else x
-        start += p.numel()
 
 
 def _completed(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

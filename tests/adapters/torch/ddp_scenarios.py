@@ -19,7 +19,12 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -327,6 +332,183 @@ def held_by_wrappers() -> dict[str, Any]:
     results["none"] = outcome(lambda: grace.torch.register(Holder(inner=make_net()), TOPK))
     results["no module"] = outcome(lambda: grace.torch.register(sgd(make_net()), TOPK))  # type: ignore[arg-type]
     return results
+
+
+class Accumulator:
+    """Float32 sums of gradients, which a hook adds to and reduces, as nanotron's does."""
+
+    def __init__(self, model: torch.nn.Module, op: Any) -> None:
+        self.parameters, self.op = list(model.parameters()), op
+        self.sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in self.parameters}
+        self.handles: list[torch.futures.Future[Any]] = []
+        # What this rank has added before the last exchange.
+        self.given: dict[torch.Tensor, torch.Tensor] = {}
+
+    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self.sums[p].add_(gradient.view_as(self.sums[p]))
+            self.given[p] = self.sums[p].clone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            sums = [self.sums[p].view(-1) for p in bucket.parameters()]
+            self.handles.append(dist.all_reduce_coalesced(sums, op=self.op, async_op=True))
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def finish(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
+
+    def step(self, weights: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Apply the means to float32 weights, copy these to the model's, and begin anew."""
+        size = dist.get_world_size() if self.op == dist.ReduceOp.SUM else 1
+        with torch.no_grad():
+            for p, x in weights.items():
+                p.copy_(x.sub_(0.1 * self.sums[p] / size))
+                self.sums[p].zero_()
+                p.grad = None
+
+
+def accumulated_by_ddp(config: Any, op: Any = dist.ReduceOp.SUM, change: bool = False, **options: Any) -> Any:
+    """Train with a hook that accumulates in float32; the weights, the largest loss of a gradient, and the exchange."""
+    model = make_net().to(torch.bfloat16)
+    ddp, accumulator = parallel(model, **options), Accumulator(model, op)
+    ddp.register_comm_hook(accumulator, lambda state, bucket: state.hook(bucket))
+    exchange = None if config is None else grace.torch.register(ddp, config)
+    weights = {p: p.detach().float() for p in model.parameters()}
+    given, applied = (dict.fromkeys(weights, 0.0) for _ in "ga")
+    for i, (x, y) in enumerate(batches(5, my_rank())):
+        # A static graph must see an exchange first.
+        alone = i in (1, 3)
+        with ddp.no_sync() if alone else nullcontext():
+            F.cross_entropy(ddp(x.to(torch.bfloat16)), y).backward()
+        if alone:
+            for p in weights:
+                accumulator.sums[p].add_(p.grad)
+                p.grad = None
+            continue
+        accumulator.finish()
+        for p in weights:
+            given[p] = given[p] + accumulator.given[p]
+            applied[p] = applied[p] + accumulator.sums[p] / (dist.get_world_size() if op == dist.ReduceOp.SUM else 1)
+        accumulator.step(weights)
+        if change and i == 2 and exchange is not None:
+            saved = exchange.state_dict()
+            exchange.change(compress_ratio=0.2)
+            exchange.change(compress_ratio=0.1)
+            exchange.load_state_dict(saved)
+    worst = 0.0
+    if exchange is not None:
+        held = held_by(exchange)
+        for name, p in model.named_parameters():
+            total = applied[p] + mean(held[name], f"r.{name}").reshape(p.shape)
+            worst = max(worst, float((mean(given[p], name) - total).abs().max()))
+    return digest(weights.values()), worst, exchange
+
+
+def wrapped_by_ddp() -> dict[str, Any]:
+    """Register models with a hook of their own: weights with and without grace, and what is lost of gradients."""
+    results: dict[str, Any] = {"accumulated": {}, "of PyTorch": {}}
+    whole = {"compressor": "topk", "compress_ratio": 1.0, "communicator": "allgather", **EVERYTHING}
+    dense = {**TOPK, "rules": [{"match": "left.weight", "compressor": "none"}]}
+    for way, options in WAYS.items():
+        for label, config, op in (
+            ("none", {"compressor": "none", **EVERYTHING}, dist.ReduceOp.SUM),
+            ("whole", whole, dist.ReduceOp.AVG),
+            ("topk", TOPK, dist.ReduceOp.SUM),
+            ("some dense", dense, dist.ReduceOp.AVG),
+        ):
+            plain, *_ = accumulated_by_ddp(None, **options)
+            weights, lost, exchange = accumulated_by_ddp(config, op, **options)
+            stats = exchange.stats()
+            row = {
+                "plain": plain,
+                "weights": weights,
+                "lost": lost,
+                "bytes": [stats["wire_bytes"], stats["dense_bytes"]],
+            }
+            results["accumulated"][f"{way}, {label}"] = row
+    results["unchanged"] = [accumulated_by_ddp(TOPK)[0], accumulated_by_ddp(TOPK, change=True)[0]]
+    for hook in (allreduce_hook, fp16_compress_hook, fp16_compress_wrapper(allreduce_hook)):
+        nets = [make_net() for _ in range(3)]
+        for model, config in zip(nets, (None, {"compressor": "none", **EVERYTHING}, whole), strict=True):
+            ddp = parallel(model)
+            ddp.register_comm_hook(None, hook)
+            if config is not None:
+                grace.torch.register(ddp, config)
+            steps(ddp, sgd(model), batches(3, my_rank()))
+        plain, none, all_sent = ([p.detach() for p in model.parameters()] for model in nets)
+        difference = max(float((a - b).abs().max()) for a, b in zip(plain, all_sent, strict=True))
+        results["of PyTorch"][hook.__qualname__] = [digest(plain), digest(none), digest(all_sent), difference]
+    results["refused"] = {label: outcome(lambda hook=hook: _registered_with(hook)) for label, hook in UNFIT.items()}
+    results["later"] = outcome(_with_a_hook_that_waits_later)
+    return results
+
+
+def _registered_with(hook: Any) -> None:
+    ddp = parallel(make_net())
+    ddp.register_comm_hook(None, hook)
+    grace.torch.register(ddp, TOPK)
+
+
+def _with_a_hook_that_waits_later() -> None:
+    calls = []
+
+    def hook(_, bucket):
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+        calls.append(future.wait() if len(calls) > 20 else None)
+        return future
+
+    ddp = parallel(make_net())
+    ddp.register_comm_hook(None, hook)
+    grace.torch.register(ddp, TOPK)
+    for x, y in batches(20, my_rank()):
+        F.cross_entropy(ddp(x), y).backward()
+
+
+def _waits(_, bucket):
+    dist.all_reduce(bucket.buffer())
+    return bucket.buffer()
+
+
+def _waits_for_its_future(_, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0]).wait()
+
+
+def _reduces_twice(_, bucket):
+    dist.all_reduce(bucket.buffer(), async_op=True)
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+
+def _gathers(_, bucket):
+    return dist.all_gather([torch.empty_like(bucket.buffer())] * dist.get_world_size(), bucket.buffer(), async_op=True)
+
+
+def _does_nothing(_, bucket):
+    return bucket.buffer()
+
+
+def _takes_the_maximum(_, bucket):
+    return dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.MAX, async_op=True).get_future()
+
+
+def _reduces_a_part(_, bucket):
+    return dist.all_reduce(bucket.buffer()[:1], async_op=True).get_future()
+
+
+# Hooks that grace cannot wrap. DDP refuses annotations that are strings.
+UNFIT = {
+    "waits": _waits,
+    "waits for its future": _waits_for_its_future,
+    "twice": _reduces_twice,
+    "gathers": _gathers,
+    "nothing": _does_nothing,
+    "maximum": _takes_the_maximum,
+    "part": _reduces_a_part,
+    "powersgd": powerSGD_hook,
+}
 
 
 def checkpointed_by_ddp() -> dict[str, Any]:

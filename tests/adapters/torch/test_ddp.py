@@ -154,6 +154,48 @@ def test_compiled_models_train_alike(launch):
     assert same([value for rank in ranks for value in rank.values()])
 
 
+@on(TWO, Launch(TORCH, "torchrun", 3))
+def test_a_hook_that_is_there_is_wrapped(launch):
+    ranks = scenario("wrapped_by_ddp", launch)
+    for rank in ranks:
+        assert len(rank["accumulated"]) == 20
+        for label, found in rank["accumulated"].items():
+            sent, dense = found["bytes"]
+            assert found["lost"] < 1e-6, label
+            # A float32 sum per element, though the parameters have 16 bits.
+            assert dense == 4 * (60 + 2 * (216 * 40 + 40) + 1 + 410), label
+            assert sent < 0.75 * dense or not label.endswith("topk"), label
+            assert found["weights"] == ranks[0]["accumulated"][label]["weights"], label
+            assert found["weights"] == found["plain"] or not label.endswith("none"), label
+            assert found["weights"] != found["plain"] or not label.endswith("topk"), label
+        assert same(rank["unchanged"])
+        assert len(rank["of PyTorch"]) == 3
+        for label, (plain, none, whole, difference) in rank["of PyTorch"].items():
+            assert plain == none, label
+            assert difference < 1e-3, (label, difference)
+            assert whole == ranks[0]["of PyTorch"][label][2], label
+
+
+@on(TWO)
+def test_a_hook_that_cannot_be_wrapped_is_refused(launch):
+    expected = {
+        "waits": "the communication hook waits for its allreduce",
+        "waits for its future": "the communication hook waits for its allreduce",
+        "twice": "it starts several allreduces for a bucket",
+        "gathers": "it starts the collective 'allgather'",
+        "nothing": "it starts no allreduce",
+        "maximum": "it reduces by another operation than SUM or AVG",
+        "part": "it reduces 1 tensors of 1 elements for a bucket of",
+        "powersgd": "it does more than to exchange the gradients of each step",
+    }
+    for rank in scenario("wrapped_by_ddp", launch):
+        assert rank["refused"].keys() == expected.keys()
+        for label, error in rank["refused"].items():
+            assert error.startswith("ConfigError: grace.torch.register: the model has the communication hook '"), label
+            assert f"and grace cannot wrap it: {expected[label]}" in error, label
+        assert rank["later"].startswith("StepError: the communication hook waits for its allreduce")
+
+
 @on(Launch(TORCH, "torchrun", 3))
 def test_a_model_is_found_in_what_holds_it(launch):
     for rank in scenario("held_by_wrappers", launch):
@@ -301,9 +343,9 @@ def test_what_cannot_work_is_refused(launch):
         assert "grace.torch.register() exchanges the gradients of these parameters already" in rank["wrapped"]
         assert "expected whole parameters, received sharded ones (DTensor)" in rank["sharded"]
         by_grace, by_torch = rank["overlapped"]
-        assert by_grace.startswith("ConfigError: grace.torch.register: the model cannot be used, because it has a comm")
+        assert by_grace.startswith("ConfigError: grace.torch.register: the model has the communication hook 'hook_with")
         assert by_torch.startswith("RuntimeError: register_comm_hook or register_builtin_comm_hook can only be called")
-        assert rank["twice"].startswith("ConfigError: grace.torch.register: the model cannot be used, because it has")
+        assert rank["twice"].startswith("ConfigError: grace.torch.register: the model cannot be used, because it is")
         assert "use torch.autocast instead" in rank["mixed"]
         assert "because _apply_optimizer_in_backward() takes the place of its only" in rank["applied in backward"]
         assert rank["plain"].startswith("TypeError: grace.torch.register: expected a model wrapped in")
