@@ -27,7 +27,7 @@ from grace.core.methods.capabilities import (
 )
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops import register_backend
 from grace.core.ops.table import composite
 from grace.core.values.config import Config, Method, Rule, make_config
@@ -51,6 +51,7 @@ register_backend("tensorflow", "grace.backends.tensorflow_ops:TensorflowOps")
 __all__ = [
     "Checking",
     "Communicator",
+    "Compensated",
     "Compressor",
     "Config",
     "DistributedOptimizer",
