@@ -73,7 +73,8 @@ def table(name: str, keys: list[str]) -> list[str]:
     """Return the lines of a Markdown table of all rows, with these columns."""
     data = load(name)
     columns = {key: data["columns"][key] for key in keys or data["columns"]}
-    align = ["---" if isinstance(value_of(data, data["rows"][0], key), (str, list)) else "---:" for key in columns]
+    words = {key for key in columns if isinstance(value_of(data, data["rows"][0], key), (str, list))}
+    align = ["---" if key in words and not data["columns"][key].get("range") else "---:" for key in columns]
     lines = [[column["title"] for column in columns.values()], align]
     lines += [[cell(data, row, key) for key in columns] for row in data["rows"]]
     return [table_row(*line) for line in lines]

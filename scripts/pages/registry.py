@@ -22,7 +22,7 @@ mpl.rcParams.update(
         "font.size": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "savefig.dpi": 160,
+        "savefig.dpi": 110,
         "savefig.facecolor": "white",
         # The same bytes each time, with letters of the reader's own font.
         "svg.hashsalt": "grace",
