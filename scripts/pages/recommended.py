@@ -1,4 +1,4 @@
-"""Where to start, by optimizer and network."""
+"""The places to start, by optimizer and network."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def sentence(text: str) -> str:
 
 
 class Found(NamedTuple):
-    """Where a name is defined: the module, and the statement in it."""
+    """The definition of a name: its module, and the statement in it."""
 
     module: str
     node: ast.stmt

@@ -1,4 +1,4 @@
-"""What grace recommends, beside the measurements that it rests on, and the warning of poor pairs."""
+"""The recommendations beside the measurements that it rests on, and the warning of poor pairs."""
 
 from __future__ import annotations
 
