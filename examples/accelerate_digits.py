@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from digits_torch import Network, Torchrun, outcome, tensors
 from torch.utils.data import DataLoader
 
-import grace.torch as grace
+import grace
 
 
 def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digits.Outcome:
@@ -32,7 +32,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     # GRACE: everything that compressed gradients add to a script ----------------------------------------------------
-    exchange = grace.register(model, run.config, grad_scaler=accelerator.scaler)
+    compression = grace.torch.trainers.accelerate.register(accelerator, model, run.config)
     # GRACE: end -----------------------------------------------------------------------------------------------------
 
     steps = args.epochs * len(loader)
@@ -46,7 +46,7 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
                 accelerator.clip_grad_norm_(model.parameters(), 10.0)
                 optimizer.step()
                 schedule.step()
-                progress.step(exchange.stats())
+                progress.step(compression.exchange.stats())
             progress.epoch(loss.item())
     return outcome(accelerator.unwrap_model(model), data, progress)
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/lightning_digits.py --compressor none qsgd
 
-Data, command line and table are those of torch_digits.py. The code for grace is the class `Compress`.
+Data, command line and table are those of torch_digits.py. The code for grace is the line marked GRACE.
 """
 
 from __future__ import annotations
@@ -18,32 +18,20 @@ import torch.nn.functional as F
 from digits_torch import Network, Torchrun, outcome, tensors
 from torch.utils.data import DataLoader
 
-import grace.torch as grace
-
-
-class Compress(lightning.Callback):
-    """Compression of the gradients of a model that Lightning trains with its strategy `ddp`."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Register the model, which the strategy has put into DistributedDataParallel before."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.exchange = grace.register(trainer.strategy.model, self.config, grad_scaler=scaler)
+import grace
 
 
 class Show(lightning.Callback):
     """The progress of a run."""
 
-    def __init__(self, progress: digits.Progress, compress: Compress) -> None:
-        self.progress, self.compress = progress, compress
+    def __init__(self, progress: digits.Progress, callback: Any) -> None:
+        self.progress, self.callback = progress, callback
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the step."""
-        self.progress.step(self.compress.exchange.stats())
+        self.progress.step(self.callback.exchange.stats())
         self.loss = float(outputs["loss"])
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -79,14 +67,14 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
     loader = DataLoader(tensors(data.train), args.batch_size, shuffle=True, drop_last=True)
     steps = args.epochs * (len(data.train.labels) // Torchrun.size() // args.batch_size)
     with digits.Progress(run.label, steps, Torchrun.rank()) as progress:
-        compress = Compress(run.config)
+        callback = grace.torch.trainers.lightning.GraceCallback(run.config)  # GRACE
         trainer = lightning.Trainer(
             accelerator="cpu",
             strategy="ddp",
             devices=Torchrun.size(),
             max_epochs=args.epochs,
             gradient_clip_val=10.0,
-            callbacks=[compress, Show(progress, compress)],
+            callbacks=[callback, Show(progress, callback)],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

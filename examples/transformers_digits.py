@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/transformers_digits.py --compressor none qsgd
 
-Data, command line and table are those of torch_digits.py. The code for grace is the class `Compress`.
+Data, command line and table are those of torch_digits.py. The code for grace is the line marked GRACE.
 """
 
 from __future__ import annotations
@@ -19,33 +19,18 @@ import transformers
 from digits_torch import Network, Torchrun, outcome, tensors
 from torch import nn
 
-import grace.torch as grace
-
-
-class Compress(transformers.TrainerCallback):
-    """Compression of the gradients of a model that a Trainer has put into DistributedDataParallel."""
-
-    def __init__(self, trainer: transformers.Trainer, config: Any) -> None:
-        self.trainer, self.config = trainer, config
-        self.exchange: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Register the model, unless it was trained before."""
-        if self.exchange is None:
-            self.exchange = grace.register(
-                self.trainer.model_wrapped, self.config, grad_scaler=self.trainer.accelerator.scaler
-            )
+import grace
 
 
 class Show(transformers.TrainerCallback):
     """The progress of a run."""
 
-    def __init__(self, progress: digits.Progress, compress: Compress) -> None:
-        self.progress, self.compress = progress, compress
+    def __init__(self, progress: digits.Progress, callback: Any) -> None:
+        self.progress, self.callback = progress, callback
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Count the step."""
-        self.progress.step(self.compress.exchange.stats())
+        self.progress.step(self.callback.exchange.stats())
 
 
 class Classifier(nn.Module):
@@ -87,9 +72,9 @@ def train(run: digits.Run, data: digits.Data, args: argparse.Namespace) -> digit
             train_dataset=images,
             optimizers=(optimizer, schedule),
         )
-        compress = Compress(trainer, run.config)
-        trainer.add_callback(compress)
-        trainer.add_callback(Show(progress, compress))
+        callback = grace.torch.trainers.transformers.GraceCallback(trainer, run.config)  # GRACE
+        trainer.add_callback(callback)
+        trainer.add_callback(Show(progress, callback))
         trainer.remove_callback(transformers.PrinterCallback)
         progress.epoch(trainer.train().training_loss)
     return outcome(model.network, data, progress)

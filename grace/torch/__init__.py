@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grace.torch import trainers as trainers
 from grace.torch.exchange import Exchange
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.register import register
