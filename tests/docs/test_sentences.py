@@ -440,7 +440,7 @@ def trainers():
     named = ("accelerate", "transformers", "lightning")
     accelerate, transformers, lightning = (required(name, "requirements_trainers") for name in named)
     yield f"with Accelerate {accelerate}, Transformers {transformers} and Lightning {lightning},"
-    yield f"PyTorch {required('torch')} and 2 ranks on CPUs."
+    yield f"PyTorch {required('torch')} and 2 ranks on CPUs. The"
 
 
 def versions():

@@ -2,7 +2,6 @@
 
     torchrun --standalone --nproc-per-node 2 tests/examples/resumed_trainer.py TRAINER FOLDER
     torchrun --standalone --nproc-per-node 3 tests/examples/resumed_trainer.py TRAINER FOLDER --resume
-    python tests/examples/resumed_trainer.py TRAINER FOLDER
 
 The first command trains 12 steps of two accumulated batches each, with an evaluation in between, and saves after 8.
 Then it trains the last 4 again. The second one only trains these, from what other ranks have saved. Rank 0 prints as
@@ -67,7 +66,7 @@ class Classifier(nn.Module):
 
 @dataclasses.dataclass
 class Run:
-    """What a run leaves behind on a rank."""
+    """The result of a run on a rank."""
 
     weights: list[torch.Tensor]
     exchange: Any

@@ -24,15 +24,16 @@ _KINDS = ("memory", "compressor")
 class Compression:
     """The exchange of the model that a trainer trains, and its state in the trainer's checkpoints.
 
-    `exchange` is what `grace.torch.register` returns for the model. It is None until the model is registered. It stays
-    None with one rank, which has nothing to exchange. `config` and `options` are as for `register`.
+    `config` and `options` are as for `grace.torch.register`.
 
     A trainer that saves a folder has a file per rank in it, by `save` and `load`. One that saves a single file has the
     states of all ranks in it, by `state_dict` and `load_state_dict`.
     """
 
+    #: What `grace.torch.register` has returned for the model. None before, and with one rank, which exchanges nothing.
+    exchange: Exchange | None = None
+
     def __init__(self, config: Configuration = None, **options: Any) -> None:
-        self.exchange: Exchange | None = None
         self._config, self._options = config, options
         # The model that was registered last.
         self._model: torch.nn.Module | None = None

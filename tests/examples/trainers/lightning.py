@@ -77,5 +77,6 @@ def train(folder: Path, resume: bool) -> Run:
     trainer.fit(model, ckpt_path=folder / "epoch=1.ckpt" if resume else None)
     if dist.is_initialized():
         dist.barrier()
-    logged = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    metrics = Path(logger.log_dir) / "metrics.csv"
+    logged = metrics.read_text().splitlines()[0].split(",") if metrics.exists() else []
     return Run(watch.weights, callback.exchange, watch.began, logged)

@@ -47,5 +47,7 @@ def train(folder: Path, resume: bool) -> Run:
     trainer.add_callback(watch)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
-    logged = [name for entry in trainer.state.log_history for name in entry]
+    # A checkpoint contains the history before it.
+    begin = SAVED if resume else 0
+    logged = [name for entry in trainer.state.log_history if entry["step"] > begin for name in entry]
     return Run([p.detach().clone() for p in model.parameters()], callback.exchange, watch.began, logged)
