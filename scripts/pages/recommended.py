@@ -11,7 +11,7 @@ from grace.core.values.recommended import STARTS
 @kind("recommended")
 def recommended(block: Block) -> list[str]:
     """Return the table of the places to start."""
-    lines = [row("optimizer", "network", "compressor", "bytes that remain, and training"), row(*["---"] * 4)]
+    lines = [row("optimizer", "network", "compressor", "bytes left, and training"), row(*["---"] * 4)]
     for start in STARTS:
         options = [f"`{key}={value!r}`" for key, value in start.config.items() if key != "compressor"]
         method = ", ".join([methods.link(start.config["compressor"], block), *options])

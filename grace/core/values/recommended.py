@@ -17,7 +17,7 @@ from grace.core.values.config import Config
 from grace.core.values.errors import GraceWarning
 from grace.core.values.registry import compressors
 
-ADAM, SGD, ANY = "Adam, AdamW and their kind", "SGD, with or without momentum", "any"
+ADAM, SGD, ANY = "Adam, AdamW", "SGD", "any"
 
 
 class Start(NamedTuple):
