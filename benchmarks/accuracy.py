@@ -3,7 +3,8 @@
     python benchmarks/accuracy.py --compressors mine:clip=2 qsgd --import ./mine.py
 
 Two ranks on this machine train in DistributedDataParallel, as in examples/ddp_digits.py, each weight compressed
-separately (granularity "layer"). Without further options, methods of grace have the settings of examples/digits.py.
+separately (granularity "layer"). Methods of grace have the settings of examples/digits.py, unless options change them.
+The column "setting" has what differs from learning rate 0.05, momentum 0.9 and the default options.
 Bytes are what one rank sends per step for the three weights of at least 1,024 elements, on average over the run of the
 first seed, and their share of the bytes of these weights. A run of a fast method takes some seconds on two cores.
 """
@@ -27,18 +28,30 @@ import grace
 from grace.bench.command import add_variants
 from grace.bench.variants import Variant, import_own, parse_variants
 
-RANKS = 2
+RANKS, BATCH = 2, 32
 SHARED = {"granularity": "layer", "check_replicas": 20}
+USUAL = digits.Setting()
 
 
 def runs_of(args):
-    """Return the runs: `none`, then the given methods. Raises GraceError for a wrong configuration."""
+    """Return the runs with the beginnings of their rows: `none`, then the given methods.
+
+    Raises GraceError for a wrong configuration.
+    """
     runs = []
     for variant in [Variant("none"), *parse_variants(args.compressors, **SHARED)]:
         setting = digits.SETTINGS.get(variant.name, digits.Setting())
-        config = grace.make_config(variant.config(**SHARED, **setting.options))
-        changed = runs and args.lr is not None
-        runs.append(digits.Run(variant.label, config, args.lr if changed else setting.lr, setting.momentum))
+        options = {**setting.options, **variant.options}
+        config = grace.make_config(Variant(variant.name, options).config(**SHARED))
+        lr = args.lr if runs and args.lr is not None else setting.lr
+        shown = dict(options)
+        if lr != USUAL.lr:
+            shown["lr"] = lr
+        if setting.momentum != USUAL.momentum:
+            shown["momentum"] = setting.momentum
+        text = ", ".join(f"{key} {value}" for key, value in shown.items())
+        run = digits.Run(variant.label, config, lr, setting.momentum)
+        runs.append((run, {"method": variant.name, "setting": text}))
     return runs
 
 
@@ -62,10 +75,9 @@ def rank(number, args, folder):
     torch.set_num_threads(1)
     import_own(args.modules)
     data, rows = digits.load_data(), []
-    for run in runs_of(args):
-        row = {"method": run.label, "setting": f"lr {run.lr:g} momentum {run.momentum:g}"}
+    for run, row in runs_of(args):
         for seed in args.seeds:
-            row |= trained(run, data, argparse.Namespace(**{**vars(args), "seed": seed}), row)
+            row |= trained(run, data, argparse.Namespace(epochs=args.epochs, batch_size=BATCH, seed=seed), row)
         row["mean"] = sum(row[f"seed_{seed}"] for seed in args.seeds) / len(args.seeds)
         rows.append(row)
     if number == 0:
@@ -78,10 +90,11 @@ def main():
     add_variants(parser, "qsgd")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N", help="(default: 0 1)")
     parser.add_argument("--epochs", type=int, default=15, help="(default: 15)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (default: 32)")
     parser.add_argument("--lr", type=float, help="of the methods; none has 0.05 (default: as in digits.py)")
     args = parser.parse_args()
     args.compressors = args.compressors or ["qsgd"]
+    if args.epochs < 1 or (args.lr is not None and args.lr <= 0):
+        parser.error("expected --epochs of at least 1 and a positive --lr")
     try:
         args.modules = import_own(args.modules)
         runs_of(args)

@@ -48,10 +48,13 @@ def test_errors_of_given_methods(own):
     assert float(rows[1]["normal"]) == pytest.approx((4.9 / 7) ** 2 / 12, rel=0.2)
 
 
+SHORT = ("--lr", 0.1, "--epochs", 1, "--seeds", 0, 3)
+
+
 @pytest.mark.distributed
 def test_accuracy_of_given_methods(own):
-    rows, _ = run("accuracy.py", "--compressors", "bytes:levels=7", "--import", own, "--epochs", 1, "--seeds", 0, 3)
-    assert [row["method"] for row in rows] == ["none", "bytes:levels=7"]
+    rows, _ = run("accuracy.py", "--compressors", "bytes:levels=7", "--import", own, *SHORT)
+    assert [(row["method"], row["setting"]) for row in rows] == [("none", ""), ("bytes", "levels 7, lr 0.1")]
     for row in rows:
         seeds = [float(row[f"seed {seed}"]) for seed in (0, 3)]
         assert float(row["mean"]) == pytest.approx(sum(seeds) / 2, abs=0.006)
@@ -68,6 +71,12 @@ def test_a_wrong_method_is_one_line(name):
     _, said = run(name, "--compressors", "qsgd:quantum=3", status=2)
     assert "Traceback" not in said
     assert "quantum" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", [("--epochs", 0), ("--lr", -1)])
+def test_wrong_numbers_are_refused(arguments):
+    _, said = run("accuracy.py", *arguments, status=2)
+    assert said.splitlines()[-1] == "accuracy.py: error: expected --epochs of at least 1 and a positive --lr"
 
 
 def test_errors_need_a_file_or_methods():
