@@ -6,11 +6,16 @@ import dataclasses
 import inspect
 import json
 import re
+import textwrap
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from grace.bench.variants import Variant
 from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.values.config import Method
+from grace.core.values.errors import ConfigError, folded, nearest
+from grace.core.values.recommended import ANY, SGD, STARTS, Start, optimizers_for, starts
 from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
 from grace.core.values.spec import ITEMSIZE, Field, Ranks, TensorSpec
 from grace.core.values.unit import Assignment
@@ -63,7 +68,7 @@ FAMILIES = (
     ),
     Family(
         "Sparsification",
-        "a quarter of the bytes is still too much; `topk` is the usual first choice",
+        "a quarter of the bytes is still too much; with SGD, `topk` is the usual first choice",
         (
             "topk",
             "randomk",
@@ -118,34 +123,16 @@ FAMILIES = (
 # Bits per element are computed for this tensor.
 EXAMPLE = TensorSpec("example", (1024, 1024))
 
-HEAD = [
-    "name",
-    "memory",
-    "communicator",
-    "summable",
-    "unbiased",
-    "fixed-size",
-    "sparsifies",
-    "error feedback",
-    "bits per element",
-    "frameworks",
-]
-
-
-def _rows() -> list[list[str]]:
-    """Return one row per method, sorted by name."""
-    rows = []
-    # Every method runs on every framework, because it uses only grace's array operations.
-    runs_on = ", ".join(["numpy", *(name for name in FRAMEWORKS if installed(name))])
-    for name in compressors:
-        if required(compressors.get(name)):
-            rows.append([name, *["depends on options"] * (len(HEAD) - 1)])
-            continue
-        c = compressors.make(name)
-        words = ["yes" if flag else "no" for flag in (c.summable, c.unbiased, c.fixed_size, sparsifies(c))]
-        components = [c.default_memory, communicator(c)]
-        rows.append([name, *components, *words, feedback(c), _bits(c), runs_on])
-    return rows
+# Columns of the list. The other facts of a method are in its description.
+HEAD = ("name", "optimizer", "bits", "memory", "communicator", "unbiased")
+WIDTH = 80
+MARK = "* "
+BY_OPTIONS = "depends on options"
+LEGEND = (
+    "* start here. Optimizer: with which the method trains well. Bits: sent per element of a matrix of 1024 x 1024, or "
+    "per kept element. Communicator: on two ranks, and on more if it is another. `grace compressors NAME` shows the "
+    "options and more."
+)
 
 
 def feedback(compressor: Compressor) -> str:
@@ -188,8 +175,8 @@ def _bits(compressor: Compressor) -> str:
     each = 8 * sum(ITEMSIZE[f.dtype] for f in open_ended)
     # Different lengths cannot be added, and a length is only a number of kept elements if the method selects.
     if selects(compressor) and len({f.length for f in open_ended}) == 1:
-        return f"{each} per kept element"
-    return "data-dependent"
+        return f"{each} x kept"
+    return "by data"
 
 
 def required(cls: type) -> list[str]:
@@ -216,22 +203,128 @@ def _summary(cls: type) -> str:
 
 
 def _registries() -> dict[str, Registry[Any]]:
-    return {"Compressors": compressors, "Memories": memories, "Communicators": communicators}
+    return {"compressor": compressors, "memory": memories, "communicator": communicators}
 
 
-def as_text() -> str:
-    """Return the list of methods as text for a terminal."""
-    lines = [_aligned([HEAD, *_rows()])]
-    for title, registry in _registries().items():
+def as_text(family: str | None = None) -> str:
+    """Return the list of compressors of a family; of all families with where to start, and with the other components.
+
+    The name of a family may differ in case, hyphens and underscores. Raises ConfigError if there is none of that name.
+    """
+    if family is not None:
+        return "\n".join([*_of_family(_family(family)), "", *_wrapped(LEGEND)])
+    lines = ["Start with"]
+    for start in STARTS:
+        optimizer = "any optimizer" if start.optimizer == ANY else start.optimizer
+        lines += _wrapped(f"{_label(start):<10} {optimizer}, network: {start.network}", "  ", " " * 13)
+        lines += _wrapped(f"bytes: {start.bytes}; trains {start.trains}", " " * 13, " " * 13)
+    for each in FAMILIES:
+        lines += ["", *_of_family(each)]
+    if outside := [name for name in compressors if _family_of(name) is None]:
+        lines += ["", "From outside of grace", *_table(outside)]
+    for kind, title in (("memory", "Memories"), ("communicator", "Communicators")):
         lines += ["", title]
-        for name in registry:
-            cls = registry.get(name)
-            lines.append(f"  {name}: {_summary(cls)}")
-            if options := _options(cls):
-                lines.append(f"      {', '.join(options)}")
-    return "\n".join(lines)
+        for name in _registries()[kind]:
+            lines += _wrapped(f"{name}: {_summary(_registries()[kind].get(name))}", "  ", "      ")
+    return "\n".join([*lines, "", *_wrapped(LEGEND)])
 
 
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+def described(name: str) -> str:
+    """Return the description of all components of a name: what they are, flags and options.
+
+    Raises ConfigError if there is none.
+    """
+    texts = []
+    for kind, registry in _registries().items():
+        if name in registry:
+            found = registry.spelled(name)
+            lines = _wrapped(f"{found} ({kind}): {_summary(registry.get(found))}")
+            facts = _facts(found) if kind == "compressor" else {}
+            for topic, fact in {**facts, "options": _options(registry.get(found)) or ["none"]}.items():
+                # No line ends within a fact.
+                text = ", ".join(fact).replace(" = ", "\xa0=\xa0").replace(": ", ":\xa0")
+                lines += _wrapped(text, f"  {topic:<18}", " " * 20)
+            texts.append("\n".join(lines).replace("\xa0", " "))
+    if not texts:
+        raise ConfigError(f"unknown method '{name}'.{nearest(name, names())} `grace compressors` lists all.")
+    return "\n\n".join(texts)
+
+
+def names() -> list[str]:
+    """Return the names of all components."""
+    return sorted({name for registry in _registries().values() for name in registry})
+
+
+def _family(name: str) -> Family:
+    """Return the family of this name."""
+    for family in FAMILIES:
+        if folded(family.title) == folded(name):
+            return family
+    raise ConfigError(f"--family: unknown family '{name}'.{nearest(name, [family.page for family in FAMILIES])}")
+
+
+def _family_of(compressor: str) -> Family | None:
+    """Return the family of a built-in compressor."""
+    return next((family for family in FAMILIES if compressor in family.methods), None)
+
+
+def _of_family(family: Family) -> list[str]:
+    return [*_wrapped(f"{family.title}: use it if {family.use}."), *_table(family.methods)]
+
+
+def _table(names: Sequence[str]) -> list[str]:
+    """Return the table of these compressors. Those to start with are marked."""
+    rows = {name: _row(name) for name in names}
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows.values(), strict=True)]
+    lines = []
+    for name, cells in {"": HEAD, **rows}.items():
+        aligned = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"{MARK if starts(name) else '  '}{aligned}".rstrip())
+    return lines
+
+
+def _row(name: str) -> list[str]:
+    """Return the cells of a compressor in the list."""
+    if required(compressors.get(name)):
+        return [name, BY_OPTIONS, *[""] * (len(HEAD) - 2)]
+    c = compressors.make(name)
+    optimizer = "SGD" if optimizers_for(name) == SGD else "any"
+    travels = ", ".join(dict.fromkeys(taken(c, ranks) for ranks in (2, 3)))
+    return [name, optimizer, _bits(c), c.default_memory, travels, _yes(c.unbiased)]
+
+
+def _facts(name: str) -> dict[str, list[str]]:
+    """Return what the description of a compressor says of it, by topic."""
+    family = _family_of(name)
+    title = "from outside of grace" if family is None else family.title
+    if required(compressors.get(name)):
+        return {"family": [title], "flags and bits": [BY_OPTIONS]}
+    c = compressors.make(name)
+    flags = {"summable": c.summable, "unbiased": c.unbiased, "fixed-size": c.fixed_size, "sparsifies": sparsifies(c)}
+    begin = [f"{'any optimizer' if s.optimizer == ANY else s.optimizer}; network {s.network}" for s in starts(name)]
+    return {
+        "family": [title],
+        "optimizer": [optimizers_for(name)],
+        **({"start with it": begin} if begin else {}),
+        "bits per element": [_bits(c)],
+        "memory": [f"{c.default_memory}; error feedback: {feedback(c)}"],
+        "communicator": [communicator(c)],
+        "flags": [f"{flag}: {_yes(value)}" for flag, value in flags.items()],
+        # Every method runs on every framework, because it uses only grace's array operations.
+        "frameworks": ["numpy", *(framework for framework in FRAMEWORKS if installed(framework))],
+    }
+
+
+def _label(start: Start) -> str:
+    options = {key: value for key, value in start.config.items() if key != "compressor"}
+    return Variant(start.config["compressor"], options).label
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )

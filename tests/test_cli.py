@@ -1,25 +1,27 @@
-"""The command `grace`: its table of methods, and the findings of `grace doctor`."""
+"""The command `grace`: its lists and descriptions of methods, its errors, and the completion in shells."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import grace
-from grace import cli, listing
-from grace.core.ops import native
-from grace.machine import FRAMEWORKS, python
-from tests.support.covering import ALL
-from tests.support.launch import TENSORFLOW, TORCH, Launch
-from tests.support.poisoned import imported, poison
-from tests.support.ranks import on, scenario
-
-ROOT = Path(__file__).parent.parent
+from grace import cli, communicators, compressors, listing, memories
+from grace.bench.variants import candidates
+from grace.core.values.recommended import POOR_WITH_ADAM, STARTS
+from tests.bench.test_variants import MINE
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,35 +29,109 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "grace.cli", *arguments], capture_output=True, text=True, timeout=300)
 
 
+def listed(*arguments: str) -> str:
+    """Return what the command prints here."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert cli.main(["compressors", *arguments]) == 0
+    return output.getvalue()
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Return the rows of the tables of a list by their first words."""
+    found = (re.split(r"  +", line[2:]) for line in text.splitlines() if re.match(r"[* ] \S+  +\S", line))
+    return {cells[0]: cells[1:] for cells in found if len(cells) == len(listing.HEAD)}
+
+
 def test_compressors_lists_every_registered_method():
     names = subprocess.check_output([sys.executable, "-c", "import grace; print(*grace.compressors)"], text=True)
     result = run("compressors")
     assert result.returncode == 0
-    listed = [line.split()[0] for line in result.stdout.split("\n\n")[0].splitlines()[1:]]
-    assert listed == names.split()
+    assert sorted({*rows(result.stdout)} - {"name"}) == names.split()
 
 
-def test_compressors_shows_defaults_flags_bits_frameworks_and_options(capsys, monkeypatch):
-    monkeypatch.setattr(listing, "installed", lambda package: None if package == "tensorflow" else "9.9")
-    assert cli.main(["compressors"]) == 0
-    output = capsys.readouterr().out
-    rows = {line.split()[0]: line.split() for line in output.split("\n\n")[0].splitlines()}
-    # 10,485 of 1,048,576 elements at 8 bytes; summable, unbiased, fixed-size, sparsifies
-    assert rows["topk"][1:3] == ["residual", "allgather"]
-    assert rows["qsgd"][1:7] == ["none", "allgather,", "two_shot", "from", "3", "ranks"]
-    assert rows["topk"][3:] == ["no", "no", "yes", "yes", "recommended", "0.64", "numpy,", "torch"]
+def test_everything_fits_a_terminal_of_80_columns():
+    texts = [listed(), *(listed(name) for name in listing.names())]
+    texts += [listed("--family", family.page) for family in listing.FAMILIES]
+    assert max(len(line) for text in texts for line in text.splitlines()) <= 80
+
+
+def test_the_list_has_optimizer_bits_memory_communicator_and_marks():
+    found = listed()
+    cells = rows(found)
+    # 10,485 of 1,048,576 elements at 8 bytes
+    assert cells["topk"] == ["SGD", "0.64", "residual", "allgather", "no"]
+    assert cells["qsgd"] == ["any", "8.06", "none", "allgather, two_shot", "yes"]
     # P and Q: (1024 + 1024) x rank 4 x 32 bits of 1024 x 1024 elements
-    assert rows["powersgd"][8] == "0.25"
-    assert rows["none"][7:9] == ["not", "needed"]
-    assert rows["signsgd"][2:8] == ["allgather", "no", "no", "yes", "no", "harms"]
-    assert rows["qsgd"][-4] == "harms"
-    assert rows["fp16"][7] == rows["natural"][-4] == "optional"
-    assert "compress_ratio = 0.01" in output
-    assert 'norm = "max"' in output
-    assert "momentum = 0.9, gradient_clipping = null" in output
+    assert cells["powersgd"][1] == "0.25"
+    marked = {line[2:].split()[0] for line in found.splitlines() if line.startswith(listing.MARK)} - {"start"}
+    assert marked == {start.config["compressor"] for start in STARTS}
+    assert cells.keys() - {"name"} == set(compressors)
+    for name, (optimizer, *_) in cells.items():
+        assert name == "name" or (optimizer == "SGD") == (name in POOR_WITH_ADAM)
 
 
-def test_compressors_lists_an_outside_method_with_required_options(monkeypatch, capsys):
+def test_the_list_begins_with_where_to_start():
+    beginning = listed().partition("\n\n")[0]
+    assert beginning.startswith("Start with\n")
+    words = " ".join(beginning.split())
+    for start in STARTS:
+        assert f"network: {start.network} bytes: {start.bytes}; trains {start.trains}" in words
+
+
+@pytest.mark.parametrize("name", ["Low rank", "low_rank", "LOW-RANK", "lowrank"])
+def test_a_family_is_listed_alone(name):
+    assert {*rows(listed("--family", name))} - {"name"} == {
+        "powersgd", "acpsgd", "gradzip", "gradiveq", "atomo", "truncatedsvd"
+    }  # fmt: skip
+    assert "Start with" not in listed("--family", name)
+
+
+def test_named_methods_are_described_with_flags_and_options(monkeypatch):
+    monkeypatch.setattr(listing, "installed", lambda package: None if package == "tensorflow" else "9.9")
+    topk, qsgd = listed("TopK", "qsgd", "topK").split("\n\n")[:2]
+    assert topk.startswith("topk (compressor): Top-k sparsifier: the k elements of largest magnitude;")
+    facts = dict(re.findall(r"^  (\S+(?: \S+)*)  +(.*)$", topk, re.MULTILINE))
+    assert facts["family"] == "Sparsification"
+    assert facts["flags"] == "summable: no, unbiased: no, fixed-size: yes, sparsifies: yes"
+    assert facts["memory"] == "residual; error feedback: recommended"
+    assert facts["frameworks"] == "numpy, torch"
+    assert facts["options"] == "compress_ratio = 0.01"
+    assert "allgather, two_shot from 3 ranks" in qsgd
+    assert 'norm = "max"' in qsgd
+    assert "error feedback: harms" in listed("signsgd")
+    assert "error feedback: optional" in listed("fp16")
+    assert "error feedback: not needed" in listed("none")
+
+
+def test_a_name_stands_for_all_components_that_have_it():
+    compressor, memory = listed("dgc").split("\n\n")
+    assert compressor.startswith("dgc (compressor)")
+    assert memory.startswith("dgc (memory): Momentum correction")
+    assert "momentum = 0.9, gradient_clipping = null" in memory
+    assert "second = null" in listed("Two-Shot")
+
+
+@pytest.mark.parametrize("name", listing.names())
+def test_a_description_has_every_option_with_its_default(name):
+    words = " ".join(listed(name).split())
+    for registry in (compressors, memories, communicators):
+        if name in registry:
+            for each in dataclasses.fields(registry.get(name)):
+                assert f"{each.name} = {json.dumps(each.default)}" in words
+
+
+def test_wrong_names_are_told_with_what_would_be_right(capsys):
+    for arguments, told in (
+        (["tokp"], "unknown method 'tokp'. Did you mean 'topk'?"),
+        (["--family", "sparsify"], "--family: unknown family 'sparsify'. Did you mean 'sparsification'?"),
+        (["topk", "--family", "other"], "leave one of them out"),
+        (["--import", "nowhere.py"], "there is no file 'nowhere.py'"),
+    ):
+        assert cli.main(["compressors", *arguments]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_compressors_lists_an_outside_method_with_required_options(monkeypatch):
     from dataclasses import dataclass
 
     @dataclass(frozen=True)
@@ -64,21 +140,28 @@ def test_compressors_lists_an_outside_method_with_required_options(monkeypatch, 
 
         how_much: int
 
-    monkeypatch.setattr(grace.compressors, "_classes", {**grace.compressors._classes, "outside": Outside})
-    assert cli.main(["compressors"]) == 0
-    output = capsys.readouterr().out
-    assert "outside: Needs to be told how much." in output
-    assert "how_much (required)" in output
+    monkeypatch.setattr(compressors, "_classes", {**compressors._classes, "outside": Outside})
+    assert re.search(r"From outside of grace\n  name .*\n  outside  depends on options\n", listed())
+    assert "outside (compressor): Needs to be told how much." in listed("outside")
+    assert "how_much (required)" in listed("outside")
 
 
-def test_bits_of_run_time_length_are_those_of_kept_elements_or_by_the_data(capsys):
-    assert cli.main(["compressors"]) == 0
-    rows = {line.split()[0]: line for line in capsys.readouterr().out.split("\n\n")[0].splitlines()}
-    assert all("64 per kept element" in rows[name] for name in ("dgc", "hardthreshold", "threshold"))
-    assert "32 per kept element" in rows["variance"]
+def test_a_method_of_a_users_own_is_described(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.format(helper="json"))
+    found = run("compressors", "--import", str(tmp_path / "mine.py"), "mine")
+    assert found.stdout.startswith("mine (compressor): Clips.\n  family            from outside of grace\n"), (
+        found.stderr
+    )
+    assert "clip (required)" in found.stdout
+
+
+def test_bits_of_run_time_length_are_those_of_kept_elements_or_by_the_data():
+    bits = {name: cells[1] for name, cells in rows(listed()).items()}
+    assert all(bits[name] == "64 x kept" for name in ("dgc", "hardthreshold", "threshold"))
+    assert bits["variance"] == "32 x kept"
     # Methods with several lengths, or with a length that is not the number of kept elements.
     for name in ("3lc", "adaptive", "atomo", "gradiveq", "inceptionn", "sketchml", "wangni"):
-        assert "data-dependent" in rows[name]
+        assert bits[name] == "by data"
 
 
 def test_the_command_imports_no_framework():
@@ -104,166 +187,158 @@ def test_the_package_runs_as_the_command():
     assert run("bogus").returncode == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["bogus"], ["doctor", "--bogus"]])
-def test_wrong_use_gives_usage_and_status_2(arguments, capsys):
+USAGES = {
+    "grace": [[], ["bogus"], ["--bogus", "doctor"]],
+    "grace compressors": [["compressors", "--bogus"], ["compressors", "--family"]],
+    "grace doctor": [
+        ["doctor", "--bogus"], ["doctor", "torch"], ["doctor", "--launcher", "slurm"],
+        ["doctor", "--no-launch", "--launcher", "mpirun"], ["doctor", "--timeout", "long"],
+    ],
+    "grace bench": [["bench"], ["bench", "bogus"]],
+    "grace bench codec": [["bench", "codec", "--bogus"], ["bench", "codec", "x"], ["bench", "codec", "--ranks", "two"]],
+    "grace bench step": [["bench", "step", "--bogus", "1"], ["bench", "step", "--steps", "x"]],
+    "grace completion": [["completion"], ["completion", "tcsh"], ["completion", "bash", "--bogus"]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"), [(command, each) for command, found in USAGES.items() for each in found], ids=str
+)
+def test_wrong_use_gives_the_usage_of_the_subcommand_and_status_2(command, arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: grace")
+    usage, _, error = capsys.readouterr().err.rstrip().rpartition("\n")
+    assert re.match(rf"usage: {command}( \[| COMMAND| BENCHMARK|$)", usage)
+    assert error.startswith(f"{command}: error: ")
 
 
-# --- doctor ---------------------------------------------------------------------------------------------------------
+def test_a_misspelled_option_gets_a_hint(capsys):
+    for arguments, hint in (
+        (["bench", "codec", "--compresors", "topk"], "unrecognized arguments: --compresors topk (did you mean --compr"),
+        (["bench", "step", "--launchers", "torch"], "(did you mean --launcher?)"),
+        (["bench", "codec", "--zzz"], "unrecognized arguments: --zzz\n"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        assert hint in capsys.readouterr().err
 
 
-def test_doctor_without_launch_finds_this_environment_complete(capsys):
-    from grace.backends import native_tensorflow
-
-    assert cli.main(["doctor", "--no-launch"]) == 0
-    found = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
-    assert found["grace"] == grace.__version__
-    assert "Gloo" in found["horovod.torch"]
-    assert "Gloo" in found["horovod.tensorflow"]
-    assert found["kernels"] == native.described()
-    assert found["kernels.tensorflow"] == native_tensorflow.described()
-    assert found["2-rank"] == "allreduce    not checked (--no-launch)"
-
-
-def test_doctor_lists_what_other_packages_bring(tmp_path, monkeypatch, capsys):
-    metadata = tmp_path / "outside-1.0.dist-info"
-    metadata.mkdir()
-    (tmp_path / "outside.py").write_text("class Part: pass")
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[grace.memories]\ngood = outside:Part\n[grace.backends]\nbad = outside.missing:Ops\n"
+@pytest.mark.parametrize(
+    "arguments", [["compressors"], ["--help"], ["bench", "step", "--help"], ["compressors", "topk"]]
+)
+def test_a_reader_that_goes_away_is_no_error(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "grace", *arguments], stdout=writing, stderr=subprocess.PIPE, text=True
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {})
-    assert cli.main(["doctor", "--no-launch"]) == 1
-    told = capsys.readouterr().out
-    assert "\nplugin              good (grace.memories) of outside 1.0: works\n" in told
-    assert "\nplugin              bad (grace.backends) of outside 1.0: cannot be loaded\n" in told
-    assert "\n1 problem(s):\n  - the entry point 'bad = outside.missing:Ops' of outside 1.0, in the group" in told
+    os.close(writing)
+    # argparse itself ignores it.
+    assert done.returncode in (128 + signal.SIGPIPE, 0 if "--help" in arguments else 128 + signal.SIGPIPE)
+    assert done.stderr == ""
 
 
-def test_doctor_says_which_kernels_are_in_use(monkeypatch):
-    built = SimpleNamespace(isa=lambda: "avx2", cuda=False)
-    monkeypatch.delenv("GRACE_NATIVE", raising=False)
-    monkeypatch.setattr(native, "module_file", lambda: None)
-    reference = "the reference implementation is used. To build the kernels, run "
-    monkeypatch.setattr(native, "module", built)
-    assert native.described() == "avx2, CPU only"
-    monkeypatch.setattr(native, "module", None)
-    assert native.described().startswith(f"not built: {reference}")
-    monkeypatch.setattr(native, "module_file", lambda: "native.so")
-    assert native.described().startswith(f"built for another version and cannot be loaded: {reference}")
-    for there, where in ((False, "CPU; built for CUDA too, but there is no CUDA device"), (True, "CPU and CUDA")):
-        built = SimpleNamespace(isa=lambda: "avx512", cuda=True, serves_gpu=lambda device, there=there: there)
-        monkeypatch.setattr(native, "module", built)
-        assert native.described() == f"avx512, {where}"
-    monkeypatch.setenv("GRACE_NATIVE", "0")
-    assert native.described() == "avx512, CPU and CUDA; not used, because GRACE_NATIVE is 0"
+def test_without_standard_output_nothing_fails():
+    done = subprocess.run(f"{sys.executable} -m grace compressors >&-", shell=True, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_doctor_says_which_kernels_for_tensorflow_are_in_use(monkeypatch):
-    native_tensorflow = pytest.importorskip("grace.backends.native_tensorflow")
-    monkeypatch.delenv("GRACE_NATIVE", raising=False)
-    reference = "the reference implementation is used. To build the kernels, run "
-    other = "built for TensorFlow 2.19.0, but 2.21.0 is installed"
-    for module, fault, said in [
-        (SimpleNamespace(isa=lambda: "avx2", cuda=True), None, "avx2, CPU only"),
-        (SimpleNamespace(isa=lambda: "avx2", cuda=False), other, f"{other}: {reference}"),
-        (None, None, "CPU only"),
-    ]:
-        monkeypatch.setattr(native, "module", module)
-        monkeypatch.setattr(native_tensorflow, "fault", lambda fault=fault: fault)
-        assert native_tensorflow.described().startswith(said)
+def test_a_missing_package_is_told_in_a_line(monkeypatch, capsys):
+    def missing(args):
+        raise ModuleNotFoundError("No module named 'left_out'", name="left_out.part")
+
+    monkeypatch.setattr(cli, "_compressors", missing)
+    assert cli.main(["compressors"]) == 2
+    assert capsys.readouterr().err == "grace: error: the package 'left_out.part' is not installed; install it.\n"
 
 
-def test_doctor_names_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "installed", lambda package: "9.9" if package == "numpy" else None)
-    assert cli.main(["doctor", "--no-launch"]) == 1
-    output = capsys.readouterr().out
-    assert "2 problem(s):" in output
-    assert "torch and tensorflow are missing" in output
-    assert "horovod is missing" in output
+def test_a_missing_module_of_grace_is_a_fault_with_a_traceback(monkeypatch):
+    def missing(args):
+        raise ModuleNotFoundError("No module named 'grace.left_out'", name="grace.left_out")
+
+    monkeypatch.setattr(cli, "_compressors", missing)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["compressors"])
 
 
-def test_doctor_needs_no_horovod_for_pytorch(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "installed", lambda package: "9.9" if package in ("numpy", "torch") else None)
-    assert cli.main(["doctor", "--no-launch"]) == 0
-    output = capsys.readouterr().out
-    assert "horovod             not installed" in output
-    assert "torchrun            /" in output
+def test_the_configuration_in_the_environment_is_not_that_of_the_commands():
+    """Else the benchmarks would warn that they ignore it."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "grace",
+            "bench",
+            "codec",
+            "--compressors",
+            "topk",
+            "--numel",
+            "10",
+            "--repetitions",
+            "1",
+        ],
+        env={**os.environ, "GRACE_CONFIG": '{"compressor": "qsgd"}'},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_doctor_shows_why_horovod_does_not_load(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "installed", lambda package: None if package == "tensorflow" else "9.9")
-    monkeypatch.setattr(cli, "BUILD", "raise ImportError('no symbol for {0}')")
-    assert cli.main(["doctor", "--no-launch"]) == 1
-    output = capsys.readouterr().out
-    assert "| ImportError: no symbol for torch" in output
-    assert "horovod.torch cannot be imported" in output
+# --- completion -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def only_mpirun(monkeypatch, tmp_path):
-    """Make the doctor find only MPI. Return a function that puts a stand-in for mpirun on the PATH."""
-
-    def install(script: str) -> None:
-        stand_in = tmp_path / "mpirun"
-        stand_in.write_text(f"#!/bin/sh\n{script}\n")
-        stand_in.chmod(0o755)
-
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(cli, "installed", lambda package: None if package == "torch" else "9.9")
-    monkeypatch.setattr(cli, "KERNELS", "raise SystemExit('no kernels')")
-    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"tensorflow": ["MPI"]})
-    return install
-
-
-def test_doctor_shows_the_output_of_a_failed_launch(only_mpirun, capsys):
-    only_mpirun('case "$1" in --version) echo "mpirun (Open MPI) 5.0" ;; *) echo "no slots for $*"; exit 3 ;; esac')
-    assert cli.main(["doctor"]) == 1
-    output = capsys.readouterr().out
-    assert "kernels.tensorflow  unknown: the check failed" in output
-    assert "2-rank allreduce, tensorflow, mpirun: FAILED, exit status 3" in output
-    assert "| no slots for --allow-run-as-root --oversubscribe --bind-to none -np 2" in output
+def completed(line: str) -> set[str]:
+    """Return what bash offers at the end of a line, by the script that the command prints."""
+    script = (
+        'eval "$(python -m grace completion bash)"\n'
+        'grace() { python -m grace "$@"; }\n'
+        f"COMP_LINE={shlex.quote(line)}; COMP_POINT=${{#COMP_LINE}}; _python_argcomplete grace\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **path}, capture_output=True, text=True, check=True
+    )
+    return {word.strip() for word in done.stdout.splitlines()} - {""}
 
 
-def test_doctor_stops_a_launch_that_hangs(only_mpirun, capsys):
-    only_mpirun('case "$1" in --version) echo "HYDRA" ;; *) echo "waiting for $1"; sleep 60 ;; esac')
-    assert cli.main(["doctor", "--timeout", "1"]) == 1
-    output = capsys.readouterr().out
-    assert "2-rank allreduce, tensorflow, mpirun: FAILED, no answer in 1 s" in output
-    assert "| waiting for -np" in output  # Open MPI's flags are used only with Open MPI
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("grace b", {"bench"}),
+        ("grace compressors qs", {"qsgd", "qsparse"}),
+        ("grace compressors two", {"two_shot"}),
+        ("grace compressors --family sp", {"sparsification"}),
+        ("grace doctor --launcher h", {"horovodrun"}),
+        ("grace bench codec --compressors none qs", {"qsgd", "qsparse"}),
+        ("grace bench step --launcher torch-f", {"torch-fsdp", "torch-fsdp-zero2"}),
+        ("grace completion z", {"zsh"}),
+    ],
+)
+def test_bash_completes(line, words):
+    pytest.importorskip("argcomplete")
+    assert completed(line) == words
 
 
-def test_doctor_says_when_no_launcher_fits(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(cli, "installed", lambda package: "9.9")
-    monkeypatch.setattr(cli, "KERNELS", "print('built')")
-    monkeypatch.setattr(cli.Doctor, "_horovod", lambda self: {"torch": ["Gloo"]})
-    monkeypatch.setattr(cli.shutil, "which", lambda name, path=None: None)
-    assert cli.main(["doctor"]) == 1
-    assert "no installed launcher fits Horovod's build for torch (Gloo)" in capsys.readouterr().out
+def test_options_of_a_method_are_completed():
+    assert candidates("qsgd:qu") == [
+        "qsgd:quantum_num=", "qsgd:bucket_size=", "qsgd:norm=", "qsgd:memory=", "qsgd:communicator="
+    ]  # fmt: skip
+    assert "QSGD:norm=l2:quantum_num=" in candidates("QSGD:norm=l2:")
+    assert candidates("bogus:") == []
+    assert {*candidates("")} == {*compressors}
 
 
-@pytest.mark.distributed
-def test_doctor_starts_two_ranks_and_imports_nothing_from_the_current_folder(tmp_path):
-    # Every process imports a framework. Without --all, PyTorch shows how ranks are launched; see below for TensorFlow.
-    fewer = "" if ALL else "cli.FRAMEWORKS, cli.KERNELS = ('torch',), 'print(\"tested above\")'; "
-    command = python(f"from grace import cli; {fewer}sys.exit(cli.main())", "doctor")
-    path = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=poison(tmp_path), env=path, capture_output=True, text=True, timeout=300)
-    assert imported(tmp_path) == ""
-    assert result.returncode == 0, result.stdout + result.stderr
-    for framework in FRAMEWORKS if ALL else ("torch",):
-        assert f"2-rank allreduce, {framework}, horovodrun --gloo: works" in result.stdout
-        assert f"2-rank allreduce, {framework}, mpirun: works" in result.stdout
-    assert "2-rank allreduce, torch, torchrun: works" in result.stdout
+@pytest.mark.parametrize("shell", cli.SHELLS)
+def test_every_shell_has_a_script(shell, capsys):
+    pytest.importorskip("argcomplete")
+    assert cli.main(["completion", shell]) == 0
+    assert "grace" in capsys.readouterr().out
 
 
-@pytest.mark.distributed
-@on(Launch(TORCH, "horovodrun-gloo", 2), Launch(TENSORFLOW, "horovodrun-gloo", 2))
-def test_the_allreduce_of_the_doctor_fits_both_frameworks(launch):
-    framework = "torch" if launch.worker == TORCH else "tensorflow"
-    assert scenario("program", launch, cli.ALLREDUCE.format(framework)) == ["ended", "ended"]
+def test_without_argcomplete_the_way_out_is_told(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "argcomplete" else find_spec(name))
+    assert cli.main(["completion", "bash"]) == 2
+    assert "pip install argcomplete" in capsys.readouterr().err

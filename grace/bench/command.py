@@ -6,16 +6,17 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grace.bench.progress import Progress
-from grace.bench.variants import Variant, import_own, parse_variants
+from grace.bench.variants import Variant, candidates, import_own, parse_variants
 from grace.core.values.config import TOP_LEVEL_KEYS
 from grace.core.values.errors import ConfigError, nearest
 from grace.core.values.registry import compressors
+from grace.machine import FRAMEWORKS
 
 if TYPE_CHECKING:
     from grace.bench.measure import Result, Setting
@@ -40,8 +41,10 @@ def add_codec(commands: Any) -> None:
     add = parser.add_argument
     add_variants(parser, "all methods that need no options")
     add("--numel", nargs="+", metavar="N", help="elements, such as 1000 or 25M (default: 25M; with --plot: 250 to 25M)")
-    add("--framework", default="numpy", help="numpy, torch or tensorflow (default: numpy)")
-    add("--device", default="cpu", help="cpu, or cuda with torch (default: cpu)")
+    framework = add("--framework", default="numpy", help="numpy, torch or tensorflow (default: numpy)")
+    device = add("--device", default="cpu", help="cpu, or cuda with torch (default: cpu)")
+    completed_by(framework, lambda _: ("numpy", *FRAMEWORKS))
+    completed_by(device, lambda _: ("cpu", "cuda"))
     add("--ranks", type=int, default=2, metavar="N", help="ranks whose payloads are merged (default: 2)")
     add("--threads", type=int, default=1, metavar="N", help="threads of the framework (default: 1)")
     add("--repetitions", type=int, default=30, metavar="N", help="timed steps, fewer for slow methods (default: 30)")
@@ -94,10 +97,20 @@ def run_codec(args: argparse.Namespace) -> int:
 
 def add_variants(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the arguments that name methods: --compressors and --import."""
-    own = "module, or .py file, that registers components of your own"
     named = f"separated by spaces or commas, with options after colons, such as qsgd:quantum_num=7 (default: {default})"
-    parser.add_argument("--compressors", nargs="+", metavar="NAME", help=named)
+    completed_by(parser.add_argument("--compressors", nargs="+", metavar="NAME", help=named), candidates)
+    add_import(parser)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Add the argument --import."""
+    own = "module, or .py file, that registers components of your own"
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=own)
+
+
+def completed_by(action: argparse.Action, candidates: Callable[[str], Iterable[str]]) -> None:
+    """Let a shell complete an argument: `candidates` returns words for the beginning of one (argcomplete)."""
+    action.completer = lambda prefix, **_: candidates(prefix)  # type: ignore[attr-defined]
 
 
 def _variants(given: Sequence[str] | None) -> list[Variant]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from grace.core.values.config import make_config
 from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
+from grace.core.values.registry import compressors, fields_of
 
 FORM = "NAME or NAME:OPTION=VALUE:OPTION=VALUE, such as qsgd:quantum_num=7:norm=l2"
 _NAME = re.compile(r"[^:,=]+")
@@ -49,11 +49,22 @@ def parse_variants(given: Sequence[str], **shared: Any) -> list[Variant]:
     for text in given:
         for name, options in _parts(text):
             made = make_config(Variant(name, options).config(**shared))
+            # In the spelling of the registry.
             variant = Variant(compressors.name_of(made.method.compressor), options)
             variants[variant.label] = variant
     if not variants:
         raise ConfigError(f"--compressors: expected {FORM}; received {' '.join(given)!r}.")
     return list(variants.values())
+
+
+def candidates(word: str) -> list[str]:
+    """Return what may follow the beginning of a word: the names of methods, or after a colon the keys of options."""
+    start, colon, _ = word.rpartition(":")
+    if not colon:
+        return list(compressors)
+    name = start.partition(":")[0]
+    keys = [*fields_of(compressors.get(name)), "memory", "communicator"] if name in compressors else []
+    return [f"{start}:{key}=" for key in keys]
 
 
 def _parts(text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grace.bench.command import INTERRUPTED, add_variants, check_plot, check_writable
+from grace.bench.command import INTERRUPTED, add_variants, check_plot, check_writable, completed_by
 from grace.bench.progress import Progress
 from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, LAUNCHERS, Method, compared
@@ -63,21 +63,30 @@ def add_step(commands: Any) -> None:
         "nodes with R ranks each in place of --ranks, such as 2x4; a node's ranks share its link, and have no limit "
     )
     add("--nodes", metavar="NxR", help=f"{nodes}among each other")
-    add("--link", default="1gbit", help=f"{', '.join(LINKS)}; all but 'none' need root (default: 1gbit)")
+    link = add("--link", default="1gbit", help=f"{', '.join(LINKS)}; all but 'none' need root (default: 1gbit)")
     add("--latency", metavar="TIME", help="additional delay per packet, such as 100us; needs netem in the kernel")
-    add("--model", default="mlp", help=f"{', '.join(NAMES)} (default: mlp)")
+    model = add("--model", default="mlp", help=f"{', '.join(NAMES)} (default: mlp)")
     add_variants(parser, " ".join(COMPRESSORS))
     options = "configuration of all compressors, such as bucket_bytes=8388608"
     add("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=options)
     names = ", ".join(BASELINES)
-    add("--baselines", nargs="+", metavar="NAME", help=f"{names} (default: the plain one of the launcher)")
+    baseline = add("--baselines", nargs="+", metavar="NAME", help=f"{names} (default: the plain one of the launcher)")
     launchers = (
         "how grace is used: torch (register with DDP), torch-optimizer (DistributedOptimizer over torch.distributed), "
         "torch-fsdp (register with FSDP2), torch-fsdp-zero2 (the same with reshard_after_forward=False), horovod "
         "(DistributedOptimizer over Horovod); the first one decides which baseline is compared with "
     )
-    add("--launcher", nargs="+", metavar="NAME", help=f"{launchers}(default: torch; with TensorFlow horovod)")
-    add("--framework", help="torch or tensorflow (default: the first that is installed)")
+    told = f"{launchers}(default: torch; with TensorFlow horovod)"
+    launcher = add("--launcher", nargs="+", metavar="NAME", help=told)
+    framework = add("--framework", help="torch or tensorflow (default: the first that is installed)")
+    for action, words in (
+        (link, LINKS),
+        (model, NAMES),
+        (baseline, BASELINES),
+        (launcher, LAUNCHERS),
+        (framework, FRAMEWORKS),
+    ):
+        completed_by(action, lambda _, words=words: words)
     add("--rounds", type=int, metavar="N", help=f"turns per method (default: {ROUNDS})")
     add("--steps", type=int, default=5, metavar="N", help="timed steps per turn (default: 5)")
     sweep = "tune bucket_bytes, split_bytes, granularity and, with Horovod, its cycle time, one after the other"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -98,8 +99,10 @@ class Ranks:
         )
         for worker in self._workers:
             assert worker.stdin is not None
-            worker.stdin.write(order + "\n")
-            worker.stdin.flush()
+            # Of a dead worker, the answer says more.
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(order + "\n")
+                worker.stdin.flush()
         return self._answers(VISIT_S, method.label)
 
     def pause(self) -> None:
@@ -253,7 +256,8 @@ class Ranks:
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
-                    stream.close()
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
         for log in self._logs.values():
             log.close()
 
