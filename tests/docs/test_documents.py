@@ -209,6 +209,27 @@ def test_adam_page_puts_every_method_in_the_group_of_its_loss():
         assert named == {m for m, loss in losses.items() if m != "none" and low <= loss / losses["none"] < high}
 
 
+# Pages on extending grace need more of it.
+FOR_USERS = [name for name in DOCUMENTS if not name.startswith("docs/extend/")]
+FOR_USERS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py"))
+
+
+def other_imports(text: str) -> list[str]:
+    """Return the imports of grace that are not `import grace`, or one of what only a library has."""
+    lines = re.findall(r"^ *((?:import|from) grace\b(?!_).*)$", text, re.MULTILINE)
+    return [line for line in lines if not re.fullmatch(r"import grace(\.torch\.(distributed|horovod))?", line)]
+
+
+@pytest.mark.parametrize("name", FOR_USERS)
+def test_users_import_grace_in_one_way(name):
+    assert other_imports(read(name)) == []
+
+
+def test_another_import_is_noticed():
+    wrong = ["import grace.torch as grace", "from grace import mpi", "from grace.core.values import errors"]
+    assert other_imports("\n".join(["import grace", *wrong, "    from grace_dl import x"])) == wrong
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_no_page_installs_another_project(name):
     """On the package index, `grace` is another project."""
