@@ -163,7 +163,7 @@ def perceptron():
 
 
 def adam():
-    named = ("qsgd", "powersgd", "topk, 10 %")
+    named = ("qsgd", "eden", "powersgd")
     worst = max(row("adamw", "none")["accuracy"] - row("adamw", method)["accuracy"] for method in named)
     yield f"Their test accuracies are at most {worst:.1f} points below that of `none`."
 
