@@ -1,4 +1,4 @@
-"""The recommendations beside the measurements that it rests on, and the warning of poor pairs."""
+"""Recommendations of grace, beside the measurements that they rest on, and the warning of poor pairs."""
 
 from __future__ import annotations
 
