@@ -715,6 +715,16 @@ def test_without_root_the_message_says_what_to_do(monkeypatch):
     network.check_link("none", None)
 
 
+def test_a_rank_that_died_before_its_turn_is_named(monkeypatch):
+    """Else the command would take the broken pipe to the rank for one of its own output."""
+    monkeypatch.setattr("grace.bench.step.ranks.WORKER", "print('{\"ready\": 1}', flush=True); import sys; sys.exit(5)")
+    with network.Network(2, "none") as made, Ranks(made, "torch", "resnet", "torch") as ranks:
+        for worker in ranks._workers:
+            worker.wait(60)
+        with pytest.raises(GraceError, match=r"topk: rank \d died"):
+            ranks.visit(Method("topk"), {}, 0, 1)
+
+
 def test_a_rank_that_dies_is_told_with_what_it_said(tmp_path):
     """A module that cannot be imported stands in for a broken installation."""
     (tmp_path / "horovod").mkdir()
