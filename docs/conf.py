@@ -30,7 +30,6 @@ extensions = [
 ]
 exclude_patterns = ["_*"]
 
-myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 # The environment that builds the site has none of the trainers.

@@ -203,7 +203,7 @@ def section(name: str, block: Block) -> list[str]:
     }
     lines = [f"## {name}", "", *wrapped(markdown(text.summary)), ""]
     if formula := text.labels.get("Formula"):
-        lines += ["$$", *wrapped(formula), "$$", ""]
+        lines += ["```math", *wrapped(formula), "```", ""]
     lines += [
         *(row(fact, value) for fact, value in (("property", "value"), ("---", "---"), *facts.items())),
         "",

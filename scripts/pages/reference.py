@@ -14,7 +14,7 @@ from registry import ROOT, Block, kind, markdown, row
 
 COMMENT = re.compile(r"<!-- \{eval-rst\}\n(.*?)-->", re.DOTALL)
 DIRECTIVE = re.compile(r"^\.\. (auto|py:)(\w+):: ([\w.]+).*\n((?:(?:   .*)?\n)*)", re.MULTILINE)
-OPTION = re.compile(r"^   :([\w-]+):(.*(?:\n      .*)*)\n", re.MULTILINE)
+OPTION = re.compile(r"^   :([\w-]+):((?: .*)?(?:\n      .*)*)\n", re.MULTILINE)
 ROLE = re.compile(r":py:obj:`([^`<]+?)(?: <[^>]*>)?`")
 
 

@@ -149,7 +149,7 @@ def test_a_docstring_is_taken_apart(methods):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_section_has_formula_cost_use_and_reference(methods, name):
     section = "\n".join(methods.section(name, block_of(methods)))
-    expected = ["$$\n", "**Error.** ", "**Cost.** ", "**When.** "] + ["**Reference.** "] * (
+    expected = ["```math\n", "**Error.** ", "**Cost.** ", "**When.** "] + ["**Reference.** "] * (
         name not in WITHOUT_REFERENCE
     )
     assert [part for part in expected if part not in section] == []

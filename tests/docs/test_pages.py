@@ -271,3 +271,13 @@ def test_a_name_of_the_reference_is_found_where_it_is_defined(pages):
     with pytest.raises(SystemExit, match=r"nothing in grace defines grace\.torch\.Exchange\.none"):
         documented("grace.torch.Exchange.none")
     assert pages.reference.sentence("One thing,\nsee 1.5. Another.\n\nMore.") == "One thing, see 1.5."
+
+
+def test_the_site_expands_comments_and_formulas():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs" / "_ext")
+        expanded = importlib.import_module("comments").expanded
+    names = "<!-- begin names: written by scripts/pages -->\n\n| name |\n\n<!-- end names -->\n"
+    text = f"# A\n\n{names}\n<!-- {{toctree}}\n:hidden:\n\nb\n-->\n\n```math\nx\n```\n\n<!-- a remark -->\n"
+    assert expanded(text) == "# A\n\n\n```{toctree}\n:hidden:\n\nb\n```\n\n```{math}\nx\n```\n\n<!-- a remark -->\n"
+    assert expanded("<!-- {include} ../A.md\n-->\n\nSee [A.md](../A.md).\n") == "```{include} ../A.md\n```\n"
