@@ -76,7 +76,8 @@ def test_a_variable_that_means_nothing_is_refused(monkeypatch, variable, value, 
         native.check_environment()
     # Without the checks of the frameworks, which take long and have a test of their own.
     code = (
-        "from grace import cli; cli.installed = {'numpy': '2', 'torch': '2'}.get; cli.main(['doctor', '--no-launch'])"
+        "from grace import cli, doctor; doctor.installed = {'numpy': '2', 'torch': '2'}.get; "
+        "cli.main(['doctor', '--no-launch'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert expected in done.stdout.partition("problem(s):")[2]
