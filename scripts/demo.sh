@@ -12,8 +12,8 @@ if [ "${1:-}" = --ddp ]; then parts=(--ddp); shift; fi
 if [ "${#parts[@]}" -gt 0 ]; then
     echo "demo: the training takes half a minute on two cores, and before it the first set-up 2 to 4 minutes"
 else
-    echo "demo: the training takes 3 minutes on two cores, and before it the first set-up 5 to 10 minutes," \
-        "most of them for Horovod; 'bash scripts/demo.sh --ddp' shows DDP alone and needs less"
+    echo "demo: the training takes 3 minutes on two cores, and before it the first set-up 5 to 10 minutes"
+    echo "demo: most of these are for Horovod; 'bash scripts/demo.sh --ddp' shows DDP alone, without Horovod"
 fi
 bash scripts/setup.sh "${parts[@]}"
 export PATH="$root/.venv/bin:$PATH" VIRTUAL_ENV="$root/.venv"
@@ -44,7 +44,7 @@ explain() {
 The ranks share one machine, so there is no network to save: compression costs time here and gains none. To see steps
 over a slow link, let each rank have one of its own (as root; without root, --link none shows the costs alone):
 
-    grace bench step --link 1gbit --compressors none qsgd
+    .venv/bin/grace bench step --link 1gbit --compressors none qsgd
 END
 }
 
