@@ -33,7 +33,7 @@ exclude_patterns = ["_*"]
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 # The environment that builds the site has none of the trainers.
-autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
+autodoc_mock_imports = ["accelerate", "composer", "lightning", "transformers"]
 # A default that is an object would hide the names of types in a signature.
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"

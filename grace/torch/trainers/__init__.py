@@ -6,7 +6,12 @@ import importlib
 from types import ModuleType
 
 # The modules, and the packages that they need.
-_NEEDED = {"accelerate": "accelerate", "lightning": "lightning", "transformers": "transformers"}
+_NEEDED = {
+    "accelerate": "accelerate",
+    "composer": "composer",
+    "lightning": "lightning",
+    "transformers": "transformers",
+}
 
 
 def __getattr__(name: str) -> ModuleType:

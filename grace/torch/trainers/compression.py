@@ -40,14 +40,14 @@ class Compression:
         # What was loaded before the model is registered: the states of all ranks, or this rank's own, or an empty list.
         self._waiting: Any = None
 
-    def register(self, model: torch.nn.Module, *, grad_scaler: torch.amp.GradScaler | None = None) -> None:
-        """Register a model that the trainer has wrapped, unless this was done, and load what waits for it.
+    def register(self, model: torch.nn.Module, *, grad_scaler: torch.amp.GradScaler | None = None) -> bool:
+        """Register a model that the trainer has wrapped, and load what waits for it; return False if this was done.
 
         With one rank, warns and does nothing else. Raises the errors of `grace.torch.register` and of
         `Exchange.load_state_dict`.
         """
         if model is self._model:
-            return
+            return False
         self._model, self.exchange = model, None
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self._warn("there is one rank, so grace compresses nothing. Start several, for instance by torchrun.")
@@ -55,6 +55,7 @@ class Compression:
             self.exchange = register(model, self._config, grad_scaler=grad_scaler, **self._options)
         if self._waiting is not None:
             self._load(self._waiting)
+        return True
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars of the exchange for a logger; none if nothing is exchanged."""
