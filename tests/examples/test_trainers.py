@@ -104,10 +104,11 @@ def test_a_missing_file_of_a_rank_is_an_error(trainer, whole, tmp_path):
 
 def test_composer_refuses_an_exchange_without_ddp(tmp_path):
     skip_without("composer")
-    module = ("-m", "tests.examples.trainers.composer", str(tmp_path))
-    launch(2, *module, "multi_auto_sync")
-    done = launch(2, *module, "forced_sync", fails=True)
-    assert "ConfigError: grace.torch.trainers.composer: DDP has not exchanged the gradients of this batch" in done.stderr
+    module = ("-m", "tests.examples.trainers.composer")
+    launch(2, *module, str(tmp_path / "with"), "multi_auto_sync")
+    done = launch(2, *module, str(tmp_path / "without"), "forced_sync", fails=True)
+    assert "ConfigError" in done.stderr
+    assert "DDP has not exchanged the gradients of this batch" in done.stderr
 
 
 def result(done: subprocess.CompletedProcess[str]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from grace.torch.trainers.compression import Compression, Configuration
 
 
 class GraceCallback(composer.Callback):
-    """Compresses the gradients of a `composer.Trainer` in DDP, saves the state in its checkpoints and logs scalars.
+    """A callback that compresses the gradients of a `composer.Trainer` in DDP, keeps its state and logs scalars.
 
     `config` and `options` are as for `grace.torch.register`. The model is registered when `fit` begins. Every
     checkpoint then has the states of all ranks, which rank 0 gathers and `Trainer(load_path=...)` loads. The scalars

@@ -13,7 +13,7 @@ _KEY = "grace"
 
 
 class GraceCallback(lightning.Callback):
-    """Compresses the gradients of a `lightning.Trainer`, saves the state in its checkpoints and logs scalars.
+    """A callback that compresses the gradients of a `lightning.Trainer`, keeps its state and logs scalars.
 
     `config` and `options` are as for `grace.torch.register`. The model is registered when `fit` begins, after the
     strategy has wrapped it. Every checkpoint then has the states of all ranks, which rank 0 gathers and

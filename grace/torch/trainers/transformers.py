@@ -14,7 +14,7 @@ from grace.torch.trainers.compression import Compression, Configuration
 
 
 class GraceCallback(transformers.TrainerCallback):
-    """Compresses the gradients of a `transformers.Trainer`, saves the state in its checkpoints and logs scalars.
+    """A callback that compresses the gradients of a `transformers.Trainer`, keeps its state and logs scalars.
 
     `config` and `options` are as for `grace.torch.register`. The model is registered when training begins, after the
     Trainer has wrapped it. Every checkpoint then has a file of each rank, which `train(resume_from_checkpoint=...)`

@@ -23,7 +23,7 @@ from composer.loggers import InMemoryLogger
 from torch.utils.data import DataLoader, DistributedSampler
 
 import grace
-from tests.examples.resumed_trainer import ACCUMULATED, BATCH, CONFIG, RANKS, SAVED, STEPS, Classifier, Images, Run
+from tests.examples.resumed_trainer import ACCUMULATED, BATCH, CONFIG, SAVED, STEPS, Classifier, Images, Run
 
 
 class Watch(composer.Callback):
