@@ -7,6 +7,7 @@ in a run are made from it, and tests compare it with the measurements in docs/re
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -75,6 +76,9 @@ POOR_WITH_ADAM: Mapping[str, float | None] = MappingProxyType(
     }
 )
 
+# Packages whose code calls grace on behalf of a user's line.
+_NOT_OF_USERS = ("grace", "torch", "keras", "tensorflow")
+
 # Names of optimizers that divide by the root of a mean square, in PyTorch, Keras and other packages.
 _ADAPTIVE = re.compile(r"ada(m|grad|delta|factor|belief)|rmsprop|novograd|lamb(?!da)", re.IGNORECASE)
 
@@ -122,7 +126,15 @@ def warn_of_pairs(config: Config, optimizer: Optimizer, before: Config | None = 
     told = () if before is None else _poor_pairs(before, optimizer)
     for text in _poor_pairs(config, optimizer):
         if text not in told:
-            warnings.warn(text, GraceWarning, stacklevel=4)
+            warnings.warn(text, GraceWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """Return the stack level of the caller's first caller outside of grace and the frameworks, for `warnings.warn`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_OF_USERS:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _poor_pairs(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
