@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -76,8 +77,8 @@ POOR_WITH_ADAM: Mapping[str, float | None] = MappingProxyType(
     }
 )
 
-# Packages whose code calls grace on behalf of a user's line.
-_NOT_OF_USERS = ("grace", "torch", "keras", "tensorflow")
+# Folders of grace itself and of installed packages, whose code calls grace on behalf of a user's line.
+_NOT_OF_USERS = (f"{Path(__file__).parents[2]}/", "site-packages", "dist-packages")
 
 # Names of optimizers that divide by the root of a mean square, in PyTorch, Keras and other packages.
 _ADAPTIVE = re.compile(r"ada(m|grad|delta|factor|belief)|rmsprop|novograd|lamb(?!da)", re.IGNORECASE)
@@ -130,9 +131,9 @@ def warn_of_pairs(config: Config, optimizer: Optimizer, before: Config | None = 
 
 
 def _users_level() -> int:
-    """Return the stack level of the caller's first caller outside of grace and the frameworks, for `warnings.warn`."""
+    """Return the stack level of the caller's first caller outside of grace and installed packages, for a warning."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_OF_USERS:
+    while frame.f_back and any(folder in frame.f_code.co_filename for folder in _NOT_OF_USERS):
         frame, level = frame.f_back, level + 1
     return level
 
