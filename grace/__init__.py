@@ -8,7 +8,6 @@ imported at their first use.
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from grace import errors as errors
@@ -33,6 +32,7 @@ from grace.core.ops.table import composite
 from grace.core.values.config import Config, Method, Rule, make_config
 from grace.core.values.registry import communicators, compressors, memories
 from grace.core.values.spec import Field, Payload, Proposal, Site, TensorSpec, WeightedSum
+from grace.lazy import importer
 
 if TYPE_CHECKING:
     from grace import mpi as mpi
@@ -87,30 +87,10 @@ __all__ = [
     "register_memory",
 ]
 
-# The submodules that are imported at their first use, and the packages that they need.
-_NEEDED = {
-    "torch": "torch",
-    "tensorflow": "tensorflow and horovod",
-    "mpi": "mpi4py",
-    "testing": "pytest",
-}
-
-
-def __getattr__(name: str) -> ModuleType:
-    """Import a submodule at its first use.
-
-    `dir(grace)` leaves out what is not loaded: help and debuggers read everything that it names, and would start MPI.
-    Raises AttributeError if the import fails, so that `hasattr` is False.
-    """
-    if name not in _NEEDED:
-        raise AttributeError(f"module 'grace' has no attribute '{name}'")
-    try:
-        return importlib.import_module(f"grace.{name}")
-    except ImportError as error:
-        raise AttributeError(
-            f"grace.{name} cannot be imported: {error}. It needs {_NEEDED[name]}: install what is missing "
-            "(docs/install.md)."
-        ) from error
+__getattr__ = importer(
+    __name__,
+    {"torch": "torch", "tensorflow": "tensorflow and horovod", "mpi": "mpi4py", "testing": "pytest"},
+)
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802 - the field's name

@@ -15,7 +15,7 @@ from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.values.config import Method
 from grace.core.values.errors import ConfigError, folded, nearest
-from grace.core.values.recommended import ANY, SGD, STARTS, Start, optimizers_for, starts
+from grace.core.values.recommended import ANY, STARTS, Start, optimizers_for, starts
 from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
 from grace.core.values.spec import ITEMSIZE, Field, Ranks, TensorSpec
 from grace.core.values.unit import Assignment
@@ -129,9 +129,9 @@ WIDTH = 80
 MARK = "* "
 BY_OPTIONS = "depends on options"
 LEGEND = (
-    "* start here. Optimizer: with which the method trains well. Bits: sent per element of a matrix of 1024 x 1024, or "
-    "per kept element. Communicator: on two ranks, and on more if it is another. `grace compressors NAME` shows the "
-    "options and more."
+    "* start here. Optimizer: with which the method trains well, ? if unknown. Bits: sent per element of a matrix of "
+    "1024 x 1024, or per kept element. Communicator: on two ranks, and on more if it is another. "
+    "`grace compressors NAME` shows the options and more."
 )
 
 
@@ -268,6 +268,11 @@ def _family_of(compressor: str) -> Family | None:
     return next((family for family in FAMILIES if compressor in family.methods), None)
 
 
+def _optimizer(compressor: str) -> str:
+    """Return the optimizers with which a method trains well; nothing is known of methods from outside."""
+    return optimizers_for(compressor) if _family_of(compressor) else "?"
+
+
 def _of_family(family: Family) -> list[str]:
     return [*_wrapped(f"{family.title}: use it if {family.use}."), *_table(family.methods)]
 
@@ -288,9 +293,8 @@ def _row(name: str) -> list[str]:
     if required(compressors.get(name)):
         return [name, BY_OPTIONS, *[""] * (len(HEAD) - 2)]
     c = compressors.make(name)
-    optimizer = "SGD" if optimizers_for(name) == SGD else "any"
     travels = ", ".join(dict.fromkeys(taken(c, ranks) for ranks in (2, 3)))
-    return [name, optimizer, _bits(c), c.default_memory, travels, _yes(c.unbiased)]
+    return [name, _optimizer(name), _bits(c), c.default_memory, travels, _yes(c.unbiased)]
 
 
 def _facts(name: str) -> dict[str, list[str]]:
@@ -304,7 +308,7 @@ def _facts(name: str) -> dict[str, list[str]]:
     begin = [f"{'any optimizer' if s.optimizer == ANY else s.optimizer}; network {s.network}" for s in starts(name)]
     return {
         "family": [title],
-        "optimizer": [optimizers_for(name)],
+        "optimizer": [_optimizer(name)],
         **({"start with it": begin} if begin else {}),
         "bits per element": [_bits(c)],
         "memory": [f"{c.default_memory}; error feedback: {feedback(c)}"],

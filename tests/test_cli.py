@@ -146,6 +146,15 @@ def test_compressors_lists_an_outside_method_with_required_options(monkeypatch):
     assert "how_much (required)" in listed("outside")
 
 
+def test_the_optimizer_of_a_method_from_outside_is_unknown(monkeypatch):
+    class Outside(compressors.get("topk")):
+        """Keep the largest elements, too."""
+
+    monkeypatch.setattr(compressors, "_classes", {**compressors._classes, "outside": Outside})
+    assert rows(listed())["outside"][0] == "?"
+    assert "optimizer         ?\n" in listed("outside")
+
+
 def test_a_method_of_a_users_own_is_described(tmp_path):
     (tmp_path / "mine.py").write_text(MINE.format(helper="json"))
     found = run("compressors", "--import", str(tmp_path / "mine.py"), "mine")

@@ -47,7 +47,7 @@ class ModelExchange(Exchange):
         ours = set(self.exchanged())
         if any(p in ours for group in optimizer.param_groups for p in group["params"]):
             self.optimizers.append(described(optimizer))
-            if self.rank == 0:
+            if self._speaks:
                 warn_of_pairs(self.config, self.optimizers[-1])
 
     def exchanged(self) -> list[torch.Tensor]:

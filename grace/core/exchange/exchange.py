@@ -195,7 +195,7 @@ class Exchange(ABC, Generic[D]):
             for engine in self.engines:
                 engine.check_idle("change")
             config = change_config(self.config, changes)
-            if self.rank == 0:
+            if self._speaks:
                 for optimizer in self.optimizers:
                     warn_of_pairs(config, optimizer, self.config)
             meeting.mine["configuration"] = config.to_dict()

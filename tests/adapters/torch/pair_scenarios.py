@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import grace.torch
 from grace.core.values.errors import GraceWarning
 from tests.adapters.torch import fsdp_scenarios
-from tests.adapters.torch.launched import by_torchrun, my_rank
+from tests.adapters.torch.launched import by_torchrun, my_rank, world_size
 from tests.adapters.torch.model import batches, make_net, wrap
 from tests.support.cases import EVERYTHING
 
@@ -36,8 +36,8 @@ def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def _trained(way: str, make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> list[list[str]]:
-    if way == "fsdp":
-        model: Any = fsdp_scenarios.shard(fsdp_scenarios.make())
+    if way in ("fsdp", "hsdp"):
+        model: Any = fsdp_scenarios.shard(fsdp_scenarios.make(), replicas=2 if way == "hsdp" else 1)
         data = list(fsdp_scenarios.batches(6))
     else:
         model, data = make_net(), list(batches(6, my_rank()))
@@ -76,7 +76,7 @@ def _trained(way: str, make_optimizer: Callable[[torch.nn.Module], torch.optim.O
 
 def told_of_pairs() -> dict[str, list[list[str]]]:
     """Train with efsignsgd, change to topk and to qsgd; the warnings of each pair at each of five moments."""
-    ways = ("ddp", "fsdp", "optimizer") if by_torchrun() else ("optimizer",)
+    ways = ["optimizer", *(("ddp", "fsdp") if by_torchrun() else ()), *(("hsdp",) if world_size() == 4 else ())]
     return {
         f"{way}, {name}": _trained(way, make) for way in ways for name, make in {"adam": _adam, "sgd": _sgd}.items()
     }

@@ -10,10 +10,10 @@ from tests.support.ranks import on, scenario
 pytestmark = pytest.mark.distributed
 
 HOROVOD = Launch(TORCH, "horovodrun-gloo", 2)
-TWO, THREE = (Launch(TORCH, "torchrun", ranks) for ranks in (2, 3))
+TWO, THREE, FOUR = (Launch(TORCH, "torchrun", ranks) for ranks in (2, 3, 4))
 
 
-@on(HOROVOD, TWO, THREE)
+@on(HOROVOD, TWO, THREE, FOUR)
 def test_a_poor_pair_is_told_once_by_the_first_rank(launch):
     first, *others = scenario("told_of_pairs", launch)
     for way, (wrapped, stepped, topk, qsgd, later) in first.items():
