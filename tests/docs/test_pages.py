@@ -121,6 +121,29 @@ def test_what_only_sphinx_understands_is_noticed(text, what):
     assert only_sphinx(text) == what
 
 
+def torn_rows(text: str) -> list[str]:
+    """Return the rows of tables with more or fewer cells than their heads: a | within a cell needs a backslash."""
+    torn: list[str] = []
+    cells = 0
+    for line in FENCES.sub("", text).splitlines():
+        count = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        if cells and count and count != cells:
+            torn.append(line)
+        cells = count and (cells or count)
+    return torn
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_rows_of_a_table_have_as_many_cells_as_its_head(name):
+    assert torn_rows(read(name)) == []
+
+
+def test_a_torn_row_is_noticed():
+    table = "| a | b |\n|---|---|\n| 1 | {} |\n"
+    assert torn_rows(table.format("the norm \\|x\\|")) == []
+    assert torn_rows(table.format("the norm |x|")) == ["| 1 | the norm |x| |"]
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_to_tracked_files_and_to_headings(name):
     assert broken_links(name, read(name)) == []
