@@ -140,8 +140,9 @@ def test_the_trace_is_whole_after_every_step(tmp_path, framework):
             check(engine)
             check_trace(read(tmp_path / f"trace.rank{rank}.json"), engine.stats(), rank, number)
             latest = [e for e in phases_in(read(tmp_path / f"trace.rank{rank}.json")) if e["args"]["step"] == number]
-            # Times count from the epoch, so that traces of several ranks can be combined.
-            assert all(before - 0.1 <= e["ts"] / 1e6 <= after + 0.1 for e in latest)
+            # Times count from the epoch, so that traces of several ranks can be combined. The system may correct its
+            # clock meanwhile, but not by a minute.
+            assert all(before - 60 <= e["ts"] / 1e6 <= after + 60 for e in latest)
 
 
 def test_exchanges_of_a_process_share_a_file(tmp_path):

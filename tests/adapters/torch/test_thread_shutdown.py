@@ -15,22 +15,29 @@ pytestmark = pytest.mark.distributed
 SCRIPT = """
 import atexit, contextlib, json, os, pathlib, time
 
-def of_gloo():
-    found = 0
-    for path in pathlib.Path("/proc/self/task").glob("*/comm"):
+def threads():
+    return {int(path.name) for path in pathlib.Path("/proc/self/task").iterdir()}
+
+def of_gloo(numbers):
+    found = set()
+    for number in numbers:
         # A thread may end while its name is read.
         with contextlib.suppress(OSError):
-            found += "gloo" in path.read_text()
+            if "gloo" in pathlib.Path(f"/proc/self/task/{number}/comm").read_text():
+                found.add(number)
     return found
 
-def at_end():
-    # The system lists a thread for a moment after it has been joined.
-    deadline = time.monotonic() + 5
-    while of_gloo() > threads["before"] and time.monotonic() < deadline:
+# A thread names itself a moment after it has started, and the system lists it for a moment after it has been joined.
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.write(1, (json.dumps({**threads, "end": of_gloo()}) + "\\n").encode())
 
-threads = {}
+def at_end():
+    wait_for(lambda: not of_gloo(threads() - before))
+    left = of_gloo(threads() - before)
+    os.write(1, (json.dumps({"started": started, "left": len(left)}) + "\\n").encode())
+
 # The last function that runs before Python ends.
 atexit.register(at_end)
 
@@ -40,12 +47,11 @@ import grace.torch as grace
 
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-# A new thread names itself a moment after it has started.
-time.sleep(1)
-threads["before"] = of_gloo()
+before = threads()
 exchange = grace.register(model, {"compressor": "topk"})
 model(torch.ones(2, 64)).sum().backward()
-threads["during"] = of_gloo()
+wait_for(lambda: of_gloo(threads() - before))
+started = len(of_gloo(threads() - before))
 """
 
 
@@ -56,5 +62,6 @@ def test_no_thread_of_the_exchange_runs_when_python_ends(tmp_path):
     done = subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
     ranks = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(ranks) == 2
-    for threads in ranks:
-        assert threads["during"] > threads["before"] == threads["end"] > 0
+    for rank in ranks:
+        assert rank["started"] > 0
+        assert rank["left"] == 0
