@@ -19,7 +19,7 @@ import tables
 import torch
 
 from grace.core.ops import get_ops
-from grace.core.values.spec import Field, TensorSpec
+from grace.core.spec import Field, TensorSpec
 from grace.core.wire.layout import GatherLayout
 
 REPETITIONS = 15

@@ -14,8 +14,8 @@ import tables
 
 from grace.bench.codec import LocalStep, make_unit
 from grace.core.codecs.signs import sign_mean
+from grace.core.config.registry import compressors
 from grace.core.ops import get_ops, native
-from grace.core.values.registry import compressors
 from grace.core.wire.lanes import pack_lanes, unpack_lanes
 
 ELEMENTS, SHOWN, STEPS, RANKS = 1_000_000, 25_000_000, 3, 2

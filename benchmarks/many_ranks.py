@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 import grace
-from grace.core.exchange.simulation import Simulation
+from grace.core.session.simulation import Simulation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits

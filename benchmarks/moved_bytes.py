@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.exchange.collectives import Collective
-from grace.core.exchange.simulation import Simulation, poll_all
-from grace.core.values.config import Config, make_config
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.plan import make_plan
-from grace.core.values.registry import communicators, compressors
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.config.config import Config, make_config
+from grace.core.config.registry import communicators, compressors
+from grace.core.errors import IncompatibleError
+from grace.core.plan.plan import make_plan
+from grace.core.session.simulation import Simulation, poll_all
+from grace.core.spec import Ranks, TensorSpec
+from grace.core.transport.collectives import Collective
 from grace.core.wire.layout import payload_bytes
 from grace.listing import required, sent_fields
 

@@ -30,11 +30,11 @@ import tables
 
 import grace
 from grace.core.communicators.auto import error_of_normal
-from grace.core.values.config import make_config
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.registry import communicators, compressors
-from grace.core.values.spec import Ranks, TensorSpec
-from grace.core.values.unit import Assignment
+from grace.core.config.config import make_config
+from grace.core.config.registry import communicators, compressors
+from grace.core.errors import IncompatibleError
+from grace.core.plan.unit import Assignment
+from grace.core.spec import Ranks, TensorSpec
 from grace.listing import required
 
 Arrays = dict[str, npt.NDArray[np.float32]]

@@ -11,7 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from grace import errors as errors
-from grace.core.exchange.simulation import Simulation
+from grace.core.config.config import Config, Method, Rule, make_config
+from grace.core.config.registry import communicators, compressors, memories
 from grace.core.methods.capabilities import (
     Checking,
     Learning,
@@ -29,9 +30,8 @@ from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops import register_backend
 from grace.core.ops.table import composite
-from grace.core.values.config import Config, Method, Rule, make_config
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import Field, Payload, Proposal, Site, TensorSpec, WeightedSum
+from grace.core.session.simulation import Simulation
+from grace.core.spec import Field, Payload, Proposal, Site, TensorSpec, WeightedSum
 from grace.lazy import importer
 
 if TYPE_CHECKING:

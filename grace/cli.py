@@ -17,8 +17,8 @@ from grace import __version__, listing
 from grace.bench.command import INTERRUPTED, add_codec, add_import, completed_by
 from grace.bench.step.command import add_step
 from grace.bench.variants import import_own
-from grace.core.values.config import ENVIRONMENT_VARIABLE
-from grace.core.values.errors import ConfigError, GraceError, meant
+from grace.core.config.config import ENVIRONMENT_VARIABLE
+from grace.core.errors import ConfigError, GraceError, meant
 from grace.doctor import LAUNCHERS, Doctor
 from grace.machine import FRAMEWORKS
 

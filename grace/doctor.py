@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grace import __version__
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from grace.machine import FRAMEWORKS, SAFE_PATH, installed, python
 
 # Where a child says what it has found: a JSON object after this mark. horovodrun writes the rank before each line.
@@ -57,7 +57,7 @@ assert dist.get_world_size() == 2, "expected 2 ranks, found %d" % dist.get_world
 assert (total == 3).all(), "expected the sum 1 + 2 = 3, received %r" % total[0]
 dist.destroy_process_group()
 """
-PLUGINS = "from grace.core.values.plugins import states\nfor found in states(): print(*found, sep='\\t')"
+PLUGINS = "from grace.core.config.plugins import states\nfor found in states(): print(*found, sep='\\t')"
 OPEN_MPI_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 # What Horovod's launchers need of its build.
 CONTROLLERS = {"horovodrun": "Gloo", "mpirun": "MPI"}

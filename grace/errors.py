@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grace.core.values.errors import (
+from grace.core.errors import (
     ConfigError,
     GraceError,
     GraceWarning,

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grace.bench.variants import Variant
+from grace.core.config.config import Method
+from grace.core.config.recommended import ANY, STARTS, Start, optimizers_for, starts
+from grace.core.config.registry import Registry, communicators, compressors, fields_of, memories
+from grace.core.errors import ConfigError, folded, nearest
 from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, sparsifies
-from grace.core.values.config import Method
-from grace.core.values.errors import ConfigError, folded, nearest
-from grace.core.values.recommended import ANY, STARTS, Start, optimizers_for, starts
-from grace.core.values.registry import Registry, communicators, compressors, fields_of, memories
-from grace.core.values.spec import ITEMSIZE, Field, Ranks, TensorSpec
-from grace.core.values.unit import Assignment
+from grace.core.plan.unit import Assignment
+from grace.core.spec import ITEMSIZE, Field, Ranks, TensorSpec
 from grace.core.wire.lanes import in_lanes
 from grace.core.wire.layout import payload_bytes
 from grace.machine import FRAMEWORKS, installed

@@ -89,7 +89,7 @@ def one_thread():
 @pytest.fixture
 def traffic(monkeypatch):
     """Record the bytes passed to the transport, by rank and collective. Nothing else leaves a simulated rank."""
-    from grace.core.exchange.simulation import SimulatedTransport
+    from grace.core.session.simulation import SimulatedTransport
     from grace.testing.harness import host
 
     sent: dict[int, dict[str, int]] = {}
@@ -114,7 +114,7 @@ def traffic(monkeypatch):
 @pytest.fixture
 def crossed(monkeypatch):
     """Return the bytes that leave each simulated rank, in words of 4 bytes: rings for what all ranks get."""
-    from grace.core.exchange.simulation import SimulatedTransport
+    from grace.core.session.simulation import SimulatedTransport
 
     words: dict[int, float] = {}
 

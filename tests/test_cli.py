@@ -20,7 +20,7 @@ import pytest
 import grace
 from grace import cli, communicators, compressors, listing, memories
 from grace.bench.variants import candidates
-from grace.core.values.recommended import POOR_WITH_ADAM, STARTS
+from grace.core.config.recommended import POOR_WITH_ADAM, STARTS
 from tests.bench.test_variants import MINE
 
 

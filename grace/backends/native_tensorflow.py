@@ -16,9 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from grace.backends.tensorflow_ops import TensorflowOps
+from grace.core.errors import PayloadError
 from grace.core.ops.native import REBUILD, Native, in_words
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 logger = logging.getLogger("grace")
 

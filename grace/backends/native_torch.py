@@ -9,10 +9,10 @@ import torch
 from torch.utils.dlpack import to_dlpack
 
 from grace.backends.torch_ops import DTYPES, TorchOps
+from grace.core.errors import PayloadError
 from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, Native, module
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 _FLOATS = {getattr(torch, name): name for name in FLOATS}
 

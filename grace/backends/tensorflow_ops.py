@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import Composite
-from grace.core.values.spec import ITEMSIZE, MAX_MAGNITUDE, Array, Key
+from grace.core.spec import ITEMSIZE, MAX_MAGNITUDE, Array, Key
 
 _DTYPES: dict[str, Any] = {name: tf.dtypes.as_dtype(name) for name in ITEMSIZE}
 

@@ -11,7 +11,7 @@ import torch
 
 from grace.core.ops.base import unknown
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import ITEMSIZE, MAX_MAGNITUDE, Array
+from grace.core.spec import ITEMSIZE, MAX_MAGNITUDE, Array
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.bool: "bool"}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from grace.core.exchange.simulation import deliver, negotiate
-from grace.core.exchange.state import initial
-from grace.core.exchange.unit_step import UnitStep, retuned
+from grace.core.config.config import make_config
+from grace.core.errors import ConfigError
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError
-from grace.core.values.plan import make_plan
-from grace.core.values.spec import Array, Payload, Ranks, State, TensorSpec
-from grace.core.values.unit import Unit
+from grace.core.plan.plan import make_plan
+from grace.core.plan.unit import Unit
+from grace.core.session.simulation import deliver, negotiate
+from grace.core.spec import Array, Payload, Ranks, State, TensorSpec
+from grace.core.state.state import initial
+from grace.core.step.unit_step import UnitStep, retuned
 from grace.core.wire.layout import sent_bytes
 
 SEED = 0

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from grace.bench.progress import Progress
 from grace.bench.variants import Variant, candidates, import_own, parse_variants
-from grace.core.values.config import TOP_LEVEL_KEYS
-from grace.core.values.errors import ConfigError, nearest
-from grace.core.values.registry import compressors
+from grace.core.config.config import TOP_LEVEL_KEYS
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, nearest
 from grace.machine import FRAMEWORKS
 
 if TYPE_CHECKING:
     from grace.bench.measure import Result, Setting
-    from grace.core.values.unit import Unit
+    from grace.core.plan.unit import Unit
 
 NUMEL = 25_000_000
 # 1 KB to 100 MB of float32, the sizes of GRACE's Figure 8.

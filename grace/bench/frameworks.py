@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from grace.bench.codec import LocalStep
+from grace.core.errors import ConfigError, nearest
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError, nearest
-from grace.core.values.spec import Array
-from grace.core.values.unit import Unit
+from grace.core.plan.unit import Unit
+from grace.core.spec import Array
 from grace.machine import installed
 
 T = TypeVar("T")

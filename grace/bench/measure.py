@@ -17,10 +17,10 @@ from grace.bench.frameworks import Framework, versions
 from grace.bench.gradients import Gradients
 from grace.bench.variants import Variant
 from grace.core.communicators.two_shot import keeps_state
-from grace.core.values.config import dense_method
-from grace.core.values.registry import communicators, memories
-from grace.core.values.spec import Array
-from grace.core.values.unit import Unit
+from grace.core.config.config import dense_method
+from grace.core.config.registry import communicators, memories
+from grace.core.plan.unit import Unit
+from grace.core.spec import Array
 from grace.machine import processor
 
 WARM_UP = 3

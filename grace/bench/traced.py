@@ -9,8 +9,8 @@ import tensorflow as tf
 from grace.bench.codec import Arrived, Done, LocalStep
 from grace.bench.frameworks import Framework
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array, Field, State
-from grace.core.values.unit import Unit
+from grace.core.plan.unit import Unit
+from grace.core.spec import Array, Field, State
 from grace.core.wire.lanes import dtype_of
 
 

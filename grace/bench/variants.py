@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors, fields_of
+from grace.core.config.config import make_config
+from grace.core.config.registry import compressors, fields_of
+from grace.core.errors import ConfigError
 
 FORM = "NAME or NAME:OPTION=VALUE:OPTION=VALUE, such as qsgd:quantum_num=7:norm=l2"
 _NAME = re.compile(r"[^:,=]+")

@@ -8,15 +8,15 @@ from typing import Any
 
 from mpi4py import MPI
 
-from grace.core.exchange.engine import Engine, check_lr
-from grace.core.exchange.exchange import Exchange
-from grace.core.exchange.start import begin, request
+from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.errors import StepError
 from grace.core.guards.agreement import Meeting, check_steps
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
-from grace.core.values.config import Config, make_config, refuse_typos
-from grace.core.values.errors import StepError
-from grace.core.values.spec import Array, TensorSpec, as_specs
+from grace.core.session.exchange import Exchange
+from grace.core.session.start import begin, request
+from grace.core.spec import Array, TensorSpec, as_specs
+from grace.core.step.engine import Engine, check_lr
 from grace.mpi.transport import MPITransport
 
 # Rank and size among all processes; they give the files of several communicators different names.

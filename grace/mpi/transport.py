@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.ordered import OrderedTransport, Phases
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.errors import StepError, WaitError
 from grace.core.guards.waiting import wait_until
-from grace.core.values.errors import StepError, WaitError
-from grace.core.values.spec import Array
+from grace.core.spec import Array
+from grace.core.transport.collectives import Reduction
+from grace.core.transport.ordered import OrderedTransport, Phases
+from grace.core.transport.transport import TIMEOUT
 from grace.mpi.notes import Notes
 
 logger = logging.getLogger("grace")

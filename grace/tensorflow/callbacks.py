@@ -8,10 +8,10 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.config.schedule import as_changes
+from grace.core.errors import ConfigError, MismatchError
 from grace.core.guards.agreement import Meeting
-from grace.core.values.errors import ConfigError, MismatchError
-from grace.core.values.schedule import as_changes
+from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.broadcast import broadcast
 from grace.tensorflow.waiting import gather
 

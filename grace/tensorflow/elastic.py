@@ -11,9 +11,9 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
+from grace.core.errors import ConfigError
 from grace.core.guards.agreement import Meeting
 from grace.core.guards.elastic import Crew, check_plan, refusal_of_local_steps, refusal_of_process_sets
-from grace.core.values.errors import ConfigError
 from grace.tensorflow.broadcast import broadcast
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import inside

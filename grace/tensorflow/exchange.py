@@ -13,16 +13,16 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from grace.core.exchange import exchange as core
-from grace.core.exchange.start import described
+from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, IncompatibleError, MismatchError, StepError
 from grace.core.guards.agreement import Meeting
 from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
-from grace.core.values.config import Config, make_config, refuse_typos
-from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, StepError
-from grace.core.values.plan import Plan
-from grace.core.values.registry import compressors
-from grace.core.values.spec import ONE_RANK, Ranks, TensorSpec
+from grace.core.plan.plan import Plan
+from grace.core.session import exchange as core
+from grace.core.session.start import described
+from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.tensorflow.gradients import (
     Gradient,
     as_rows,

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from grace.core.values.errors import MismatchError
-from grace.core.values.spec import TensorSpec
+from grace.core.errors import MismatchError
+from grace.core.spec import TensorSpec
 
 Gradient = tf.Tensor | tf.IndexedSlices
 

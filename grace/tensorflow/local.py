@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from grace.tensorflow.exchange import Exchange
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.optimizer import Distributed

@@ -19,12 +19,12 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.config.recommended import Optimizer, warn_of_pairs
+from grace.core.errors import ConfigError, StepError
 from grace.core.guards.agreement import Meeting
-from grace.core.values.config import Config, make_config, refuse_typos
-from grace.core.values.errors import ConfigError, StepError
-from grace.core.values.plan import early_warnings
-from grace.core.values.recommended import Optimizer, warn_of_pairs
+from grace.core.plan.plan import early_warnings
+from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.local import MULTI_OPTIMIZER, check_local, step_locally

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from grace.core.errors import MismatchError
 from grace.core.guards.replicas import (
     ADVICE,
     STATES,
@@ -20,7 +21,6 @@ from grace.core.guards.replicas import (
     summary,
 )
 from grace.core.ops import get_ops
-from grace.core.values.errors import MismatchError
 from grace.tensorflow.transport import HorovodTransport
 
 _BROADCAST = (

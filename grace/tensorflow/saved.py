@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.exchange.state import nonfinite, shown
-from grace.core.values.errors import StateError
+from grace.core.errors import StateError
+from grace.core.state.state import nonfinite, shown
 
 
 def check_saved_variables(variables: Sequence[Any], store: Mapping[str, Any]) -> None:

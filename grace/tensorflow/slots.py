@@ -8,12 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.core.exchange.collectives import KINDS
-from grace.core.exchange.state import Slots, alone
 from grace.core.methods.memory import Memory
-from grace.core.values.plan import Plan
-from grace.core.values.spec import Array, State
-from grace.core.values.unit import Unit, offsets
+from grace.core.plan.plan import Plan
+from grace.core.plan.unit import Unit, offsets
+from grace.core.spec import Array, State
+from grace.core.state.state import Slots, alone
+from grace.core.transport.collectives import KINDS
 
 
 class VariableSlots(Slots):

@@ -9,9 +9,15 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from grace.core.exchange.engine import Engine, Plans
-from grace.core.exchange.merge import Merge
-from grace.core.exchange.state import (
+from grace.core.config.config import Config
+from grace.core.errors import StateError, StepError
+from grace.core.ops import get_ops
+from grace.core.ops.composites import ArrayOps
+from grace.core.plan.plan import Plan, make_plans, next_plan
+from grace.core.plan.unit import Assignment, Unit
+from grace.core.spec import Array, Ranks, State, TensorSpec
+from grace.core.state.merge import Merge
+from grace.core.state.state import (
     STATE_VERSION,
     alone,
     carried,
@@ -23,13 +29,7 @@ from grace.core.exchange.state import (
     shown,
     tensors_of,
 )
-from grace.core.ops import get_ops
-from grace.core.ops.composites import ArrayOps
-from grace.core.values.config import Config
-from grace.core.values.errors import StateError, StepError
-from grace.core.values.plan import Plan, make_plans, next_plan
-from grace.core.values.spec import Array, Ranks, State, TensorSpec
-from grace.core.values.unit import Assignment, Unit
+from grace.core.step.engine import Engine, Plans
 from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.saved import check_finite
 from grace.tensorflow.slots import VariableSlots
@@ -210,7 +210,7 @@ class Stages:
         self._last.assign(-1)
 
     def move(self, old: Stages, *, average: bool) -> None:
-        """Go on after stages that this rank had among others; see `grace.core.exchange.state.moved`."""
+        """Go on after stages that this rank had among others; see `grace.core.state.state.moved`."""
         number = self._arrived_at(old.step)
         old.slots.stage = number
         before, after, sizes = old._stages[number][1], self._stages[number][1], (old.ranks.size, self.ranks.size)
@@ -290,7 +290,7 @@ class Stages:
         return [merged[name] for name in names]
 
     def stats(self) -> dict[str, Any]:
-        """Return the statistics of the last step; see `grace.core.exchange.engine.Engine.stats`.
+        """Return the statistics of the last step; see `grace.core.step.engine.Engine.stats`.
 
         Raises StepError before the first step.
         """
@@ -366,7 +366,7 @@ class Stages:
     def load_state_dict(
         self, state: dict[str, Any], convert: Callable[[Array, Array], Array], plans: Plans | None = None
     ) -> bool:
-        """Load step and states; see `grace.core.exchange.engine.Engine.load_state_dict`.
+        """Load step and states; see `grace.core.step.engine.Engine.load_state_dict`.
 
         It does not ask for other `plans`: the variables of a graph are those of its own plans.
         """

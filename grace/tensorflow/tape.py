@@ -11,8 +11,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from grace.core.values.config import Config, refuse_typos
-from grace.core.values.errors import ConfigError
+from grace.core.config.config import Config, refuse_typos
+from grace.core.errors import ConfigError
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
 from grace.tensorflow.optimizer import check_process, refuse

@@ -9,10 +9,10 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from grace.core.errors import ConfigError, StepError
 from grace.core.observe.timeline import Moments, Times, moments_of
-from grace.core.values.errors import ConfigError, StepError
-from grace.core.values.plan import Plan
-from grace.core.values.spec import Array
+from grace.core.plan.plan import Plan
+from grace.core.spec import Array
 
 
 class GraphTimes(Times):

@@ -9,9 +9,9 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import Handle, Transport, known_local_size
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
+from grace.core.transport.collectives import Reduction
+from grace.core.transport.transport import Handle, Transport, known_local_size
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from grace.core.exchange.transport import TIMEOUT, gather_objects
+from grace.core.errors import WaitError
 from grace.core.guards.waiting import wait_until
-from grace.core.values.errors import WaitError
+from grace.core.transport.transport import TIMEOUT, gather_objects
 
 # Set when Python exits: a thread inside TensorFlow would then end the process by an abort.
 _exiting = threading.Event()

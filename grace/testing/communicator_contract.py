@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from grace.core.exchange.simulation import Simulation
-from grace.core.exchange.state import held_onward
+from grace.core.config.config import Config, Method
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import GraceWarning, IncompatibleError
 from grace.core.methods.communicator import Communicator
 from grace.core.ops import get_ops
-from grace.core.values.config import Config, Method
-from grace.core.values.errors import GraceWarning, IncompatibleError
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import HALF_DTYPES, Ranks, TensorSpec
-from grace.core.values.unit import Assignment, Unit
+from grace.core.plan.unit import Assignment, Unit
+from grace.core.session.simulation import Simulation
+from grace.core.spec import HALF_DTYPES, Ranks, TensorSpec
+from grace.core.state.state import held_onward
 from grace.testing.harness import EPS, host, same
 
 Gradients = list[dict[str, "np.ndarray[Any, Any]"]]

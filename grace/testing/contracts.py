@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Negotiating, Selecting, proposed_fields
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.registry import compressors
-from grace.core.values.spec import MAX_MAGNITUDE, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, TensorSpec
 from grace.core.wire.layout import GatherLayout, payload_bytes
 from grace.testing.harness import (
     EPS,

@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grace.core.exchange.collectives import Program
-from grace.core.exchange.simulation import negotiate, run_programs
-from grace.core.exchange.state import initial
-from grace.core.exchange.transport import Transport
-from grace.core.exchange.unit_step import UnitStep
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators, memories
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.config import Method
-from grace.core.values.registry import communicators, memories
-from grace.core.values.spec import Array, Field, Payload, Site, State, TensorSpec
-from grace.core.values.unit import Assignment, Unit, whole
+from grace.core.plan.unit import Assignment, Unit, whole
+from grace.core.session.simulation import negotiate, run_programs
+from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.state.state import initial
+from grace.core.step.unit_step import UnitStep
+from grace.core.transport.collectives import Program
+from grace.core.transport.transport import Transport
 from grace.core.wire.layout import GatherLayout
 
 FRAMEWORKS = tuple(name for name in ("numpy", "torch", "tensorflow") if importlib.util.find_spec(name) is not None)

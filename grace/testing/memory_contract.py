@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from grace.core.exchange.simulation import deliver, negotiate
-from grace.core.exchange.state import initial
-from grace.core.exchange.unit_step import UnitStep
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import IncompatibleError
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import Array, State, TensorSpec
+from grace.core.session.simulation import deliver, negotiate
+from grace.core.spec import Array, State, TensorSpec
+from grace.core.state.state import initial
+from grace.core.step.unit_step import UnitStep
 from grace.testing.harness import FRAMEWORKS, SEED, array, draw, exchange, host, same, unit_of
 from grace.testing.poison import PoisonOps
 

@@ -11,11 +11,11 @@ from grace.core.codecs.signs import binarize_means, binary_sum, majority
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.powersgd import orthogonalize
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
+from grace.core.errors import PayloadError, StepError
 from grace.core.ops import get_ops
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import PayloadError, StepError
-from grace.core.values.spec import GRADIENT_DTYPES, ITEMSIZE, MAX_MAGNITUDE, Key
+from grace.core.spec import GRADIENT_DTYPES, ITEMSIZE, MAX_MAGNITUDE, Key
 from grace.testing.harness import FRAMEWORKS, array, host
 
 FLOATS = ("float32", "float64")

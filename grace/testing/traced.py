@@ -13,7 +13,7 @@ from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array, Key, Site
+from grace.core.spec import Array, Key, Site
 
 P = TypeVar("P", Compressor, Memory)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grace.core.exchange.transport import Transport
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
+from grace.core.transport.transport import Transport
 from grace.testing.harness import array, host, same
 
 

@@ -14,7 +14,7 @@ from grace.core.methods.capabilities import Checking, Scaling, Subtracting, Summ
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.spec import MAX_MAGNITUDE, Payload, TensorSpec, WeightedSum
+from grace.core.spec import MAX_MAGNITUDE, Payload, TensorSpec, WeightedSum
 from grace.testing.harness import EPS, array, draw, exchange, host, learnt, payload_on_host, same, wide
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.hooks import unserializable_hook
 
-from grace.core.exchange.engine import Snapshot
-from grace.core.values.errors import GraceWarning
+from grace.core.errors import GraceWarning
+from grace.core.step.engine import Snapshot
 from grace.torch.exchange import Exchange
 from grace.torch.steps import watch
 

@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grace.core.exchange import exchange as core
-from grace.core.exchange.engine import Engine
-from grace.core.exchange.merge import in_rank_order
-from grace.core.exchange.start import described
-from grace.core.exchange.state import carrying, check_mapping
-from grace.core.exchange.transport import Handle
+from grace.core.config.config import Config
+from grace.core.errors import StateError, StepError
 from grace.core.guards.agreement import agree
 from grace.core.guards.replicas import (
     SUMMARY_BYTES,
@@ -25,10 +21,14 @@ from grace.core.guards.replicas import (
     summary,
 )
 from grace.core.ops import get_ops
-from grace.core.values.config import Config
-from grace.core.values.errors import StateError, StepError
-from grace.core.values.spec import TensorSpec
-from grace.core.values.unit import Assignment
+from grace.core.plan.unit import Assignment
+from grace.core.session import exchange as core
+from grace.core.session.start import described
+from grace.core.spec import TensorSpec
+from grace.core.state.merge import in_rank_order
+from grace.core.state.state import carrying, check_mapping
+from grace.core.step.engine import Engine
+from grace.core.transport.transport import Handle
 from grace.torch.library import Library
 from grace.torch.loss_scale import LossScale, unknown_scaler_scales
 from grace.torch.views import apart

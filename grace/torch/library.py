@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from grace.core.exchange.engine import Engine
-from grace.core.exchange.transport import MeetingTransport
-from grace.core.values.unit import Assignment
+from grace.core.plan.unit import Assignment
+from grace.core.step.engine import Engine
+from grace.core.transport.transport import MeetingTransport
 
 
 class Delegated(Protocol):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grace.core.exchange.state import check_number, shown
-from grace.core.values.config import Config
-from grace.core.values.errors import ConfigError, GraceError, StateError
+from grace.core.config.config import Config
+from grace.core.errors import ConfigError, GraceError, StateError
+from grace.core.state.state import check_number, shown
 from grace.torch.plain import PlainMethods
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from grace.core.exchange.engine import Engine, Snapshot
-from grace.core.values.errors import ConfigError, StepError
+from grace.core.errors import ConfigError, StepError
+from grace.core.step.engine import Engine, Snapshot
 
 
 class LossScale:

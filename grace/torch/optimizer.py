@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from grace.core.exchange.start import begin, request
+from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.config.recommended import warn_of_pairs
+from grace.core.errors import ConfigError, GraceError, GraceWarning, StepError
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
-from grace.core.values.config import Config, make_config, refuse_typos
-from grace.core.values.errors import ConfigError, GraceError, GraceWarning, StepError
-from grace.core.values.recommended import warn_of_pairs
+from grace.core.session.start import begin, request
 from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated, Library
 from grace.torch.local import check_local, local_names, step_locally

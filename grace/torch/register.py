@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from grace.core.exchange.start import begin, request
+from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.config.recommended import warn_of_pairs
+from grace.core.errors import ConfigError
 from grace.core.guards.agreement import Meeting
 from grace.core.ops import get_ops
-from grace.core.values.config import Config, make_config, refuse_typos
-from grace.core.values.errors import ConfigError
-from grace.core.values.recommended import warn_of_pairs
+from grace.core.session.start import begin, request
 from grace.torch.exchange import Exchange
 from grace.torch.loss_scale import LossScale, check_scaler
 from grace.torch.steps import described, watch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grace.core.exchange.state import check_mapping, check_number
-from grace.core.values.errors import ConfigError
-from grace.core.values.schedule import as_changes
+from grace.core.config.schedule import as_changes
+from grace.core.errors import ConfigError
+from grace.core.state.state import check_mapping, check_number
 from grace.torch.exchange import Exchange
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from grace.core.values.recommended import Optimizer
+from grace.core.config.recommended import Optimizer
 
 
 class Watcher(Protocol):

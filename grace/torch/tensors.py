@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grace.core.values.errors import StepError
-from grace.core.values.spec import TensorSpec
+from grace.core.errors import StepError
+from grace.core.spec import TensorSpec
 
 if TYPE_CHECKING:
     from grace.torch.register import ModelExchange

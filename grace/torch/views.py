@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from grace.core.values.plan import Plan
+from grace.core.plan.plan import Plan
 
 
 class GradientViews:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from grace.core.exchange.engine import Engine, Snapshot
+from grace.core.errors import StepError
 from grace.core.guards.agreement import check_steps
-from grace.core.values.errors import StepError
+from grace.core.step.engine import Engine, Snapshot
 
 
 class WayBack:

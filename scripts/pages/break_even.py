@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from registry import WIDTH, Block, figure, kind, row, svg
 
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
 from grace.listing import communicator, taken
 
 SOURCE = "codec"

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from registry import figure, png
 
-from grace.core.exchange.simulation import Simulation
-from grace.core.values.registry import compressors, fields_of
+from grace.core.config.registry import compressors, fields_of
+from grace.core.session.simulation import Simulation
 from grace.listing import FAMILIES
 
 COLOR = "#0a7d91"

@@ -16,14 +16,14 @@ import measurements
 import method_figures
 from registry import Block, kind, markdown, row, wrapped
 
+from grace.core.config.config import make_config
+from grace.core.config.recommended import ADAM, POOR_WITH_ADAM, optimizers_for, starts
+from grace.core.config.registry import Registry, communicators, compressors, fields_of
+from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError
-from grace.core.values.plan import make_plan
-from grace.core.values.recommended import ADAM, POOR_WITH_ADAM, optimizers_for, starts
-from grace.core.values.registry import Registry, communicators, compressors, fields_of
-from grace.core.values.spec import Ranks
-from grace.core.values.unit import Unit
+from grace.core.plan.plan import make_plan
+from grace.core.plan.unit import Unit
+from grace.core.spec import Ranks
 from grace.listing import EXAMPLE, FAMILIES, Family, communicator, feedback, taken
 
 # The bytes that depend on the data, by method.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import methods
 from registry import Block, kind, row
 
-from grace.core.values.recommended import STARTS
+from grace.core.config.recommended import STARTS
 
 
 @kind("recommended")

@@ -17,7 +17,7 @@ from grace.bench.codec import LocalStep, make_unit, near_square
 from grace.bench.gradients import DEVIATION, Gradients
 from grace.core.communicators.two_shot import keeps_state
 from grace.core.ops import get_ops, serves
-from grace.core.values.spec import Ranks
+from grace.core.spec import Ranks
 from grace.core.wire.layout import payload_bytes
 from grace.testing.harness import same
 from tests.bench.test_variants import MINE

@@ -26,9 +26,9 @@ from grace.bench.step.methods import COMPUTE, Method
 from grace.bench.step.ranks import START_S, VISIT_S, Ranks
 from grace.bench.step.run import Result, Setting
 from grace.bench.step.worker import visit
-from grace.core.exchange.engine import Engine
+from grace.core.errors import ConfigError, GraceError
 from grace.core.ops import native
-from grace.core.values.errors import ConfigError, GraceError
+from grace.core.step.engine import Engine
 from grace.machine import python
 from tests.bench.test_variants import MINE
 from tests.support.covering import ALL

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from grace import compressors
 from grace.bench import variants
 from grace.bench.variants import Variant, parse_variants
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError
+from grace.core.config.config import make_config
+from grace.core.errors import ConfigError
 from tests.support.covering import ALL
 from tests.support.launch import ROOT
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from grace.core.errors import ConfigError, MismatchError
 from grace.core.guards.agreement import Meeting, agree
-from grace.core.values.errors import ConfigError, MismatchError
 
 TOLD = {"configuration": {"compressor": "topk", "ratio": 0.1}, "parameters": {"a": [3], "b": [4]}}
 REORDERED = {**TOLD, "parameters": {"b": [4], "a": [3]}}

@@ -7,11 +7,11 @@ import logging
 import pytest
 
 import grace
+from grace.core.config.config import make_config
+from grace.core.config.registry import compressors
 from grace.core.observe.announcement import announce, in_units, summary
-from grace.core.values.config import make_config
-from grace.core.values.plan import make_plans
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.plan.plan import make_plans
+from grace.core.spec import Ranks, TensorSpec
 from tests.support.records import stderr_without_logging
 
 SPECS = [TensorSpec("a", (300, 200)), TensorSpec("b", (40, 30)), TensorSpec("bias", (200,))]

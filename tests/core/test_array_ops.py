@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from grace.core.codecs.signs import majority
+from grace.core.config.registry import compressors
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composites
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Key
+from grace.core.spec import Key
 from grace.testing.harness import EPS, FRAMEWORKS, array, flushed_below, host, same
 from grace.testing.traced import traced_ops
 from tests.support import composite_results

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.values.config import Method
-from grace.core.values.plan import make_plan
-from grace.core.values.registry import communicators, memories
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators, memories
+from grace.core.plan.plan import make_plan
+from grace.core.spec import Ranks, TensorSpec
 from tests.support import registered
 from tests.support.steps import simulate
 

@@ -12,9 +12,9 @@ import pytest
 
 import grace
 from grace.core import ops as table
+from grace.core.errors import ConfigError
 from grace.core.ops import get_ops, register_backend
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.errors import ConfigError
 from grace.core.wire.checksum import checksum
 from grace.testing.harness import FRAMEWORKS
 

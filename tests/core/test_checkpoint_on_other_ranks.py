@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange.merge import shares
-from grace.core.values.errors import GraceError, GraceWarning, StateError
-from grace.core.values.registry import memories
-from grace.core.values.spec import TensorSpec
+from grace.core.config.registry import memories
+from grace.core.errors import GraceError, GraceWarning, StateError
+from grace.core.spec import TensorSpec
+from grace.core.state.merge import shares
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS, array, host, same
 from tests.support.cases import CORRECTED_BY

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange.simulation import poll_all
+from grace.core.errors import PayloadError
 from grace.core.ops import get_ops
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Field, TensorSpec
+from grace.core.session.simulation import poll_all
+from grace.core.spec import Field, TensorSpec
 from grace.core.wire.checksum import checksum
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import array, host

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.config.config import make_config
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, IncompatibleError, PayloadError
 from grace.core.ops import get_ops
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError, IncompatibleError, PayloadError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import ITEMSIZE, Field, TensorSpec
+from grace.core.spec import ITEMSIZE, Field, TensorSpec
 from grace.core.wire import codings
 from grace.core.wire.codings import CODECS, NONE, SMALLEST, Coding
 from grace.core.wire.huffman import huffman_encode

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.errors import ConfigError
 from grace.core.ops import get_ops, native, table
-from grace.core.values.errors import ConfigError
 from grace.testing.harness import FRAMEWORKS, array, host
 
 

@@ -12,11 +12,11 @@ import pytest
 from grace.core.communicators.auto import Auto
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
+from grace.core.config.config import Config, Method, Rule, dense_method, make_config
+from grace.core.config.registry import communicators, compressors, fields_of, memories
+from grace.core.errors import MOST, SYNONYMS, ConfigError, GraceError, GraceWarning, IncompatibleError, meant
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
-from grace.core.values.config import Config, Method, Rule, dense_method, make_config
-from grace.core.values.errors import MOST, SYNONYMS, ConfigError, GraceError, GraceWarning, IncompatibleError, meant
-from grace.core.values.registry import communicators, compressors, fields_of, memories
 from grace.core.wire.codings import AS_IT_IS
 from tests.support import registered
 

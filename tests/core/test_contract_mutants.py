@@ -7,10 +7,10 @@ import inspect
 import numpy as np
 import pytest
 
+from grace.core.config.registry import communicators as communicator_registry
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import PayloadError, StepError
 from grace.core.ops import get_ops
-from grace.core.values.errors import PayloadError, StepError
-from grace.core.values.registry import communicators as communicator_registry
-from grace.core.values.registry import compressors, memories
 from grace.testing import CommunicatorContract, CompressorContract, MemoryContract, OpsContract, TransportContract
 from tests.mutants import array_ops, communicators, methods
 

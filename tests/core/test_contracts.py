@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from grace.core.exchange.simulation import SimulatedTransport
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.errors import IncompatibleError
 from grace.core.ops import get_ops
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.registry import communicators, compressors, memories
+from grace.core.session.simulation import SimulatedTransport
 from grace.testing import (
     CommunicatorContract,
     CompressorContract,

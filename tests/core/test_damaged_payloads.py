@@ -7,10 +7,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from grace.core.config.registry import compressors
+from grace.core.errors import PayloadError
 from grace.core.ops import get_ops
-from grace.core.values.errors import PayloadError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 from grace.core.wire import indices
 from grace.core.wire.codings import NONE, Coding
 from grace.core.wire.layout import GatherLayout

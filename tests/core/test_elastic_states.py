@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange.simulation import SimulatedTransport, _Network
-from grace.core.exchange.state import held_onward
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.session.simulation import SimulatedTransport, _Network
+from grace.core.spec import Ranks, TensorSpec
+from grace.core.state.state import held_onward
 from tests.support.steps import assert_same, each, step
 
 SPECS = [TensorSpec("long", (3, 5000)), TensorSpec("matrix", (24, 40)), TensorSpec("double", (16, 90), "float64")]
@@ -92,5 +92,5 @@ def test_a_step_under_way_is_dropped():
     new = moved(sim, [0, 1], 2)
     new.engine.check_idle("change")
     step(new, 1)
-    with pytest.raises(grace.core.values.errors.StepError):
+    with pytest.raises(grace.core.errors.StepError):
         sim.engines[2].finish()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange.simulation import poll_all
+from grace.core.config.config import Method, make_config
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.errors import StepError
 from grace.core.methods.compressor import sparsifies
-from grace.core.values.config import Method, make_config
-from grace.core.values.errors import StepError
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.session.simulation import poll_all
+from grace.core.spec import TensorSpec
 from grace.testing import PoisonOps
 from grace.testing.harness import EPS, FRAMEWORKS, draw, same
 from tests.core.test_contracts import reordered
@@ -243,7 +243,7 @@ def test_nothing_is_used_after_it_was_consumed(chosen, monkeypatch):
     plain = simulate(chosen)
     expected = [step(plain, number) for number in range(3)], states(plain)
     # Patch it only now, because the simulation gets its operations at every call.
-    monkeypatch.setattr("grace.core.exchange.simulation.get_ops", lambda framework, device: PoisonOps())
+    monkeypatch.setattr("grace.core.session.simulation.get_ops", lambda framework, device: PoisonOps())
     poisoned = simulate(chosen)
     assert type(poisoned.engines[0]._ops("cpu")) is PoisonOps
     for number in range(3):

@@ -10,7 +10,8 @@ import pytest
 
 import grace
 from grace.core.compressors.topk import TopK
-from grace.core.values.errors import (
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import (
     ConfigError,
     GraceError,
     IncompatibleError,
@@ -20,8 +21,7 @@ from grace.core.values.errors import (
     StepError,
     nearest,
 )
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same
 from tests.mutants import methods
 from tests.support.covering import ALL

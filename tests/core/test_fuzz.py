@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError, StepError
+from grace.core.config.config import make_config
+from grace.core.errors import ConfigError, StepError
 from grace.testing.harness import FRAMEWORKS
 from tests.support import fuzz
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import host
 from tests import golden

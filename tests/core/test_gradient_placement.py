@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from grace.core.exchange.simulation import poll_all
+from grace.core.config.registry import communicators, compressors
 from grace.core.ops import get_ops
-from grace.core.values.registry import communicators, compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.session.simulation import poll_all
+from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, host, same
 from tests.support import registered
 from tests.support.steps import (

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange.simulation import poll_all
+from grace.core.config.config import Method, make_config
+from grace.core.config.registry import communicators, compressors, memories
 from grace.core.methods.compressor import sparsifies
 from grace.core.ops import get_ops
-from grace.core.values.config import Method, make_config
-from grace.core.values.plan import make_plan
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import TensorSpec
-from grace.core.values.unit import GRAIN
+from grace.core.plan.plan import make_plan
+from grace.core.plan.unit import GRAIN
+from grace.core.session.simulation import poll_all
+from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.covering import ALL
 from tests.support.reference_step import Reference, reference

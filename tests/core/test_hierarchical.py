@@ -11,15 +11,15 @@ import grace
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
-from grace.core.exchange.simulation import SimulatedTransport
-from grace.core.exchange.transport import known_local_size
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.guards.agreement import formats
 from grace.core.ops import get_ops
-from grace.core.values.config import Method
-from grace.core.values.errors import ConfigError, IncompatibleError
-from grace.core.values.plan import make_plan
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.plan.plan import make_plan
+from grace.core.session.simulation import SimulatedTransport
+from grace.core.spec import Ranks, TensorSpec
+from grace.core.transport.transport import known_local_size
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS

@@ -97,7 +97,7 @@ def test_errors_are_named_as_users_name_them(name):
 
 
 def test_all_errors_are_public():
-    values = vars(grace.core.values.errors).values()
+    values = vars(grace.core.errors).values()
     defined = {value.__name__ for value in values if isinstance(value, type) and value.__module__.startswith("grace.")}
     assert defined == set(grace.errors.__all__)
 
@@ -112,7 +112,7 @@ def test_the_check_sees_a_framework_that_is_loaded():
 
 def test_the_core_was_found():
     assert len(CORE) > 20
-    assert "grace.core.exchange.engine" in CORE
+    assert "grace.core.step.engine" in CORE
 
 
 def code_of(source):

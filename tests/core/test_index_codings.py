@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.config.config import make_config
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.ops import get_ops
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError, PayloadError
-from grace.core.values.spec import Field, TensorSpec
+from grace.core.spec import Field, TensorSpec
 from grace.core.wire import indices
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import array, host

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.values.errors import GraceWarning, IncompatibleError, StateError
-from grace.core.values.plan import next_plan
-from grace.core.values.registry import communicators
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.config.registry import communicators
+from grace.core.errors import GraceWarning, IncompatibleError, StateError
+from grace.core.plan.plan import next_plan
+from grace.core.spec import Ranks, TensorSpec
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import same
 from tests.support.steps import CUTS, assert_same, each, each_cut, gradient, gradients, states, step, step_at_rest

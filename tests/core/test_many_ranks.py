@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.values.config import Config, Method
-from grace.core.values.registry import communicators, compressors, memories
+from grace.core.config.config import Config, Method
+from grace.core.config.registry import communicators, compressors, memories
 from grace.testing.communicator_contract import residuals
 
 SIZE, SHAPE = 64, (256, 256)

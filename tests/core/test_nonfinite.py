@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from grace.core.compressors.fp16 import BF16
-from grace.core.values.config import Method, make_config
-from grace.core.values.plan import make_plan
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import MAX_MAGNITUDE, TensorSpec
+from grace.core.config.config import Method, make_config
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.plan.plan import make_plan
+from grace.core.spec import MAX_MAGNITUDE, TensorSpec
 from grace.testing.harness import FRAMEWORKS, same
 from tests.support import registered
 from tests.support.launch import ROOT

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from grace import Simulation
-from grace.core.exchange.simulation import poll_all
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleError
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import HALF_DTYPES
+from grace.core.config.config import make_config
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import ConfigError, GraceWarning, IncompatibleError
+from grace.core.session.simulation import poll_all
+from grace.core.spec import HALF_DTYPES
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import EPS, same
 from tests.support.covering import ALL

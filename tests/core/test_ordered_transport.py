@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from grace.core.exchange.ordered import OrderedTransport
-from grace.core.values.errors import MismatchError, WaitError
+from grace.core.errors import MismatchError, WaitError
+from grace.core.transport.ordered import OrderedTransport
 
 
 class Transport(OrderedTransport):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import grace
-from grace.core.values.config import default_rules, make_config
-from grace.core.values.errors import ConfigError
-from grace.core.values.plan import early_warnings, make_plan
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import Ranks, TensorSpec
-from grace.core.values.unit import GRAIN
+from grace.core.config.config import default_rules, make_config
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import ConfigError
+from grace.core.plan.plan import early_warnings, make_plan
+from grace.core.plan.unit import GRAIN
+from grace.core.spec import Ranks, TensorSpec
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.01}
 

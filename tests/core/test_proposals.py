@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from grace.core.communicators.allreduce import Allreduce
-from grace.core.exchange.simulation import Simulation
+from grace.core.config.config import Config, Method
+from grace.core.errors import PayloadError
 from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.values.config import Config, Method
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Field, Proposal, TensorSpec
+from grace.core.session.simulation import Simulation
+from grace.core.spec import Field, Proposal, TensorSpec
 from grace.testing.harness import array, host
 from tests.support.registered import every_framework
 

@@ -9,7 +9,7 @@ import pytest
 
 from grace.core.ops import get_ops
 from grace.core.ops.random import philox, words
-from grace.core.values.spec import Key, TensorSpec
+from grace.core.spec import Key, TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, exchange, host, same
 from tests.support import registered
 from tests.support.registered import every_framework

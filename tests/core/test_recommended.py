@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import grace
-from grace.core.values.config import make_config
-from grace.core.values.errors import GraceWarning
-from grace.core.values.recommended import (
+from grace.core.config.config import make_config
+from grace.core.config.recommended import (
     ADAM,
     POOR_WITH_ADAM,
     STARTS,
@@ -19,6 +18,7 @@ from grace.core.values.recommended import (
     trains_badly_with_adam,
     warn_of_pairs,
 )
+from grace.core.errors import GraceWarning
 from grace.core.wire.layout import payload_bytes
 from grace.listing import EXAMPLE, sent_fields
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from grace.core.communicators.reduce_scatter import ReduceScatter
-from grace.core.exchange.simulation import Simulation, poll_all
-from grace.core.values.config import Config, Method, make_config
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.plan import Modules, make_plan
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.config.config import Config, Method, make_config
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import IncompatibleError
+from grace.core.plan.plan import Modules, make_plan
+from grace.core.session.simulation import Simulation, poll_all
+from grace.core.spec import Ranks, TensorSpec
 from grace.core.wire.codings import Coding
 from grace.testing import CommunicatorContract
 

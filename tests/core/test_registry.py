@@ -15,11 +15,11 @@ import pytest
 import grace
 import grace.core.compressors
 import grace.core.memories
+from grace.core.config.registry import Registry, communicators, compressors, memories
+from grace.core.errors import ConfigError, GraceWarning
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
-from grace.core.values.errors import ConfigError, GraceWarning
-from grace.core.values.registry import Registry, communicators, compressors, memories
-from grace.core.values.spec import Field, Proposal
+from grace.core.spec import Field, Proposal
 from grace.testing import CompressorContract
 from tests.core.test_contract_mutants import run
 from tests.support.launch import ROOT
@@ -76,7 +76,7 @@ def outside(monkeypatch):
         groups.append(group)
         return [Entry()] if group == "grace.compressors" else []
 
-    monkeypatch.setattr("grace.core.values.registry.entry_points", entry_points)
+    monkeypatch.setattr("grace.core.config.registry.entry_points", entry_points)
     return groups
 
 
@@ -157,7 +157,7 @@ BROKEN = {
 def test_a_broken_entry_point_stops_only_those_who_ask_for_it(fault, monkeypatch):
     value, why = BROKEN[fault]
     entry = EntryPoint("broken", value, "grace.compressors")
-    monkeypatch.setattr("grace.core.values.registry.entry_points", lambda group: [entry])
+    monkeypatch.setattr("grace.core.config.registry.entry_points", lambda group: [entry])
     registry: Registry = Registry("compressor", "compressors", "grace.core.memories")
     told = rf"the entry point 'broken = {value}' of an unknown package, in the group grace.compressors, .*: {why}"
     with pytest.warns(GraceWarning, match=told):
@@ -216,7 +216,7 @@ def test_the_class_decorator_returns_the_class():
 PACKAGE = """
 import dataclasses
 from grace.core.communicators.broadcast import Broadcast
-from grace.core.exchange.collectives import broadcast
+from grace.core.transport.collectives import broadcast
 
 @dataclasses.dataclass(frozen=True)
 class OneByOne(Broadcast):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.errors import ConfigError, MismatchError
 from grace.core.guards.replicas import SUMMARY_BYTES, compare, digest, is_due, summary
-from grace.core.values.errors import ConfigError, MismatchError
-from grace.core.values.spec import ITEMSIZE
+from grace.core.spec import ITEMSIZE
 from grace.testing.harness import array
 from tests.support.registered import BACKENDS, ops_of
 

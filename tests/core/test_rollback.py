@@ -7,9 +7,9 @@ import pytest
 
 import grace
 from grace.core.compressors.topk import TopK
+from grace.core.errors import StepError
 from grace.core.memories.residual import Residual
-from grace.core.values.errors import StepError
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same, unit_of
 from tests.support.steps import assert_same, each_combination_for, gradients, simulate, states, step, step_at_rest
 

@@ -6,13 +6,13 @@ import pytest
 
 from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.natural import Natural
-from grace.core.exchange.simulation import deliver
-from grace.core.exchange.state import initial
-from grace.core.exchange.unit_step import UnitStep
 from grace.core.memories.efsignsgd import EFSignMemory
 from grace.core.memories.none import NoMemory
 from grace.core.ops import get_ops
-from grace.core.values.spec import TensorSpec
+from grace.core.session.simulation import deliver
+from grace.core.spec import TensorSpec
+from grace.core.state.state import initial
+from grace.core.step.unit_step import UnitStep
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of
 from tests.support.capabilities import replacing
 

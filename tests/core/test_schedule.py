@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.config.config import make_config
+from grace.core.config.registry import compressors, fields_of
+from grace.core.config.schedule import ladder
+from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError, StateError, StepError
-from grace.core.values.registry import compressors, fields_of
-from grace.core.values.schedule import ladder
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 
 SHAPE = (40, 50)
 

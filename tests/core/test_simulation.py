@@ -9,11 +9,11 @@ import pytest
 
 import grace
 from grace.core.compressors.fp16 import FP16
-from grace.core.exchange.simulation import SimulatedTransport
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, StepError
 from grace.core.ops import get_ops
-from grace.core.values.errors import ConfigError, StepError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Field, TensorSpec
+from grace.core.session.simulation import SimulatedTransport
+from grace.core.spec import Field, TensorSpec
 from grace.testing.harness import array, host
 from tests.support.registered import every_framework
 from tests.support.steps import assert_same, states

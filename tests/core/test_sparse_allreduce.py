@@ -10,10 +10,10 @@ import pytest
 
 import grace
 from grace.core.communicators.sparse_allreduce import SparseAllreduce
-from grace.core.values.config import Method
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.errors import IncompatibleError
+from grace.core.spec import TensorSpec
 from grace.core.wire.codings import Coding
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals

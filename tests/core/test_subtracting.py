@@ -8,12 +8,12 @@ import pytest
 from grace.core.compressors.acpsgd import ACPSGD
 from grace.core.compressors.gradzip import GradZip
 from grace.core.compressors.powersgd import PowerSGD
-from grace.core.exchange.simulation import deliver, negotiate
-from grace.core.exchange.state import initial
-from grace.core.exchange.unit_step import UnitStep
 from grace.core.memories.powersgd import PowerSGDMemory
 from grace.core.ops import get_ops
-from grace.core.values.spec import TensorSpec
+from grace.core.session.simulation import deliver, negotiate
+from grace.core.spec import TensorSpec
+from grace.core.state.state import initial
+from grace.core.step.unit_step import UnitStep
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of
 from tests.support.capabilities import replacing
 

@@ -10,13 +10,13 @@ from grace.core.compressors.rtopk import RTopK
 from grace.core.compressors.strom import Strom
 from grace.core.compressors.threshold import Threshold
 from grace.core.compressors.topk import TopK
-from grace.core.exchange.simulation import deliver
-from grace.core.exchange.state import initial
-from grace.core.exchange.unit_step import UnitStep
 from grace.core.memories.efsignsgd import EFSignMemory
 from grace.core.memories.residual import Residual
 from grace.core.ops import get_ops
-from grace.core.values.spec import TensorSpec
+from grace.core.session.simulation import deliver
+from grace.core.spec import TensorSpec
+from grace.core.state.state import initial
+from grace.core.step.unit_step import UnitStep
 from grace.testing.harness import FRAMEWORKS, array, draw, host, payload_on_host, same, unit_of
 from tests.support.capabilities import replacing
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.observe.timeline import PHASES, Timeline, Times
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
 from grace.testing.harness import FRAMEWORKS
 from tests.support import registered
 from tests.support.steps import each, gradients, simulate, step

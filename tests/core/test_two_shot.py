@@ -9,14 +9,14 @@ import pytest
 
 import grace
 from grace.core.communicators.two_shot import TwoShot
-from grace.core.exchange.simulation import poll_all
-from grace.core.exchange.state import held_onward
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.errors import ConfigError, IncompatibleError, MismatchError, PayloadError, StateError
 from grace.core.methods.capabilities import Stateful
 from grace.core.ops import get_ops
-from grace.core.values.config import Method
-from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, PayloadError, StateError
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.session.simulation import poll_all
+from grace.core.spec import TensorSpec
+from grace.core.state.state import held_onward
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.registered import all_compressors
 from tests.support.steps import (

@@ -10,12 +10,12 @@ import random
 import numpy as np
 import pytest
 
-from grace.core.exchange.simulation import Simulation, poll_all
-from grace.core.values.config import make_config
-from grace.core.values.errors import ConfigError, IncompatibleError, MismatchError, StateError
-from grace.core.values.plan import next_plan
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import Ranks
+from grace.core.config.config import make_config
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import ConfigError, IncompatibleError, MismatchError, StateError
+from grace.core.plan.plan import next_plan
+from grace.core.session.simulation import Simulation, poll_all
+from grace.core.spec import Ranks
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support import covering
 from tests.support.steps import (

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.errors import ConfigError, WaitError
 from grace.core.guards import waiting
 from grace.core.guards.waiting import explained, wait_until
-from grace.core.values.errors import ConfigError, WaitError
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.errors import PayloadError
 from grace.core.ops import get_ops
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import ITEMSIZE, Field, TensorSpec
+from grace.core.spec import ITEMSIZE, Field, TensorSpec
 from grace.core.wire.layout import GatherLayout, SumLayout, payload_bytes
 from grace.testing.harness import array, host, same
 from tests.support.registered import every_framework

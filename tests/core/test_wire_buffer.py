@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from grace.core.exchange.state import initial
-from grace.core.exchange.unit_step import UnitStep
+from grace.core.config.registry import compressors, memories
 from grace.core.ops import get_ops
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import Field, TensorSpec
+from grace.core.spec import Field, TensorSpec
+from grace.core.state.state import initial
+from grace.core.step.unit_step import UnitStep
 from grace.core.wire import layout as layouts
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.config.registry import compressors
 from grace.core.ops import get_ops
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Key, Site, TensorSpec
+from grace.core.spec import Key, Site, TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, host, same
 
 SPEC = TensorSpec("w", (40, 50))

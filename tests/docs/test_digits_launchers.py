@@ -7,8 +7,8 @@ import json
 import sys
 
 from grace.core.communicators.reduce_scatter import ReduceScatter
-from grace.core.values.config import make_config
-from grace.core.values.registry import compressors
+from grace.core.config.config import make_config
+from grace.core.config.registry import compressors
 from tests.support.launch import ROOT
 
 

@@ -226,7 +226,7 @@ def test_users_import_grace_in_one_way(name):
 
 
 def test_another_import_is_noticed():
-    wrong = ["import grace.torch as grace", "from grace import mpi", "from grace.core.values import errors"]
+    wrong = ["import grace.torch as grace", "from grace import mpi", "from grace.core import errors"]
     assert other_imports("\n".join(["import grace", *wrong, "    from grace_dl import x"])) == wrong
 
 

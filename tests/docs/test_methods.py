@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from grace import compressors
-from grace.core.values.recommended import ADAM, ANY, SGD, STARTS
-from grace.core.values.spec import TensorSpec
+from grace.core.config.recommended import ADAM, ANY, SGD, STARTS
+from grace.core.spec import TensorSpec
 from grace.listing import FAMILIES
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 from grace.core.communicators.auto import _obstacle
 from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
-from grace.core.values.config import make_config
-from grace.core.values.registry import communicators, compressors
+from grace.core.config.config import make_config
+from grace.core.config.registry import communicators, compressors
 from tests.support.covering import ALL
 from tests.support.launch import ROOT
 

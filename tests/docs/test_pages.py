@@ -288,8 +288,8 @@ def test_a_name_of_the_reference_is_found_where_it_is_defined(pages):
     # A class that a package exports, its attribute with a comment in a base class, a method of its own, and a constant.
     assert documented("grace.torch.Exchange").startswith("The plan, the statistics and the state")
     assert documented("grace.torch.Exchange.config").strip() == "The configuration, with all changes so far."
-    assert documented("grace.Simulation.size") == documented("grace.core.exchange.exchange.Exchange.size") != ""
-    assert documented("grace.Simulation.step") != documented("grace.core.exchange.engine.Engine.step")
+    assert documented("grace.Simulation.size") == documented("grace.core.session.exchange.Exchange.size") != ""
+    assert documented("grace.Simulation.step") != documented("grace.core.step.engine.Engine.step")
     assert "32 bits" in documented("grace.core.wire.lanes.MOST")
     with pytest.raises(SystemExit, match=r"nothing in grace defines grace\.torch\.Exchange\.none"):
         documented("grace.torch.Exchange.none")

@@ -32,7 +32,7 @@ OBJECTS = {
     "self.grace": (*ADAPTERS[:2], "grace.torch.distributed.ExchangeState"),
     "exchange": ADAPTERS,
     "simulation": ("grace.Simulation",),
-    "engine": ("grace.core.exchange.engine.Engine",),
+    "engine": ("grace.core.step.engine.Engine",),
 }
 
 _DIRECTIVE = re.compile(r"^\.\. (?:auto|py:)(\w+):: ([\w.]+).*\n((?:   .*\n)*)", re.MULTILINE)
@@ -168,7 +168,7 @@ grace.core.errors.Known()
 exchange.report()
 ```
 
-Call `grace.torch.missing()`, `optimizer.grace.discard()` and `exchange.move()`; see `grace/core/exchange.py`.
+Call `grace.torch.missing()`, `optimizer.grace.discard()` and `exchange.move()`; see `grace/core/session/exchange.py`.
 
 - In a list:
   ```py

@@ -20,14 +20,14 @@ from grace.bench import command as codec_command
 from grace.bench.step import command as step_command
 from grace.bench.step import models, run
 from grace.core.communicators import sparse_allreduce
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.config.config import Config, default_rules
 from grace.core.guards.replicas import SUMMARY_BYTES, summary
 from grace.core.guards.waiting import WARN_SECONDS
 from grace.core.ops import get_ops
-from grace.core.values.config import Config, default_rules
-from grace.core.values.plan import make_plan
-from grace.core.values.spec import MAX_MAGNITUDE, Ranks, TensorSpec
-from grace.core.values.unit import SHARD_GRAIN
+from grace.core.plan.plan import make_plan
+from grace.core.plan.unit import SHARD_GRAIN
+from grace.core.spec import MAX_MAGNITUDE, Ranks, TensorSpec
+from grace.core.transport.transport import TIMEOUT
 from grace.core.wire import indices, lanes, rans
 from tests.support.fuzz import COUNTS
 from tests.support.launch import ROOT

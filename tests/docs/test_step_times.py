@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from grace.bench.step.models import MLP
-from grace.core.values.config import make_config
-from grace.core.values.plan import make_plan
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Ranks, TensorSpec
+from grace.core.config.config import make_config
+from grace.core.config.registry import compressors
+from grace.core.plan.plan import make_plan
+from grace.core.spec import Ranks, TensorSpec
 from tests.support.launch import ROOT
 
 # TCP, and the messages by which Horovod agrees on tensors.

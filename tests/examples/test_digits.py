@@ -12,8 +12,8 @@ import pytest
 
 from examples import digits
 from grace import make_config
-from grace.core.values.registry import compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.config.registry import compressors
+from grace.core.spec import TensorSpec
 from grace.core.wire.layout import payload_bytes
 from grace.listing import sent_fields
 from tests.support.covering import ALL

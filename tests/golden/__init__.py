@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from grace.core.config.registry import compressors
 from grace.core.methods.compressor import Compressor
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.registry import compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import Exchange, exchange, host
 from tests.support import registered

@@ -38,7 +38,7 @@ from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import DTYPES
-from grace.core.values.spec import MAX_MAGNITUDE, Array, Key
+from grace.core.spec import MAX_MAGNITUDE, Array, Key
 from grace.core.wire import codings, huffman, indices, lanes, rans, runs, shuffle
 from grace.testing.harness import LARGEST, SMALLEST, host
 from tests.support import covering

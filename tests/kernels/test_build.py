@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
+from grace.core.errors import ConfigError
 from grace.core.ops import native, serves
-from grace.core.values.errors import ConfigError
 from grace.testing.harness import FRAMEWORKS
 
 ADVICE = "`python setup.py build_ext --inplace` builds them, or shows why not"
@@ -45,7 +45,7 @@ def test_everything_works_without_the_kernels():
     code = (
         "import sys; sys.modules['grace._native'] = None\n"
         "import importlib.util, numpy as np\n"
-        "from grace.core.values.errors import ConfigError\n"
+        "from grace.core.errors import ConfigError\n"
         "from grace.core.ops import get_ops, native\n"
         "assert type(get_ops('numpy')).__name__ == 'NumpyOps' and native.module is None\n"
         "assert get_ops('numpy').sparsify(np.arange(9.0), 2)[1].tolist() == [7, 8]\n"

@@ -9,9 +9,9 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 
+from grace.core.errors import PayloadError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops import get_ops
-from grace.core.values.errors import PayloadError
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import host
 from tests import golden

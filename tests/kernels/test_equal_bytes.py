@@ -12,10 +12,10 @@ import sys
 import numpy as np
 import pytest
 
+from grace.core.config.registry import compressors
 from grace.core.ops import get_ops, native
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composites
-from grace.core.values.registry import compressors
 from grace.testing.harness import FRAMEWORKS
 from tests.kernels import cases, needs_kernels, ops_of
 from tests.kernels.__main__ import digests

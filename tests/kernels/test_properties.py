@@ -17,7 +17,7 @@ from grace.core.compressors.natural import natural_encode, natural_sum
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
 from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
-from grace.core.values.spec import MAX_MAGNITUDE, Key
+from grace.core.spec import MAX_MAGNITUDE, Key
 from tests.kernels import cases, needs_kernels
 
 pytestmark = needs_kernels

@@ -24,10 +24,10 @@ from grace.core.compressors.uniform import from_integers, to_integers
 from grace.core.compressors.variance import power_fade_, power_sum, power_words
 from grace.core.compressors.vqsgd import draw_vertices, vertices_sum
 from grace.core.compressors.wangni import draw_kept, drawn_entries, keep_odds
+from grace.core.errors import PayloadError
 from grace.core.memories.variance import square_sum
 from grace.core.ops import get_ops, native
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Key
+from grace.core.spec import Key
 from grace.core.wire.huffman import huffman_decode, huffman_encode
 from grace.core.wire.indices import decode_gaps, encode_gaps, gap_facts
 from grace.core.wire.lanes import pack_lanes, unpack_lanes

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from grace.core.config.registry import compressors
 from grace.core.ops import get_ops, native
 from grace.core.ops.table import kernel_signatures
-from grace.core.values.registry import compressors
 from tests.kernels import cases, needs_kernels
 
 pytestmark = needs_kernels

@@ -7,10 +7,10 @@ import pytest
 
 from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
 from grace.core.codecs.signs import binarize
+from grace.core.errors import PayloadError
 from grace.core.ops import get_ops, native, serves
 from grace.core.ops.base import packed_size
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Key
+from grace.core.spec import Key
 from grace.testing.harness import SMALLEST, array, host, same
 from tests.kernels import ops_of
 

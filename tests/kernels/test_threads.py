@@ -18,7 +18,7 @@ from grace.core.codecs.signs import binarize_means, binary_sum
 from grace.core.compressors.natural import natural_encode, natural_sum
 from grace.core.compressors.threelc import ternary_encode
 from grace.core.ops import get_ops, native
-from grace.core.values.spec import Key
+from grace.core.spec import Key
 from tests.kernels import needs_kernels
 
 pytestmark = needs_kernels

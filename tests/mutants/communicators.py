@@ -8,9 +8,9 @@ from typing import Any
 
 from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.two_shot import TwoShot
-from grace.core.exchange import collectives
-from grace.core.exchange.simulation import SimulatedTransport, _Network
 from grace.core.ops import get_ops
+from grace.core.session.simulation import SimulatedTransport, _Network
+from grace.core.transport import collectives
 
 COMMUNICATORS: list[tuple[str, Any]] = []
 TRANSPORTS: list[tuple[str, Any]] = []
@@ -125,6 +125,6 @@ def ranks_of(cls: type[SimulatedTransport], size: int = 3) -> list[SimulatedTran
 
 
 def _none():
-    from grace.core.values.registry import memories
+    from grace.core.config.registry import memories
 
     return memories.make("none")

@@ -19,6 +19,7 @@ from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.signsgd import SignSGD
 from grace.core.compressors.terngrad import TernGrad
 from grace.core.compressors.topk import TopK
+from grace.core.errors import IncompatibleError
 from grace.core.memories.dgc import DGCMemory
 from grace.core.memories.lowpass import LowPass
 from grace.core.memories.none import NoMemory
@@ -29,8 +30,7 @@ from grace.core.methods.capabilities import selects
 from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.spec import Field, WeightedSum
+from grace.core.spec import Field, WeightedSum
 
 COMPRESSORS: list[tuple[str, Compressor]] = []
 MEMORIES: list[tuple[str, Memory]] = []

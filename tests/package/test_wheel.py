@@ -19,8 +19,8 @@ from typing import NamedTuple
 import pytest
 
 import grace
+from grace.core.config.registry import compressors
 from grace.core.ops import native
-from grace.core.values.registry import compressors
 from tests.package.environment import Environment
 from tests.support.launch import ROOT
 

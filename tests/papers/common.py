@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 import grace
+from grace.core.config.config import Config, Method
+from grace.core.config.registry import communicators, compressors, memories
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.config import Config, Method
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 from grace.core.wire.layout import payload_bytes
 from grace.testing.harness import exchange, wide
 

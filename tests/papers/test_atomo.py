@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.errors import ConfigError
 from grace.core.ops import get_ops
-from grace.core.values.errors import ConfigError
 from grace.testing.harness import exchange, inputs, wire_bytes
 from tests.papers.common import OPS, make, normal, payload, send, spec, variance
 from tests.support.registered import FRAMEWORKS

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import bits_per_element, make, normal, payload, send, spec
 
 FORMATS = ("int8", "int4", "nf4", "fp4", "mxfp4")

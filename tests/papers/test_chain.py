@@ -10,10 +10,10 @@ import pytest
 import grace
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Tuning
 from grace.core.ops import get_ops
-from grace.core.values.errors import ConfigError, PayloadError
-from grace.core.values.registry import compressors
 from grace.testing.harness import exchange
 from tests.papers.common import (
     OPS,

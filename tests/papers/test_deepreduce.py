@@ -10,8 +10,8 @@ import pytest
 
 from grace.core.codecs.bloom import filter_for, filter_positions, insert, smallest_conflict
 from grace.core.codecs.curve import along, free_knots
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Key
+from grace.core.errors import ConfigError
+from grace.core.spec import Key
 from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, simulate, spec, state, step
 
 N, RATIO = 20_000, 0.01

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.values.errors import ConfigError, IncompatibleError
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.testing.harness import exchange
 from tests.papers.common import OPS, make, normal, payload, simulate, spec, state, step
 

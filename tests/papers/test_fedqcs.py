@@ -7,8 +7,8 @@ import pytest
 
 from grace.core.codecs.rotation import NORMAL_ERRORS, normal_levels, rotate
 from grace.core.compressors.fedqcs import recover_sparse
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Key
+from grace.core.errors import ConfigError
+from grace.core.spec import Key
 from tests.papers.common import OPS, bits_per_element, exchange, make, normal, send, spec
 from tests.support.registered import ops_of
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.exchange.simulation import Simulation
+from grace.core.config.registry import communicators
+from grace.core.errors import ConfigError
 from grace.core.ops import get_ops
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import communicators
+from grace.core.session.simulation import Simulation
 from grace.testing import traced
 from grace.testing.harness import array, exchange, host
 from tests.papers.common import make, normal, simulate, spec, state, step
@@ -82,8 +82,8 @@ def test_cycles_are_the_same_in_every_framework(framework):
 
 
 def _simulation(framework, communicator) -> Simulation:
-    from grace.core.values.config import Method
-    from grace.core.values.registry import memories
+    from grace.core.config.config import Method
+    from grace.core.config.registry import memories
 
     parts = Method(make("gradiveq", **CYCLE), memories.make("none"), communicator)
     return simulate_in(parts, framework, size=2, specs=[spec(*SHAPE)])

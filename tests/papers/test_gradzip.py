@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import TensorSpec
+from grace.core.errors import ConfigError
+from grace.core.spec import TensorSpec
 from tests.papers.common import make, normal, payload, send, simulate, spec, state, step
 
 ROWS, COLUMNS = 30, 20

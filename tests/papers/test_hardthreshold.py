@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import TensorSpec
+from grace.core.errors import ConfigError
+from grace.core.spec import TensorSpec
 from tests.papers.common import make, normal, payload, send, simulate, state, step
 
 

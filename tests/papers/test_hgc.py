@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import make, normal, payload, send, simulate, state, step
 
 X = np.random.default_rng(0).laplace(size=5000).astype(np.float32)

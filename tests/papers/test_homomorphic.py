@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from grace.core.codecs.peeling import BLOCK, ROWS, Hashes, Sizes, peel, sketch_sparse, spread
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Key, TensorSpec
+from grace.core.errors import ConfigError
+from grace.core.spec import Key, TensorSpec
 from grace.testing.harness import exchange, wide
 from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, simulate, spec, state, step
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from grace.testing.harness import exchange
 from tests.papers.common import OPS, make, normal, payload, send, simulate, spec, step
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators, memories
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.ops import get_ops
-from grace.core.values.config import Method
-from grace.core.values.errors import ConfigError, IncompatibleError
-from grace.core.values.registry import communicators, memories
 from grace.testing.harness import exchange, host
 from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, spec, state, step, variance
 from tests.support.registered import every_framework

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import bits_per_element, make, normal, payload, send
 
 N, RATIO = 20_000, 0.1  # fewer values are kept than the sample has, so that the levels are those of all

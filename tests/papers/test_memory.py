@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.values.errors import StepError
+from grace.core.errors import StepError
 from tests.papers.common import make, normal, send, simulate, state, step
 
 N, RANKS = 150, 3

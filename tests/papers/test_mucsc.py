@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import bits_per_element, make, normal, payload, send, variance
 
 N = 2000  # no more than the sample has, so that the centroids are those of all elements

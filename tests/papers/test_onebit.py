@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, state, step
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grace.core.ops import get_ops
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 from grace.testing.harness import exchange, host
 from tests.papers.common import make, normal, simulate, spec, state, step
 from tests.support.registered import every_framework
@@ -97,7 +97,7 @@ def test_a_rank_that_grows_is_found():
 
 def test_two_collectives_per_bucket_whatever_the_number_of_tensors(monkeypatch):
     import grace
-    from grace.core.exchange.simulation import SimulatedTransport
+    from grace.core.session.simulation import SimulatedTransport
 
     calls = []
     original = SimulatedTransport.allreduce

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grace.core.codecs.rotation import rotate
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from grace.testing.harness import exchange
 from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, simulate, spec, step, variance
 

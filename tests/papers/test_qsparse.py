@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, spec, state, step, variance
 
 D, K = 1000, 100

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grace.core.ops import get_ops
-from grace.core.values.spec import Key
+from grace.core.spec import Key
 from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, step, variance
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grace.core.codecs.rotation import hadamard
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, simulate, step
 
 N = 1 << 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import memories
+from grace.core.config.registry import memories
+from grace.core.errors import ConfigError
 from grace.testing.communicator_contract import residuals
 from tests.papers.common import bits_per_element, make, normal, simulate, state, step
 

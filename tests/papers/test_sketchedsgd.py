@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from grace.core.compressors.sketchedsgd import SKETCH_BLOCK, count_sketch, hashes
+from grace.core.errors import ConfigError
 from grace.core.ops.random import hash_words
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Key, TensorSpec
+from grace.core.spec import Key, TensorSpec
 from grace.core.wire.layout import payload_bytes
 from grace.testing.harness import exchange, wide
 from tests.papers.common import OPS, make, normal, payload, simulate, spec, state, step

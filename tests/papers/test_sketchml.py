@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from grace.core.codecs.sketch import decode_keys, encode_keys
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import TensorSpec
+from grace.core.errors import ConfigError
+from grace.core.spec import TensorSpec
 from tests.papers.common import OPS, make, normal, payload, send, simulate, spec, state, step
 
 N = 6000

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
 from grace.testing.harness import draw
 from tests.papers.common import make, send, spec
 

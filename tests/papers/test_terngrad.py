@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from grace.core.values.errors import IncompatibleError
+from grace.core.errors import IncompatibleError
 from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, step, variance
 
 

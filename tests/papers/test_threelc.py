@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grace.core.compressors.threelc import decode_runs, encode_runs, from_bytes, to_bytes
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import OPS, make, normal, payload, send, simulate, state, step
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.ops import get_ops
-from grace.core.values.errors import ConfigError, IncompatibleError
 from grace.core.wire.lanes import lanes, pack_lanes, unpack_lanes
 from grace.testing.harness import array, host
 from tests.papers.common import make, normal, payload, send, simulate, state, step, variance

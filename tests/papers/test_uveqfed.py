@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grace.core.compressors.uveqfed import rectangle
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import bits_per_element, make, normal, send, simulate, step
 
 N = 1 << 14

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError, IncompatibleError
-from grace.core.values.registry import memories
+from grace.core.config.registry import memories
+from grace.core.errors import ConfigError, IncompatibleError
 from tests.papers.common import make, normal, payload, send, simulate, spec, state, step
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from tests.papers.common import make, normal, payload, send, variance
 
 

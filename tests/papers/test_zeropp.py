@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange.simulation import SimulatedTransport
 from grace.core.ops import get_ops
-from grace.core.values.spec import Key, Site
+from grace.core.session.simulation import SimulatedTransport
+from grace.core.spec import Key, Site
 
 RANKS, LOCAL, SHAPE = 8, 4, (64, 128)
 NUMEL = SHAPE[0] * SHAPE[1]

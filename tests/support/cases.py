@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.core.values.config import make_config
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.registry import communicators, compressors
+from grace.core.config.config import make_config
+from grace.core.config.registry import communicators, compressors
+from grace.core.errors import IncompatibleError
 from tests.support.covering import ALL, pairwise, product
 from tests.support.launch import TENSORFLOW, TORCH, Launch
 

@@ -17,7 +17,7 @@ from grace.core.codecs.bloom import BloomFilter
 from grace.core.codecs.peeling import spread
 from grace.core.memories.variance import square_sum
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.values.spec import Key
+from grace.core.spec import Key
 
 KEY = Key(77, 5, 2)
 SIZES = (0, 1, 7, 8, 9, 1000)

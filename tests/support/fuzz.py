@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import grace
+from grace.core.config.config import make_config
+from grace.core.config.registry import communicators, compressors, fields_of, memories
+from grace.core.errors import GraceError, PayloadError, StateError
 from grace.core.methods.capabilities import Tuning
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.config import make_config
-from grace.core.values.errors import GraceError, PayloadError, StateError
-from grace.core.values.plan import make_plans
-from grace.core.values.registry import communicators, compressors, fields_of, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.plan.plan import make_plans
+from grace.core.spec import TensorSpec
 from grace.core.wire.codings import CODECS, NAMES, Coding, valid
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import Exchange, draw, exchange, host, learnt

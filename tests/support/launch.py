@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
 
 ROOT = Path(__file__).resolve().parents[2]
 # The programs that a rank may run.

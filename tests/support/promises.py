@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.values.errors import ConfigError, GraceWarning, StateError
+from grace.core.errors import ConfigError, GraceWarning, StateError
 from tests.support.records import stderr_without_logging
 
 TENSORS = {"w": (40, 30), "v": (30, 20)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from grace.core.exchange.simulation import reduced
 from grace.core.methods.capabilities import Learning, Negotiating, Stateful, Tuning
-from grace.core.values.plan import make_plan
-from grace.core.values.spec import HALF_DTYPES, Key, Site
-from grace.core.values.unit import Assignment
+from grace.core.plan.plan import make_plan
+from grace.core.plan.unit import Assignment
+from grace.core.session.simulation import reduced
+from grace.core.spec import HALF_DTYPES, Key, Site
 
 
 @dataclass

@@ -9,13 +9,13 @@ from functools import cache
 
 import pytest
 
+from grace.core.config.config import Method
+from grace.core.config.registry import Registry, communicators, compressors, memories
+from grace.core.errors import IncompatibleError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.config import Method
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.registry import Registry, communicators, compressors, memories
 from grace.testing.harness import FRAMEWORKS
 
 every_framework = pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.exchange.simulation import poll_all
-from grace.core.values.config import Config, Method
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.config.config import Config, Method
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.session.simulation import poll_all
+from grace.core.spec import TensorSpec
 from grace.testing.harness import EPS, array, draw, host, same
 from tests.support import covering, registered
 

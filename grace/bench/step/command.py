@@ -20,7 +20,7 @@ from grace.bench.step.methods import BASELINES, LAUNCHERS, Method, compared
 from grace.bench.step.models import NAMES
 from grace.bench.step.network import LINKS, MOST_RANKS, check_link
 from grace.bench.variants import import_own, parse_variants, read_value
-from grace.core.values.errors import ConfigError, nearest
+from grace.core.errors import ConfigError, nearest
 from grace.machine import FRAMEWORKS, installed
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.exchange.engine import Engine
+from grace.core.errors import GraceError
 from grace.core.ops import native
-from grace.core.values.errors import GraceError
+from grace.core.step.engine import Engine
 
 # Bytes of the arrays that are copied to measure the bandwidth, beyond the caches of common processors.
 COPIED = 128 * 1024**2

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from grace.core.values.errors import ConfigError, GraceError, nearest
+from grace.core.errors import ConfigError, GraceError, nearest
 
 # Bits per second. None: the ranks share the machine's own loopback, without a limit.
 LINKS: dict[str, int | None] = {

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from grace.bench.step.methods import CYCLE_MS, Method
 from grace.bench.step.network import Network, Node
-from grace.core.values.errors import GraceError
+from grace.core.errors import GraceError
 from grace.machine import SAFE_PATH, python
 
 # Time limits in seconds: to load the libraries and connect the ranks, and for one visit.

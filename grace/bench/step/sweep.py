@@ -13,7 +13,7 @@ from typing import Any
 from grace.bench.step.methods import CYCLE_MS, Method, compared
 from grace.bench.step.run import Bed, Result, Setting
 from grace.bench.step.table import WIDTHS, cells, head, line, place
-from grace.core.values.config import GRANULARITIES
+from grace.core.config.config import GRANULARITIES
 
 BUCKET_BYTES = tuple(n * 1024**2 for n in (1, 2, 4, 8, 16, 32))
 SPLIT_BYTES = tuple(n * 1024**2 for n in (0, 8, 16, 32, 64))

@@ -10,7 +10,7 @@ from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_functions
 from grace.core.ops.table import composite
-from grace.core.values.spec import Array, Key
+from grace.core.spec import Array, Key
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

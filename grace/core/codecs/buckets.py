@@ -6,10 +6,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 
+from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 class BucketQuantizer(Compressor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.spec import Array, Key
+from grace.core.spec import Array, Key
 
 # Sizes and weights are integers, so that all sums are exact and all frameworks find equal centroids.
 _UNIT = 1 << 19

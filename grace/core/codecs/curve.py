@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 
 def free_knots(ops: ArrayOps, ordered: Array, pieces: int) -> Array:

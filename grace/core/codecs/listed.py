@@ -9,7 +9,7 @@ from grace.core.codecs.levels import rows_of
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
-from grace.core.values.spec import Array, Key
+from grace.core.spec import Array, Key
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

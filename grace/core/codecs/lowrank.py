@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Learning, Negotiating, Subtracting
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 
 def matrix_shape(spec: TensorSpec) -> tuple[int, int]:

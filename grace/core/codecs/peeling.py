@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.spec import Array, Key
+from grace.core.spec import Array, Key
 
 # Peeling n elements of four rows needs 1.295 n buckets.
 ROWS = 4

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from grace.core.errors import PayloadError
 from grace.core.methods.capabilities import Learning, Selecting
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 _PREFIX = "values/"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from grace.core.errors import PayloadError
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 
 def encode_keys(ops: ArrayOps, keys: Array) -> tuple[Array, Array]:

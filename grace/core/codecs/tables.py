@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from grace.core.codecs.levels import rows_of
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

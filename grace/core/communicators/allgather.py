@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core.exchange import collectives
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import Program
+from grace.core.config.registry import communicators
 from grace.core.methods.communicator import Communicator
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.registry import communicators
-from grace.core.values.spec import Ranks
-from grace.core.values.unit import Unit
+from grace.core.plan.unit import Unit
+from grace.core.spec import Ranks
+from grace.core.step.bucket_step import BucketStep
+from grace.core.transport import collectives
+from grace.core.transport.collectives import Program
 from grace.core.wire.layout import Buffer, GatherLayout, Layout, Received
 
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core.exchange import collectives
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import Program, sum_halves, together
+from grace.core.config.registry import communicators
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
-from grace.core.values.registry import communicators
-from grace.core.values.spec import HALF_DTYPES, Array, Ranks
-from grace.core.values.unit import Unit
+from grace.core.plan.unit import Unit
+from grace.core.spec import HALF_DTYPES, Array, Ranks
+from grace.core.step.bucket_step import BucketStep
+from grace.core.transport import collectives
+from grace.core.transport.collectives import Program, sum_halves, together
 from grace.core.wire.layout import Layout, Received, SumLayout
 
 

@@ -13,14 +13,14 @@ from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.allreduce import Allreduce
 from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
-from grace.core.exchange.bucket_step import BucketStep
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.ops import get_ops
-from grace.core.values.config import Method
-from grace.core.values.registry import communicators
-from grace.core.values.spec import ITEMSIZE, Key, Ranks, Site, TensorSpec
-from grace.core.values.unit import Assignment, Unit, whole
+from grace.core.plan.unit import Assignment, Unit, whole
+from grace.core.spec import ITEMSIZE, Key, Ranks, Site, TensorSpec
+from grace.core.step.bucket_step import BucketStep
 from grace.core.wire.layout import Layout
 
 _UNION = SparseAllreduce(reduction="union")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.core.communicators.allgather import Allgather
-from grace.core.exchange import collectives
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import Program
+from grace.core.config.registry import communicators
 from grace.core.methods.compressor import Compressor
-from grace.core.values.registry import communicators
+from grace.core.step.bucket_step import BucketStep
+from grace.core.transport import collectives
+from grace.core.transport.collectives import Program
 from grace.core.wire.layout import GatherLayout, Layout, Received
 
 

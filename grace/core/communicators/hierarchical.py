@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.core.communicators.two_shot import by_unit, keeps_state, why_not_second
-from grace.core.exchange import collectives
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import Collective, Program, among
-from grace.core.exchange.unit_step import UnitStep
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.errors import ConfigError
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.config import Method
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import Array, Ranks, TensorSpec
-from grace.core.values.unit import Assignment, Unit, empty_shard, shards
+from grace.core.plan.unit import Assignment, Unit, empty_shard, shards
+from grace.core.spec import Array, Ranks, TensorSpec
+from grace.core.step.bucket_step import BucketStep
+from grace.core.step.unit_step import UnitStep
+from grace.core.transport import collectives
+from grace.core.transport.collectives import Collective, Program, among
 from grace.core.wire.layout import GatherLayout, Layout, Received, decode_rows
 
 _EMPTY = TensorSpec("empty", (0,))

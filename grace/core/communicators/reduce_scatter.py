@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.core.communicators.two_shot import keeps_state
-from grace.core.exchange import collectives
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import Program
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.spec import Ranks
-from grace.core.values.unit import Unit, scattered
+from grace.core.plan.unit import Unit, scattered
+from grace.core.spec import Ranks
+from grace.core.step.bucket_step import BucketStep
+from grace.core.transport import collectives
+from grace.core.transport.collectives import Program
 from grace.core.wire.layout import GatherLayout, Layout, Received
 
 

@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from grace.core.exchange import collectives
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import Program
+from grace.core.config.registry import communicators
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.registry import communicators
-from grace.core.values.spec import Array, Field, Payload, Ranks, TensorSpec
-from grace.core.values.unit import Unit
+from grace.core.plan.unit import Unit
+from grace.core.spec import Array, Field, Payload, Ranks, TensorSpec
+from grace.core.step.bucket_step import BucketStep
+from grace.core.transport import collectives
+from grace.core.transport.collectives import Program
 from grace.core.wire.layout import GatherLayout, Layout, Received
 
 _EXAMPLE = TensorSpec("example", (1024,))

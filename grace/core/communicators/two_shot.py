@@ -10,18 +10,18 @@ from functools import cached_property
 from typing import ClassVar
 
 from grace.core.communicators.allgather import Allgather
-from grace.core.exchange import collectives
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import Program
+from grace.core.config.config import Method
+from grace.core.config.registry import communicators, memories
+from grace.core.errors import IncompatibleError
 from grace.core.methods.capabilities import Stateful, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.config import Method
-from grace.core.values.errors import IncompatibleError
-from grace.core.values.registry import communicators, memories
-from grace.core.values.spec import Array, Ranks, TensorSpec
-from grace.core.values.unit import Unit, shards
+from grace.core.plan.unit import Unit, shards
+from grace.core.spec import Array, Ranks, TensorSpec
+from grace.core.step.bucket_step import BucketStep
+from grace.core.transport import collectives
+from grace.core.transport.collectives import Program
 from grace.core.wire.layout import GatherLayout, Layout, Received, decode_rows
 
 _EXAMPLE = TensorSpec("example", (1024,))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.powersgd import orthogonalize
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Learning, Subtracting
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError, PayloadError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 
 @compressors.register("acpsgd")

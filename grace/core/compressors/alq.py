@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 from grace.core.codecs.levels import bucket_norms
 from grace.core.codecs.listed import round_packed
 from grace.core.compressors.nuqsgd import NUQSGD
+from grace.core.config.registry import compressors
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

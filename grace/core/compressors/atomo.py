@@ -8,12 +8,12 @@ from typing import Literal
 
 from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError, PayloadError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 _EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from grace.core.codecs.quantized import QuantizedSparsifier
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Stateful, Tuning, proposed_fields, selects
 from grace.core.methods.compressor import Compressor, Sparsifier, sparsifies
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.spec import TensorSpec
 
 
 @compressors.register("chain")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from grace.core.codecs.estimated import EstimatedThreshold
 from grace.core.compressors.hardthreshold import smallest_magnitude
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Learning, Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import MAX_MAGNITUDE, Array, Payload, Site, State, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Array, Payload, Site, State, TensorSpec
 
 
 @compressors.register("dct")

@@ -10,13 +10,13 @@ from typing import Any
 from grace.core.codecs.bloom import BloomFilter, filter_for, filter_positions, insert, smallest_conflict
 from grace.core.codecs.curve import along, free_knots
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError, PayloadError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 _POLICIES = ("p0", "p1", "p2")
 _MOST_PIECES = 1024

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("dgc")

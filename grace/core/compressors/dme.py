@@ -9,11 +9,11 @@ from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.compressors.wangni import Wangni, sparse_entries
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 # Random numbers are multiples of this, and so is a probability.
 _STEP = 2.0**-24

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.signs import sign_mean, sign_sum, sum_sign_mean
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Scaling, Summing
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 @compressors.register("efsignsgd")

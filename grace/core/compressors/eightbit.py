@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
+from grace.core.config.registry import compressors
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("eightbit")

@@ -24,14 +24,14 @@ from grace.core.codecs.rotation import (
     rotated_widths,
 )
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, Site, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

@@ -7,11 +7,11 @@ from statistics import NormalDist
 
 from grace.core.codecs.estimated import EstimatedThreshold, above, deviation
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Site
+from grace.core.spec import Array, Site
 
 
 @compressors.register("gaussiank")

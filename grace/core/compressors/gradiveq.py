@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.levels import rows_of
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError, PayloadError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 
 
 @compressors.register("gradiveq")

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import TwoFactors, matrix_shape
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Payload, Proposal, Site
+from grace.core.spec import Array, Payload, Proposal, Site
 
 
 @compressors.register("gradzip")

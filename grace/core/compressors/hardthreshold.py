@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning, Tuning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import MAX_MAGNITUDE, Array, Field, Payload, Site, State, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, Site, State, TensorSpec
 
 # The middle of the second half of a probe is the step in which this share of the elements would have been sent.
 # benchmarks/hard_threshold.py measures the volume of runs with it.

@@ -8,10 +8,10 @@ from functools import cached_property
 from grace.core.codecs.estimated import EstimatedThreshold, mean_above
 from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.qsgd import QSGD
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Site
+from grace.core.spec import Array, Site
 
 
 @compressors.register("hgc")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from grace.core.codecs.levels import bucket_norms, rows_of
 from grace.core.codecs.listed import constant_levels, levels_sum, round_packed
 from grace.core.codecs.rotation import LONGEST, MOST_BITS, SHORTEST, even_levels, rotate
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, Site, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from grace.core.codecs.levels import dequantize_sum
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, Site, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

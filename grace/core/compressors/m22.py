@@ -10,12 +10,12 @@ from grace.core.codecs.centroids import both_signs, fitted
 from grace.core.codecs.listed import levels_sum, round_packed
 from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.topk import TopK, check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.ops.base import packed_size
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 _MOST_POWER = 8
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.config.registry import compressors
 from grace.core.methods.compressor import Compressor
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("none")

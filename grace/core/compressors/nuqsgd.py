@@ -10,9 +10,9 @@ from typing import Literal
 from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms
 from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Payload, Site
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
+from grace.core.spec import Array, Payload, Site
 
 
 @compressors.register("nuqsgd")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.codecs.lowrank import TwoFactors, matrix_shape
+from grace.core.config.registry import compressors
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Payload, Proposal, Site
+from grace.core.spec import Array, Payload, Proposal, Site
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from grace.core.codecs.levels import bucket_norms, dequantize_sum, rows_of
 from grace.core.codecs.rotation import LONGEST, SHORTEST, first_of_blocks, padded, rotate, rotated_widths
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 _LEAST_BITS, _MOST_BITS = 2, 8
 

@@ -12,10 +12,10 @@ from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.topk import TopK, check_ratio
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Payload, Site, TensorSpec
+from grace.core.spec import Array, Payload, Site, TensorSpec
 
 _SPARSIFIERS: dict[str, type[TopK | RandomK]] = {"topk": TopK, "randomk": RandomK}
 

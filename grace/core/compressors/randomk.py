@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("randomk")

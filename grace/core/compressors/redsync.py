@@ -7,10 +7,10 @@ from typing import Literal
 
 from grace.core.codecs.estimated import EstimatedThreshold, mean_above, reaching, tried, unsearched
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Payload, Site
+from grace.core.spec import Array, Payload, Site
 
 # Halvings, until the interval is 2^-10 of the distance from mean to maximum; and the steps of the trimmed search.
 _HALVINGS, _STEP = 10, 0.2

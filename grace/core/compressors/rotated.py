@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from grace.core.codecs.rotation import RotatedQuantizer, even_levels
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
 
 
 @compressors.register("rotated")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from grace.core.codecs.sums import sum_top
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Summing, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 @compressors.register("rtopk")

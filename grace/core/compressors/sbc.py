@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from grace.core.compressors.adaptive import top_of_sides
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("sbc")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Negotiating, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
 
 @compressors.register("scalecom")

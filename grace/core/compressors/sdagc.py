@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.codecs.estimated import EstimatedThreshold, deviation
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Site
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
+from grace.core.spec import Array, Site
 
 
 @compressors.register("sdagc")

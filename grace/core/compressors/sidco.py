@@ -7,12 +7,12 @@ from typing import Literal
 
 from grace.core.codecs.estimated import EstimatedThreshold, above, reaching
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Site
+from grace.core.spec import Array, Site
 
 _FIRST = 0.25  # least share of the elements that a stage leaves to the next one
 _NEAR, _MOST = 0.2, 12  # the paper's tolerance of the number sent, and the most stages if the option sets none

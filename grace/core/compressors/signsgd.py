@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.signs import binarize, binarize_finite, majority
+from grace.core.config.registry import compressors
 from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.random import MASK, mix
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("signsgd")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressors.signsgd import SignSGD
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
 
 
 @compressors.register("signum")

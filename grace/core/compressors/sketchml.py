@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from grace.core.codecs.sketch import decode_keys, encode_keys
 from grace.core.compressors.topk import check_ratio
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_words
-from grace.core.values.errors import ConfigError, PayloadError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 class _Places(NamedTuple):

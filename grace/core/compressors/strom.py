@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.sums import sum_select
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Selecting, Summing
 from grace.core.methods.compressor import Compressor, beyond_int32
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 @compressors.register("strom")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.levels import dequantize_sum, quantize_packed
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError, IncompatibleError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import MAX_MAGNITUDE, Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, Proposal, Site, TensorSpec
 
 # The largest sum of ones that a signed byte holds.
 _MOST_RANKS = 127

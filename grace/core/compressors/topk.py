@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.codecs.sums import sum_top
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Summing, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
 def check_ratio(name: str, ratio: float) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @compressors.register("truncatedsvd")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
-from grace.core.values.errors import ConfigError, IncompatibleError
-from grace.core.values.registry import compressors
-from grace.core.values.spec import Array, Field, Key, Payload, Proposal, Site, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, Proposal, Site, TensorSpec
 from grace.core.wire.lanes import MOST
 
 if TYPE_CHECKING:

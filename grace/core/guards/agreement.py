@@ -7,11 +7,11 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from grace.core.config.registry import compressors
+from grace.core.errors import MismatchError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import MismatchError
-from grace.core.values.plan import Plan
-from grace.core.values.registry import compressors
+from grace.core.plan.plan import Plan
 from grace.core.wire.layout import WIRE_FORMAT
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grace.core.values.errors import ConfigError
-from grace.core.values.plan import Plan
+from grace.core.errors import ConfigError
+from grace.core.plan.plan import Plan
 
 
 def refusal_of_local_steps(where: str) -> ConfigError:

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grace.core.errors import MismatchError
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import MismatchError
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 from grace.core.wire.checksum import checksum
 
 # Bytes that each rank sends for a comparison of replicas that are equal.

@@ -6,8 +6,8 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grace.core.exchange.transport import Handle
-from grace.core.values.spec import Array
+from grace.core.spec import Array
+from grace.core.transport.transport import Handle
 
 
 class _Noted(Handle):

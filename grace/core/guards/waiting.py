@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from grace.core.errors import WaitError
 from grace.core.observe.timeline import tensors_of
-from grace.core.values.errors import WaitError
-from grace.core.values.plan import Bucket, Plan
+from grace.core.plan.plan import Bucket, Plan
 
 # A rank that has waited this many seconds, or half of its limit, logs what it waits for, and again each time that the
 # wait has doubled.

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from grace.core.config.registry import memories
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.errors import ConfigError, IncompatibleError
-from grace.core.values.registry import memories
-from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.config.registry import memories
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.registry import memories
-from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
 @memories.register("leftover")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.config.registry import memories
+from grace.core.errors import ConfigError
 from grace.core.memories.diana import check_mean
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import memories
-from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
 @memories.register("shared_momentum")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grace.core.config.registry import memories
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.errors import ConfigError, IncompatibleError
-from grace.core.values.registry import memories
-from grace.core.values.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

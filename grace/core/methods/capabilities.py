@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec, WeightedSum
+from grace.core.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec, WeightedSum
 
 if TYPE_CHECKING:
     from grace.core.methods.memory import Memory

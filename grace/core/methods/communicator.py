@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.spec import Ranks
+from grace.core.spec import Ranks
 
 if TYPE_CHECKING:
-    from grace.core.exchange.bucket_step import BucketStep
-    from grace.core.exchange.collectives import Program
     from grace.core.ops.composites import ArrayOps
-    from grace.core.values.unit import Assignment, Unit
+    from grace.core.plan.unit import Assignment, Unit
+    from grace.core.step.bucket_step import BucketStep
+    from grace.core.transport.collectives import Program
     from grace.core.wire.layout import Buffer, Layout, Received
 
 

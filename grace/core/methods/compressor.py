@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from grace.core.methods.capabilities import Selecting
-from grace.core.values.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
 @dataclass(frozen=True)

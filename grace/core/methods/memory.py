@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
+from grace.core.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
 
 
 class Compensated(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
-from grace.core.values.plan import Plan
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
+from grace.core.plan.plan import Plan
 
 
 def warn(plans: Iterable[Plan], told: set[str]) -> None:

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grace.core.exchange.collectives import KINDS
-from grace.core.exchange.state import Slots
+from grace.core.config.registry import compressors
 from grace.core.observe.timeline import Times, spans, tensors_of
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.plan import Plan, share
-from grace.core.values.registry import compressors
-from grace.core.values.unit import Assignment, Piece, Unit, offsets
+from grace.core.plan.plan import Plan, share
+from grace.core.plan.unit import Assignment, Piece, Unit, offsets
+from grace.core.state.state import Slots
+from grace.core.transport.collectives import KINDS
 
 
 def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from grace.core.values.errors import ConfigError
-from grace.core.values.plan import Bucket, Plan
-from grace.core.values.spec import Array
+from grace.core.errors import ConfigError
+from grace.core.plan.plan import Bucket, Plan
+from grace.core.spec import Array
 
 ENVIRONMENT_VARIABLE = "GRACE_TIMELINE"
 

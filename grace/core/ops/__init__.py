@@ -6,9 +6,9 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from grace.core.config import plugins
+from grace.core.errors import ConfigError, nearest
 from grace.core.ops.composites import ArrayOps
-from grace.core.values import plugins
-from grace.core.values.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

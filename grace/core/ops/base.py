@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import ClassVar, TypeVar
 
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 Ops = TypeVar("Ops", bound="Primitives")
 

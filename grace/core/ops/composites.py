@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from grace.core.errors import PayloadError
 from grace.core.ops import random
 from grace.core.ops.base import Primitives, packed_size
 from grace.core.ops.table import Composite
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array, Key
+from grace.core.spec import Array, Key
 
 R = TypeVar("R")
 

@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from grace.core.errors import ConfigError, nearest
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import kernel_signatures
-from grace.core.values.errors import ConfigError, nearest
-from grace.core.values.spec import HALF_DTYPES, Array, Key
+from grace.core.spec import HALF_DTYPES, Array, Key
 
 logger = logging.getLogger("grace")
 

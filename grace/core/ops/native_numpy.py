@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from grace.core.errors import PayloadError
 from grace.core.ops.base import unknown
 from grace.core.ops.native import FLOATS, Native, module
 from grace.core.ops.numpy_ops import DTYPES, NumpyOps
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 MOST_THREADS = 1024
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from grace.core.ops.base import unknown
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import ITEMSIZE, MAX_MAGNITUDE, Array
+from grace.core.spec import ITEMSIZE, MAX_MAGNITUDE, Array
 
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in ITEMSIZE

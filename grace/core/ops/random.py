@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from grace.core.values.spec import Array, Key
+from grace.core.spec import Array, Key
 
 if TYPE_CHECKING:
     from grace.core.ops.composites import ArrayOps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from grace.core.ops.composites import ArrayOps

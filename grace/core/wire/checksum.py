@@ -13,7 +13,7 @@ protects from accidents, not from forgery: the weights are known.
 from __future__ import annotations
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 CHECKSUM_BYTES = 8
 _COLUMNS = 1024

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from grace.core.errors import ConfigError, PayloadError, nearest
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import ConfigError, PayloadError, nearest
-from grace.core.values.spec import ITEMSIZE, Array, Field, Payload
+from grace.core.spec import ITEMSIZE, Array, Field, Payload
 from grace.core.wire import indices
 from grace.core.wire.huffman import huffman_decode, huffman_encode
 from grace.core.wire.rans import rans_decode, rans_encode

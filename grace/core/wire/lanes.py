@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.spec import Array, Field
+from grace.core.spec import Array, Field
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

@@ -22,9 +22,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from grace.core.errors import PayloadError
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
+from grace.core.spec import HALF_DTYPES, ITEMSIZE, Array, Field, Key, Payload, TensorSpec
 from grace.core.wire import codings, indices
 from grace.core.wire.checksum import CHECKSUM_BYTES, checksum
 from grace.core.wire.lanes import pack_lanes, unpack_lanes, words

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from grace.core.errors import PayloadError
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.values.errors import PayloadError
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 from grace.core.wire.symbols import (
     bytes_of,
     counts_of,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, StorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from grace.core.values.errors import StateError
+from grace.core.errors import StateError
 from grace.torch.exchange import Exchange
 
 _KINDS = ("memory", "compressor")

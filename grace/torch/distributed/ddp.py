@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
-from grace.core.exchange.transport import Handle, Transport
+from grace.core.errors import ConfigError, StepError, WaitError
 from grace.core.guards.waiting import wait_until
-from grace.core.values.errors import ConfigError, StepError, WaitError
+from grace.core.transport.transport import Handle, Transport
 from grace.torch.applied import Applied
 from grace.torch.distributed.wrapped import Taken, WrappedHook, split
 from grace.torch.exchange import Exchange

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from grace.core.exchange.engine import Engine
-from grace.core.exchange.transport import Handle
+from grace.core.step.engine import Engine
+from grace.core.transport.transport import Handle
 from grace.torch.distributed.transport import ProcessGroupTransport
 
 

@@ -24,18 +24,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 from grace.core.communicators.auto import Auto
 from grace.core.communicators.reduce_scatter import ReduceScatter
-from grace.core.exchange.engine import Engine
-from grace.core.exchange.modules import ModuleEngines, ModuleTimes
-from grace.core.exchange.start import Request, described
-from grace.core.exchange.state import check_mapping
+from grace.core.config.config import Config
+from grace.core.config.registry import communicators
+from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import Meeting, agree, formats
 from grace.core.ops import get_ops
-from grace.core.values.config import Config
-from grace.core.values.errors import ConfigError, StateError, StepError
-from grace.core.values.plan import Modules, Plan, make_plans
-from grace.core.values.registry import communicators
-from grace.core.values.spec import Ranks, TensorSpec
-from grace.core.values.unit import Assignment
+from grace.core.plan.plan import Modules, Plan, make_plans
+from grace.core.plan.unit import Assignment
+from grace.core.session.start import Request, described
+from grace.core.spec import Ranks, TensorSpec
+from grace.core.state.state import check_mapping
+from grace.core.step.engine import Engine
+from grace.core.step.modules import ModuleEngines, ModuleTimes
 from grace.torch.distributed.ddp import call_after_backward, wait_for
 from grace.torch.distributed.library import TorchDistributed
 from grace.torch.loss_scale import LossScale, check_scaler

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grace.core.values.errors import StepError
+from grace.core.errors import StepError
 
 Wait = Callable[[], torch.Tensor]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grace.core.exchange.engine import Engine
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
+from grace.core.step.engine import Engine
 from grace.torch.distributed.delegated import Delegated
 from grace.torch.distributed.hooks import hook
 from grace.torch.distributed.transport import ProcessGroupTransport

@@ -19,10 +19,10 @@ import torch.distributed as dist
 # There is no public way to the store at which the ranks have met.
 from torch.distributed.distributed_c10d import _get_default_store
 
-from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.ordered import OrderedTransport, Phases
-from grace.core.exchange.transport import TIMEOUT, Handle, known_local_size
-from grace.core.values.errors import ConfigError, GraceError, StepError, WaitError
+from grace.core.errors import ConfigError, GraceError, StepError, WaitError
+from grace.core.transport.collectives import Reduction
+from grace.core.transport.ordered import OrderedTransport, Phases
+from grace.core.transport.transport import TIMEOUT, Handle, known_local_size
 
 # The bytes of the host name and the port of a store, as rank 0 tells them.
 _HOST_BYTES, _PORT_BYTES = 256, 4

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from grace.core.values.errors import ConfigError, StepError
+from grace.core.errors import ConfigError, StepError
 
 T = TypeVar("T")
 

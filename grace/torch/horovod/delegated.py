@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grace.core.values.errors import StepError
+from grace.core.errors import StepError
 from grace.torch.horovod.transport import HorovodTransport
 
 

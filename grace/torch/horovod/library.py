@@ -14,10 +14,10 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.exchange.engine import Engine
+from grace.core.errors import ConfigError
 from grace.core.guards.elastic import refusal_of_process_sets
-from grace.core.values.errors import ConfigError
-from grace.core.values.spec import COMPLEX_DTYPES
+from grace.core.spec import COMPLEX_DTYPES
+from grace.core.step.engine import Engine
 from grace.torch.horovod.delegated import Delegated
 from grace.torch.horovod.transport import HorovodTransport
 from grace.torch.library import Library

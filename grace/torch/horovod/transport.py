@@ -9,11 +9,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import Handle, MeetingTransport, known_local_size, packed, unpacked
+from grace.core.errors import ConfigError, StepError, WaitError
 from grace.core.guards.started import Started
 from grace.core.guards.waiting import wait_until
-from grace.core.values.errors import ConfigError, StepError, WaitError
+from grace.core.transport.collectives import Reduction
+from grace.core.transport.transport import Handle, MeetingTransport, known_local_size, packed, unpacked
 
 
 @dataclass(frozen=True)

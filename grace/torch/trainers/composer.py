@@ -7,7 +7,7 @@ from typing import Any
 
 import composer
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from grace.torch.exchange import Exchange
 from grace.torch.trainers.compression import Compression, Configuration
 

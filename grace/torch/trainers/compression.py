@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grace.core.exchange.state import check_mapping, shown
-from grace.core.values.config import Config
-from grace.core.values.errors import GraceWarning, StateError
+from grace.core.config.config import Config
+from grace.core.errors import GraceWarning, StateError
+from grace.core.state.state import check_mapping, shown
 from grace.torch.exchange import Exchange
 from grace.torch.register import register
 

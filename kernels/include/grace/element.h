@@ -44,7 +44,7 @@ template <class T> GRACE_HD typename Format<T>::Word magnitude_bits(T x) {
 
 template <class T> GRACE_HD T magnitude(T x) { return bits_as<T>(magnitude_bits(x)); }
 
-// The bits of the largest magnitude that counts as finite, as MAX_MAGNITUDE in grace/core/values/spec.py: 2^104 for float and
+// The bits of the largest magnitude that counts as finite, as MAX_MAGNITUDE in grace/core/spec.py: 2^104 for float and
 // 2^512 for double.
 template <class T> GRACE_HD constexpr typename Format<T>::Word largest_bits() {
     using Word = typename Format<T>::Word;

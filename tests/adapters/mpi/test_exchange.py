@@ -11,9 +11,9 @@ import pytest
 from mpi4py.MPI import COMM_SELF
 
 from grace import mpi
+from grace.core.config.registry import compressors
+from grace.core.errors import ConfigError
 from grace.core.ops import native
-from grace.core.values.errors import ConfigError
-from grace.core.values.registry import compressors
 from grace.core.wire.layout import WIRE_FORMAT
 from tests.support import cases, half_precision, nodes, registered
 from tests.support.covering import ALL, rows

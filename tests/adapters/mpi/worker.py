@@ -21,12 +21,12 @@ from mpi4py import MPI
 import grace
 from grace import mpi
 from grace.core.compressors.topk import TopK
-from grace.core.exchange.collectives import sum_halves
+from grace.core.config.registry import communicators, compressors
 from grace.core.guards import agreement, waiting
 from grace.core.ops import get_ops
-from grace.core.values.plan import make_plan
-from grace.core.values.registry import communicators, compressors
-from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Ranks
+from grace.core.plan.plan import make_plan
+from grace.core.spec import HALF_DTYPES, ITEMSIZE, Ranks
+from grace.core.transport.collectives import sum_halves
 from grace.testing.harness import array, run_program, same
 from grace.testing.transport_contract import run_transport_contract
 from tests.support import cases, half_precision, nodes, registered, steps

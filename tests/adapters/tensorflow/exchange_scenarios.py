@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 import grace.tensorflow
-from grace.core.exchange.simulation import Simulation
-from grace.core.exchange.transport import Handle, Transport
 from grace.core.ops import get_ops
+from grace.core.session.simulation import Simulation
+from grace.core.transport.transport import Handle, Transport
 from grace.tensorflow.transport import HorovodTransport
 from grace.testing.transport_contract import run_transport_contract
 from tests.adapters.tensorflow.model import (

@@ -9,8 +9,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from grace.core.exchange.collectives import sum_halves
 from grace.core.ops import get_ops
+from grace.core.transport.collectives import sum_halves
 from grace.tensorflow.transport import HorovodTransport
 from grace.testing.harness import run_program
 from tests.adapters.tensorflow.model import PROCESS_SETS

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import grace
+from grace.core.errors import GraceWarning
 from grace.core.guards import agreement
-from grace.core.values.errors import GraceWarning
 from grace.tensorflow import DistributedGradientTape, Exchange
 from tests.adapters.tensorflow.loss_scaling_scenarios import scaled
 from tests.adapters.tensorflow.model import sgd, wrap

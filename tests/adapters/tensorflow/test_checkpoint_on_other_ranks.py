@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.values.errors import StateError
-from grace.core.values.spec import Ranks
+from grace.core.errors import StateError
+from grace.core.spec import Ranks
 from grace.testing.harness import same
 
 tf = pytest.importorskip("tensorflow")

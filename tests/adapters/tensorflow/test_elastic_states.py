@@ -9,7 +9,7 @@ keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
 
-from grace.core.values.spec import Ranks  # noqa: E402
+from grace.core.spec import Ranks  # noqa: E402
 from grace.tensorflow.exchange import Exchange  # noqa: E402
 from grace.tensorflow.optimizer import _distribute  # noqa: E402
 from grace.testing.harness import same  # noqa: E402

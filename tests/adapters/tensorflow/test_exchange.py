@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
 from tests.support import cases, half_precision, nodes
 from tests.support.cases import MORE_OF_TENSORFLOW, TENSORFLOW_MPI
 from tests.support.covering import ALL

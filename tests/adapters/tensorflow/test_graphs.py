@@ -14,12 +14,12 @@ from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.threshold import Threshold
 from grace.core.compressors.topk import TopK
-from grace.core.exchange.engine import Engine
-from grace.core.exchange.simulation import SimulatedTransport
+from grace.core.config.registry import communicators, compressors, memories
 from grace.core.ops import get_ops
 from grace.core.ops.native import Native
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import TensorSpec
+from grace.core.session.simulation import SimulatedTransport
+from grace.core.spec import TensorSpec
+from grace.core.step.engine import Engine
 from grace.core.wire.codings import Coding
 from grace.testing import traced
 from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload_on_host, same

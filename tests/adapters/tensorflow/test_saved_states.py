@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from grace.core.values.errors import StateError
+from grace.core.errors import StateError
 
 keras = pytest.importorskip("keras")
 pytest.importorskip("horovod.tensorflow")

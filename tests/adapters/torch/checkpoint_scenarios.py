@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from grace.core.values.errors import StateError
+from grace.core.errors import StateError
 from grace.torch.distributed import ExchangeState
 from tests.adapters.torch.launched import GROUPS, Group, everyone
 from tests.adapters.torch.model import Net, digest, make_net, train, wrap

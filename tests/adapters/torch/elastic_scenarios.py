@@ -69,13 +69,13 @@ def refused() -> list[str]:
     model, optimizer = wrapped(CONFIG)
     try:
         train(model, optimizer, 1)
-    except grace.core.values.errors.StepError as error:
+    except grace.core.errors.StepError as error:
         told.append(str(error))
     for wrong, arguments in (({"memory": "diana", "communicator": "allgather"}, {}), ({}, {"local_steps": 2})):
         model, optimizer = wrapped({"compressor": "qsgd", **EVERYTHING, **wrong}, **arguments)
         try:
             TorchState(model=model, optimizer=optimizer)
-        except grace.core.values.errors.ConfigError as error:
+        except grace.core.errors.ConfigError as error:
             told.append(str(error))
     return told
 

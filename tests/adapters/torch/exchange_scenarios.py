@@ -20,11 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import grace.torch.distributed.transport
-from grace.core.exchange.collectives import sum_halves
-from grace.core.exchange.simulation import Simulation
+from grace.core.config.registry import compressors
 from grace.core.ops import get_ops
-from grace.core.values.registry import compressors
-from grace.core.values.spec import TensorSpec
+from grace.core.session.simulation import Simulation
+from grace.core.spec import TensorSpec
+from grace.core.transport.collectives import sum_halves
 from grace.testing.harness import run_program
 from grace.testing.transport_contract import run_transport_contract
 from grace.torch.distributed import ProcessGroupTransport

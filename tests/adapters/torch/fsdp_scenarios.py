@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard
 
 import grace.torch
 from grace.core.compressors.topk import TopK
-from grace.core.values.errors import GraceWarning
-from grace.core.values.unit import offsets
+from grace.core.errors import GraceWarning
+from grace.core.plan.unit import offsets
 from grace.torch.distributed import ExchangeState
 from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import backward_of_a_late_rank, digest, outcome, warned_of_scaler

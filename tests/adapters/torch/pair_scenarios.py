@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import grace.torch
-from grace.core.values.errors import GraceWarning
+from grace.core.errors import GraceWarning
 from tests.adapters.torch import fsdp_scenarios
 from tests.adapters.torch.launched import by_torchrun, my_rank, world_size
 from tests.adapters.torch.model import batches, make_net, wrap

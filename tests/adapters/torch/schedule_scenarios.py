@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import grace.torch
-from grace.core.values.errors import GraceError
+from grace.core.errors import GraceError
 from grace.torch import CompressionScheduler
 from tests.adapters.torch.launched import mean, my_rank, total, world_size
 from tests.adapters.torch.model import digest, make_net, train, wrap

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grace.torch
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 from grace.torch.distributed import library as over_torch
 from grace.torch.horovod import library as over_horovod
 

@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from grace.core.values.registry import compressors
+from grace.core.config.registry import compressors
 from grace.core.wire.layout import WIRE_FORMAT
 from tests.support import cases, half_precision, nodes
 from tests.support.covering import ALL

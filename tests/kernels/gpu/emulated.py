@@ -17,7 +17,7 @@ from torch.utils.dlpack import to_dlpack
 
 from grace.backends.native_torch import NativeTorchOps
 from grace.backends.torch_ops import DTYPES
-from grace.core.values.errors import PayloadError
+from grace.core.errors import PayloadError
 
 ROOT = Path(__file__).parents[3]
 # The build folder of setup.py, which already contains most of this module.

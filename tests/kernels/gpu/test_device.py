@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
+from grace.core.config.registry import compressors
+from grace.core.errors import PayloadError
 from grace.core.ops import get_ops, native, serves
-from grace.core.values.errors import PayloadError
-from grace.core.values.registry import compressors
 from tests import golden
 from tests.core.test_contracts import REORDERED
 from tests.kernels import cases

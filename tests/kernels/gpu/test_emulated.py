@@ -11,9 +11,9 @@ import pytest
 from grace.core.codecs.signs import binary_sum, majority
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
+from grace.core.config.registry import compressors
+from grace.core.errors import PayloadError
 from grace.core.ops import get_ops, native
-from grace.core.values.errors import PayloadError
-from grace.core.values.registry import compressors
 from grace.core.wire.codings import CODECS
 from tests import golden
 from tests.core.test_contracts import REORDERED

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from grace.core.exchange.collectives import Program, allreduce
-from grace.core.exchange.unit_step import UnitStep
 from grace.core.methods.communicator import Communicator
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array, Payload
+from grace.core.spec import Array, Payload
+from grace.core.step.unit_step import UnitStep
+from grace.core.transport.collectives import Program, allreduce
 from grace.core.wire.layout import Buffer, Layout, Received
 
 ProposalKind = tuple[Literal["sum", "max", "leader"], str]

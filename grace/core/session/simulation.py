@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import Program, Reduction
-from grace.core.exchange.engine import Engine, Snapshot
-from grace.core.exchange.exchange import Exchange
-from grace.core.exchange.merge import in_rank_order
-from grace.core.exchange.state import check_mapping, shown
-from grace.core.exchange.transport import Handle, Transport
-from grace.core.exchange.unit_step import UnitStep
+from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.replicas import is_due
 from grace.core.observe.announcement import warn
 from grace.core.observe.statistics import scalars
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.config import Config, make_config, refuse_typos
-from grace.core.values.errors import ConfigError, StateError, StepError
-from grace.core.values.plan import Plan, make_plans
-from grace.core.values.spec import Array, Payload, Ranks, TensorSpec, as_specs
+from grace.core.plan.plan import Plan, make_plans
+from grace.core.session.exchange import Exchange
+from grace.core.spec import Array, Payload, Ranks, TensorSpec, as_specs
+from grace.core.state.merge import in_rank_order
+from grace.core.state.state import check_mapping, shown
+from grace.core.step.bucket_step import BucketStep
+from grace.core.step.engine import Engine, Snapshot
+from grace.core.step.unit_step import UnitStep
+from grace.core.transport.collectives import Program, Reduction
+from grace.core.transport.transport import Handle, Transport
 
 T = TypeVar("T")
 
@@ -244,11 +244,11 @@ class Simulation(Exchange[Engine]):
             raise
 
     def stats(self, rank: int = 0) -> dict[str, Any]:
-        """Return the statistics of a rank in the last step; see `grace.core.exchange.engine.Engine.stats`."""
+        """Return the statistics of a rank in the last step; see `grace.core.step.engine.Engine.stats`."""
         return self.engines[rank].stats()
 
     def scalars(self, rank: int = 0) -> dict[str, float]:
-        """Return the main numbers of a rank in the last step; see `grace.core.exchange.exchange.Exchange.scalars`."""
+        """Return the main numbers of a rank in the last step; see `grace.core.session.exchange.Exchange.scalars`."""
         return scalars(self.stats(rank))
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Simulation(Exchange[Engine]):
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> bool:
         """Load a result of `state_dict`, or a list with the states of all ranks of any run.
 
-        See `grace.core.exchange.exchange.Exchange.load_state_dict`.
+        See `grace.core.session.exchange.Exchange.load_state_dict`.
         """
         for engine in self.engines:
             engine.check_idle("load_state_dict")

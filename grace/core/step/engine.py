@@ -20,11 +20,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from grace.core.exchange.assembly import Incoming, Outgoing
-from grace.core.exchange.bucket_step import BucketStep
-from grace.core.exchange.collectives import KINDS, Program
-from grace.core.exchange.merge import Merge
-from grace.core.exchange.state import (
+from grace.core.config.registry import memories
+from grace.core.errors import StepError
+from grace.core.guards.replicas import at_other_steps
+from grace.core.guards.waiting import explained
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import wide_norm
+from grace.core.observe.statistics import statistics
+from grace.core.observe.timeline import Times
+from grace.core.ops.composites import ArrayOps
+from grace.core.plan.plan import Bucket, Plan
+from grace.core.plan.unit import Assignment, Unit
+from grace.core.spec import ITEMSIZE, Array, State
+from grace.core.state.merge import Merge
+from grace.core.state.state import (
     STATE_VERSION,
     Slots,
     carried,
@@ -38,20 +47,11 @@ from grace.core.exchange.state import (
     saved_carrying,
     spliced,
 )
-from grace.core.exchange.transport import Handle, Transport
-from grace.core.exchange.unit_step import Concluded, UnitStep, retuned
-from grace.core.guards.replicas import at_other_steps
-from grace.core.guards.waiting import explained
-from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import wide_norm
-from grace.core.observe.statistics import statistics
-from grace.core.observe.timeline import Times
-from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import StepError
-from grace.core.values.plan import Bucket, Plan
-from grace.core.values.registry import memories
-from grace.core.values.spec import ITEMSIZE, Array, State
-from grace.core.values.unit import Assignment, Unit
+from grace.core.step.assembly import Incoming, Outgoing
+from grace.core.step.bucket_step import BucketStep
+from grace.core.step.unit_step import Concluded, UnitStep, retuned
+from grace.core.transport.collectives import KINDS, Program
+from grace.core.transport.transport import Handle, Transport
 from grace.core.wire.layout import Buffer, Received
 
 # The plans of a run, each with its first step, in which some tensors carry a residual of an earlier method.
@@ -196,7 +196,7 @@ class Engine:
     def move(self, plans: Sequence[tuple[int, Plan]], before: int) -> None:
         """Continue with the ranks that the transport has now, with plans for them, after `before` other ranks.
 
-        `grace.core.exchange.state.moved` says what this rank keeps. Drops a step under way.
+        `grace.core.state.state.moved` says what this rank keeps. Drops a step under way.
         """
         self.drop()
         self.count_anew()

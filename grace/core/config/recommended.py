@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from grace.core.config.config import Config
+from grace.core.config.registry import compressors
+from grace.core.errors import GraceWarning
 from grace.core.methods.compressor import Compressor
-from grace.core.values.config import Config
-from grace.core.values.errors import GraceWarning
-from grace.core.values.registry import compressors
 
 ADAM, SGD, ANY = "Adam, AdamW", "SGD", "any"
 

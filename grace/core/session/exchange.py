@@ -8,25 +8,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from grace.core.exchange.engine import Plans
-from grace.core.exchange.merge import in_rank_order
-from grace.core.exchange.state import saved_carrying
+from grace.core.config.config import Config, change_config
+from grace.core.config.recommended import Optimizer, warn_of_pairs
+from grace.core.errors import ConfigError, GraceWarning, IncompatibleError, StateError
 from grace.core.guards.agreement import Meeting, formats
 from grace.core.guards.replicas import compare, digest
 from grace.core.observe.announcement import announce, warn
 from grace.core.observe.statistics import scalars
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.config import Config, change_config
-from grace.core.values.errors import ConfigError, GraceWarning, IncompatibleError, StateError
-from grace.core.values.plan import Modules, Plan, make_plans, next_plan
-from grace.core.values.recommended import Optimizer, warn_of_pairs
-from grace.core.values.spec import ONE_RANK, Array, Ranks, TensorSpec
-from grace.core.values.unit import Assignment
+from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
+from grace.core.plan.unit import Assignment
+from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
+from grace.core.state.merge import in_rank_order
+from grace.core.state.state import saved_carrying
+from grace.core.step.engine import Plans
 
 
 class _Driver(Protocol):
-    """An engine, or what takes its place; `grace.core.exchange.engine.Engine` describes the methods."""
+    """An engine, or what takes its place; `grace.core.step.engine.Engine` describes the methods."""
 
     track_norms: bool
 
@@ -169,7 +169,7 @@ class Exchange(ABC, Generic[D]):
     def stats(self) -> dict[str, Any]:
         """Return bytes, times, relative errors and residual norms of the last step.
 
-        `grace.core.exchange.engine.Engine.stats` describes the keys.
+        `grace.core.step.engine.Engine.stats` describes the keys.
         """
         return self.engine.stats()
 

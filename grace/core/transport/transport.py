@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
-from grace.core.exchange.collectives import Collective, Reduction
-from grace.core.values.spec import Array, Ranks
+from grace.core.spec import Array, Ranks
+from grace.core.transport.collectives import Collective, Reduction
 
 # The seconds that a rank waits for others, unless the configuration says something else.
 TIMEOUT = 300

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor
-from grace.core.values.errors import ConfigError
 
 
 def ladder(compress_ratio: float, steps: int) -> list[tuple[int, float]]:

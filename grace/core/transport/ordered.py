@@ -8,11 +8,11 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 
-from grace.core.exchange.collectives import Reduction
-from grace.core.exchange.transport import Handle, MeetingTransport
+from grace.core.errors import MismatchError
 from grace.core.guards.waiting import wait_until
-from grace.core.values.errors import MismatchError
-from grace.core.values.spec import Array
+from grace.core.spec import Array
+from grace.core.transport.collectives import Reduction
+from grace.core.transport.transport import Handle, MeetingTransport
 
 # Header of a collective: a length per rank, a digest of its description, and the beginning of the description.
 _DIGEST_BYTES, _TEXT_BYTES = 16, 104

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from grace.core.config.config import Config, Method, dense_method
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
-from grace.core.values.config import Config, Method, dense_method
-from grace.core.values.errors import ConfigError, IncompatibleError
-from grace.core.values.registry import communicators, compressors, memories
-from grace.core.values.spec import ONE_RANK, Ranks, TensorSpec
-from grace.core.values.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
+from grace.core.plan.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
+from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.core.wire.codings import PLAIN
 from grace.core.wire.layout import Layout
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from grace.core.ops.composites import ArrayOps

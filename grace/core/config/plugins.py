@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from grace.core.values.errors import ConfigError
+from grace.core.errors import ConfigError
 
 _GROUPS = ("grace.compressors", "grace.memories", "grace.communicators", "grace.backends")
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grace.core.exchange.transport import TIMEOUT
+from grace.core.config.registry import build, communicators, compressors, fields_of, memories
+from grace.core.config.schedule import ladder, ratio_of
+from grace.core.errors import MOST, ConfigError, GraceWarning, IncompatibleError, meant, nearest
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values.errors import MOST, ConfigError, GraceWarning, IncompatibleError, meant, nearest
-from grace.core.values.registry import build, communicators, compressors, fields_of, memories
-from grace.core.values.schedule import ladder, ratio_of
-from grace.core.values.spec import GRADIENT_DTYPES, TensorSpec
+from grace.core.spec import GRADIENT_DTYPES, TensorSpec
+from grace.core.transport.transport import TIMEOUT
 from grace.core.wire.codings import AS_IT_IS, NONE, Coding, make_coding
 from grace.core.wire.indices import CODINGS
 

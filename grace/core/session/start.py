@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.exchange.engine import Engine
-from grace.core.exchange.transport import TIMEOUT, Transport
+from grace.core.config.config import Config
 from grace.core.guards.agreement import Meeting, formats
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.config import Config
-from grace.core.values.plan import Plan, make_plans
-from grace.core.values.spec import TensorSpec
-from grace.core.values.unit import Assignment
+from grace.core.plan.plan import Plan, make_plans
+from grace.core.plan.unit import Assignment
+from grace.core.spec import TensorSpec
+from grace.core.step.engine import Engine
+from grace.core.transport.transport import TIMEOUT, Transport
 
 
 class Request(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from grace.core.exchange.engine import Engine, Plans, Snapshot
-from grace.core.exchange.state import STATE_VERSION, check_mapping, check_saved
+from grace.core.errors import StateError
 from grace.core.guards.waiting import bucket_of, explained
 from grace.core.observe.timeline import Times
-from grace.core.values.errors import StateError
-from grace.core.values.plan import Plan
-from grace.core.values.spec import Array
+from grace.core.plan.plan import Plan
+from grace.core.spec import Array
+from grace.core.state.state import STATE_VERSION, check_mapping, check_saved
+from grace.core.step.engine import Engine, Plans, Snapshot
 
 T = TypeVar("T")
 _SUMMED = ("wire_bytes", "dense_bytes", "compressed_dense_bytes", "compressed_wire_bytes")

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.plan import Plan
-from grace.core.values.spec import Array
-from grace.core.values.unit import Piece, Unit
+from grace.core.plan.plan import Plan
+from grace.core.plan.unit import Piece, Unit
+from grace.core.spec import Array
 
 # For several pieces with fewer elements than this, a pass over all takes less time than a call for each.
 _FEW = 1 << 14

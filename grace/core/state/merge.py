@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
-from grace.core.exchange.state import (
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import StateError
+from grace.core.ops.composites import ArrayOps
+from grace.core.plan.plan import Plan
+from grace.core.plan.unit import Piece, Unit, offsets
+from grace.core.spec import Array, State
+from grace.core.state.state import (
     check_entry,
     check_saved,
     converted,
@@ -16,12 +22,6 @@ from grace.core.exchange.state import (
     shown,
     tensors_of,
 )
-from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import StateError
-from grace.core.values.plan import Plan
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import Array, State
-from grace.core.values.unit import Piece, Unit, offsets
 
 # Elements of an array.
 Place = slice | EllipsisType

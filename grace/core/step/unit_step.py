@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grace.core.config.registry import memories
+from grace.core.errors import PayloadError
 from grace.core.methods.capabilities import Checking, Negotiating, Scaling, Subtracting, Summing, Tuning
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import PayloadError
-from grace.core.values.registry import memories
-from grace.core.values.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State, WeightedSum
-from grace.core.values.unit import Unit
+from grace.core.plan.unit import Unit
+from grace.core.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State, WeightedSum
 from grace.core.wire.codings import coded
 from grace.core.wire.layout import sent_bytes
 

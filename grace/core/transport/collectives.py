@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.spec import Array
+from grace.core.spec import Array
 
 Kind: TypeAlias = Literal["allreduce", "allgather", "alltoall", "broadcast"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -7,15 +7,15 @@ import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from grace.core.config.registry import compressors, memories
+from grace.core.errors import StateError
 from grace.core.memories.leftover import Leftover
 from grace.core.methods.capabilities import Stateful
 from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.values.errors import StateError
-from grace.core.values.plan import Plan
-from grace.core.values.registry import compressors, memories
-from grace.core.values.spec import Array, Key, State
-from grace.core.values.unit import Piece, Unit, offsets
+from grace.core.plan.plan import Plan
+from grace.core.plan.unit import Piece, Unit, offsets
+from grace.core.spec import Array, Key, State
 
 STATE_VERSION = 3
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from grace.core.config.config import Method, dense_method
 from grace.core.methods.capabilities import (
     Checking,
     Learning,
@@ -24,8 +25,7 @@ from grace.core.methods.capabilities import (
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory
-from grace.core.values.config import Method, dense_method
-from grace.core.values.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
+from grace.core.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
 from grace.core.wire.codings import PLAIN
 from grace.core.wire.lanes import in_lanes
 from grace.core.wire.layout import payload_bytes

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
+from grace.core.config import plugins
+from grace.core.errors import ConfigError, GraceWarning, folded, nearest
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.values import plugins
-from grace.core.values.errors import ConfigError, GraceWarning, folded, nearest
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)

@@ -1,0 +1,1 @@
+"""Configuration: the options, the registries of methods, schedules, and what is recommended."""

@@ -1,1 +1,0 @@
-"""The exchange of one step: engine, wire format, transports, states."""

@@ -1,0 +1,1 @@
+"""Plans: which units of which tensors travel how, decided once."""

@@ -1,0 +1,1 @@
+"""States between steps, and their form in a checkpoint."""

@@ -1,0 +1,1 @@
+"""One training step: from gradients to payloads and back."""

@@ -1,0 +1,1 @@
+"""Collectives, and what starts them."""

@@ -1,1 +1,0 @@
-"""Values: tensors, configurations, units and plans."""
