@@ -17,6 +17,7 @@ from grace.core.config.registry import Registry, communicators, compressors, fie
 from grace.core.errors import ConfigError, folded, nearest
 from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, sparsifies
+from grace.core.observe.table import align
 from grace.core.plan.unit import Assignment
 from grace.core.spec import ITEMSIZE, Field, Ranks, TensorSpec
 from grace.core.wire.lanes import in_lanes
@@ -279,13 +280,8 @@ def _of_family(family: Family) -> list[str]:
 
 def _table(names: Sequence[str]) -> list[str]:
     """Return the table of these compressors. Those to start with are marked."""
-    rows = {name: _row(name) for name in names}
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows.values(), strict=True)]
-    lines = []
-    for name, cells in {"": HEAD, **rows}.items():
-        aligned = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append(f"{MARK if starts(name) else '  '}{aligned}".rstrip())
-    return lines
+    lines = align([HEAD, *map(_row, names)])
+    return [f"{MARK if starts(name) else '  '}{line}" for name, line in zip(["", *names], lines, strict=True)]
 
 
 def _row(name: str) -> list[str]:

@@ -6,7 +6,6 @@ The operation exists for the CPU only. It is opaque to TensorFlow, so the graph 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -17,10 +16,9 @@ import tensorflow as tf
 
 from grace.backends.tensorflow_ops import TensorflowOps
 from grace.core.errors import PayloadError
+from grace.core.observe.log import logger
 from grace.core.ops.native import REBUILD, Native, in_words
 from grace.core.spec import Array
-
-logger = logging.getLogger("grace")
 
 # The first words of the operation's messages.
 _ERRORS = {"PayloadError": PayloadError, "TypeError": TypeError, "ValueError": ValueError}
@@ -66,7 +64,7 @@ def fault() -> str | None:
             return None
     reason = f"built for TensorFlow {built or 'of an unknown version'}"
     reason += " and cannot be loaded" if detail else f", but {tf.__version__} is installed"
-    logger.warning("the kernels for TensorFlow are not used: they were %s. %s%s", reason, REBUILD, detail)
+    logger().warning("the kernels for TensorFlow are not used: they were %s. %s%s", reason, REBUILD, detail)
     return reason
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grace.bench.measure import Result, Setting, machine
+from grace.core.observe.table import align
 
 HEAD = ("numel", "median", "p10", "p90", "copy", "x copy", "GB/s", "bits/elem.", "error", "break-even", "reps")
 WIDTHS = (11, 7, 7, 7, 7, 7, 8, 10, 7, 11, 4)
@@ -48,8 +49,7 @@ class Table:
         return self._line(result.variant.label, cells) + note
 
     def _line(self, first: str, cells: Sequence[str]) -> str:
-        aligned = (cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
-        return "  ".join([first.ljust(self._first), *aligned])
+        return align([[first, *cells]], range(1, len(WIDTHS) + 1), (self._first, *WIDTHS))[0]
 
 
 def _counted(n: int, what: str) -> str:

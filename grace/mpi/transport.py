@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -18,8 +17,6 @@ from grace.core.transport.collectives import Reduction
 from grace.core.transport.ordered import OrderedTransport, Phases
 from grace.core.transport.transport import TIMEOUT
 from grace.mpi.notes import Notes
-
-logger = logging.getLogger("grace")
 
 # A rank that waits looks after this many seconds whether another has said that it will not come: until then, what that
 # one has sent before may still arrive.

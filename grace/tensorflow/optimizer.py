@@ -8,7 +8,6 @@ accumulated gradient is sent once.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from grace.core.config.config import Config, make_config, refuse_typos
 from grace.core.config.recommended import Optimizer, warn_of_pairs
 from grace.core.errors import ConfigError, StepError
 from grace.core.guards.agreement import Meeting
+from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
@@ -31,8 +31,6 @@ from grace.tensorflow.local import MULTI_OPTIMIZER, check_local, step_locally
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport
 from grace.tensorflow.waiting import gather, is_elastic
-
-logger = logging.getLogger("grace")
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
 # Horovod's arguments that are not supported, with the reasons.
@@ -133,13 +131,13 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     exchange.told.update(early)
     if included and process_set.rank() == 0:
         for text in early:
-            logger.warning("%s", text)
+            logger().warning("%s", text)
     inner = innermost(optimizer)
     if backward_passes_per_step > 1:
         inner.gradient_accumulation_steps = backward_passes_per_step
     late = inner.built and int(inner.iterations) > 0
     if late:
-        logger.warning(
+        logger().warning(
             "%s: the optimizer has taken steps already. fit() makes its train function anew, but a tf.function of your "
             "own that was traced before does not exchange gradients; make a new one.",
             _WHERE,

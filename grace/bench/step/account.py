@@ -9,13 +9,12 @@ from typing import Any
 
 from grace.bench.step.methods import Method
 from grace.bench.step.run import Bed, Result, Setting
-from grace.bench.step.table import line, place
+from grace.bench.step.table import figures, place
 from grace.bench.table import digits
 
 # The parts of the overhead, in the order of the table.
 PARTS = ("passes", "arithmetic", "Python", "compute", "waiting", "threads", "faults")
 HEAD = ("step", "overhead", "copies", *PARTS, "limit", "wire")
-WIDTHS = (7, 8, 6, 6, 10, 6, 7, 7, 7, 6, 6, 6)
 MS = 1e3
 
 
@@ -104,18 +103,12 @@ def _mean(result: Result) -> dict[str, float]:
 
 def lines(compute: Result, accounts: Sequence[Account]) -> list[str]:
     """Return the title, the headings and one line per method; times in milliseconds."""
-    names = ("method", *(each.method.label for each in accounts))
-    first = max(map(len, names))
     bandwidth = _mean(compute)["copy_bandwidth"]
     title = (
         f"{place(compute.setting)}; ms per step; compute {compute.median * MS:.1f} ms; "
         f"copy {2e3 * compute.gradient_bytes / bandwidth:.1f} ms ({bandwidth * 1e-9:.1f} GB/s per rank)"
     )
-    return [
-        title,
-        line(first, "method", HEAD, WIDTHS),
-        *(line(first, a.method.label, _cells(a), WIDTHS) for a in accounts),
-    ]
+    return [title, *figures(["method", *HEAD], *([each.method.label, *_cells(each)] for each in accounts))]
 
 
 def _cells(found: Account) -> list[str]:

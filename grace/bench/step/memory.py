@@ -10,11 +10,10 @@ from grace.bench.step.methods import Method
 from grace.bench.step.network import Network
 from grace.bench.step.ranks import Ranks
 from grace.bench.step.run import WARM_UP, Setting
-from grace.bench.step.table import BYTES, line, place
+from grace.bench.step.table import BYTES, figures, place
 from grace.bench.table import digits, scaled
 
 HEAD = ("peak", "/ gradients", "exchange", "/ gradients")
-WIDTHS = (9, 11, 9, 11)
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,9 @@ def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], Non
 def lines(weights: Sequence[Weight]) -> list[str]:
     """Return the title, the headings and one line per method. The first weight must be the step without exchange."""
     compute = weights[0]
-    first = max(len(name) for name in ("method", *(weight.method.label for weight in weights)))
     title = f"{place(compute.setting)}; gradients of {scaled(compute.gradient_bytes, BYTES)}"
-    rows = [line(first, weight.method.label, _cells(weight.to_dict(compute)), WIDTHS) for weight in weights]
-    return [title, line(first, "method", HEAD, WIDTHS), *rows]
+    rows = ([weight.method.label, *_cells(weight.to_dict(compute))] for weight in weights)
+    return [title, *figures(["method", *HEAD], *rows)]
 
 
 def _cells(found: dict[str, Any]) -> list[str]:

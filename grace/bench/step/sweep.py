@@ -12,7 +12,7 @@ from typing import Any
 
 from grace.bench.step.methods import CYCLE_MS, Method, compared
 from grace.bench.step.run import Bed, Result, Setting
-from grace.bench.step.table import WIDTHS, cells, head, line, place
+from grace.bench.step.table import cells, figures, head, place
 from grace.core.config.config import GRANULARITIES
 
 BUCKET_BYTES = tuple(n * 1024**2 for n in (1, 2, 4, 8, 16, 32))
@@ -89,14 +89,13 @@ def visits(setting: Setting, methods: Sequence[Method], tried: Choices) -> int:
 def lines(trials: Sequence[Trial]) -> list[str]:
     """Return the title, and for every compressor the headings and one line per value. The best values are marked."""
     setting = trials[0].result.setting
-    first = max(len(text) for trial in trials for text in (trial.label, trial.of))
     found = [f"{place(setting)}; {setting.rounds} rounds of {setting.steps} steps"]
     for of in dict.fromkeys(trial.of for trial in trials):
-        found += ["", line(first, of, head(trials[0].reference), WIDTHS)]
-        for trial in trials:
-            if trial.of == of:
-                row = line(first, trial.label, cells(trial.result, trial.compute, trial.reference), WIDTHS)
-                found.append(f"{row}  best" if trial.best else row)
+        tried = [trial for trial in trials if trial.of == of]
+        rows = ([trial.label, *cells(trial.result, trial.compute, trial.reference)] for trial in tried)
+        title, *lines = figures([of, *head(trials[0].reference)], *rows)
+        marked = (f"{line}  best" if trial.best else line for trial, line in zip(tried, lines, strict=True))
+        found += ["", title, *marked]
     return found
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from grace.bench.step.run import Result, Setting
 from grace.bench.table import SECONDS, digits, scaled
+from grace.core.observe.table import align
 from grace.machine import processor
 
 HEAD = ("median", "p10", "p90", "sent/step", "reported", "x DDP", "upper bound")
-WIDTHS = (8, 8, 8, 10, 8, 10, 12)
 BYTES = ((1e-9, "GB"), (1e-6, "MB"), (1e-3, "KB"), (1.0, "B"))
 
 
@@ -20,11 +20,10 @@ def lines(results: Sequence[Result]) -> list[str]:
     The first result must be the step without exchange, the second the baseline that all are compared with.
     """
     compute, reference = results[0], results[1]
-    first = max(len(name) for name in ("method", *(result.method.label for result in results)))
-    rows = [line(first, result.method.label, cells(result, compute, reference), WIDTHS) for result in results]
+    rows = ([result.method.label, *cells(result, compute, reference)] for result in results)
     setting = compute.setting
     title = f"{place(setting)}; {setting.rounds} rounds of {setting.steps} steps"
-    return [title, line(first, "method", head(reference), WIDTHS), *rows]
+    return [title, *figures(["method", *head(reference)], *rows)]
 
 
 def head(reference: Result) -> list[str]:
@@ -59,10 +58,9 @@ def cells(result: Result, compute: Result, reference: Result) -> list[str]:
     ]
 
 
-def line(first: int, name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line: the name, padded to `first` characters, and right-aligned cells of these widths."""
-    aligned = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "  ".join([name.ljust(first), *aligned])
+def figures(*rows: Sequence[str]) -> list[str]:
+    """Return a line per row: a name, and figures aligned to the right."""
+    return align(rows, right=range(1, len(rows[0])))
 
 
 def _placed(setting: Setting) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.core.errors import ConfigError
+from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
 
@@ -76,7 +77,4 @@ class Crew:
 
 def _log(rank: int, text: str, *values: int) -> None:
     if rank == 0:
-        # Imported here, because logging installs a hook in every process that imports grace.
-        import logging
-
-        logging.getLogger("grace").warning(text, *values)
+        logger().warning(text, *values)

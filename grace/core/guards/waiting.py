@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from grace.core.errors import WaitError
+from grace.core.observe.log import logger
 from grace.core.observe.timeline import tensors_of
 from grace.core.plan.plan import Bucket, Plan
 
@@ -45,13 +46,8 @@ def wait_until(
                 "something else. If it is only slow, set a larger 'timeout'."
             )
         if waited >= tell:
-            # Imported here, because logging installs a hook in every process that imports grace.
-            import logging
-
             tell *= 2
-            logging.getLogger("grace").warning(
-                "%s, and ends at 'timeout' = %g s", _waiting(rank, size, waited, what()), timeout
-            )
+            logger().warning("%s, and ends at 'timeout' = %g s", _waiting(rank, size, waited, what()), timeout)
         pause(waited)
 
 

@@ -6,18 +6,16 @@ import collections
 from collections.abc import Iterable, Sequence
 
 from grace.core.config.registry import compressors
+from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
 
 def warn(plans: Iterable[Plan], told: set[str]) -> None:
     """Log the warnings of plans that are not among those `told`, and add them to these."""
-    # Imported here, because logging installs a hook in every process that imports grace.
-    import logging
-
     for text in dict.fromkeys(text for plan in plans for text in plan.warnings):
         if text not in told:
             told.add(text)
-            logging.getLogger("grace").warning("%s", text)
+            logger().warning("%s", text)
 
 
 def announce(stages: Sequence[tuple[int, Plan]], ranks: int, report: str, step: int | None = None) -> None:
@@ -34,15 +32,15 @@ def announce(stages: Sequence[tuple[int, Plan]], ranks: int, report: str, step: 
     began = "" if step is None else f"from step {step}, "
     ends = f"until step {stages[number + 1][0]}, " if number + 1 < len(stages) else ""
     text = f"grace: {began}{ends}{summary(plan, ranks)} {report} lists them."
-    logger = logging.getLogger("grace")
-    if logger.hasHandlers():
-        logger.info("%s", text)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("%s", plan.report())
-    elif logger.level <= logging.INFO > logger.manager.disable and logging.root.level <= logging.WARNING:
+    log = logger()
+    if log.hasHandlers():
+        log.info("%s", text)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", plan.report())
+    elif log.level <= logging.INFO > log.manager.disable and logging.root.level <= logging.WARNING:
         # Python's last resort shows warnings only.
-        record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, "%s", (text,), None)
-        if logging.lastResort is not None and logger.filter(record):
+        record = log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (text,), None)
+        if logging.lastResort is not None and log.filter(record):
             logging.lastResort.handle(record)
 
 

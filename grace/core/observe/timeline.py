@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from grace.core.errors import ConfigError
+from grace.core.observe.log import logger
 from grace.core.plan.plan import Bucket, Plan
 from grace.core.spec import Array
 
@@ -193,11 +194,8 @@ class Timeline:
         except OSError as error:
             if end is not None:
                 self._cut(end)
-            # Imported here, because logging installs a hook in every process that imports grace.
-            import logging
-
             self._ended = True
-            logging.getLogger("grace").warning(
+            logger().warning(
                 "the timeline '%s' cannot be written any more and ends at the last step: %s", self._path, error
             )
 

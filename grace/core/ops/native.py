@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -21,12 +20,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from grace.core.errors import ConfigError, nearest
+from grace.core.observe.log import logger
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import kernel_signatures
 from grace.core.spec import HALF_DTYPES, Array, Key
-
-logger = logging.getLogger("grace")
 
 
 @cache
@@ -44,7 +42,7 @@ def _load() -> Any:
             return importlib.import_module("grace._native")
         except ImportError as error:
             if module_file() is not None:
-                logger.warning("the kernels do not load and are not used; reinstall grace. %s", error)
+                logger().warning("the kernels do not load and are not used; reinstall grace. %s", error)
             return None
     if not os.path.exists(path):
         return None

@@ -13,6 +13,7 @@ from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
+from grace.core.observe.table import align
 from grace.core.plan.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.core.wire.codings import PLAIN
@@ -160,13 +161,7 @@ class Plan:
                     item.reason,
                 )
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(
-                c.rjust(w) if 5 <= i <= 6 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        lines = align(rows, right=(5, 6))
         more = "" if self.fixed else " plus what the data select"
         lines.append(
             f"{len(self.exchanged)} tensors as {len(self.units)} units in {len(self.buckets)} buckets, and "
@@ -175,7 +170,7 @@ class Plan:
         )
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"warning: {text}" for text in self.warnings]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 class Modules(NamedTuple):

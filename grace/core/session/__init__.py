@@ -1,1 +1,1 @@
-"""What a user holds: the exchange of a process, its start, and the simulation of many."""
+"""The session: the exchange of a process, its start, and the simulation of many ranks."""
