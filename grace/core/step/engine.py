@@ -8,7 +8,7 @@ Every bucket runs the program of its communicator, a generator of rounds of coll
     complete(bucket)        all rounds of one bucket: wait, start the next; merge, average, commit
     finish()                the same for all other buckets, round by round in the order of the plan
 
-Only the last two wait for other ranks. Memories are committed as payloads arrive, everything else at the end.
+Only the last two wait for other ranks.
 """
 
 from __future__ import annotations
@@ -407,19 +407,15 @@ class Engine:
             self._resume(each, run, None)
 
     def poll(self) -> bool:
-        """Advance the buckets whose round has arrived by one round, without waiting; return whether there was one.
-
-        Memories whose payloads have arrived drop their last state.
-        """
+        """Advance the buckets whose round has arrived by one round, without waiting; return whether there was one."""
         advanced = False
         for bucket in self.plan.buckets:
             run = self._runs.get(bucket.name)
             if run is None or bucket.name not in self._begun or run.received is not None:
                 continue
             if all(handle.arrived() for handle in run.handles):
+                self._advance(bucket, run)
                 advanced = True
-                if not self._advance(bucket, run):
-                    self._commit_memories(bucket, run)
         return advanced
 
     def _check_complete(self) -> None:
@@ -498,8 +494,8 @@ class Engine:
     def drop(self) -> None:
         """Discard the gradients of a step that will not be finished.
 
-        States stay as they are, except those of completed buckets, and of memories whose payloads have already arrived
-        from all ranks. Without roll-back, memories of units that have begun are lost until `restore`.
+        States stay as they are, except those of completed buckets. Without roll-back, memories of units that have begun
+        are lost until `restore`.
         """
         self._runs: dict[str, BucketRun] = {}
         # Units with their gradients and learning rates whose memories wait for the norm of all gradients.
@@ -599,15 +595,6 @@ class Engine:
         In a traced graph nothing has arrived yet. An ordered transport starts later rounds in the order of the plan.
         """
         return device == "cpu" and self._ops(device).eager and not self.transport.ordered
-
-    def _commit_memories(self, bucket: Bucket, run: BucketRun) -> None:
-        assert run.received is not None
-        if not self._ops(bucket.units[0].spec.device).eager or not all(run.received.in_step):
-            return
-        for unit, flags in zip(bucket.units, run.received.flags, strict=True):
-            states = run.steps[unit.spec.name].commit_memory(flags)
-            if states is not None:
-                self._commit(unit, states)
 
     def _commit(self, unit: Unit, states: dict[str, State]) -> None:
         self._slots.write(unit.spec.name, states)

@@ -251,16 +251,6 @@ class UnitStep:
         """Return the states with the memory as `remember` has left it."""
         return {"memory": self.memory, "compressor": self.states["compressor"]}
 
-    def commit_memory(self, flags: Sequence[Array]) -> dict[str, State] | None:
-        """Return the states with the new memory if no rank saw NaN or infinity, so that the old one can be freed.
-
-        Return None if that must wait for the end of the step.
-        """
-        if self.unit.memory.finishes or any(flags):
-            return None
-        self.states = self.next_states()
-        return self.states
-
     def merged(self, payloads: Sequence[Payload]) -> Array:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
         averages = self.unit.compressor.averages and len(payloads) > 1
