@@ -3,8 +3,8 @@
     python benchmarks/accuracy.py --compressors mine:clip=2 qsgd --import ./mine.py
 
 Two ranks on this machine train in DistributedDataParallel, as in examples/ddp_digits.py, each weight compressed
-separately (granularity "layer"). Methods of grace have the settings of examples/digits.py, unless options change them.
-The column "setting" has what differs from learning rate 0.05, momentum 0.9 and the default options.
+separately (granularity "layer"). Methods of grace have the settings that they are registered with, unless options
+change them. The column "setting" has what differs from learning rate 0.05, momentum 0.9 and the default options.
 Bytes are what one rank sends per step for the three weights of at least 1,024 elements, on average over the run of the
 first seed, and their share of the bytes of these weights. A run of a fast method takes some seconds on two cores.
 """
@@ -30,7 +30,7 @@ from grace.bench.variants import Variant, import_own, parse_variants
 
 RANKS, BATCH = 2, 32
 SHARED = {"granularity": "layer", "check_replicas": 20}
-USUAL = digits.Setting()
+USUAL = grace.compressors.about("none").digits
 
 
 def runs_of(args):
@@ -40,7 +40,7 @@ def runs_of(args):
     """
     runs = []
     for variant in [Variant("none"), *parse_variants(args.compressors, **SHARED)]:
-        setting = digits.SETTINGS.get(variant.name, digits.Setting())
+        setting = grace.compressors.about(variant.name).digits
         options = {**setting.options, **variant.options}
         config = grace.make_config(Variant(variant.name, options).config(**SHARED))
         lr = args.lr if runs and args.lr is not None else setting.lr
@@ -90,7 +90,7 @@ def main():
     add_variants(parser, "qsgd")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], metavar="N", help="(default: 0 1)")
     parser.add_argument("--epochs", type=int, default=15, help="(default: 15)")
-    parser.add_argument("--lr", type=float, help="of the methods; none has 0.05 (default: as in digits.py)")
+    parser.add_argument("--lr", type=float, help="of the methods; none has 0.05 (default: those of the methods)")
     args = parser.parse_args()
     args.compressors = args.compressors or ["qsgd"]
     if args.epochs < 1 or (args.lr is not None and args.lr <= 0):

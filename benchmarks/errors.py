@@ -29,45 +29,6 @@ from grace.core.communicators.two_shot import keeps_state
 
 WIDTH, LESSONS, DRAWS = 512, 3, 8
 SHARED = {"memory": "none", "default_rules": False}
-# Its first steps send everything.
-LEFT_OUT = {"gradiveq"}
-# Settings beside the defaults: more or fewer bits.
-SETTINGS = {
-    "eden": [{"bits": bits} for bits in (1, 2, 3, 4)],
-    "rotated": [{"bits": bits} for bits in (2, 3, 4)],
-    "kashin": [{"bits": bits} for bits in (1, 2, 4)],
-    "qsgd": [
-        *({"quantum_num": levels} for levels in (1, 3, 7, 15, 127)),
-        *({"quantum_num": levels, "norm": "l2"} for levels in (7, 127)),
-    ],
-    "nuqsgd": [*({"quantum_num": levels} for levels in (1, 3, 7)), {"norm": "l2"}],
-    "alq": [
-        *({"quantum_num": levels} for levels in (1, 3, 7)),
-        *({"quantum_num": levels, "spacing": "exponential"} for levels in (3, 7)),
-    ],
-    "blockwise": [
-        *({"format": name} for name in ("int8", "int4", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2")),
-        *({"format": name, "bucket_size": 32} for name in ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2")),
-    ],
-    "mucsc": [*({"bits": bits} for bits in (2, 3, 4)), {"super_cluster": 0.9}],
-    "vqsgd": [{}, {"norm": "l2"}, {"bucket_size": 512}],
-    "uveqfed": [
-        *({"bits": bits} for bits in (2, 3, 4)),
-        *({"bits": bits, "dimension": 2} for bits in (4, 6, 8)),
-    ],
-    "dme": [{"probabilities": name} for name in ("uniform", "optimal")],
-    "qcs": [{}, {"bits": 2}, {"compress_ratio": 1.0}, {"unbiased": True}],
-    "fedqcs": [{}, {"compress_ratio": 0.1, "reduction": 2}, {"bits": 1, "reduction": 1}],
-    "hgc": [{}, {"alpha": 1.0}, {"quantum_num": 127}],
-    "homomorphic": [{}, {"compress_ratio": 0.1}],
-    "deepreduce": [*({"policy": policy} for policy in ("p0", "p1", "p2")), {"pieces": 16}],
-    "uniform": [{"bits": bits} for bits in (4, 8)],
-    "eightbit": [{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
-    "natural": [{}, {"clipped": True}],
-    "topk": [{"compress_ratio": ratio} for ratio in (0.01, 0.1)],
-    "m22": [*({"bits": bits} for bits in (1, 2, 4)), {"compress_ratio": 0.1}],
-    "powersgd": [{"compress_rank": rank} for rank in (4, 32)],
-}
 COLUMNS = {
     "method": {"title": "method"},
     "setting": {"title": "setting"},
@@ -148,8 +109,7 @@ def settings_of(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     """Return the methods of the command line with their options. Raises GraceError for wrong ones."""
     import_own(args.modules)
     if args.compressors is None:
-        names = [name for name in grace.compressors if name not in LEFT_OUT]
-        return [(name, options) for name in names for options in SETTINGS.get(name, [{}])]
+        return [(name, dict(options)) for name in grace.compressors for options in grace.compressors.about(name).errors]
     return [(variant.name, dict(variant.options)) for variant in parse_variants(args.compressors, **SHARED)]
 
 

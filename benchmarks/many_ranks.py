@@ -52,7 +52,7 @@ COLUMNS = {
 def accuracy(method: str, communicator: str | dict[str, Any], seed: int) -> float:
     """Return the percentage of test images that are classified rightly after a run."""
     torch.manual_seed(seed)
-    data, setting = digits.load_data(), digits.SETTINGS[method]
+    data, setting = digits.load_data(), grace.compressors.about(method).digits
     images, labels = (torch.from_numpy(x) for x in data.train)
     images = images.unsqueeze(1)
     model = torch.nn.Sequential(

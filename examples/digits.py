@@ -1,4 +1,4 @@
-"""Shared code of the digits examples: settings, data, command line, the sequence of runs, and the table.
+"""Shared code of the digits examples: data, command line, the sequence of runs, and the table.
 
 This module uses no framework. To see how a script uses grace, read one of the others.
 """
@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,83 +23,6 @@ import grace
 
 TEST_IMAGES = 360
 
-
-@dataclass(frozen=True)
-class Setting:
-    """The optimizer's arguments and grace's options with which a method trains this network well."""
-
-    lr: float = 0.05
-    momentum: float = 0.9
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-# On another network, first tune the learning rate of the sign and ternary methods.
-SETTINGS = {
-    "none": Setting(),
-    "fp16": Setting(),
-    "bf16": Setting(),
-    "topk": Setting(options={"compress_ratio": 0.01}),
-    # A coordinate is sent every 1 / compress_ratio steps on average. Such a delay needs less momentum.
-    "randomk": Setting(lr=0.15, momentum=0.5, options={"compress_ratio": 0.1}),
-    # The filter delays what is sent; its default suits the larger learning rates of many ranks.
-    "scalecom": Setting(options={"compress_ratio": 0.01, "beta": 0.5}),
-    "hardthreshold": Setting(options={"compress_ratio": 0.01}),
-    "threshold": Setting(options={"threshold": 0.01}),
-    **{name: Setting(options={"compress_ratio": 0.01}) for name in ("sidco", "gaussiank", "mstopk", "redsync")},
-    "dct": Setting(options={"compress_ratio": 0.01, "refresh": 10}),
-    "sdagc": Setting(options={"alpha": 2.5}),
-    "rtopk": Setting(options={"compress_ratio": 0.01}),
-    "sbc": Setting(options={"compress_ratio": 0.02}),
-    "strom": Setting(options={"threshold": 0.02}),
-    "qsgd": Setting(options={"quantum_num": 15}),
-    "nuqsgd": Setting(),
-    "alq": Setting(options={"quantum_num": 3}),
-    "blockwise": Setting(),
-    "mucsc": Setting(options={"bits": 3}),
-    "vqsgd": Setting(),
-    "uveqfed": Setting(options={"bits": 3}),
-    "eden": Setting(options={"bits": 2}),
-    "rotated": Setting(),
-    "kashin": Setting(),
-    "qcs": Setting(),
-    "natural": Setting(),
-    "lpc": Setting(),
-    "uniform": Setting(),
-    "eightbit": Setting(),
-    "inceptionn": Setting(),
-    "terngrad": Setting(),
-    # Every coordinate moves by lr in each step, for gradients of any size.
-    "signsgd": Setting(lr=0.0005),
-    # The memory contains the momentum, so the optimizer must have none.
-    "signum": Setting(lr=0.001, momentum=0.0),
-    "efsignsgd": Setting(),
-    "onebit": Setting(),
-    "chain": Setting(options={"sparsifier": "topk", "quantizer": {"name": "qsgd", "quantum_num": 15}}),
-    "qsparse": Setting(options={"compress_ratio": 0.01}),
-    "m22": Setting(options={"compress_ratio": 0.01}),
-    "hgc": Setting(),
-    "deepreduce": Setting(options={"pieces": 16}),
-    "fedqcs": Setting(),
-    "3lc": Setting(),
-    "adaptive": Setting(options={"compress_ratio": 0.01}),
-    "adacomp": Setting(),
-    "wangni": Setting(options={"compress_ratio": 0.1}),
-    "dme": Setting(options={"compress_ratio": 0.1, "probabilities": "optimal"}),
-    "variance": Setting(options={"alpha": 1.5}),
-    # The memory of dgc contains the momentum, so the optimizer must have none.
-    "dgc": Setting(momentum=0.0, options={"compress_ratio": 0.01, "momentum": 0.9}),
-    # As for dgc. Sketches find large coordinates later than exact magnitudes would.
-    "sketchedsgd": Setting(lr=0.1, momentum=0.0, options={"memory": "dgc", "momentum": 0.9}),
-    "homomorphic": Setting(),
-    "sketchml": Setting(),
-    "atomo": Setting(options={"compress_rank": 3}),
-    # With error feedback and a short cycle, because the next full step sends all that the components miss in one burst.
-    "gradiveq": Setting(options={"memory": "residual", "training_steps": 2, "compressed_steps": 8}),
-    "gradzip": Setting(options={"compress_rank": 2}),
-    "powersgd": Setting(options={"compress_rank": 2}),
-    "truncatedsvd": Setting(options={"compress_rank": 2}),
-    "acpsgd": Setting(options={"compress_rank": 2}),
-}
 
 # The statistics of each step that the table needs.
 BYTES = ("wire_bytes", "dense_bytes", "compressed_wire_bytes", "compressed_dense_bytes")
@@ -286,7 +209,8 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
     """Return the runs of the command line. Raises GraceError for a wrong configuration, before any run starts."""
     sources: list[Any] = [args.config]
     if not args.config:
-        sources = [{"compressor": name, **SETTINGS.get(name, Setting()).options} for name in args.compressor]
+        options = {name: grace.compressors.about(name).digits.options for name in args.compressor}
+        sources = [{"compressor": name, **options[name]} for name in args.compressor]
     runs = []
     for source in sources:
         config = grace.make_config(source, **dict(args.set))
@@ -294,7 +218,7 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
             # Every 20 steps, about once per epoch, the ranks compare their weights, by 8 bytes.
             config = replace(config, check_replicas=20)
         name = grace.compressors.name_of(config.method.compressor)
-        setting = SETTINGS.get(name, Setting())
+        setting = grace.compressors.about(name).digits
         runs.append(Run(name, config, args.lr or setting.lr, setting.momentum))
     return runs
 

@@ -30,95 +30,25 @@ class Family(NamedTuple):
 
     title: str
     use: str
-    methods: tuple[str, ...]
 
     @property
     def page(self) -> str:
         """Name of the page of the site that describes the methods."""
         return self.title.lower().replace(" ", "_")
 
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods."""
+        return [name for name in compressors if compressors.about(name).family == self.page]
 
-# Every built-in method belongs to one family. README and the site group the methods by them, in this order.
+
+# README and the site group the built-in methods by family, in this order.
 FAMILIES = (
-    Family(
-        "Quantization",
-        "every coordinate must arrive, with fewer bits",
-        (
-            "qsgd",
-            "nuqsgd",
-            "alq",
-            "blockwise",
-            "mucsc",
-            "vqsgd",
-            "uveqfed",
-            "terngrad",
-            "natural",
-            "lpc",
-            "eightbit",
-            "inceptionn",
-            "signsgd",
-            "signum",
-            "efsignsgd",
-            "onebit",
-            "uniform",
-            "eden",
-            "rotated",
-            "kashin",
-            "qcs",
-        ),
-    ),
-    Family(
-        "Sparsification",
-        "a quarter of the bytes is still too much; with SGD, `topk` is the usual first choice",
-        (
-            "topk",
-            "randomk",
-            "threshold",
-            "hardthreshold",
-            "dgc",
-            "wangni",
-            "dme",
-            "sketchedsgd",
-            "scalecom",
-            "rtopk",
-            "sidco",
-            "gaussiank",
-            "mstopk",
-            "redsync",
-            "dct",
-            "sdagc",
-            "homomorphic",
-        ),
-    ),
-    Family(
-        "Hybrid",
-        "you want fewer bytes than a sparsifier sends",
-        (
-            "adaptive",
-            "adacomp",
-            "sbc",
-            "strom",
-            "variance",
-            "3lc",
-            "qsparse",
-            "m22",
-            "sketchml",
-            "hgc",
-            "deepreduce",
-            "fedqcs",
-            "chain",
-        ),
-    ),
-    Family(
-        "Low rank",
-        "matrices are large and ranks are many",
-        ("powersgd", "acpsgd", "gradzip", "gradiveq", "atomo", "truncatedsvd"),
-    ),
-    Family(
-        "Other",
-        "you need a reference, or half the bytes without tuning",
-        ("none", "fp16", "bf16"),
-    ),
+    Family("Quantization", "every coordinate must arrive, with fewer bits"),
+    Family("Sparsification", "a quarter of the bytes is still too much; with SGD, `topk` is the usual first choice"),
+    Family("Hybrid", "you want fewer bytes than a sparsifier sends"),
+    Family("Low rank", "matrices are large and ranks are many"),
+    Family("Other", "you need a reference, or half the bytes without tuning"),
 )
 
 # Bits per element are computed for this tensor.
@@ -266,12 +196,8 @@ def _family(name: str) -> Family:
 
 def _family_of(compressor: str) -> Family | None:
     """Return the family of a built-in compressor."""
-    return next((family for family in FAMILIES if compressor in family.methods), None)
-
-
-def _optimizer(compressor: str) -> str:
-    """Return the optimizers with which a method trains well; nothing is known of methods from outside."""
-    return optimizers_for(compressor) if _family_of(compressor) else "?"
+    page = compressors.about(compressor).family
+    return next((family for family in FAMILIES if family.page == page), None)
 
 
 def _of_family(family: Family) -> list[str]:
@@ -290,7 +216,7 @@ def _row(name: str) -> list[str]:
         return [name, BY_OPTIONS, *[""] * (len(HEAD) - 2)]
     c = compressors.make(name)
     travels = ", ".join(dict.fromkeys(taken(c, ranks) for ranks in (2, 3)))
-    return [name, _optimizer(name), _bits(c), c.default_memory, travels, _yes(c.unbiased)]
+    return [name, optimizers_for(name), _bits(c), c.default_memory, travels, _yes(c.unbiased)]
 
 
 def _facts(name: str) -> dict[str, list[str]]:
@@ -304,7 +230,7 @@ def _facts(name: str) -> dict[str, list[str]]:
     begin = [f"{'any optimizer' if s.optimizer == ANY else s.optimizer}; network {s.network}" for s in starts(name)]
     return {
         "family": [title],
-        "optimizer": [_optimizer(name)],
+        "optimizer": [optimizers_for(name)],
         **({"start with it": begin} if begin else {}),
         "bits per element": [_bits(c)],
         "memory": [f"{c.default_memory}; error feedback: {feedback(c)}"],

@@ -20,7 +20,7 @@ import pytest
 import grace
 from grace import cli, communicators, compressors, listing, memories
 from grace.bench.variants import candidates
-from grace.core.config.recommended import POOR_WITH_ADAM, STARTS
+from grace.core.config.recommended import STARTS
 from tests.bench.test_variants import MINE
 
 
@@ -67,7 +67,7 @@ def test_the_list_has_optimizer_bits_memory_communicator_and_marks():
     assert marked == {start.config["compressor"] for start in STARTS}
     assert cells.keys() - {"name"} == set(compressors)
     for name, (optimizer, *_) in cells.items():
-        assert name == "name" or (optimizer == "SGD") == (name in POOR_WITH_ADAM)
+        assert name == "name" or (optimizer == "any") == (compressors.about(name).adam is True)
 
 
 def test_the_list_begins_with_where_to_start():

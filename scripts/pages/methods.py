@@ -17,7 +17,7 @@ import method_figures
 from registry import Block, kind, markdown, row, wrapped
 
 from grace.core.config.config import make_config
-from grace.core.config.recommended import ADAM, POOR_WITH_ADAM, optimizers_for, starts
+from grace.core.config.recommended import ADAM, SGD, optimizers_for, starts
 from grace.core.config.registry import Registry, communicators, compressors, fields_of
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
@@ -157,9 +157,9 @@ def communicator_text(compressor: Compressor) -> str:
 def optimizers(name: str) -> dict[str, str]:
     """Return which optimizers a method is for, and where it is the place to start."""
     said = optimizers_for(name)
-    if name in POOR_WITH_ADAM:
-        least = POOR_WITH_ADAM[name]
-        said += f"; trains badly with {ADAM}" + (f" below `compress_ratio = {least:g}`" if least is not None else "")
+    if said == SGD:
+        least = compressors.about(name).adam
+        said += f"; trains badly with {ADAM}" + (f" below `compress_ratio = {least:g}`" if least else "")
     where = [f"{start.optimizer} (network: {start.network})" for start in starts(name)]
     return {"optimizer": said} | ({"start with it": "; ".join(where)} if where else {})
 

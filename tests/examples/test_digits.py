@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from examples import digits
 from grace import make_config
 from grace.core.config.registry import compressors
 from grace.core.spec import TensorSpec
@@ -152,7 +151,7 @@ def payload_size(name, framework):
 
     The weights are one unit if the method joins tensors.
     """
-    options = digits.SETTINGS.get(name, digits.Setting()).options
+    options = compressors.about(name).digits.options
     compressor = make_config({"compressor": name, **options}).method.compressor
     total = 0
     shapes = [(ELEMENTS,)] if compressor.joins else MATRICES[framework]

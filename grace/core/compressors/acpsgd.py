@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.powersgd import orthogonalize
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Learning, Subtracting
 from grace.core.methods.compressor import Compressor
@@ -15,7 +15,10 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
 
-@compressors.register("acpsgd")
+@compressors.register(
+    "acpsgd",
+    About(family="low_rank", adam=True, tests=[{"compress_rank": 1}], digits=Setting(options={"compress_rank": 2})),
+)
 @dataclass(frozen=True)
 class ACPSGD(Compressor, Learning, Subtracting):
     r"""ACP-SGD: the two halves of PowerSGD's step in turn, one low-rank factor and one allreduce per step.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.codecs.levels import bucket_norms, rows_of
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
 
-@compressors.register("adacomp")
+@compressors.register("adacomp", About(family="hybrid", adam=False, tests=[{"bin_size": 7}]))
 @dataclass(frozen=True)
 class AdaComp(Compressor, Selecting):
     r"""AdaComp: the elements of each bin that reach its maximum if the latest gradient is added once more.

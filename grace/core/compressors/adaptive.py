@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.ops.composites import ArrayOps
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
 
-@compressors.register("adaptive")
+@compressors.register(
+    "adaptive",
+    About(
+        family="hybrid", adam=False, tests=[{"compress_ratio": 0.3}], digits=Setting(options={"compress_ratio": 0.01})
+    ),
+)
 @dataclass(frozen=True)
 class Adaptive(Compressor, Selecting, Thinning):
     r"""Adaptive threshold: the largest elements of each sign, all sent as the mean of their sign.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from grace.core.codecs.levels import bucket_norms
 from grace.core.codecs.listed import round_packed
 from grace.core.compressors.nuqsgd import NUQSGD
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
@@ -26,7 +26,23 @@ _LEAST, _TRIALS = 8, 53
 _SAMPLE = 1
 
 
-@compressors.register("alq")
+@compressors.register(
+    "alq",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[
+            {"quantum_num": 4, "bucket_size": 100, "norm": "l2"},
+            {"quantum_num": 1},
+            {"spacing": "exponential", "bucket_size": 0},
+        ],
+        errors=[
+            *({"quantum_num": levels} for levels in (1, 3, 7)),
+            *({"quantum_num": levels, "spacing": "exponential"} for levels in (3, 7)),
+        ],
+        digits=Setting(options={"quantum_num": 3}),
+    ),
+)
 @dataclass(frozen=True)
 class ALQ(NUQSGD):
     r"""ALQ: stochastic quantization to the levels that have the least variance for this gradient.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
@@ -18,7 +18,15 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 _EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
 
 
-@compressors.register("atomo")
+@compressors.register(
+    "atomo",
+    About(
+        family="low_rank",
+        adam=True,
+        tests=[{"compress_rank": 9.5}, {"mode": "entry"}, {"mode": "entry", "compress_ratio": 1.0}],
+        digits=Setting(options={"compress_rank": 3}),
+    ),
+)
 @dataclass(frozen=True)
 class Atomo(Compressor, Thinning):
     r"""ATOMO: a random choice of singular triples or entries; unbiased, the least variance for its budget.

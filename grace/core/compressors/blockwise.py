@@ -11,7 +11,7 @@ from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
 from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed
 from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
@@ -39,7 +39,25 @@ _UNITS = {"e4m3": 1 << 9, "e5m2": 1 << 16}
 _MANTISSA = 23
 
 
-@compressors.register("blockwise")
+@compressors.register(
+    "blockwise",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[
+            {"format": "fp4", "bucket_size": 0},
+            {"format": "fp8_e5m2", "bucket_size": 100},
+            {"format": "int4"},
+            {"format": "int8", "bucket_size": 7},
+            {"format": "mxfp4", "bucket_size": 32},
+            {"format": "mxfp8_e4m3", "bucket_size": 32},
+        ],
+        errors=[
+            *({"format": name} for name in ("int8", "int4", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2")),
+            *({"format": name, "bucket_size": 32} for name in ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2")),
+        ],
+    ),
+)
 @dataclass(frozen=True)
 class Blockwise(BucketQuantizer):
     r"""Blockwise quantization: the nearest number of a format of 4 or 8 bits, with a scale per block of elements.

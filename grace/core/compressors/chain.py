@@ -6,14 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from grace.core.codecs.quantized import QuantizedSparsifier
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Stateful, Tuning, proposed_fields, selects
 from grace.core.methods.compressor import Compressor, Sparsifier, sparsifies
 from grace.core.spec import TensorSpec
 
 
-@compressors.register("chain")
+@compressors.register(
+    "chain",
+    About(
+        family="hybrid",
+        adam=False,
+        tests=[
+            {"sparsifier": {"name": "randomk", "compress_ratio": 0.3}, "quantizer": "terngrad"},
+            {"sparsifier": {"name": "topk", "compress_ratio": 0.3}, "quantizer": "efsignsgd"},
+            {"sparsifier": {"name": "topk", "compress_ratio": 1.0}, "quantizer": "none"},
+            {"sparsifier": {"name": "threshold", "threshold": 0.5}, "quantizer": "qsgd"},
+        ],
+        digits=Setting(options={"sparsifier": "topk", "quantizer": {"name": "qsgd", "quantum_num": 15}}),
+    ),
+)
 @dataclass(frozen=True)
 class Chain(QuantizedSparsifier):
     """Chain of two methods: a sparsifier whose values pass through a quantizer.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from grace.core.codecs.estimated import EstimatedThreshold
 from grace.core.compressors.hardthreshold import smallest_magnitude
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Learning, Thinning
 from grace.core.methods.compressor import keep_count
@@ -16,7 +16,15 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import MAX_MAGNITUDE, Array, Payload, Site, State, TensorSpec
 
 
-@compressors.register("dct")
+@compressors.register(
+    "dct",
+    About(
+        family="sparsification",
+        adam=True,
+        tests=[{"compress_ratio": 0.1, "refresh": 2}],
+        digits=Setting(options={"compress_ratio": 0.01, "refresh": 10}),
+    ),
+)
 @dataclass(frozen=True)
 class DCT(EstimatedThreshold, Learning, Thinning):
     r"""Dynamic communication thresholding: elements above the k-th magnitude of an earlier step.

@@ -10,7 +10,7 @@ from typing import Any
 from grace.core.codecs.bloom import BloomFilter, filter_for, filter_positions, insert, smallest_conflict
 from grace.core.codecs.curve import along, free_knots
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
@@ -26,7 +26,21 @@ _MOST_BITS = 16
 _CHOICE = 1
 
 
-@compressors.register("deepreduce")
+@compressors.register(
+    "deepreduce",
+    About(
+        family="hybrid",
+        adam=False,
+        tests=[
+            {"policy": "p0", "compress_ratio": 0.1, "false_positives": 0.1},
+            {"policy": "p0", "compress_ratio": 0.1, "false_positives": 0.1, "pieces": 5},
+            {"policy": "p1", "compress_ratio": 0.3, "false_positives": 0.5, "pieces": 1},
+            {"compress_ratio": 0.1, "false_positives": 0.25, "pieces": 8},
+        ],
+        errors=[*({"policy": policy} for policy in ("p0", "p1", "p2")), {"pieces": 16}],
+        digits=Setting(options={"pieces": 16}),
+    ),
+)
 @dataclass(frozen=True)
 class DeepReduce(Compressor, Selecting, Thinning):
     r"""DeepReduce: top-k with its indices in a Bloom filter, and its values exact or on a fitted curve.

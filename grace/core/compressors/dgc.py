@@ -6,14 +6,23 @@ import math
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("dgc")
+@compressors.register(
+    "dgc",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.1, "min_samples": 16, "sample_ratio": 0.05}, {"compress_ratio": 1.0}],
+        # The memory of dgc contains the momentum, so the optimizer must have none.
+        digits=Setting(momentum=0.0, options={"compress_ratio": 0.01, "momentum": 0.9}),
+    ),
+)
 @dataclass(frozen=True)
 class DGC(Sparsifier, Thinning):
     r"""Deep Gradient Compression: top-k with a threshold estimated from a sample; its memory corrects the momentum.

@@ -9,7 +9,7 @@ from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.compressors.wangni import Wangni, sparse_entries
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.ops.composites import ArrayOps
@@ -19,7 +19,16 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 _STEP = 2.0**-24
 
 
-@compressors.register("dme")
+@compressors.register(
+    "dme",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.3, "probabilities": "optimal"}],
+        errors=[{"probabilities": name} for name in ("uniform", "optimal")],
+        digits=Setting(options={"compress_ratio": 0.1, "probabilities": "optimal"}),
+    ),
+)
 @dataclass(frozen=True)
 class DME(Compressor, Thinning):
     r"""Randomized distributed mean estimation: random coordinates, and for all others the mean of the gradient.

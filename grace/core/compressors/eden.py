@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from grace.core.codecs.rotation import RotatedQuantizer, normal_levels
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 
 
-@compressors.register("eden")
+@compressors.register(
+    "eden",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"bits": 1, "block_size": 128}],
+        errors=[{"bits": bits} for bits in (1, 2, 3, 4)],
+        digits=Setting(options={"bits": 2}),
+    ),
+)
 @dataclass(frozen=True)
 class EDEN(RotatedQuantizer):
     r"""EDEN: a random rotation, rounding to the best levels for normal numbers, and an unbiased scale per block.

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.signs import sign_mean, sign_sum, sum_sign_mean
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.methods.capabilities import Scaling, Summing
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
-@compressors.register("efsignsgd")
+@compressors.register("efsignsgd", About(family="quantization", adam=False))
 @dataclass(frozen=True)
 class EFSignSGD(Compressor, Scaling, Summing):
     r"""EF-SignSGD: one sign bit per element, scaled by the mean magnitude of the tensor; needs error feedback.

@@ -7,13 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("eightbit")
+@compressors.register(
+    "eightbit",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"format": "1-3-4"}, {"format": "e5m2"}],
+        errors=[{"format": name} for name in ("dynamic", "1-3-4", "e4m3", "e5m2")],
+    ),
+)
 @dataclass(frozen=True)
 class EightBit(Compressor):
     r"""8-bit floating point: sign and nearest entry of a table of 128, scaled by the largest magnitude.

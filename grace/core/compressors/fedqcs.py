@@ -24,7 +24,7 @@ from grace.core.codecs.rotation import (
     rotated_widths,
 )
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
@@ -48,7 +48,15 @@ _LEAST_KEPT, _MOST_KEPT = 1e-4, 0.95
 _LEAST_VARIANCE = 1e-6
 
 
-@compressors.register("fedqcs")
+@compressors.register(
+    "fedqcs",
+    About(
+        family="hybrid",
+        adam=True,
+        tests=[{"compress_ratio": 0.3, "bits": 1, "reduction": 2, "block_size": 128, "rounds": 3}],
+        errors=[{}, {"compress_ratio": 0.1, "reduction": 2}, {"bits": 1, "reduction": 1}],
+    ),
+)
 @dataclass(frozen=True)
 class FedQCS(Compressor, Thinning):
     r"""FedQCS: few coarse measurements of the largest elements of a block; receivers find the elements again.

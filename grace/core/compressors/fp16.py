@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
@@ -34,7 +34,7 @@ class _Half(Compressor):
         return at.ops.cast(payload["values"], at.spec.work_dtype)
 
 
-@compressors.register("fp16")
+@compressors.register("fp16", About(family="other", adam=True))
 @dataclass(frozen=True)
 class FP16(_Half):
     r"""Half precision as float16: half the bytes, 10 bits of mantissa, values up to 65504.
@@ -55,7 +55,7 @@ class FP16(_Half):
     wire_dtype: ClassVar[str] = "float16"
 
 
-@compressors.register("bf16")
+@compressors.register("bf16", About(family="other", adam=True))
 @dataclass(frozen=True)
 class BF16(_Half):
     r"""Half precision as bfloat16: half the bytes, 7 bits of mantissa, the range of float32.

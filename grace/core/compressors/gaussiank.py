@@ -7,14 +7,22 @@ from statistics import NormalDist
 
 from grace.core.codecs.estimated import EstimatedThreshold, above, deviation
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.spec import Array, Site
 
 
-@compressors.register("gaussiank")
+@compressors.register(
+    "gaussiank",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.3, "adjustments": 0}],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class GaussianK(EstimatedThreshold, Thinning):
     r"""Gaussian-k: elements above the percent point of a fitted normal distribution, corrected by their number.

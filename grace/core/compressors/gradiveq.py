@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.levels import rows_of
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
@@ -14,7 +14,17 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 
 
-@compressors.register("gradiveq")
+@compressors.register(
+    "gradiveq",
+    About(
+        family="low_rank",
+        adam=False,
+        tests=[{"slice_size": 7, "components": 2, "training_steps": 1, "compressed_steps": 2}],
+        errors=(),
+        # With error feedback and a short cycle, because the next full step sends all that the components miss at once.
+        digits=Setting(options={"memory": "residual", "training_steps": 2, "compressed_steps": 8}),
+    ),
+)
 @dataclass(frozen=True)
 class GradiVeQ(Compressor, Learning):
     r"""GradiVeQ: principal components of gradient slices, learned in a few steps without compression.

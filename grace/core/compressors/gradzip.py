@@ -6,13 +6,21 @@ import math
 from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import TwoFactors, matrix_shape
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Proposal, Site
 
 
-@compressors.register("gradzip")
+@compressors.register(
+    "gradzip",
+    About(
+        family="low_rank",
+        adam=True,
+        tests=[{"compress_rank": 1, "regularization": 1.0}, {"compress_rank": 9, "regularization": 0.001}],
+        digits=Setting(options={"compress_rank": 2}),
+    ),
+)
 @dataclass(frozen=True)
 class GradZip(TwoFactors):
     r"""GradZip: two low-rank factors, fitted by alternating ridge regression.

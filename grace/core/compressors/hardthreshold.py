@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning, Tuning
 from grace.core.methods.compressor import Sparsifier, keep_count
@@ -22,7 +22,15 @@ _TURNS, _LEAST_PROBE = 0.25, 10
 _GAIN, _HORIZON = 0.05, 20.0
 
 
-@compressors.register("hardthreshold")
+@compressors.register(
+    "hardthreshold",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"threshold": 0.5}, {"compress_ratio": 0.1, "tune_steps": 0}],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class HardThreshold(Sparsifier, Tuning, Thinning):
     r"""Hard-threshold sparsifier: every element at or above one magnitude, equal for all layers and steps.

@@ -8,13 +8,21 @@ from functools import cached_property
 from grace.core.codecs.estimated import EstimatedThreshold, mean_above
 from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.qsgd import QSGD
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.spec import Array, Site
 
 
-@compressors.register("hgc")
+@compressors.register(
+    "hgc",
+    About(
+        family="hybrid",
+        adam=True,
+        tests=[{"alpha": 0.5, "quantum_num": 1}],
+        errors=[{}, {"alpha": 1.0}, {"quantum_num": 127}],
+    ),
+)
 @dataclass(frozen=True)
 class HGC(QuantizedSparsifier):
     r"""HGC: every element of at least a multiple of the mean magnitude, quantized by QSGD.

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 
 from grace.core.codecs.peeling import ROWS, Sizes, fewest_words, peel, sketch_sparse
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("homomorphic")
+@compressors.register(
+    "homomorphic",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.05, "buckets_per_value": 2.0}],
+        errors=[{}, {"compress_ratio": 0.1}],
+    ),
+)
 @dataclass(frozen=True)
 class Homomorphic(Compressor, Thinning):
     r"""Lossless homomorphic compression: sketches of sparse gradients are added, and peeling recovers the exact sum.

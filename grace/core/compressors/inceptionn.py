@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 _FIELDS = ("full", "words", "bytes", "tags")
 
 
-@compressors.register("inceptionn")
+@compressors.register(
+    "inceptionn",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"error_bound": 0.7}, {"error_bound": 1e-6}, {"error_bound": 2**-10, "relative": False}],
+    ),
+)
 @dataclass(frozen=True)
 class Inceptionn(Compressor):
     r"""INCEPTIONN: 0, 8, 16 or 32 bits per element, as many as an error bound needs.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from grace.core.codecs.levels import bucket_norms, rows_of
 from grace.core.codecs.listed import constant_levels, levels_sum, round_packed
 from grace.core.codecs.rotation import LONGEST, MOST_BITS, SHORTEST, even_levels, rotate
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 _PROJECTIONS = 4
 
 
-@compressors.register("kashin")
+@compressors.register(
+    "kashin",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"bits": 2, "block_size": 128, "redundancy": 4}],
+        errors=[{"bits": bits} for bits in (1, 2, 4)],
+    ),
+)
 @dataclass(frozen=True)
 class Kashin(Compressor):
     r"""Kashin representation: coefficients of almost equal size in a redundant frame, rounded to even levels.

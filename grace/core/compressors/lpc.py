@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from grace.core.codecs.levels import dequantize_sum
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 LARGEST = 2.0**127
 
 
-@compressors.register("lpc")
+@compressors.register(
+    "lpc", About(family="quantization", adam=True, tests=[{"width": 2}, {"width": 12, "delta": 0.001}])
+)
 @dataclass(frozen=True)
 class LPC(Compressor):
     r"""Low-precision quantizer of LPC-SVRG: stochastic rounding to evenly spaced levels of w bits.

@@ -10,7 +10,7 @@ from grace.core.codecs.centroids import both_signs, fitted
 from grace.core.codecs.listed import levels_sum, round_packed
 from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.topk import TopK, check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
@@ -20,7 +20,16 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 _MOST_POWER = 8
 
 
-@compressors.register("m22")
+@compressors.register(
+    "m22",
+    About(
+        family="hybrid",
+        adam=False,
+        tests=[{"compress_ratio": 0.3, "bits": 1, "power": 8}],
+        errors=[*({"bits": bits} for bits in (1, 2, 4)), {"compress_ratio": 0.1}],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class M22(QuantizedSparsifier, Thinning):
     r"""M22: top-k, its values rounded to the levels with the least error weighted by a power of their magnitude.

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 
 from grace.core.codecs.estimated import mean_above, tried, unsearched
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("mstopk")
+@compressors.register(
+    "mstopk",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.6}, {"compress_ratio": 0.1, "trials": 5}],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class MSTopK(Sparsifier, Thinning):
     r"""MSTop-k: k large elements, found by some trials of a threshold and not by sorting.

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from grace.core.codecs.centroids import both_signs, fitted
 from grace.core.codecs.listed import levels_sum, round_packed
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
@@ -17,7 +17,16 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("mucsc")
+@compressors.register(
+    "mucsc",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"bits": 1}, {"bits": 3, "super_cluster": 0.7}],
+        errors=[*({"bits": bits} for bits in (2, 3, 4)), {"super_cluster": 0.9}],
+        digits=Setting(options={"bits": 3}),
+    ),
+)
 @dataclass(frozen=True)
 class MUCSC(Compressor, Selecting):
     r"""MUCSC: each element becomes one of the two centroids beside it, at random and without a bias.

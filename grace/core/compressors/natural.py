@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.methods.capabilities import Checking, Scaling
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
@@ -24,7 +24,9 @@ _RANDOM_BITS = 24
 _CLIPPED = 127
 
 
-@compressors.register("natural")
+@compressors.register(
+    "natural", About(family="quantization", adam=True, tests=[{"clipped": True}], errors=[{}, {"clipped": True}])
+)
 @dataclass(frozen=True)
 class Natural(Compressor, Checking, Scaling):
     r"""Natural compression: stochastic rounding to a power of two, sent as sign and exponent.

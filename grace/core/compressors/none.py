@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("none")
+@compressors.register("none", About(family="other", adam=True))
 @dataclass(frozen=True)
 class NoCompression(Compressor):
     """No compression: the gradient as it is.

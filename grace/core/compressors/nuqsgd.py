@@ -10,12 +10,20 @@ from typing import Literal
 from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms
 from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.spec import Array, Payload, Site
 
 
-@compressors.register("nuqsgd")
+@compressors.register(
+    "nuqsgd",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"quantum_num": 1, "bucket_size": 0}, {"quantum_num": 3, "bucket_size": 100, "norm": "l2"}],
+        errors=[*({"quantum_num": levels} for levels in (1, 3, 7)), {"norm": "l2"}],
+    ),
+)
 @dataclass(frozen=True)
 class NUQSGD(BucketQuantizer):
     r"""NUQSGD: stochastic quantization to powers of two, one norm per bucket of elements.

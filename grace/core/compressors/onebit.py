@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import matrix_shape
 from grace.core.codecs.signs import binarize_means, binary_sum
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
@@ -16,7 +16,10 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 MIN_ROWS = 64
 
 
-@compressors.register("onebit")
+@compressors.register(
+    "onebit",
+    About(family="quantization", adam=False, tests=[{"threshold": 0.5}, {"threshold": -0.5}, {"columns": False}]),
+)
 @dataclass(frozen=True)
 class OneBit(Compressor):
     r"""1-bit SGD: one bit per element, decoded to the mean of its side in its column; needs error feedback.

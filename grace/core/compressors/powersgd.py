@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.codecs.lowrank import TwoFactors, matrix_shape
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
 from grace.core.spec import Array, Payload, Proposal, Site
@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
 
-@compressors.register("powersgd")
+@compressors.register(
+    "powersgd",
+    About(
+        family="low_rank",
+        adam=True,
+        tests=[{"compress_rank": 1}, {"compress_rank": 9}],
+        errors=[{"compress_rank": rank} for rank in (4, 32)],
+        digits=Setting(options={"compress_rank": 2}),
+    ),
+)
 @dataclass(frozen=True)
 class PowerSGD(TwoFactors):
     r"""PowerSGD: two low-rank factors from one step of power iteration; needs error feedback.

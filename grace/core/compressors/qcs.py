@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grace.core.codecs.levels import bucket_norms, dequantize_sum, rows_of
 from grace.core.codecs.rotation import LONGEST, SHORTEST, first_of_blocks, padded, rotate, rotated_widths
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
@@ -20,7 +20,15 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 _LEAST_BITS, _MOST_BITS = 2, 8
 
 
-@compressors.register("qcs")
+@compressors.register(
+    "qcs",
+    About(
+        family="quantization",
+        adam=False,
+        tests=[{"compress_ratio": 0.3, "bits": 2, "block_size": 128, "unbiased": True}],
+        errors=[{}, {"bits": 2}, {"compress_ratio": 1.0}, {"unbiased": True}],
+    ),
+)
 @dataclass(frozen=True)
 class QCS(Compressor, Thinning):
     r"""Quantized compressive sampling: random mixtures of the elements of a block, dithered, rounded, and transposed.

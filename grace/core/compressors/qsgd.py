@@ -8,12 +8,30 @@ from typing import Literal
 
 from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.spec import Array, Payload, Site
 
 
-@compressors.register("qsgd")
+@compressors.register(
+    "qsgd",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[
+            {"quantum_num": 1},
+            {"quantum_num": 7, "bucket_size": 0},
+            {"quantum_num": 15, "bucket_size": 100, "norm": "l2"},
+            {"quantum_num": 300, "norm": "l2"},
+            {"quantum_num": 32767},
+        ],
+        errors=[
+            *({"quantum_num": levels} for levels in (1, 3, 7, 15, 127)),
+            *({"quantum_num": levels, "norm": "l2"} for levels in (7, 127)),
+        ],
+        digits=Setting(options={"quantum_num": 15}),
+    ),
+)
 @dataclass(frozen=True)
 class QSGD(BucketQuantizer):
     r"""QSGD: stochastic quantization to evenly spaced levels, one norm per bucket of elements.

@@ -12,7 +12,7 @@ from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.topk import TopK, check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.spec import Array, Payload, Site, TensorSpec
@@ -20,7 +20,18 @@ from grace.core.spec import Array, Payload, Site, TensorSpec
 _SPARSIFIERS: dict[str, type[TopK | RandomK]] = {"topk": TopK, "randomk": RandomK}
 
 
-@compressors.register("qsparse")
+@compressors.register(
+    "qsparse",
+    About(
+        family="hybrid",
+        adam=False,
+        tests=[
+            {"compress_ratio": 0.3, "quantizer": "sign"},
+            {"compress_ratio": 0.3, "sparsifier": "randomk", "quantum_num": 2},
+        ],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class QSparse(QuantizedSparsifier, Thinning):
     r"""Qsparse: top-k or random-k, its values quantized by QSGD and scaled to a contraction.

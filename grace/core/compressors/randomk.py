@@ -7,13 +7,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("randomk")
+@compressors.register(
+    "randomk",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[
+            {"mode": "block", "compress_ratio": 0.3},
+            {"mode": "block", "compress_ratio": 0.6, "scaled": True},
+            {"scaled": True},
+            {"compress_ratio": 0.3},
+            {"compress_ratio": 0.3, "scaled": True},
+            {"compress_ratio": 1.0},
+        ],
+        # A coordinate is sent every 1 / compress_ratio steps on average. Such a delay needs less momentum.
+        digits=Setting(lr=0.15, momentum=0.5, options={"compress_ratio": 0.1}),
+    ),
+)
 @dataclass(frozen=True)
 class RandomK(Sparsifier, Thinning):
     r"""Random-k sparsifier: k coordinates drawn at random, equal on all ranks.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from grace.core.codecs.estimated import EstimatedThreshold, mean_above, reaching, tried, unsearched
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.spec import Array, Payload, Site
@@ -16,7 +16,15 @@ from grace.core.spec import Array, Payload, Site
 _HALVINGS, _STEP = 10, 0.2
 
 
-@compressors.register("redsync")
+@compressors.register(
+    "redsync",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.1, "search": "trimmed"}],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class RedSync(EstimatedThreshold, Thinning):
     r"""RedSync: elements above a threshold between mean and maximum, at least k and at most 2 k of them.

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from grace.core.codecs.rotation import RotatedQuantizer, even_levels
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 
 
-@compressors.register("rotated")
+@compressors.register("rotated", About(family="quantization", adam=True, errors=[{"bits": bits} for bits in (2, 3, 4)]))
 @dataclass(frozen=True)
 class Rotated(RotatedQuantizer):
     r"""Stochastic rotated quantization: a random rotation, then stochastic rounding to evenly spaced levels.

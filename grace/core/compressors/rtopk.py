@@ -6,14 +6,22 @@ from dataclasses import dataclass
 
 from grace.core.codecs.sums import sum_top
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Summing, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
-@compressors.register("rtopk")
+@compressors.register(
+    "rtopk",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.3, "spread": 2.5}],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class RTopK(Sparsifier, Summing, Thinning):
     r"""Random top-k (rTop-k): k elements drawn at random among the r of largest magnitude.

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 from grace.core.compressors.adaptive import top_of_sides
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("sbc")
+@compressors.register(
+    "sbc",
+    About(
+        family="hybrid", adam=False, tests=[{"compress_ratio": 0.3}], digits=Setting(options={"compress_ratio": 0.02})
+    ),
+)
 @dataclass(frozen=True)
 class SBC(Compressor, Selecting, Thinning):
     r"""Sparse binary compression: the largest elements of one sign, all decoded to their mean.

@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Negotiating, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
 
 
-@compressors.register("scalecom")
+@compressors.register(
+    "scalecom",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.1}],
+        # The filter delays what is sent; its default suits the larger learning rates of many ranks.
+        digits=Setting(options={"compress_ratio": 0.01, "beta": 0.5}),
+    ),
+)
 @dataclass(frozen=True)
 class ScaleCom(Sparsifier, Negotiating, Thinning):
     r"""ScaleCom's cyclic local top-k: all ranks send the coordinates that one rank chose, and the ranks take turns.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.codecs.estimated import EstimatedThreshold, deviation
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.spec import Array, Site
 
 
-@compressors.register("sdagc")
+@compressors.register(
+    "sdagc", About(family="sparsification", adam=False, tests=[{"alpha": 0.5}], digits=Setting(options={"alpha": 2.5}))
+)
 @dataclass(frozen=True)
 class SDAGC(EstimatedThreshold):
     r"""SDAGC: every element of at least a number of standard deviations.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from grace.core.codecs.estimated import EstimatedThreshold, above, reaching
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
@@ -19,7 +19,15 @@ _NEAR, _MOST = 0.2, 12  # the paper's tolerance of the number sent, and the most
 _FLAT = 1e-4  # least magnitude of a shape; smaller ones count as an exponential distribution
 
 
-@compressors.register("sidco")
+@compressors.register(
+    "sidco",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.1, "distribution": "pareto"}, {"stages": 1}],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class SIDCo(EstimatedThreshold, Thinning):
     r"""SIDCo: elements above a threshold that a fitted distribution gives, in several stages.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.signs import binarize, binarize_finite, majority
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.base import packed_size
@@ -14,7 +14,15 @@ from grace.core.ops.random import MASK, mix
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("signsgd")
+@compressors.register(
+    "signsgd",
+    About(
+        family="quantization",
+        adam=False,
+        # Every coordinate moves by lr in each step, for gradients of any size.
+        digits=Setting(lr=0.0005),
+    ),
+)
 @dataclass(frozen=True)
 class SignSGD(Compressor, Checking):
     r"""SignSGD: one sign bit per element; the ranks take a majority vote.

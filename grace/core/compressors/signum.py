@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.compressors.signsgd import SignSGD
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 
 
-@compressors.register("signum")
+@compressors.register(
+    "signum",
+    About(
+        family="quantization",
+        adam=False,
+        # The memory contains the momentum, so the optimizer must have none.
+        digits=Setting(lr=0.001, momentum=0.0),
+    ),
+)
 @dataclass(frozen=True)
 class Signum(SignSGD):
     r"""Signum: one sign bit per element of the momentum; the ranks take a majority vote.

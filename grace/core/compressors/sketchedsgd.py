@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Negotiating, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
@@ -24,7 +24,19 @@ if TYPE_CHECKING:
 SKETCH_BLOCK = 16
 
 
-@compressors.register("sketchedsgd")
+@compressors.register(
+    "sketchedsgd",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[
+            {"compress_ratio": 0.1, "rows": 3, "columns_per_k": 0.5},
+            {"rows": 1, "columns_per_k": 20.0, "candidates": 1},
+        ],
+        # As for dgc. Sketches find large coordinates later than exact magnitudes would.
+        digits=Setting(lr=0.1, momentum=0.0, options={"memory": "dgc", "momentum": 0.9}),
+    ),
+)
 @dataclass(frozen=True)
 class SketchedSGD(Sparsifier, Negotiating, Thinning):
     r"""Sketched-SGD: the k largest elements of the summed gradient, found in a Count-Sketch that allreduce adds.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from grace.core.codecs.sketch import decode_keys, encode_keys
 from grace.core.compressors.topk import check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, keep_count
@@ -29,7 +29,17 @@ class _Places(NamedTuple):
     bin_count: int
 
 
-@compressors.register("sketchml")
+@compressors.register(
+    "sketchml",
+    About(
+        family="hybrid",
+        adam=False,
+        tests=[
+            {"compress_ratio": 1.0, "quantiles": 256, "rows": 3, "columns": 0.7},
+            {"compress_ratio": 0.2, "quantiles": 2, "groups": 2},
+        ],
+    ),
+)
 @dataclass(frozen=True)
 class SketchML(Compressor, Selecting, Thinning):
     r"""SketchML: the largest elements as quantile buckets in a sketch, with delta-coded indices.

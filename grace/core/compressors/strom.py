@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.sums import sum_select
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Selecting, Summing
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
-@compressors.register("strom")
+@compressors.register(
+    "strom", About(family="hybrid", adam=True, tests=[{"threshold": 0.5}], digits=Setting(options={"threshold": 0.02}))
+)
 @dataclass(frozen=True)
 class Strom(Compressor, Selecting, Summing):
     r"""Strom's threshold: plus or minus tau for every element beyond it, one word of 32 bits each.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.levels import dequantize_sum, quantize_packed
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
@@ -19,7 +19,19 @@ from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, Proposal, Site
 _MOST_RANKS = 127
 
 
-@compressors.register("terngrad")
+@compressors.register(
+    "terngrad",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[
+            {"clip_factor": None},
+            {"clip_factor": 0.5},
+            {"shared_scale": True},
+            {"clip_factor": None, "shared_scale": True},
+        ],
+    ),
+)
 @dataclass(frozen=True)
 class TernGrad(Compressor, Negotiating):
     r"""TernGrad: stochastic rounding to -1, 0 and 1 times the largest magnitude; 2 bits per element.

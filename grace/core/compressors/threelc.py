@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps, plus
@@ -24,7 +24,7 @@ FIRST_RUN = 243
 LONGEST_RUN = 14
 
 
-@compressors.register("3lc")
+@compressors.register("3lc", About(family="hybrid", adam=False, tests=[{"sparsity_multiplier": 1.9}]))
 @dataclass(frozen=True)
 class ThreeLC(Compressor):
     r"""3LC: ternary values, five per byte, and runs of zeros in one byte; at most 1.6 bits per element.

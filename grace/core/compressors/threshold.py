@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.codecs.sums import sum_select
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Summing
 from grace.core.methods.compressor import Sparsifier
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
 
 
-@compressors.register("threshold")
+@compressors.register(
+    "threshold",
+    About(
+        family="sparsification",
+        adam=True,
+        tests=[{"threshold": 0.0}, {"threshold": 0.5, "capacity": 0.1}, {"threshold": 1e9}],
+        digits=Setting(options={"threshold": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class Threshold(Sparsifier, Summing):
     r"""Threshold sparsifier: every element above a fixed magnitude.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.codecs.sums import sum_top
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Summing, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
@@ -29,7 +29,16 @@ def advice_on_ratio(ratio: float) -> str | None:
     )
 
 
-@compressors.register("topk")
+@compressors.register(
+    "topk",
+    About(
+        family="sparsification",
+        adam=0.1,
+        tests=[{"compress_ratio": 0.1}, {"compress_ratio": 1.0}],
+        errors=[{"compress_ratio": ratio} for ratio in (0.01, 0.1)],
+        digits=Setting(options={"compress_ratio": 0.01}),
+    ),
+)
 @dataclass(frozen=True)
 class TopK(Sparsifier, Summing, Thinning):
     r"""Top-k sparsifier: the k elements of largest magnitude; needs error feedback.

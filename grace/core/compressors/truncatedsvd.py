@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
 
 
-@compressors.register("truncatedsvd")
+@compressors.register(
+    "truncatedsvd",
+    About(family="low_rank", adam=True, tests=[{"compress_rank": 1}], digits=Setting(options={"compress_rank": 2})),
+)
 @dataclass(frozen=True)
 class TruncatedSVD(Compressor):
     r"""Truncated SVD: the largest singular triples, the best approximation of their rank.

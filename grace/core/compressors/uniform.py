@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
 
-@compressors.register("uniform")
+@compressors.register(
+    "uniform",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"bits": 2}, {"bits": 12, "stochastic": True}, {"bits": 24}, {"stochastic": True}],
+        errors=[{"bits": bits} for bits in (4, 8)],
+    ),
+)
 @dataclass(frozen=True)
 class Uniform(Compressor, Negotiating):
     r"""Uniform quantization: integers of `bits` bits with a scale that all ranks share, added exactly by allreduce.

@@ -10,7 +10,7 @@ from functools import cache
 from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms, rows_of
 from grace.core.codecs.listed import constant_levels, levels_sum, round_packed
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import plus
@@ -22,7 +22,19 @@ _MOST_BITS = {1: 4, 2: 8}
 _ROW = math.sqrt(3) / 2
 
 
-@compressors.register("uveqfed")
+@compressors.register(
+    "uveqfed",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"bits": 2, "bucket_size": 0}, {"bits": 5, "dimension": 2, "bucket_size": 0}],
+        errors=[
+            *({"bits": bits} for bits in (2, 3, 4)),
+            *({"bits": bits, "dimension": 2} for bits in (4, 6, 8)),
+        ],
+        digits=Setting(options={"bits": 3}),
+    ),
+)
 @dataclass(frozen=True)
 class UVeQFed(BucketQuantizer):
     r"""UVeQFed: the nearest point of a lattice after adding a random dither, which the decoder subtracts.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor
@@ -24,7 +24,7 @@ MANTISSA = {"float32": 23, "float64": 52}
 BIAS = {"float32": 127, "float64": 1023}
 
 
-@compressors.register("variance")
+@compressors.register("variance", About(family="hybrid", adam=True, digits=Setting(options={"alpha": 1.5})))
 @dataclass(frozen=True)
 class Variance(Compressor, Selecting):
     r"""Variance-based sparsifier: elements clearly above their noise, rounded to powers of two, 32 bits each.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms, rows_of
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import beyond_int32
 from grace.core.ops.base import packed_size
@@ -28,7 +28,15 @@ _MOST = 1 << 15
 _REST = 1
 
 
-@compressors.register("vqsgd")
+@compressors.register(
+    "vqsgd",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"bucket_size": 8, "samples": 3, "norm": "l2"}],
+        errors=[{}, {"norm": "l2"}, {"bucket_size": 512}],
+    ),
+)
 @dataclass(frozen=True)
 class VQSGD(BucketQuantizer):
     r"""Vector-quantized SGD (vqSGD): a few random vertices of a cross-polytope per bucket, and one norm.

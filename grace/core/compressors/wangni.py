@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
-from grace.core.config.registry import compressors
+from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
 
-@compressors.register("wangni")
+@compressors.register(
+    "wangni",
+    About(
+        family="sparsification",
+        adam=False,
+        tests=[{"compress_ratio": 0.3}, {"variance_budget": 1.0}],
+        digits=Setting(options={"compress_ratio": 0.1}),
+    ),
+)
 @dataclass(frozen=True)
 class Wangni(Compressor, Thinning):
     r"""Wangni sparsifier: random elements, large ones more often; unbiased, the fewest for a given variance.

@@ -1,7 +1,7 @@
-"""The recommendations of grace: where to start by optimizer and network, and which pairs are known to be poor.
+"""The recommendations of grace: where to start by optimizer and network, and the warning of pairs that train badly.
 
-This is the only place to change. README, docs/choose.md, the pages of the methods, `grace compressors` and the warning
-in a run are made from it, and tests compare it with the measurements in docs/results/adamw.json.
+README, docs/choose.md, the pages of the methods and `grace compressors` are made from `STARTS` and from what methods
+are registered with; tests compare both with the measurements in docs/results/adamw.json.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from grace.core.config.config import Config
@@ -40,43 +39,6 @@ STARTS = (
     Start(SGD, "10 Gbit/s and slower", {"compressor": "topk"}, "1/50 per rank", "close behind on few ranks; check it"),
 )
 
-# Methods whose training loss with AdamW, at the learning rate of the dense run, was more than twice that of `none`. The
-# value is the `compress_ratio` from which a method did well, if one is known.
-POOR_WITH_ADAM: Mapping[str, float | None] = MappingProxyType(
-    {
-        "topk": 0.1,
-        "3lc": None,
-        "adacomp": None,
-        "adaptive": None,
-        "chain": None,
-        "deepreduce": None,
-        "dgc": None,
-        "dme": None,
-        "efsignsgd": None,
-        "gaussiank": None,
-        "gradiveq": None,
-        "hardthreshold": None,
-        "homomorphic": None,
-        "m22": None,
-        "mstopk": None,
-        "onebit": None,
-        "qcs": None,
-        "qsparse": None,
-        "randomk": None,
-        "redsync": None,
-        "rtopk": None,
-        "sbc": None,
-        "scalecom": None,
-        "sdagc": None,
-        "sidco": None,
-        "signsgd": None,
-        "signum": None,
-        "sketchedsgd": None,
-        "sketchml": None,
-        "wangni": None,
-    }
-)
-
 # Folders of grace itself and of installed packages, whose code calls grace on behalf of a user's line.
 _NOT_OF_USERS = (f"{Path(__file__).parents[2]}/", "site-packages", "dist-packages")
 
@@ -99,8 +61,9 @@ class Optimizer(NamedTuple):
 
 
 def optimizers_for(compressor: str) -> str:
-    """Return the optimizers that a built-in method is for: `ANY` or `SGD`."""
-    return SGD if compressor in POOR_WITH_ADAM else ANY
+    """Return the optimizers that a method is for with its default options: `ANY`, `SGD`, or "?" if it is unknown."""
+    adam = compressors.about(compressor).adam
+    return "?" if adam is None else ANY if adam is True else SGD
 
 
 def starts(compressor: str) -> tuple[Start, ...]:
@@ -109,14 +72,11 @@ def starts(compressor: str) -> tuple[Start, ...]:
 
 
 def trains_badly_with_adam(compressor: Compressor) -> bool:
-    """Return whether a method with these options is known to train badly under Adam.
-
-    Nothing is known of methods from outside.
-    """
-    for name, least in POOR_WITH_ADAM.items():
-        if type(compressor) is compressors.get(name):
-            return least is None or float(vars(compressor)["compress_ratio"]) < least
-    return False
+    """Return whether a method with these options is known to train badly under Adam."""
+    adam = compressors.about(compressors.name_of(compressor)).adam
+    if adam is None or isinstance(adam, bool):
+        return adam is False
+    return float(vars(compressor)["compress_ratio"]) < adam
 
 
 def warn_of_pairs(config: Config, optimizer: Optimizer, before: Config | None = None) -> None:
@@ -150,8 +110,8 @@ def _poor_pairs(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
                 )
         elif optimizer.adaptive and trains_badly_with_adam(method.compressor):
             names = [start.config["compressor"] for start in STARTS if start.optimizer == ADAM]
-            least = POOR_WITH_ADAM[compressors.name_of(method.compressor)]
-            more = f", or raise compress_ratio to {least:g}" if least is not None else ""
+            least = compressors.about(compressors.name_of(method.compressor)).adam
+            more = f", or raise compress_ratio to {least:g}" if least else ""
             texts.append(
                 f"{optimizer.name} trains badly with gradients from {method.compressor}: start with "
                 f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}{more}. docs/adam.md has the measurements."

@@ -10,7 +10,7 @@ import pkgutil
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +24,36 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The optimizer's arguments and grace's options with which a method trains the digits example well.
+
+    On another network, first tune the learning rate of sign and ternary methods.
+    """
+
+    lr: float = 0.05
+    momentum: float = 0.9
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What tables, examples and tests show of a component beside its class; one from outside grace needs none.
+
+    Configurations are options that differ from the defaults.
+    """
+
+    #: The family of a built-in compressor, by the name of its page.
+    family: str = ""
+    #: Whether it trains well under Adam, or the `compress_ratio` from which it does; None if that was not measured.
+    adam: bool | float | None = None
+    #: Configurations that the contracts and the golden bytes cover, beside the defaults.
+    tests: Sequence[Mapping[str, Any]] = ()
+    #: Configurations in the table of errors.
+    errors: Sequence[Mapping[str, Any]] = ({},)
+    digits: Setting = dataclasses.field(default_factory=Setting)
+
+
 class Registry(Generic[T]):
     """Registry of one kind of component: name -> class. Built-in ones are the modules of `package`.
 
@@ -35,11 +65,12 @@ class Registry(Generic[T]):
         self._group = f"grace.{plural}"
         self._package = package
         self._classes: dict[str, type[T]] = {}
+        self._about: dict[str, About] = {}
         # The errors of entry points that cannot be loaded, by name.
         self._broken: dict[str, str] = {}
         self._loaded = False
 
-    def register(self, name: str) -> Callable[[C], C]:
+    def register(self, name: str, about: About | None = None) -> Callable[[C], C]:
         """Return a class decorator that registers a class by this name; raises ConfigError if the name is taken."""
 
         def decorate(cls: C) -> C:
@@ -50,6 +81,8 @@ class Registry(Generic[T]):
                     f"choose another name for {cls.__module__}.{cls.__qualname__}."
                 )
             self._classes[name] = cls
+            if about is not None:
+                self._about[name] = about
             return cls
 
         return decorate
@@ -109,6 +142,10 @@ class Registry(Generic[T]):
             names = " or ".join(map(repr, found))
             raise ConfigError(f"{self.kind} '{name}' may be {names}; write one of them exactly.")
         return found[0]
+
+    def about(self, name: str) -> About:
+        """Return what tables, examples and tests show of a component. Raises ConfigError if there is none."""
+        return self._about.get(self.spelled(name), About())
 
     def name_of(self, component: T) -> str:
         """Return the name that the component's class is registered by; raises ConfigError if it is not registered."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
 
-@memories.register("dgc")
+@memories.register(
+    "dgc",
+    About(
+        tests=[
+            {"momentum": 0.5, "gradient_clipping": 1.0},
+            {"momentum": 0.5, "gradient_clipping": 1.0, "clipping_norm": "all"},
+            {"momentum_masking": False},
+        ]
+    ),
+)
 @dataclass(frozen=True)
 class DGCMemory(Memory):
     r"""Momentum correction: error feedback on the momentum instead of the gradient, with masking.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
@@ -12,7 +12,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
-@memories.register("diana")
+@memories.register("diana", About(tests=[{"alpha": 1.0}]))
 @dataclass(frozen=True)
 class Diana(Memory):
     r"""Shift that each rank learns: compresses the difference of the gradient from it.

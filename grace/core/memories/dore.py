@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.memories.diana import check_alpha, check_mean
 from grace.core.methods.compressor import Compressor
@@ -13,7 +13,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
-@memories.register("dore")
+@memories.register("dore", About(tests=[{"alpha": 0.5}]))
 @dataclass(frozen=True)
 class Dore(Memory):
     r"""Residuals compressed in both directions: differences from a reference to the owners, and error feedback back.
@@ -75,7 +75,7 @@ class Dore(Memory):
         }
 
 
-@memories.register("dore_mean")
+@memories.register("dore_mean", About(tests=[{"alpha": 0.5, "eta": 0.5}]))
 @dataclass(frozen=True)
 class DoreMean(Memory):
     r"""The owner's part of DORE: the mean of the references, and the error of what it sends back.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
@@ -13,7 +13,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
 
 
-@memories.register("efsignsgd")
+@memories.register("efsignsgd", About(tests=[{"lr": 0.5}]))
 @dataclass(frozen=True)
 class EFSignMemory(Memory):
     r"""Error feedback in units of the weights, for EF-SignSGD.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
-@memories.register("leftover")
+@memories.register("leftover", About(tests=[{"then": "momentum"}, {"then": "svrg"}, {"then": "diana"}]))
 @dataclass(frozen=True)
 class Leftover(Memory):
     r"""Residual of an earlier method: added to one gradient, then dropped. Another memory does everything else.

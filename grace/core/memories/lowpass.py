@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
@@ -12,7 +12,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
-@memories.register("lowpass")
+@memories.register("lowpass", About(tests=[{"beta": 0.5}]))
 @dataclass(frozen=True)
 class LowPass(Memory):
     r"""Error feedback through a low-pass filter, for ScaleCom.

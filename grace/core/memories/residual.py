@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
@@ -12,7 +12,9 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
 
 
-@memories.register("residual")
+@memories.register(
+    "residual", About(tests=[{"beta": 0.9, "gamma": 0.5}, {"lr_correction": True, "gradient_clipping": 1.0}])
+)
 @dataclass(frozen=True)
 class Residual(Memory):
     r"""Error feedback: what was not sent is added to the next gradient.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.memories.diana import check_mean
 from grace.core.methods.compressor import Compressor
@@ -13,7 +13,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
-@memories.register("shared_momentum")
+@memories.register("shared_momentum", About(tests=[{"momentum": 0.5}]))
 @dataclass(frozen=True)
 class SharedMomentum(Memory):
     r"""Momentum that all ranks share, with error feedback, for 1-bit Adam.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grace.core.config.registry import memories
+from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LARGEST = {"float32": 2.0**63, "float64": 2.0**511}
 
 
-@memories.register("variance")
+@memories.register("variance", About(tests=[{"decay": 0.5}]))
 @dataclass(frozen=True)
 class VarianceMemory(Memory):
     r"""Residual and its variance, for variance-based sparsification.
