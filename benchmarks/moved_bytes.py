@@ -1,10 +1,10 @@
 """Count the bytes that leave a rank, for every method, communicator and number of ranks.
 
-    python benchmarks/moved_bytes.py docs/results/moved_bytes.json docs/moved_bytes.md docs/results/bytes_by_data.json
+    python benchmarks/moved_bytes.py docs/results/moved_bytes.json docs/results/bytes_by_data.json
 
 All ranks live in one process (`grace.Simulation`) and exchange one float32 matrix of normal values, with the default
 options. What each rank hands to collectives is what a real run sends; an allreduce and an allgather count as rings.
-The third file has more steps of the methods whose bytes depend on the data, by `auto`. Nothing is timed. It takes half
+The second file has more steps of the methods whose bytes depend on the data, by `auto`. Nothing is timed. It takes half
 an hour.
 """
 
@@ -37,28 +37,6 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     **{f"sparse_allreduce, {kind}": {"name": "sparse_allreduce", "reduction": kind} for kind in ("union", "tree")},
     "hierarchical": {"name": "hierarchical", "local_size": LOCAL_SIZE},
 }
-TEXT = """# Bytes over the number of ranks
-
-Bytes per element that leave a rank in the first step, for a float32 matrix of 256 x 256 normal values and the default
-options. Where the bytes depend on the data, later steps differ: [Methods](methods/index.md) has means of many steps. An
-uncompressed ring allreduce sends 8 (N - 1) / N bytes. Bold figures are those of the communicator that `auto`, the
-default, chooses: it counts the bytes of a payload, without headers, before the first step, and takes the fewest that
-still deliver the mean of what the ranks have sent. Payloads that can be added travel by `allreduce`, except that two
-ranks gather those of `uniform`: its sums take more bits than its integers. Quantizers with a small error travel by
-`allgather` on two ranks, and by `two_shot` on more. All other methods stay with `allgather`, until even a
-`sparse_allreduce` with the reduction `union` that brings every element back moves less: with 1 % of the elements, from
-52 ranks on. You may name `two_shot` for methods that it can carry. It compresses the mean again, and
-[Communicators](communicators_and_memories.md#second-compression) says what that costs. `broadcast` moves as many bytes
-as `allgather`. `sparse_allreduce` moves about as many as `two_shot`, and more with the reduction `union`. Here, ranks
-keep different elements; in training, many are the same, so a union is smaller. With `tree`, the ranks send no more, but
-the first one receives a payload in each of log2(N) rounds.
-
-With `hierarchical`, four ranks share a node. A cell has two figures: the bytes per element that leave a rank for other
-nodes, and those for ranks of its own node, which are not compressed. You must name it, too.
-
-`benchmarks/moved_bytes.py` writes this page.
-
-"""
 
 
 def moved(compressor: str, communicator: str, size: int, steps: int = 1, deviation: float = 1.0) -> list[float] | None:
@@ -157,32 +135,13 @@ def over_steps(name: str, size: int) -> float:
     return sent
 
 
-def page(found: list[dict[str, Any]]) -> str:
-    """Return the rows as a page. Broadcasts share the row of allgather, because they send the same buffers."""
-    by_broadcasts = {row["method"]: row["bytes"] for row in found if row["communicator"] == "broadcast"}
-    gathered = {row["method"]: row["bytes"] for row in found if row["communicator"] == "allgather"}
-    lines = ["| method | communicator | " + " | ".join(f"{size} ranks" for size in RANKS) + " |", "|---" * 7 + "|"]
-    for row in found:
-        name, cells = "`, `".join(row["communicator"].split(", ")), []
-        if by_broadcasts.get(row["method"]) == gathered.get(row["method"]):
-            if row["communicator"] == "broadcast":
-                continue
-            name = name.replace("allgather", "allgather`, `broadcast")
-        for size, sent in row["bytes"].items():
-            text = " + ".join(f"{part:.3g}" for part in sent or ())
-            cells.append(f"**{text}**" if int(size) in row["auto"] else text)
-        lines.append(f"| `{row['method']}` | `{name}` | " + " | ".join(cells) + " |")
-    return TEXT + "\n".join(lines) + "\n"
-
-
 if __name__ == "__main__":
     made = rows()
     lines = ",\n".join(json.dumps(row) for row in made)
     Path(sys.argv[1]).write_text(f"[\n{lines}\n]\n")
-    Path(sys.argv[2]).write_text(page(made))
     fewer = ", ".join(f"`{name}`: {steps}" for name, steps in FEWER_STEPS.items())
     values = f"{SHAPE[0]} x {SHAPE[1]} normal values with standard deviation {DEVIATION}"
     what = f"the mean of {STEPS} steps ({fewer}) on {values}"
     over = [{"method": name, **{str(size): over_steps(name, size) for size in RANKS[:4]}} for name in by_data()]
     lines = ",\n".join(json.dumps(row) for row in over)
-    Path(sys.argv[3]).write_text(f'{{"what": {json.dumps(what)}, "rows": [\n{lines}\n]}}\n')
+    Path(sys.argv[2]).write_text(f'{{"what": {json.dumps(what)}, "rows": [\n{lines}\n]}}\n')

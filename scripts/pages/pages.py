@@ -22,8 +22,10 @@ from pathlib import Path
 import break_even  # noqa: F401
 import contents  # noqa: F401
 import error_chart  # noqa: F401
+import groups  # noqa: F401
 import measurements  # noqa: F401
 import methods  # noqa: F401
+import moved_bytes  # noqa: F401
 import numpy as np
 import recommended  # noqa: F401
 import reference  # noqa: F401

@@ -83,8 +83,3 @@ def test_auto_moves_the_fewest_bytes(name):
         (taken,) = (program for program, row in BY_METHOD[name].items() if size in row["auto"])
         sent[taken] = BY_METHOD[name][taken]["bytes"][str(size)]
         assert sent[taken][0] <= 1.01 * min(x for (x,) in filter(None, sent.values())), size
-
-
-def test_the_page_shows_the_table():
-    rows = [{**row, "bytes": {int(size): sent for size, sent in row["bytes"].items()}} for row in FOUND]
-    assert (ROOT / "docs/moved_bytes.md").read_text(encoding="utf-8") == moved_bytes.page(rows)

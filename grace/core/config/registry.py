@@ -38,7 +38,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What tables, examples and tests show of a component beside its class; one from outside grace needs none.
+    """Facts for tables, examples and tests that a component is registered with; one from outside grace needs none.
 
     Configurations are options that differ from the defaults.
     """
