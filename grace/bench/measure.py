@@ -13,7 +13,8 @@ import numpy as np
 
 from grace import __version__
 from grace.bench.codec import LocalStep
-from grace.bench.frameworks import Framework, versions
+from grace.bench.framework import Framework
+from grace.bench.frameworks import versions
 from grace.bench.gradients import Gradients
 from grace.bench.variants import Variant
 from grace.core.communicators.two_shot import keeps_state

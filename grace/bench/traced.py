@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from grace.bench.codec import Arrived, Done, LocalStep
-from grace.bench.frameworks import Framework
+from grace.bench.framework import Framework
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
 from grace.core.spec import Array, Field, State

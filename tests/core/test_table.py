@@ -8,7 +8,8 @@ from grace.core.observe.table import align
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
-    assert align([["name", "n"], ["a", "1,000"], ["", "20"]], right=[1]) == ["name      n", "a     1,000", "         20"]
+    rows = [["name", "n"], ["a", "1,000"], ["", "20"]]
+    assert align(rows, right=[1]) == ["name      n", "a     1,000", "         20"]
 
 
 def test_a_line_ends_with_its_last_cell():

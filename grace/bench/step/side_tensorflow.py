@@ -14,7 +14,7 @@ import tensorflow as tf
 import grace.tensorflow
 from grace.bench.step.methods import BASELINES, COMPUTE, hops, kept
 from grace.bench.step.models_tensorflow import MODELS
-from grace.bench.step.worker import SEED, Side, Training
+from grace.bench.step.side import SEED, Side, Training
 
 
 def make(library: str, model: str) -> Side:

@@ -13,7 +13,7 @@ import torch
 from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, COMPUTE, LAUNCHERS, hops, kept
 from grace.bench.step.models_torch import MODELS
-from grace.bench.step.worker import SEED, Side, Training
+from grace.bench.step.side import SEED, Side, Training
 
 
 def make(library: str, model: str) -> Side:

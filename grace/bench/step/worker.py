@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grace.bench.step.meter import Meter, facts, per_step
+from grace.bench.step.side import Side
 from grace.bench.variants import import_own
-
-SEED = 1234
 
 
 @dataclass
@@ -39,32 +38,6 @@ class Visit:
     gradient_bytes: int
     # If the order asks for it, what a step took (`Spent`), the facts of the machine, and the bytes that memories keep.
     spent: dict[str, float] | None
-
-
-class Training(Protocol):
-    """One model and optimizer, ready to train."""
-
-    def step(self) -> None:
-        """Run forward pass, backward pass, exchange and update."""
-
-    def reported(self) -> int | None:
-        """Return the bytes that the method reports as sent by a rank in a step, over all hops; None for a baseline."""
-
-    def gradient_bytes(self) -> int:
-        """Return the size of all gradients in bytes."""
-
-    def kept_bytes(self) -> int:
-        """Return the bytes that the rank's memories keep between steps; 0 for a baseline."""
-
-
-class Side(Protocol):
-    """One communication library in one framework, initialized."""
-
-    def train(self, method: str, launcher: str, options: Mapping[str, Any]) -> Training:
-        """Make a model and an optimizer for the method. `options` belong to grace's configuration."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
 
 
 def serve(make_side: Callable[[str], Side], library: str, interface: str | None) -> None:
