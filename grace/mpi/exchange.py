@@ -8,13 +8,13 @@ from typing import Any
 
 from mpi4py import MPI
 
-from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.config.config import Config
 from grace.core.errors import StepError
-from grace.core.guards.agreement import Meeting, check_steps
+from grace.core.guards.agreement import check_steps
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
 from grace.core.session.exchange import Exchange
-from grace.core.session.start import begin, request
+from grace.core.session.start import Request, open_session
 from grace.core.spec import Array, TensorSpec, as_specs
 from grace.core.step.engine import Engine, check_lr
 from grace.mpi.transport import MPITransport
@@ -47,21 +47,13 @@ class MPIExchange(Exchange[Engine]):
         average: bool = True,
         **options: Any,
     ) -> None:
-        where = "grace.mpi.MPIExchange"
-
-        def make() -> Config:
-            refuse_typos(options, type(self), where)
-            return make_config(config, **options)
-
-        requested = request(make)
-        self.transport = MPITransport(comm, timeout=requested.timeout)
-        gather = self.transport.gather_objects
+        request = Request(config, options, type(self), "grace.mpi.MPIExchange")
+        self.transport, ops = MPITransport(comm, timeout=request.timeout), functools.partial(get_ops, "numpy")
         try:
-            with Meeting(lambda mine: gather(mine, "grace/agree", f"{where}()"), where) as meeting:
-                made = requested.config()
-                specs, ops = as_specs(tensors), functools.partial(get_ops, "numpy")
-                meeting.mine["average"] = average
-                engine = begin(meeting, made, specs, ops, self.transport, average=average, world=_WORLD)
+            with open_session(request, self.transport, world=_WORLD) as session:
+                made, specs = session.config, as_specs(tensors)
+                session.mine["average"] = average
+                engine = session.begin(specs, ops, average=average)
         except Exception:
             # All ranks get here, or none.
             self.transport.close()

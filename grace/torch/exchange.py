@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grace.core.config.config import Config
 from grace.core.errors import StateError, StepError
 from grace.core.guards.agreement import agree
 from grace.core.guards.replicas import (
@@ -23,7 +22,7 @@ from grace.core.guards.replicas import (
 from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
-from grace.core.session.start import described
+from grace.core.session.start import Session, described
 from grace.core.spec import TensorSpec
 from grace.core.state.merge import in_rank_order
 from grace.core.state.state import carrying, check_mapping
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
     from grace.torch.applied import Applied
 
 
+OPS = functools.partial(get_ops, "torch")
+
+
 class Exchange(core.Exchange[Engine]):
     """The plan, the statistics and the state of an exchange: `optimizer.grace`, or what `register` returns."""
 
@@ -47,25 +49,24 @@ class Exchange(core.Exchange[Engine]):
 
     def __init__(
         self,
-        config: Config,
+        session: Session,
         specs: Sequence[TensorSpec],
         engine: Engine,
         library: Library,
         parameters: Mapping[str, torch.Tensor],
         *,
-        prefix: str,
         delegate: Callable[[Assignment], bool],
     ) -> None:
         super().__init__(
-            config,
+            session.config,
             specs,
             [engine],
-            functools.partial(get_ops, "torch"),
+            OPS,
             rank=library.transport.rank,
             ranks=library.transport.ranks,
-            prefix=prefix,
+            prefix=session.prefix,
             delegate=delegate,
-            world=[library.world],
+            world=[session.world],
         )
         self._library, self._parameters = library, parameters
         # The step before which the ranks must compare their weights; None if they have done so.
@@ -84,7 +85,7 @@ class Exchange(core.Exchange[Engine]):
         self.applied: Applied | None = None
         # True as soon as a GradScaler that was not passed has been looked for.
         self.scaler_sought = False
-        self.way_back = WayBack(engine, lambda step: library.drop(f"{prefix}/discard", step), self.called)
+        self.way_back = WayBack(engine, lambda step: library.drop(f"{self.prefix}/discard", step), self.called)
 
     def discard(self) -> None:
         """Drop the step under way on all ranks: after an error in it, or because nobody needs its gradients.

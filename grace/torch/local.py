@@ -3,64 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grace.core.config.config import Config
-from grace.core.errors import ConfigError, GraceError, StateError
+from grace.core.errors import GraceError, StateError
 from grace.core.state.state import check_number, shown
 from grace.torch.plain import PlainMethods
 
 if TYPE_CHECKING:
     from grace.torch.exchange import Exchange
-
-
-def check_local(
-    config: Config, local_steps: int, average: bool, backward_passes_per_step: int, predivide: float
-) -> None:
-    """Raise ConfigError if an argument cannot be combined with local steps."""
-    where = "grace.torch.DistributedOptimizer"
-    if local_steps < 1:
-        raise ConfigError(f"{where}: local_steps must be at least 1, received {local_steps!r}.")
-    if not average:
-        raise ConfigError(
-            f"{where}: local_steps averages the change of the weights and needs op=hvd.Average, or with "
-            "torch.distributed ReduceOp.AVG, received a sum; leave op out."
-        )
-    if backward_passes_per_step != 1 or predivide != 1.0:
-        raise ConfigError(
-            f"{where}: with local_steps no gradients are exchanged, so backward_passes_per_step and "
-            "gradient_predivide_factor have no effect; leave them out. To accumulate gradients, call step() after "
-            "several backward passes."
-        )
-    needing = [stage.method.memory for _, stage in config.stages if stage.method.memory.needs_lr]
-    if needing:
-        raise ConfigError(
-            f"{where}: with local_steps the residual already includes the learning rate, and {needing[0]} would "
-            "correct it for the learning rate again; leave lr_correction out."
-        )
-
-
-def local_names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> dict[torch.nn.Parameter, str]:
-    """Return the name of each parameter of the optimizer. Without given names, names are made from indices.
-
-    Raises ValueError, as Horovod does, if parameters have no name or share one.
-    """
-    groups = optimizer.param_groups
-    if named_parameters is None:
-        return {p: f"parameter.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
-    names = {p: name for name, p in named_parameters}
-    unnamed = sum(p not in names for group in groups for p in group["params"])
-    if unnamed or len(set(names.values())) < len(names):
-        raise ValueError(
-            f"named_parameters: {unnamed} parameters of the optimizer have no name, and names must be unique; "
-            "pass model.named_parameters()."
-        )
-    return {p: names[p] for group in groups for p in group["params"]}
 
 
 def step_locally(
@@ -73,11 +26,8 @@ def step_locally(
 ) -> None:
     """Change the optimizer in place so that it exchanges weights instead of gradients, after every `every`-th step.
 
-    Each rank sends d = (weights after the last exchange - weights now), compressed with error feedback. All ranks then
-    set their weights to (weights after the last exchange - mean of the decoded d). The residual is in units of the
-    weights. Momentum stays local. Basu et al., "Qsparse-local-SGD", NeurIPS 2019, Algorithm 1.
-
-    `names` has the parameters that train. `check_frozen` raises StepError if another one has a gradient.
+    See `grace.core.session.local_steps`. `names` has the parameters that train. `check_frozen` raises StepError if
+    another one has a gradient.
     """
     engine = exchange.engine
     met = {p: p.detach().clone() for p in names}

@@ -5,7 +5,6 @@ Both libraries give the adapter an optimizer with the same entry point; see `gra
 
 from __future__ import annotations
 
-import collections
 import functools
 import os
 import sys
@@ -15,25 +14,21 @@ from typing import Any
 
 import torch
 
-from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError, GraceError, GraceWarning, StepError
-from grace.core.guards.agreement import Meeting
-from grace.core.ops import get_ops
-from grace.core.session.start import begin, request
-from grace.torch.exchange import Exchange
+from grace.core.session.local_steps import check_local_steps
+from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
+from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import Delegated, Library
-from grace.torch.local import check_local, local_names, step_locally
+from grace.torch.local import step_locally
 from grace.torch.loss_scale import LossScale, check_scaler
 from grace.torch.plain import PlainMethods
 from grace.torch.steps import described
-from grace.torch.tensors import is_registered, is_sharded, refuse_unfrozen, spec_of
+from grace.torch.tensors import is_registered, is_sharded, names_of, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
 _WHERE = "grace.torch.DistributedOptimizer"
-# The number of optimizers per group of ranks. It is part of the names of their collectives, which must differ between
-# optimizers and be equal on all ranks.
-_instances: collections.Counter[str] = collections.Counter()
 
 
 def DistributedOptimizer(  # noqa: N802 - the field's name
@@ -51,9 +46,6 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     process_set: Any = None,
     process_group: Any = None,
     grad_scaler: torch.amp.GradScaler | None = None,
-    compression: Any = None,
-    num_groups: int = 0,
-    groups: Any = None,
     **options: Any,
 ) -> Any:
     """Wrap a PyTorch optimizer so that its gradients are compressed and exchanged over Horovod or torch.distributed.
@@ -86,36 +78,39 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     MismatchError on every rank if the ranks differ in configuration or parameters.
     """
 
-    def make() -> Config:
-        refuse_typos(options, DistributedOptimizer, _WHERE)
-        return make_config(config, **options)
-
-    requested = request(make)
-    library = _library(backend, process_set, process_group, requested.timeout)
-    transport, number = library.transport, _instances[library.group]
-    _instances[library.group] += 1
-    prefix = f"grace/{library.group}.{number}"
-
-    def gather(mine: Any) -> list[Any]:
-        # All optimizers of the group use the same name. So ranks with different numbers of optimizers still meet, and
-        # get an error instead of waiting forever. In elastic mode ranks meet when their states are synchronized: a new
-        # rank makes its optimizer while the others go on.
-        if library.elastic:
-            return [mine]
-        return transport.gather_objects(mine, f"grace/{library.group}/agree", f"{_WHERE}()")
-
-    with Meeting(gather, _WHERE) as meeting:
-        _refuse(optimizer, compression, library.no_compression, num_groups, groups)
+    # Some pass Horovod's defaults, which change nothing.
+    refused = {name: value for name in REFUSED if (value := options.pop(name, None)) not in (None, 0)}
+    request = Request(config, options, DistributedOptimizer, _WHERE)
+    library = _library(backend, process_set, process_group, request.timeout)
+    with open_session(
+        request,
+        library.transport,
+        world=library.world,
+        group=f"grace/{library.group}",
+        kind="",
+        # In elastic mode ranks meet when their states are synchronized: a new rank makes its optimizer while the others
+        # go on.
+        gather=(lambda mine: [mine]) if library.elastic else None,
+    ) as session:
+        refuse_arguments({name: x for name, x in refused.items() if x is not library.no_compression}, _WHERE)
+        _refuse(optimizer)
         average = library.averages(op)
         if grad_scaler is not None:
             check_scaler(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
-        made = requested.config()
+        made = session.config
         # What local steps exchange is no gradient.
         used = described(optimizer) if local_steps == 1 else described(optimizer)._replace(adaptive=False)
-        if transport.rank == 0:
+        if library.transport.rank == 0:
             warn_of_pairs(made, used)
         if local_steps != 1:
-            check_local(made, local_steps, average, backward_passes_per_step, gradient_predivide_factor)
+            check_local_steps(
+                made,
+                local_steps,
+                _WHERE,
+                average=average,
+                passes=backward_passes_per_step,
+                factor=gradient_predivide_factor,
+            )
             if grad_scaler is not None:
                 raise ConfigError(
                     f"{_WHERE}: local_steps cannot be combined with grad_scaler, because ranks may skip different "
@@ -126,7 +121,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                     f"{_WHERE}: with local_steps no gradients are exchanged, so gradient_as_bucket_view has no effect; "
                     "leave it out."
                 )
-            wrapped, names = optimizer, local_names(optimizer, named_parameters)
+            wrapped, names = optimizer, names_of(optimizer, named_parameters)
         else:
             wrapped, names = library.wrap(
                 optimizer,
@@ -137,9 +132,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 sparse_as_dense=sparse_as_dense,
             )
         trained = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
-        specs, ops = [spec_of(names[p], p) for p in trained], functools.partial(get_ops, "torch")
-        meeting.mine = {
-            "optimizer number": number,
+        session.mine = {
+            "optimizer number": session.number,
             "local_steps": local_steps,
             "backward_passes_per_step": backward_passes_per_step,
             "op": "average" if average else "sum",
@@ -150,17 +144,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         }
         # With local steps, the engine exchanges all tensors.
         delegate = library.reduces if local_steps == 1 else lambda item: False
-        engine = begin(
-            meeting,
-            made,
-            specs,
-            ops,
-            transport,
-            average=average,
-            world=library.world,
-            prefix=prefix,
-            delegate=delegate,
-        )
+        specs = [spec_of(names[p], p) for p in trained]
+        engine = session.begin(specs, OPS, average=average, delegate=delegate)
     parameters = {name: p for p, name in names.items()}
     check_frozen = functools.partial(
         refuse_unfrozen,
@@ -168,7 +153,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         "the optimizer was wrapped",
         "Wrap a new optimizer after you unfreeze parameters.",
     )
-    exchange = Exchange(made, specs, engine, library, parameters, prefix=prefix, delegate=delegate)
+    exchange = Exchange(session, specs, engine, library, parameters, delegate=delegate)
     exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
     if local_steps > 1:
@@ -183,7 +168,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         loss_scale = None
         if grad_scaler is not None and grad_scaler.is_enabled():
             exchange.loss_scale = loss_scale = LossScale(grad_scaler, engine)
-        delegated = library.begin(wrapped, names, engine, prefix)
+        delegated = library.begin(wrapped, names, engine, session.prefix)
         _attach(wrapped, plain, names, delegated, sparse_as_dense, views, loss_scale, check_frozen)
     _refuse_copies(wrapped)
     exchange.announce(engine.stages)
@@ -220,10 +205,8 @@ def _library(backend: str | None, process_set: Any, process_group: Any, timeout:
     return Horovod(process_set, timeout)
 
 
-def _refuse(
-    optimizer: torch.optim.Optimizer, compression: Any, no_compression: Any, num_groups: int, groups: Any
-) -> None:
-    """Raise ConfigError or TypeError for an argument that is not supported."""
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError or TypeError for an optimizer that is not supported."""
     where = _WHERE
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{where}: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__}.")
@@ -244,16 +227,6 @@ def _refuse(
         raise ConfigError(
             f"{where}: expected whole parameters, received sharded ones (DTensor); use the plain optimizer, and call "
             "grace.torch.register(model) for a model of FSDP2."
-        )
-    if compression is not None and compression is not no_compression:
-        raise ConfigError(
-            f"{where}: the argument 'compression' belongs to Horovod; "
-            "name a compressor in the configuration instead, for example config={'compressor': 'fp16'}."
-        )
-    if num_groups != 0 or groups is not None:
-        raise ConfigError(
-            f"{where}: the arguments 'groups' and 'num_groups' would bypass the compression; "
-            "leave them out. grace groups tensors by the option 'bucket_bytes'."
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import os
 import sys
 import weakref
@@ -13,20 +11,16 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError
-from grace.core.guards.agreement import Meeting
-from grace.core.ops import get_ops
-from grace.core.session.start import begin, request
-from grace.torch.exchange import Exchange
+from grace.core.session.start import Request, open_session
+from grace.torch.exchange import OPS, Exchange
 from grace.torch.loss_scale import LossScale, check_scaler
 from grace.torch.steps import described, watch
 from grace.torch.tensors import note_registered, spec_of
 
 _WHERE = "grace.torch.register"
-# The number of models per process group. It is part of the names of their buckets, which are equal on all ranks.
-_models: collections.Counter[str] = collections.Counter()
 
 
 class ModelExchange(Exchange):
@@ -92,26 +86,17 @@ def register(
 
     model = _parallel_in(model)
 
-    def make() -> Config:
-        refuse_typos(options, register, _WHERE)
-        return make_config(config, **options)
-
-    requested = request(make)
+    request = Request(config, options, register, _WHERE)
     if not isinstance(model, DistributedDataParallel):
         from grace.torch.distributed.fsdp import register_sharded
 
-        sharded_exchange = register_sharded(model, requested, grad_scaler=grad_scaler, where=_WHERE)
+        sharded_exchange = register_sharded(model, request, grad_scaler=grad_scaler)
         note_registered(sharded_exchange)
         return sharded_exchange
-    library = TorchDistributed(model.process_group, requested.timeout)
-    transport, number = library.transport, _models[library.group]
-    _models[library.group] += 1
-    prefix = f"grace/{library.group}.model{number}"
-    ops = functools.partial(get_ops, "torch")
-    with Meeting(
-        lambda mine: transport.gather_objects(mine, f"grace/{library.group}/agree", f"{_WHERE}()"), _WHERE
-    ) as meeting:
-        made = requested.config()
+    library = TorchDistributed(model.process_group, request.timeout)
+    with open_session(
+        request, library.transport, world=library.world, group=f"grace/{library.group}", kind="model"
+    ) as session:
         check_model(model, _WHERE)
         wrapped = take_hook(model, _WHERE)
         parameters = parameters_of(model)
@@ -121,19 +106,9 @@ def register(
         scaled = grad_scaler is not None and grad_scaler.is_enabled()
         dtypes = {} if wrapped is None else wrapped.dtypes
         specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
-        meeting.mine = {"model number": number, "grad_scaler": scaled}
-        engine = begin(
-            meeting,
-            made,
-            specs,
-            ops,
-            transport,
-            average=True,
-            world=library.world,
-            prefix=prefix,
-            delegate=library.reduces,
-        )
-    exchange = ModelExchange(made, specs, engine, library, parameters, prefix=prefix, delegate=library.reduces)
+        session.mine = {"model number": session.number, "grad_scaler": scaled}
+        engine = session.begin(specs, OPS, average=True, delegate=library.reduces)
+    exchange = ModelExchange(session, specs, engine, library, parameters, delegate=library.reduces)
     if scaled:
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, engine)

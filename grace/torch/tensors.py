@@ -50,3 +50,23 @@ def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], when: str, instead: str)
 def spec_of(name: str, p: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
     """Return the spec of the gradient of a parameter, which is exchanged in its own dtype if no other is given."""
     return TensorSpec(name, tuple(p.shape), str(dtype or p.dtype).removeprefix("torch."), str(p.device))
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> dict[torch.nn.Parameter, str]:
+    """Return the name of each parameter of the optimizer. Without given names, names are made from indices.
+
+    Raises ValueError, as Horovod does, if parameters have no name or share one.
+    """
+    groups = optimizer.param_groups
+    if named_parameters is None:
+        return {p: f"parameter.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
+    names = {p: name for name, p in named_parameters}
+    unnamed = sum(p not in names for group in groups for p in group["params"])
+    if unnamed or len(set(names.values())) < len(names):
+        raise ValueError(
+            f"named_parameters: {unnamed} parameters of the optimizer have no name, and names must be unique; "
+            "pass model.named_parameters()."
+        )
+    return {p: names[p] for group in groups for p in group["params"]}

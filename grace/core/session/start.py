@@ -1,73 +1,141 @@
-"""Start of an exchange, the same in every adapter: the plans, the engine, and what the ranks compare before it."""
+"""Start of an exchange, the same in every adapter: its arguments, plans and engine, and what the ranks compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import collections
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from grace.core.config.config import Config
+from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.errors import ConfigError
 from grace.core.guards.agreement import Meeting, formats
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.spec import TensorSpec
 from grace.core.step.engine import Engine
-from grace.core.transport.transport import TIMEOUT, Transport
+from grace.core.transport.transport import TIMEOUT, MeetingTransport
+
+#: Horovod's arguments that no adapter supports, with the reasons.
+REFUSED = {
+    "compression": "belongs to Horovod; name a compressor in the configuration instead, for example "
+    "config={'compressor': 'fp16'}",
+    "groups": "would bypass the compression; leave it out. grace groups tensors by the option 'bucket_bytes'",
+    "num_groups": "would bypass the compression; leave it out. grace groups tensors by the option 'bucket_bytes'",
+}
+# How many exchanges have started under each name. It is part of the names of their collectives, which must differ
+# between exchanges and be equal on all ranks.
+_started: collections.Counter[str] = collections.Counter()
 
 
-class Request(NamedTuple):
+class Request:
     """The configuration that this rank asks for, or an error in its place.
 
     The other ranks must learn of the error when they meet. For that, they need a transport with a time limit.
+    `function` has the arguments `config` and `options`; `where` is its public name.
     """
 
-    made: Config | None
-    failure: Exception | None = None
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None,
+        options: Mapping[str, Any],
+        function: Callable[..., Any],
+        where: str,
+    ) -> None:
+        self.where = where
+        self._made: Config | Exception
+        try:
+            refuse_typos(options, function, where)
+            self._made = make_config(config, **options)
+        except Exception as error:
+            self._made = error
 
     @property
     def timeout(self) -> float:
         """The time limit of the transport in seconds."""
-        return TIMEOUT if self.made is None else self.made.timeout
+        return self._made.timeout if isinstance(self._made, Config) else TIMEOUT
 
+    @property
     def config(self) -> Config:
-        """Return the configuration, or raise the error."""
-        if self.made is None:
-            assert self.failure is not None
-            raise self.failure
-        return self.made
+        """The configuration. Raises the error that has taken its place."""
+        if isinstance(self._made, Config):
+            return self._made
+        raise self._made
 
 
-def request(make: Callable[[], Config]) -> Request:
-    """Return the request of this rank: the configuration that `make` returns, or its error."""
-    try:
-        return Request(make())
-    except Exception as error:
-        return Request(None, error)
+class Session(Meeting):
+    """The start of an exchange, in the context in which the ranks compare it; see `open_session`."""
+
+    def __init__(
+        self,
+        request: Request,
+        transport: MeetingTransport,
+        gather: Callable[[Any], list[Any]],
+        prefix: str,
+        number: int,
+        world: tuple[int, int],
+    ) -> None:
+        super().__init__(gather, request.where)
+        self._request, self.transport = request, transport
+        #: What the names of collectives and buckets begin with, and its number among those of the same kind.
+        self.prefix, self.number = prefix, number
+        #: Rank and size among all processes.
+        self.world = world
+
+    def __enter__(self) -> Session:
+        return self
+
+    @property
+    def config(self) -> Config:
+        """The configuration. Raises the error of this rank's request, so that the other ranks learn of it."""
+        return self._request.config
+
+    def begin(
+        self,
+        specs: Sequence[TensorSpec],
+        ops: Callable[[str], ArrayOps],
+        *,
+        average: bool,
+        delegate: Callable[[Assignment], bool] = lambda item: False,
+    ) -> Engine:
+        """Return the engine of this process, and describe its exchange to the other ranks.
+
+        The arguments are those of `Engine` and `Exchange`.
+        """
+        config, transport = self.config, self.transport
+        plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate)
+        self.mine.update(described(config, specs, [plan for _, plan in plans], ops))
+        (_, plan), *later = plans
+        engine = Engine(plan, ops, transport, seed=config.seed, average=average, rollback=config.rollback, later=later)
+        if transport.rank >= 0:
+            engine.times.start_as_told(*self.world)
+        return engine
 
 
-def begin(
-    meeting: Meeting,
-    config: Config,
-    specs: Sequence[TensorSpec],
-    ops: Callable[[str], ArrayOps],
-    transport: Transport,
+def open_session(
+    request: Request,
+    transport: MeetingTransport,
     *,
-    average: bool,
     world: tuple[int, int],
-    prefix: str = "grace",
-    delegate: Callable[[Assignment], bool] = lambda item: False,
-) -> Engine:
-    """Return the engine of this process, and describe its exchange to the meeting. Call it in the meeting's body.
+    group: str = "grace",
+    kind: str | None = None,
+    gather: Callable[[Any], list[Any]] | None = None,
+) -> Session:
+    """Return the start of an exchange, as a context in whose body all ranks check their arguments and make their plans.
 
-    The arguments are those of `Engine` and `Exchange`; `world` has rank and size among all processes.
+    The body adds to `mine` what must be equal on all ranks, besides what `begin` describes. An error in it is raised on
+    all ranks, and so is a MismatchError at its end if they differ. `world` has rank and size among all processes.
+    `group` names the ranks, equally on all of them; exchanges of a `kind` are numbered, so that a group can have
+    several. All kinds compare under one name, by `gather` or over the transport: ranks with other numbers of exchanges
+    get an error instead of waiting forever.
     """
-    plans = make_plans(specs, config, ranks=transport.ranks, prefix=prefix, delegate=delegate)
-    meeting.mine.update(described(config, specs, [plan for _, plan in plans], ops))
-    (_, plan), *later = plans
-    engine = Engine(plan, ops, transport, seed=config.seed, average=average, rollback=config.rollback, later=later)
-    if transport.rank >= 0:
-        engine.times.start_as_told(*world)
-    return engine
+    number, prefix = 0, group
+    if kind is not None:
+        number, prefix = _started[f"{group}.{kind}"], f"{group}.{kind}{_started[f'{group}.{kind}']}"
+        _started[f"{group}.{kind}"] += 1
+    gather = gather or (lambda mine: transport.gather_objects(mine, f"{group}/agree", f"{request.where}()"))
+    return Session(request, transport, gather, prefix, number, world)
 
 
 def described(
@@ -79,3 +147,32 @@ def described(
         "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
         "formats": formats(plans, ops),
     }
+
+
+def refuse_arguments(options: Mapping[str, Any], where: str, more: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for an argument of Horovod that is not supported; `more` has further ones, with reasons."""
+    for name, why in {**REFUSED, **(more or {})}.items():
+        if name in options:
+            raise ConfigError(f"{where}: the argument '{name}' {why}.")
+
+
+def is_mean(op: Any, mean: Any, total: Any, names: str, where: str) -> bool:
+    """Return whether a reduction is the mean (None is), rather than the sum. Raises ConfigError for others.
+
+    `mean` and `total` are the library's values, and `names` is what it calls them.
+    """
+    if op is not None and op not in (mean, total):
+        raise ConfigError(
+            f"{where}: the argument 'op' must be {names}, received {op}; other reductions are not linear and do not "
+            "work with compression."
+        )
+    return bool(op != total)
+
+
+def check_predivide(factor: float, average: bool, mean: str, op: Any, where: str) -> None:
+    """Raise ConfigError unless `gradient_predivide_factor` is 1, or positive with a mean, which is called `mean`."""
+    if factor != 1.0 and not (average and factor > 0.0):
+        raise ConfigError(
+            f"{where}: the argument 'gradient_predivide_factor' must be a positive number and needs {mean}, received "
+            f"{factor!r} with op={op}."
+        )

@@ -6,8 +6,6 @@ parameter. With replicas (HSDP), the ranks that hold the same part add it afterw
 
 from __future__ import annotations
 
-import collections
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,22 +25,19 @@ from grace.core.communicators.reduce_scatter import ReduceScatter
 from grace.core.config.config import Config
 from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, StateError, StepError
-from grace.core.guards.agreement import Meeting, agree, formats
-from grace.core.ops import get_ops
+from grace.core.guards.agreement import agree, formats
 from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
-from grace.core.session.start import Request, described
+from grace.core.session.start import Request, Session, described, open_session
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.state.state import check_mapping
 from grace.core.step.engine import Engine
 from grace.core.step.modules import ModuleEngines, ModuleTimes
 from grace.torch.distributed.ddp import call_after_backward, wait_for
 from grace.torch.distributed.library import TorchDistributed
+from grace.torch.exchange import OPS
 from grace.torch.loss_scale import LossScale, check_scaler
 from grace.torch.register import ModelExchange
-
-# The number of models per process group. It is part of the names of their buckets, which are equal on all ranks.
-_models: collections.Counter[str] = collections.Counter()
 
 
 class _Tensor(NamedTuple):
@@ -114,18 +109,17 @@ class ShardedExchange(ModelExchange):
     def __init__(
         self,
         model: torch.nn.Module,
-        config: Config,
+        session: Session,
         specs: Sequence[TensorSpec],
         engines: ModuleEngines,
         library: TorchDistributed,
         *,
-        prefix: str,
         modules: Modules,
         tensors: Mapping[str, _Tensor],
         part: tuple[int, int] | None,
     ) -> None:
         # It answers for the engines of all modules.
-        super().__init__(config, specs, cast(Engine, engines), library, {}, prefix=prefix, delegate=_is_dense)
+        super().__init__(session, specs, cast(Engine, engines), library, {}, delegate=_is_dense)
         self._model, self._modules, self._tensors, self.part = model, modules, tensors, part
         self._begun = False
         self.way_back.forget = self._forget
@@ -362,24 +356,18 @@ class ReplicaSum(_Reduction):
 
 
 def register_sharded(
-    model: FSDPModule,
-    requested: Request,
-    *,
-    grad_scaler: torch.amp.GradScaler | None,
-    where: str,
+    model: FSDPModule, request: Request, *, grad_scaler: torch.amp.GradScaler | None
 ) -> ShardedExchange:
     """Let grace exchange the gradients of a sharded model; see `grace.torch.register`."""
+    where = request.where
     groups = _groups(model, where)
     mesh = groups[0].params.mesh_info
     replicated = isinstance(mesh, HSDPMeshInfo)
     process_group = mesh.replicate_process_group if replicated else mesh.shard_process_group
-    library = (_Replicas if replicated else TorchDistributed)(process_group, requested.timeout)
-    transport, number = library.transport, _models[library.group]
-    _models[library.group] += 1
-    prefix = f"grace/{library.group}.sharded{number}"
-    ops = functools.partial(get_ops, "torch")
+    library = (_Replicas if replicated else TorchDistributed)(process_group, request.timeout)
+    transport = library.transport
     # Ranks of different parts meet only here.
-    of_parts = TorchDistributed(mesh.shard_process_group, requested.timeout).transport if replicated else None
+    of_parts = TorchDistributed(mesh.shard_process_group, request.timeout).transport if replicated else None
 
     def gather(mine: Any) -> list[Any]:
         # All models use the same name. So ranks with different numbers of models still meet.
@@ -390,8 +378,10 @@ def register_sharded(
             other for row in of_parts.gather_objects(everyone, "grace/sharded/agree", f"{where}()") for other in row
         ]
 
-    with Meeting(gather, where) as meeting:
-        made = requested.config()
+    with open_session(
+        request, transport, world=library.world, group=f"grace/{library.group}", kind="sharded", gather=gather
+    ) as session:
+        made = session.config
         _check_groups(groups, where)
         if grad_scaler is not None:
             check_scaler(grad_scaler, [t.local for group in groups for t in group.tensors], where)
@@ -407,38 +397,39 @@ def register_sharded(
             None if replicated else ReduceScatter(tuple((name, tensor.chunk) for name, tensor in tensors.items())),
         )
         _check_config(made, modules)
-        stages = make_plans(specs, made, ranks=transport.ranks, prefix=prefix, delegate=_is_dense, modules=modules)
-        meeting.mine = {
-            "model number": number,
+        stages = make_plans(
+            specs, made, ranks=transport.ranks, prefix=session.prefix, delegate=_is_dense, modules=modules
+        )
+        session.mine = {
+            "model number": session.number,
             "grad_scaler": scaled,
             "modules": dict(modules.of),
-            **described(made, whole, [], ops),
+            **described(made, whole, [], OPS),
         }
         times, engines = ModuleTimes(), {}
         for group in groups:
             names = {tensor.name for tensor in group.tensors}
             (_, first), *later = [(step, plan.only(names)) for step, plan in stages]
             engines[group.name] = Engine(
-                first, ops, transport, seed=made.seed, rollback=made.rollback, later=later, times=times
+                first, OPS, transport, seed=made.seed, rollback=made.rollback, later=later, times=times
             )
         times.start_as_told(*library.world)
     if of_parts is not None:
         of_parts.close()
     # The ranks of other parts may have other units.
     agree(
-        formats([plan for _, plan in stages], ops),
+        formats([plan for _, plan in stages], OPS),
         None,
-        lambda mine: transport.gather_objects(mine, f"{prefix}/formats", f"{where}()"),
+        lambda mine: transport.gather_objects(mine, f"{session.prefix}/formats", f"{where}()"),
         where,
     )
     driver = ModuleEngines(engines, times)
     exchange = ShardedExchange(
         cast(torch.nn.Module, model),
-        made,
+        session,
         specs,
         driver,
         library,
-        prefix=prefix,
         modules=modules,
         tensors=tensors,
         part=(mesh.shard_mesh_rank, mesh.shard_mesh_size) if isinstance(mesh, HSDPMeshInfo) else None,

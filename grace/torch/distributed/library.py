@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from grace.core.errors import ConfigError
+from grace.core.session.start import check_predivide, is_mean
 from grace.core.step.engine import Engine
 from grace.torch.distributed.delegated import Delegated
 from grace.torch.distributed.hooks import hook
 from grace.torch.distributed.transport import ProcessGroupTransport
 from grace.torch.library import Library
-from grace.torch.local import local_names
+from grace.torch.tensors import names_of
 
 _WHERE = "grace.torch.DistributedOptimizer"
 
@@ -39,12 +40,7 @@ class TorchDistributed(Library):
         self._options: dict[str, Any] = {}
 
     def averages(self, op: Any) -> bool:
-        if op not in (None, dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise ConfigError(
-                f"{_WHERE}: the argument 'op' must be torch.distributed.ReduceOp.AVG or SUM, received {op}; "
-                "other reductions are not linear and do not work with compression."
-            )
-        return op != dist.ReduceOp.SUM
+        return is_mean(op, dist.ReduceOp.AVG, dist.ReduceOp.SUM, "torch.distributed.ReduceOp.AVG or SUM", _WHERE)
 
     def wrap(
         self,
@@ -61,18 +57,14 @@ class TorchDistributed(Library):
                 f"{_WHERE}: backward_passes_per_step must be at least 1, received {backward_passes_per_step!r}."
             )
         average = self.averages(op)
-        if gradient_predivide_factor != 1.0 and not (average and gradient_predivide_factor > 0.0):
-            raise ConfigError(
-                f"{_WHERE}: the argument 'gradient_predivide_factor' must be a positive number and needs a mean, "
-                f"received {gradient_predivide_factor!r} with op={op}."
-            )
+        check_predivide(gradient_predivide_factor, average, "a mean", op, _WHERE)
         self._passes = backward_passes_per_step
         self._options = {
             "average": average,
             "predivide": gradient_predivide_factor,
             "sparse_as_dense": sparse_as_dense,
         }
-        return optimizer, local_names(optimizer, named_parameters)
+        return optimizer, names_of(optimizer, named_parameters)
 
     def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], engine: Engine, prefix: str) -> Delegated:
         hook(wrapped, names, self._passes)

@@ -16,6 +16,7 @@ import torch
 
 from grace.core.errors import ConfigError
 from grace.core.guards.elastic import refusal_of_process_sets
+from grace.core.session.start import is_mean
 from grace.core.spec import COMPLEX_DTYPES
 from grace.core.step.engine import Engine
 from grace.torch.horovod.delegated import Delegated
@@ -49,12 +50,7 @@ class Horovod(Library):
         self.world = hvd.rank(), hvd.size()
 
     def averages(self, op: Any) -> bool:
-        if op not in (None, hvd.Average, hvd.Sum):
-            raise ConfigError(
-                f"{_WHERE}: the argument 'op' must be hvd.Average or hvd.Sum, received {op}; "
-                "other reductions are not linear and do not work with compression."
-            )
-        return op != hvd.Sum
+        return is_mean(op, hvd.Average, hvd.Sum, "hvd.Average or hvd.Sum", _WHERE)
 
     def wrap(
         self,

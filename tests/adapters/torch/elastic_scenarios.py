@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 import grace
+from grace.core.session import start
 from grace.torch.horovod import TorchState
-from grace.torch.optimizer import _instances
 from tests.adapters.torch.launched import my_rank
 from tests.adapters.torch.model import Net, digest, make_net, sgd, train
 from tests.support.cases import EVERYTHING
@@ -40,7 +40,7 @@ def elastic() -> dict[str, Any]:
         results["stayed"] = any(bool(x.any()) for memory in held.values() for x in memory.values())
         if my_rank() == 1:
             # As a process that has started just now, and made its first optimizer as the others have.
-            _instances["0"] -= 1
+            start._started["grace/0."] -= 1
             model, optimizer = wrapped(CONFIG)
             state = TorchState(model=model, optimizer=optimizer, batch=0)
         before = digest(memory for memory in residuals(optimizer))

@@ -459,7 +459,7 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
     (result,) = scenario("refusals", launch)
     assert "'compression'" in result["compression"]
     assert "'groups'" in result["groups"]
-    assert "'groups'" in result["num_groups"]
+    assert "'num_groups'" in result["num_groups"]
     assert "'op'" in result["op"]
     assert "Did you mean 'compress_ratio'?" in result["typo"]
     assert "there is no argument 'sparse_as_dens'. Did you mean 'sparse_as_dense'?" in result["typo of an argument"]
