@@ -268,7 +268,12 @@ class Exchange(core.Exchange[Engine]):
             )
         return torch.empty_like(current).copy_(saved.detach())
 
-    def _result(self, name: str) -> torch.Tensor:
+    def lend(self, name: str, gradient: torch.Tensor) -> None:
+        """Let the exchange write the merged gradient of a tensor into PyTorch's buffer."""
+        self._gradients[name] = gradient
+
+    def result(self, name: str) -> torch.Tensor:
+        """Return the merged gradient of a tensor; complete the exchange of all for the first."""
         if name not in self._merged:
             with torch.no_grad():
                 self._merged = self.engine.finish(apart(self._gradients))

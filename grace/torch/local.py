@@ -2,102 +2,93 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from grace.core.errors import GraceError, StateError
+from grace.core.errors import StateError
 from grace.core.state.state import check_number, shown
-from grace.torch.plain import PlainMethods
-
-if TYPE_CHECKING:
-    from grace.torch.exchange import Exchange
+from grace.torch.adapter import OptimizerAdapter, give_own_class
 
 
-def step_locally(
-    optimizer: Any,
-    plain: PlainMethods,
-    names: Mapping[torch.nn.Parameter, str],
-    exchange: Exchange,
-    every: int,
-    check_frozen: Callable[[], None],
-) -> None:
-    """Change the optimizer in place so that it exchanges weights instead of gradients, after every `every`-th step.
+class LocalAdapter(OptimizerAdapter):
+    """The methods of an optimizer that exchanges weights instead of gradients, after every `every`-th step.
 
-    See `grace.core.session.local_steps`. `names` has the parameters that train. `check_frozen` raises StepError if
-    another one has a gradient.
+    See `grace.core.session.local_steps`. `names` has the parameters that train.
     """
-    engine = exchange.engine
-    met = {p: p.detach().clone() for p in names}
-    steps = 0
-    # True from the beginning of an exchange until it is complete.
-    meeting = False
 
-    def meet() -> None:
-        nonlocal meeting
-        meeting = True
-        with exchange.way_back.attempt(), torch.no_grad():
-            exchange.way_back.keep()
-            exchange.finish_comparing()
-            for p, name in names.items():
+    def __init__(self, *given: Any, every: int) -> None:
+        super().__init__(*given)
+        give_own_class(self.optimizer)
+        self.every, self.steps = every, 0
+        # The weights after the last exchange.
+        self.met = {p: p.detach().clone() for p in self.names}
+        # True from the beginning of an exchange until it is complete.
+        self.meeting = False
+
+    def step(self, closure: Any = None) -> Any:
+        """Apply the gradients of this rank, and exchange the weights if it is time."""
+        self.way_back.check()
+        if self.steps % self.every == 0:
+            self.exchange.start_comparing()
+            # The weights may have been loaded or broadcast since the last exchange.
+            for p in self.names:
+                self.met[p].copy_(p.detach())
+
+        def evaluate() -> Any:
+            loss = closure()
+            self.check_frozen()
+            return loss
+
+        if closure is None:
+            self.check_frozen()
+        loss = self.plain.step() if closure is None else self.plain.step(evaluate)
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self._meet()
+        return loss
+
+    def _meet(self) -> None:
+        self.meeting = True
+        with self.way_back.attempt(), torch.no_grad():
+            self.way_back.keep()
+            self.exchange.finish_comparing()
+            for p, name in self.names.items():
                 if p.requires_grad:
-                    engine.ready(name, met[p] - p)
+                    self.engine.ready(name, self.met[p] - p)
                 else:
                     # It was frozen in mid-run, and keeps its residual and its weight.
-                    engine.rest(name)
-            moved = engine.finish()
-            for p, name in names.items():
+                    self.engine.rest(name)
+            moved = self.engine.finish()
+            for p, name in self.names.items():
                 if p.requires_grad:
-                    p.copy_(met[p] - moved[name])
-        meeting = False
-        exchange.way_back.let_go()
+                    p.copy_(self.met[p] - moved[name])
+        self.meeting = False
+        self.way_back.let_go()
 
-    def forget() -> None:
-        nonlocal steps, meeting
-        begun = every if meeting else steps % every
+    def forget(self) -> None:
+        """Return to the weights after the last exchange."""
+        begun = self.every if self.meeting else self.steps % self.every
         if begun:
             with torch.no_grad():
-                for p in names:
-                    p.copy_(met[p])
-        steps -= begun
-        meeting = False
-        optimizer.zero_grad()
+                for p in self.names:
+                    p.copy_(self.met[p])
+        self.steps -= begun
+        self.meeting = False
+        self.optimizer.zero_grad()
 
-    def evaluate(closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        check_frozen()
-        return loss
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer, with that of grace and the weights after the last exchange."""
+        local = {"steps": self.steps, "met": {name: self.met[p] for p, name in self.names.items()}}
+        return {**super().state_dict(), "grace_local": local}
 
-    def step(self: Any, closure: Any = None) -> Any:
-        nonlocal steps
-        exchange.way_back.check()
-        if steps % every == 0:
-            exchange.start_comparing()
-            # The weights may have been loaded or broadcast since the last exchange.
-            for p in names:
-                met[p].copy_(p.detach())
-        if closure is None:
-            check_frozen()
-            loss = plain.step()
-        else:
-            loss = plain.step(functools.partial(evaluate, closure))
-        steps += 1
-        if steps % every == 0:
-            meet()
-        return loss
-
-    def state_dict() -> dict[str, Any]:
-        local = {"steps": steps, "met": {name: met[p] for p, name in names.items()}}
-        return {**plain.state_dict(), "grace": engine.state_dict(), "grace_local": local}
-
-    def load_state_dict(state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
-        nonlocal steps
-        exchange.way_back.check()
-        given = exchange.gathered(state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
+        """Load a state of this optimizer, or a list with those of all ranks."""
+        self.way_back.check()
+        given = self.exchange.gathered(state_dict)
         saved, local = given.pop("grace", None), given.pop("grace_local", None)
-        expected = {name: shown(met[p]) for p, name in names.items()}
+        expected = {name: shown(self.met[p]) for p, name in self.names.items()}
         found = local.get("met") if isinstance(local, Mapping) else None
         fits = isinstance(found, Mapping) and {name: shown(value) for name, value in found.items()} == expected
         if saved is None or not fits or not all(isinstance(value, torch.Tensor) for value in found.values()):
@@ -106,20 +97,7 @@ def step_locally(
                 "'grace' and 'grace_local'); load a checkpoint that was saved with local_steps."
             )
         check_number(local.get("steps"), "grace_local, steps")
-        exchange.load(saved, optimizer, lambda: plain.load_state_dict(given))
-        steps = int(local["steps"])
-        for p, name in names.items():
-            met[p].copy_(found[name])
-
-    def add_param_group(group: dict[str, Any]) -> None:
-        raise GraceError(
-            "add_param_group() was called after the optimizer was wrapped, and the new parameters would not be "
-            "exchanged; add the group before you wrap the optimizer."
-        )
-
-    exchange.way_back.forget = forget
-    optimizer.grace = exchange
-    plain.replace_step(optimizer, step)
-    optimizer.state_dict = state_dict
-    optimizer.load_state_dict = load_state_dict
-    optimizer.add_param_group = add_param_group
+        self.exchange.load(saved, self.optimizer, lambda: self.plain.load_state_dict(given))
+        self.steps = int(local["steps"])
+        for p, name in self.names.items():
+            self.met[p].copy_(found[name])

@@ -8,22 +8,21 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
-from grace.core.errors import ConfigError, GraceError, GraceWarning, StepError
+from grace.core.errors import ConfigError
 from grace.core.session.local_steps import check_local_steps
 from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
+from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
 from grace.torch.exchange import OPS, Exchange
-from grace.torch.library import Delegated, Library
-from grace.torch.local import step_locally
+from grace.torch.library import Library
+from grace.torch.local import LocalAdapter
 from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.plain import PlainMethods
 from grace.torch.steps import described
 from grace.torch.tensors import is_registered, is_sharded, names_of, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
@@ -156,21 +155,29 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     exchange = Exchange(session, specs, engine, library, parameters, delegate=delegate)
     exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
+    adapter: OptimizerAdapter
     if local_steps > 1:
-        step_locally(wrapped, plain, {p: names[p] for p in trained}, exchange, local_steps, check_frozen)
+        trains = {p: names[p] for p in trained}
+        adapter = LocalAdapter(wrapped, plain, exchange, trains, check_frozen, every=local_steps)
     else:
         if wrapped is not optimizer:
             # A scheduler or a hook may have the given optimizer, and changes its groups and its state.
             vars(optimizer).update({**vars(wrapped), **vars(optimizer)})
             wrapped.__dict__ = vars(optimizer)
-        wrapped.grace = exchange
-        views = GradientViews(engine.plan, parameters) if gradient_as_bucket_view else None
-        loss_scale = None
         if grad_scaler is not None and grad_scaler.is_enabled():
-            exchange.loss_scale = loss_scale = LossScale(grad_scaler, engine)
-        delegated = library.begin(wrapped, names, engine, session.prefix)
-        _attach(wrapped, plain, names, delegated, sparse_as_dense, views, loss_scale, check_frozen)
-    _refuse_copies(wrapped)
+            exchange.loss_scale = LossScale(grad_scaler, engine)
+        adapter = GradientAdapter(
+            wrapped,
+            plain,
+            exchange,
+            names,
+            check_frozen,
+            delegated=library.begin(wrapped, names, engine, session.prefix),
+            sparse_as_dense=sparse_as_dense,
+            views=GradientViews(engine.plan, parameters) if gradient_as_bucket_view else None,
+            where=_WHERE,
+        )
+    adapter.attach()
     exchange.announce(engine.stages)
     return wrapped
 
@@ -228,238 +235,3 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
             f"{where}: expected whole parameters, received sharded ones (DTensor); use the plain optimizer, and call "
             "grace.torch.register(model) for a model of FSDP2."
         )
-
-
-def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer raise GraceError when it is copied or pickled: the copy would not exchange its gradients."""
-
-    def refuse() -> None:
-        raise GraceError(
-            "a wrapped optimizer cannot be copied or pickled, because hooks and collectives belong to the one that was "
-            "wrapped. Save optimizer.state_dict(), or wrap another plain optimizer."
-        )
-
-    optimizer.__getstate__ = refuse  # type: ignore[assignment, method-assign]
-
-
-def _attach(
-    wrapped: Any,
-    plain: PlainMethods,
-    names: Mapping[torch.nn.Parameter, str],
-    delegated: Delegated,
-    sparse_as_dense: bool,
-    views: GradientViews | None,
-    loss_scale: LossScale | None,
-    check_frozen: Callable[[], None],
-) -> None:
-    """Replace methods of the library's optimizer, so that it uses the exchange and works with current PyTorch.
-
-    `check_frozen` raises StepError if a parameter trains that has no hook, because it was frozen.
-    """
-    exchange: Exchange = wrapped.grace
-    engine, way_back = exchange.engine, exchange.way_back
-    # Keep the index of the group, because loading a checkpoint replaces the group objects.
-    group_of = {p: i for i, group in enumerate(wrapped.param_groups) for p in group["params"]}
-    plain_synchronize = wrapped.synchronize
-    # The gradients that the exchange has taken in this step, each with its version.
-    taken: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
-    # The gradients that frozen parameters had before zeros took their place, mostly None.
-    gradients_of_frozen: dict[torch.nn.Parameter, torch.Tensor | None] = {}
-    # Of the first few of them, views of some elements, with the values that they had. GradScaler and `.data` change
-    # gradients without counting a version.
-    samples: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def start(p: torch.nn.Parameter) -> Any:
-        with way_back.attempt():
-            if not taken:
-                way_back.keep()
-                exchange.start_comparing()
-            handle = hand_over(p)
-            assert p.grad is not None
-            taken[p] = p.grad, p.grad._version
-            return handle
-
-    def hand_over(p: torch.nn.Parameter) -> Any:
-        name = names[p]
-        if not p.requires_grad:
-            # Frozen in mid-run. It takes part with zeros, but neither its residual nor its weight may move.
-            gradients_of_frozen[p] = p.grad
-            p.grad = torch.zeros_like(p)
-        if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):
-            # PyTorch has noted only that its signs are others than in memory, which is what is sent and overwritten.
-            p.grad = p.grad.resolve_conj().resolve_neg()
-        if not engine.exchanges(name):
-            return delegated.start(p)
-        if not p.requires_grad:
-            engine.rest(name, wrapped.param_groups[group_of[p]]["lr"])
-            return functools.partial(exchange._result, name), None
-        if p.grad is None:
-            # Another rank may have used the parameter and wait for this rank's gradient.
-            p.grad = torch.zeros_like(p)
-        gradient = p.grad
-        if gradient.is_sparse:
-            if not sparse_as_dense:
-                raise StepError(
-                    f"tensor '{name}' has a sparse gradient, and compressors need dense gradients. Pass "
-                    "sparse_as_dense=True, or exclude the tensor from compression by a rule, for example "
-                    f"rules=[{{'match': '{name}', 'compressor': 'none'}}]."
-                )
-            gradient = gradient.to_dense()
-        else:
-            exchange._gradients[name] = gradient
-            if len(samples) < 4 and gradient.is_contiguous():
-                some = gradient.detach().flatten()[:: max(1, gradient.numel() // 16)]
-                samples.append((some, some.clone()))
-        # Detached, because hooks may run with gradients enabled.
-        gradient = gradient.detach()
-        if loss_scale is not None:
-            gradient = loss_scale.unscaled(gradient)
-        engine.ready(name, gradient, wrapped.param_groups[group_of[p]]["lr"])
-        return functools.partial(exchange._result, name), None
-
-    def synchronize() -> None:
-        with way_back.attempt():
-            synchronize_once()
-
-    def synchronize_once() -> None:
-        # A second synchronize() would exchange the merged gradients again, and momentum and residuals would count
-        # another step.
-        if wrapped._handles or not wrapped._synchronized:
-            check_frozen()
-            refuse_changed_gradients()
-            alone = not engine.plan.buckets
-            if not taken:
-                # This rank has no gradient. The others compare the ranks nevertheless.
-                exchange.start_comparing()
-            exchange.finish_comparing()
-            if not engine.completed:
-                # Before the library starts what this rank has no gradient for.
-                delegated.agree_on_sparse()
-            plain_synchronize()
-            for p, gradient in gradients_of_frozen.items():
-                p.grad = gradient
-            gradients_of_frozen.clear()
-            taken.clear()
-            samples.clear()
-            if alone:
-                # The library reduced all tensors and asked the engine for nothing. The schedule counts the step anyway.
-                engine.finish()
-
-    def step(self: Any, closure: Any = None) -> Any:
-        way_back.check()
-        loss = None
-        if closure is not None:
-            # Before the exchange of the gradients that it computes.
-            with torch.enable_grad():
-                loss = closure()
-        if wrapped._should_synchronize:
-            if wrapped._synchronized:
-                warnings.warn(
-                    "step() was called after synchronize(): call it inside 'with optimizer.skip_synchronize():', or "
-                    "leave synchronize() out.",
-                    stacklevel=2,
-                )
-            synchronize()
-        wrapped._synchronized = False
-        result = plain.step()
-        way_back.let_go()
-        if loss_scale is not None:
-            loss_scale.applied(wrapped)
-        # A scaler looks at gradients before step() exchanges them, or after synchronize(). The samples have shown the
-        # former if any is compressed, and the latter does no harm if none is.
-        if not exchange.scaler_sought and wrapped._should_synchronize == exchange.all_dense:
-            exchange.warn_of_scaler(_WHERE)
-        return result if closure is None else loss
-
-    def refuse_changed_gradients() -> None:
-        for p, (gradient, version) in taken.items():
-            if p.grad is not gradient or gradient._version != version:
-                raise changed(f"the gradient of tensor '{names[p]}' was")
-        # Compare bytes: NaN is not equal to itself.
-        if not all(torch.equal(now.clone().view(torch.uint8), then.view(torch.uint8)) for now, then in samples):
-            raise changed("gradients were")
-
-    def changed(what: str) -> StepError:
-        return StepError(
-            f"{what} changed between backward() and step(), when the exchange had begun: the ranks would train apart. "
-            "To clip gradients, call optimizer.synchronize() first, and then optimizer.step() inside "
-            "'with optimizer.skip_synchronize():'. A GradScaler belongs into "
-            "grace.DistributedOptimizer(..., grad_scaler=scaler)."
-        )
-
-    def refuse_while_under_way(call: str) -> None:
-        way_back.check()
-        if wrapped._handles:
-            raise StepError(
-                f"{call} was called after backward() but before step() or synchronize(), while gradients are being "
-                "exchanged; call it after step(). To drop this step, call optimizer.grace.discard() on all ranks first."
-            )
-
-    def forget() -> None:
-        for p, gradient in gradients_of_frozen.items():
-            p.grad = gradient
-        for collection in (wrapped._handles, taken, samples, gradients_of_frozen):
-            collection.clear()
-        delegated.forget()
-        wrapped.set_backward_passes_per_step(wrapped.backward_passes_per_step)
-        wrapped._synchronized = False
-        if loss_scale is not None:
-            loss_scale.forget()
-        zero_grad()
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        refuse_while_under_way("zero_grad()")
-        if way_back.before is not None and exchange.config.rollback:
-            # The gradients were exchanged by synchronize(), and no step() has applied them.
-            engine.undo(way_back.before)
-        way_back.let_go()
-        plain.zero_grad(set_to_none=set_to_none)
-        if views is not None:
-            views.clear()
-
-    def state_dict() -> dict[str, Any]:
-        return {**plain.state_dict(), "grace": engine.state_dict()}
-
-    def load_state_dict(state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
-        refuse_while_under_way("load_state_dict()")
-        given = exchange.gathered(state_dict)
-        saved = given.pop("grace", None)
-        exchange.load(saved, wrapped, lambda: plain.load_state_dict(given))
-        if saved is None:
-            warnings.warn(
-                "the checkpoint contains no state of grace (key 'grace'): residuals start from zero",
-                GraceWarning,
-                stacklevel=2,
-            )
-
-    def add_param_group(group: dict[str, Any]) -> None:
-        raise GraceError(
-            "add_param_group() was called after the optimizer was wrapped, and the new parameters would not be "
-            "exchanged; add the group before you wrap the optimizer."
-        )
-
-    way_back.forget = forget
-    wrapped._allreduce_grad_async = start
-    wrapped.synchronize = synchronize
-    plain.replace_step(wrapped, step)
-    wrapped.zero_grad = zero_grad
-    wrapped.state_dict = state_dict
-    wrapped.load_state_dict = load_state_dict
-    wrapped.add_param_group = add_param_group
-    if loss_scale is not None:
-        loss_scale.attach(
-            # A wrapper such as Lightning's forwards the attribute.
-            lambda which: getattr(which, "grace", None) is exchange,
-            synchronize=synchronize,
-            exchanged=lambda _: wrapped.skip_synchronize(),
-            done=way_back.let_go,
-        )
-    # Lightning's wrapper has a class derived from this one. It would find the library's methods there, which act on the
-    # wrapper instead of this optimizer, and zero_grad() calls itself for ever. No other optimizer has this class.
-    for name in ("synchronize", "skip_synchronize", "zero_grad", "state_dict", "load_state_dict", "add_param_group"):
-        setattr(type(wrapped), name, _forwarded(getattr(wrapped, name)))
-
-
-def _forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the bound method as one that can be set on a class."""
-    return lambda self, *arguments, **options: method(*arguments, **options)

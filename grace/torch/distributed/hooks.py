@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from grace.core.errors import StepError
+from grace.torch.adapter import give_own_class
 
 Wait = Callable[[], torch.Tensor]
 
@@ -60,20 +60,10 @@ class Hooked:
         self.set_backward_passes_per_step(self.backward_passes_per_step)
         self._synchronized = True
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Let step() apply the gradients that an earlier `synchronize()` has exchanged."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
 
 def hook(optimizer: Any, names: Mapping[torch.nn.Parameter, str], backward_passes_per_step: int) -> None:
     """Change an optimizer in place so that hooks pass each finished gradient to its `_allreduce_grad_async`."""
-    plain = type(optimizer)
-    optimizer.__class__ = type(plain.__name__, (Hooked, plain), {"__module__": plain.__module__})
+    give_own_class(optimizer, Hooked)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     optimizer._parameter_names, optimizer._handles = names, {}
     optimizer._missing = dict.fromkeys(trained, 0)
