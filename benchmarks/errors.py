@@ -1,6 +1,7 @@
 """Compare the error of every method with the bits that it sends per element, on four kinds of gradients.
 
     python benchmarks/errors.py docs/results/errors.json                            # of every method, to a file
+    python benchmarks/errors.py docs/results/errors.json --compressors eden         # only the rows of these in the file
     python benchmarks/errors.py --compressors eden:bits=4 mine --import ./mine.py   # of these, as a table
 
 The error is |x - C(x)|^2 / |x|^2 on one rank, without a memory. The bits are all that a rank of two sends in a step:
@@ -108,18 +109,24 @@ def row_of(found: dict[str, np.ndarray], name: str, options: dict[str, Any]) -> 
 def settings_of(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     """Return the methods of the command line with their options. Raises GraceError for wrong ones."""
     import_own(args.modules)
-    if args.compressors is None:
-        return [(name, dict(options)) for name in grace.compressors for options in grace.compressors.about(name).errors]
+    if args.file:
+        names = args.compressors or grace.compressors
+        return [(name, dict(options)) for name in names for options in grace.compressors.about(name).errors]
     return [(variant.name, dict(variant.options)) for variant in parse_variants(args.compressors, **SHARED)]
+
+
+def order(row: dict[str, Any]) -> tuple[float, float]:
+    """Return what sorts the rows of a file: those with most bits first."""
+    return -row["bits"], row["normal"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the error of methods with the bits that they send.")
-    parser.add_argument("file", nargs="?", metavar="FILE", help="write a table of all methods to a JSON file")
+    parser.add_argument("file", nargs="?", metavar="FILE", help="write the rows of the methods to a JSON file")
     add_variants(parser, "all, to FILE")
     args = parser.parse_args()
-    if (args.file is None) == (args.compressors is None):
-        parser.error("expected either FILE, for a table of all methods, or --compressors, for one of some methods")
+    if args.file is None and args.compressors is None:
+        parser.error("expected FILE, for a table in a file, or --compressors, for one of some methods, or both")
     try:
         settings = settings_of(args)
     except grace.errors.GraceError as error:
@@ -129,12 +136,15 @@ def main() -> int:
     if args.file is None:
         print(tables.printed(COLUMNS, rows))
         return 0
+    if args.compressors:
+        tables.renew(args.file, rows, order)
+        return 0
     tables.write(
         args.file,
         "Error |x - C(x)|^2 / |x|^2 of matrices of 512 x 512 elements; bits that a rank of two sends of normal x; "
         f"means over {DRAWS} draws of random methods",
         COLUMNS,
-        sorted(rows, key=lambda row: (-row["bits"], row["normal"])),
+        sorted(rows, key=order),
     )
     return 0
 

@@ -1,11 +1,11 @@
 """Count the bytes that leave a rank, for every method, communicator and number of ranks.
 
-    python benchmarks/moved_bytes.py docs/results/moved_bytes.json docs/results/bytes_by_data.json
+    python benchmarks/moved_bytes.py docs/results/moved_bytes.json docs/results/bytes_by_data.json [METHOD...]
 
 All ranks live in one process (`grace.Simulation`) and exchange one float32 matrix of normal values, with the default
 options. What each rank hands to collectives is what a real run sends; an allreduce and an allgather count as rings.
-The second file has more steps of the methods whose bytes depend on the data, by `auto`. Nothing is timed. It takes half
-an hour.
+The second file has more steps of the methods whose bytes depend on the data, by `auto`. Nothing is timed. All
+methods take half an hour; if methods are named, all other rows stay.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def methods() -> list[str]:
     return [name for name in compressors if not required(compressors.get(name))]
 
 
-def rows() -> list[dict[str, Any]]:
-    """Return one row per method and communicator that fit."""
+def rows(names: list[str]) -> list[dict[str, Any]]:
+    """Return one row for each of these methods and each communicator that fits."""
     found = []
-    for name in methods():
+    for name in names:
         for program in PROGRAMS:
             sent = {size: moved(name, program, size) for size in RANKS}
             if any(sent.values()):
@@ -135,13 +135,29 @@ def over_steps(name: str, size: int) -> float:
     return sent
 
 
-if __name__ == "__main__":
-    made = rows()
-    lines = ",\n".join(json.dumps(row) for row in made)
-    Path(sys.argv[1]).write_text(f"[\n{lines}\n]\n")
+def renewed(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
+    """Return rows as JSON, with those found in place of all of the same methods."""
+    methods = {row["method"] for row in found}
+    kept = [row for row in rows if row["method"] not in methods]
+    return ",\n".join(json.dumps(row) for row in sorted(kept + found, key=lambda row: row["method"]))
+
+
+def main(moved_path: Path, data_path: Path, *names: str) -> None:
+    """Write both files, or renew the rows of some methods in them."""
+    chosen = list(names) or methods()
+    moved_rows = json.loads(moved_path.read_text()) if names else []
+    moved_path.write_text(f"[\n{renewed(moved_rows, rows(chosen))}\n]\n")
     fewer = ", ".join(f"`{name}`: {steps}" for name, steps in FEWER_STEPS.items())
     values = f"{SHAPE[0]} x {SHAPE[1]} normal values with standard deviation {DEVIATION}"
     what = f"the mean of {STEPS} steps ({fewer}) on {values}"
-    over = [{"method": name, **{str(size): over_steps(name, size) for size in RANKS[:4]}} for name in by_data()]
-    lines = ",\n".join(json.dumps(row) for row in over)
-    Path(sys.argv[2]).write_text(f'{{"what": {json.dumps(what)}, "rows": [\n{lines}\n]}}\n')
+    over = [
+        {"method": name, **{str(size): over_steps(name, size) for size in RANKS[:4]}}
+        for name in by_data()
+        if name in chosen
+    ]
+    by_data_rows = json.loads(data_path.read_text())["rows"] if names else []
+    data_path.write_text(f'{{"what": {json.dumps(what)}, "rows": [\n{renewed(by_data_rows, over)}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

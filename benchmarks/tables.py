@@ -31,6 +31,16 @@ def write(path, what, columns, rows, **more):
     save(path, data)
 
 
+def renew(path, rows, order):
+    """Replace the rows of some methods in a file, which keeps the rest; `order` sorts the rows."""
+    with open(path, encoding="utf-8") as file:
+        data = json.load(file)
+    methods = {row["method"] for row in rows}
+    kept = [row for row in data["rows"] if row["method"] not in methods]
+    data["rows"] = sorted(kept + rows, key=order)
+    save(path, data)
+
+
 def printed(columns, rows):
     """Return rows as the text of a Markdown table, with aligned columns; `columns` as for `write`.
 

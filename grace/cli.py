@@ -88,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     methods = commands.add_parser("compressors", help="list the methods and where to start, or describe some of them")
     add = methods.add_argument
     names = add("names", nargs="*", metavar="NAME", help="describe these: options, flags, bytes")
+    add("--all", action="store_true", help="list all methods, also those of the literature, with their sizes")
     pages = [family.page for family in listing.FAMILIES]
     family = add("--family", metavar="NAME", help=f"list one family: {', '.join(pages)}")
     completed_by(names, lambda _: listing.names())
@@ -120,8 +121,12 @@ def _compressors(args: argparse.Namespace) -> int:
     import_own(args.modules)
     if args.names and args.family:
         raise ConfigError("--family lists a family, and names describe methods; leave one of them out.")
-    texts = map(listing.described, dict.fromkeys(args.names)) if args.names else [listing.as_text(args.family)]
-    print("\n\n".join(texts))
+    if args.names:
+        print("\n\n".join(map(listing.described, dict.fromkeys(args.names))))
+    elif args.family:
+        print(listing.one_family(args.family))
+    else:
+        print(listing.everything() if args.all else listing.overview())
     return 0
 
 

@@ -38,8 +38,14 @@ class Family(NamedTuple):
 
     @property
     def methods(self) -> list[str]:
-        """Names of the methods."""
-        return [name for name in compressors if compressors.about(name).family == self.page]
+        """Names of the methods, those to look at first before those of the literature."""
+        found = [name for name in compressors if compressors.about(name).family == self.page]
+        return sorted(found, key=of_literature)
+
+
+def of_literature(name: str) -> bool:
+    """Return whether a method is one of the literature, and not one to look at first: the folder says so."""
+    return ".contrib." in compressors.get(name).__module__
 
 
 # README and the site group the built-in methods by family, in this order.
@@ -56,13 +62,23 @@ EXAMPLE = TensorSpec("example", (1024, 1024))
 
 # Columns of the list. The other facts of a method are in its description.
 HEAD = ("name", "optimizer", "bits", "memory", "communicator", "unbiased")
+# Columns of the overview.
+ADVICE = ("name", "with", "use it for, or if")
 WIDTH = 80
+# Letters of an advice, beside which a name of 13 letters has room.
+LINE = 57
 MARK = "* "
 BY_OPTIONS = "depends on options"
+OUTSIDE = "From outside of grace"
 LEGEND = (
     "* start here. Optimizer: with which the method trains well, ? if unknown. Bits: sent per element of a matrix of "
     "1024 x 1024, or per kept element. Communicator: on two ranks, and on more if it is another. "
     "`grace compressors NAME` shows the options and more."
+)
+OVERVIEW = (
+    "* start here. With: the optimizer with which the method trains well, ? if unknown. `grace compressors --all` also "
+    "lists the methods of the literature, sizes, memories and communicators, and `grace compressors NAME` shows the "
+    "options and more."
 )
 
 
@@ -137,27 +153,51 @@ def _registries() -> dict[str, Registry[Any]]:
     return {"compressor": compressors, "memory": memories, "communicator": communicators}
 
 
-def as_text(family: str | None = None) -> str:
-    """Return the list of compressors of a family; of all families with where to start, and with the other components.
+def overview() -> str:
+    """Return where to start, and the methods to look at first with a line of advice each."""
+    lines = _beginning()
+    for family in FAMILIES:
+        names = [name for name in family.methods if not of_literature(name)]
+        lines += ["", *_heading(family), *_marked(names, [ADVICE, *map(_advice, names)])]
+    if outside := _outside():
+        lines += ["", OUTSIDE, *_marked(outside, [ADVICE, *map(_advice, outside)])]
+    return "\n".join([*lines, "", *_wrapped(OVERVIEW)])
 
-    The name of a family may differ in case, hyphens and underscores. Raises ConfigError if there is none of that name.
+
+def one_family(name: str) -> str:
+    """Return the table of a family, whose name may differ in case, hyphens and underscores.
+
+    Raises ConfigError if there is none of that name.
     """
-    if family is not None:
-        return "\n".join([*_of_family(_family(family)), "", *_wrapped(LEGEND)])
-    lines = ["Start with"]
-    for start in STARTS:
-        optimizer = "any optimizer" if start.optimizer == ANY else start.optimizer
-        lines += _wrapped(f"{_label(start):<10} {optimizer}, network: {start.network}", "  ", " " * 13)
-        lines += _wrapped(f"bytes: {start.bytes}; trains {start.trains}", " " * 13, " " * 13)
-    for each in FAMILIES:
-        lines += ["", *_of_family(each)]
-    if outside := [name for name in compressors if _family_of(name) is None]:
-        lines += ["", "From outside of grace", *_table(outside)]
+    family = _family(name)
+    return "\n".join([*_heading(family), *_table(family.methods), "", *_wrapped(LEGEND)])
+
+
+def everything() -> str:
+    """Return where to start, and the tables of all families, memories and communicators."""
+    lines = _beginning()
+    for family in FAMILIES:
+        lines += ["", *_heading(family), *_table(family.methods)]
+    if outside := _outside():
+        lines += ["", OUTSIDE, *_table(outside)]
     for kind, title in (("memory", "Memories"), ("communicator", "Communicators")):
         lines += ["", title]
         for name in _registries()[kind]:
             lines += _wrapped(f"{name}: {_summary(_registries()[kind].get(name))}", "  ", "      ")
     return "\n".join([*lines, "", *_wrapped(LEGEND)])
+
+
+def _beginning() -> list[str]:
+    lines = ["Start with"]
+    for start in STARTS:
+        optimizer = "any optimizer" if start.optimizer == ANY else start.optimizer
+        lines += _wrapped(f"{_label(start):<10} {optimizer}, network: {start.network}", "  ", " " * 13)
+        lines += _wrapped(f"bytes: {start.bytes}; trains {start.trains}", " " * 13, " " * 13)
+    return lines
+
+
+def _outside() -> list[str]:
+    return [name for name in compressors if _family_of(name) is None]
 
 
 def described(name: str) -> str:
@@ -200,14 +240,27 @@ def _family_of(compressor: str) -> Family | None:
     return next((family for family in FAMILIES if family.page == page), None)
 
 
-def _of_family(family: Family) -> list[str]:
-    return [*_wrapped(f"{family.title}: use it if {family.use}."), *_table(family.methods)]
+def _heading(family: Family) -> list[str]:
+    return _wrapped(f"{family.title}: use it if {family.use}.")
 
 
 def _table(names: Sequence[str]) -> list[str]:
-    """Return the table of these compressors. Those to start with are marked."""
-    lines = align([HEAD, *map(_row, names)])
+    """Return the table of these compressors."""
+    return _marked(names, [HEAD, *map(_row, names)])
+
+
+def _marked(names: Sequence[str], rows: list[Sequence[str]]) -> list[str]:
+    """Return the lines of a table. Methods to start with are marked."""
+    lines = align(rows)
     return [f"{MARK if starts(name) else '  '}{line}" for name, line in zip(["", *names], lines, strict=True)]
+
+
+def _advice(name: str) -> list[str]:
+    """Return the cells of a compressor in the overview: the docstring says when to use it, or what it is."""
+    cls = compressors.get(name)
+    when = re.search(r"^When: (.+?)(?:[.;]\s|\.?\Z)", _documentation(cls), re.MULTILINE | re.DOTALL)
+    said = textwrap.shorten(when[1] if when else _summary(cls).rstrip("."), LINE, placeholder=" ...")
+    return [name, optimizers_for(name), said]
 
 
 def _row(name: str) -> list[str]:
@@ -222,7 +275,7 @@ def _row(name: str) -> list[str]:
 def _facts(name: str) -> dict[str, list[str]]:
     """Return what the description of a compressor says of it, by topic."""
     family = _family_of(name)
-    title = "from outside of grace" if family is None else family.title
+    title = "from outside of grace" if family is None else family.title + ", literature" * of_literature(name)
     if required(compressors.get(name)):
         return {"family": [title], "flags and bits": [BY_OPTIONS]}
     c = compressors.make(name)

@@ -44,19 +44,44 @@ def rows(text: str) -> dict[str, list[str]]:
 
 def test_compressors_lists_every_registered_method():
     names = subprocess.check_output([sys.executable, "-c", "import grace; print(*grace.compressors)"], text=True)
-    result = run("compressors")
+    result = run("compressors", "--all")
     assert result.returncode == 0
     assert sorted({*rows(result.stdout)} - {"name"}) == names.split()
 
 
+def advice(text: str) -> dict[str, str]:
+    """Return the advice of an overview by method."""
+    found = (re.split(r"  +", line[2:], maxsplit=2) for line in text.splitlines())
+    return {cells[0]: cells[2] for cells in found if cells[1:2] in (["any"], ["SGD"], ["?"])}
+
+
+def test_the_overview_has_a_line_of_advice_for_each_method_to_look_at_first():
+    found = advice(listed())
+    assert found.keys() == {name for name in compressors if not listing.of_literature(name)}
+    assert found["topk"] == "slow networks and any number of ranks"
+    assert found["uniform"] == "many ranks whose gradients are alike in size"
+    assert not [name for name, said in found.items() if said.endswith("...")]
+    assert "--all" in listed()
+
+
+def test_the_methods_to_look_at_first_are_those_of_grace_and_of_the_recommendations():
+    table = "eightbit onebit signsgd signum qsgd lpc natural terngrad efsignsgd inceptionn randomk topk threshold dgc "
+    table += "wangni variance sketchedsgd adaptive sketchml 3lc qsparse atomo gradiveq powersgd gradzip"
+    assert {*table.split(), *(start.config["compressor"] for start in STARTS)} <= advice(listed()).keys()
+
+
+def test_the_description_of_a_method_says_its_tier():
+    assert "Sparsification, literature" in listed("gaussiank")
+
+
 def test_everything_fits_a_terminal_of_80_columns():
-    texts = [listed(), *(listed(name) for name in listing.names())]
+    texts = [listed(), listed("--all"), *(listed(name) for name in listing.names())]
     texts += [listed("--family", family.page) for family in listing.FAMILIES]
     assert max(len(line) for text in texts for line in text.splitlines()) <= 80
 
 
 def test_the_list_has_optimizer_bits_memory_communicator_and_marks():
-    found = listed()
+    found = listed("--all")
     cells = rows(found)
     # 10,485 of 1,048,576 elements at 8 bytes
     assert cells["topk"] == ["SGD", "0.64", "residual", "allgather", "no"]
@@ -72,6 +97,7 @@ def test_the_list_has_optimizer_bits_memory_communicator_and_marks():
 
 def test_the_list_begins_with_where_to_start():
     beginning = listed().partition("\n\n")[0]
+    assert listed("--all").startswith(beginning)
     assert beginning.startswith("Start with\n")
     words = " ".join(beginning.split())
     for start in STARTS:
@@ -141,7 +167,8 @@ def test_compressors_lists_an_outside_method_with_required_options(monkeypatch):
         how_much: int
 
     monkeypatch.setattr(compressors, "_classes", {**compressors._classes, "outside": Outside})
-    assert re.search(r"From outside of grace\n  name .*\n  outside  depends on options\n", listed())
+    assert re.search(r"From outside of grace\n  name .*\n  outside  depends on options\n", listed("--all"))
+    assert advice(listed())["outside"] == "Needs to be told how much"
     assert "outside (compressor): Needs to be told how much." in listed("outside")
     assert "how_much (required)" in listed("outside")
 
@@ -151,7 +178,7 @@ def test_the_optimizer_of_a_method_from_outside_is_unknown(monkeypatch):
         """Keep the largest elements, too."""
 
     monkeypatch.setattr(compressors, "_classes", {**compressors._classes, "outside": Outside})
-    assert rows(listed())["outside"][0] == "?"
+    assert rows(listed("--all"))["outside"][0] == "?"
     assert "optimizer         ?\n" in listed("outside")
 
 
@@ -165,7 +192,7 @@ def test_a_method_of_a_users_own_is_described(tmp_path):
 
 
 def test_bits_of_run_time_length_are_those_of_kept_elements_or_by_the_data():
-    bits = {name: cells[1] for name, cells in rows(listed()).items()}
+    bits = {name: cells[1] for name, cells in rows(listed("--all")).items()}
     assert all(bits[name] == "64 x kept" for name in ("dgc", "hardthreshold", "threshold"))
     assert bits["variance"] == "32 x kept"
     # Methods with several lengths, or with a length that is not the number of kept elements.

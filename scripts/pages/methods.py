@@ -24,7 +24,7 @@ from grace.core.methods.compressor import Compressor
 from grace.core.plan.plan import make_plan
 from grace.core.plan.unit import Unit
 from grace.core.spec import Ranks
-from grace.listing import EXAMPLE, FAMILIES, Family, communicator, feedback, taken
+from grace.listing import EXAMPLE, FAMILIES, Family, communicator, feedback, of_literature, taken
 
 # The bytes that depend on the data, by method.
 SOURCE = "bytes_by_data"
@@ -252,8 +252,17 @@ def family_table(block: Block) -> list[str]:
     lines = [
         *wrapped(f"Use these methods if {family.use}. [Details]({block.link(f'docs/methods/{family.page}.md')})"),
         "",
-        row("method", "memory", "communicator", "bytes", *(f"{n} ranks" for n in RANKS), "bias", "error feedback"),
-        row("---", "---", "---", *["---:"] * 5, "---", "---"),
+        row(
+            "method",
+            "memory",
+            "communicator",
+            "bytes",
+            *(f"{n} ranks" for n in RANKS),
+            "bias",
+            "error feedback",
+            "tier",
+        ),
+        row("---", "---", "---", *["---:"] * 5, "---", "---", "---"),
     ]
     for name in family.methods:
         compressor, size = compressors.make(name), sent(name)
@@ -267,6 +276,7 @@ def family_table(block: Block) -> list[str]:
                 *(f"{received(name, n):.3g}" for n in RANKS),
                 "unbiased" if compressor.unbiased else "biased",
                 feedback(compressor),
+                "literature" if of_literature(name) else "first",
             )
         )
     return lines

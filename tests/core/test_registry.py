@@ -85,7 +85,8 @@ def outside(monkeypatch):
 )
 def test_every_module_registers_something(registry, package):
     """Without the decorator, a method has no name."""
-    modules = {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    modules = {module.name for module in found if not module.ispkg}
     assert {registry.get(name).__module__ for name in registry} == modules
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.compressors.contrib.rtopk import RTopK
+from grace.core.compressors.contrib.strom import Strom
 from grace.core.compressors.efsignsgd import EFSignSGD
-from grace.core.compressors.rtopk import RTopK
-from grace.core.compressors.strom import Strom
 from grace.core.compressors.threshold import Threshold
 from grace.core.compressors.topk import TopK
 from grace.core.memories.efsignsgd import EFSignMemory

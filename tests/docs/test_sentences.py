@@ -503,7 +503,7 @@ def two_nodes():
         ("design/tests.md", fuzzer),
         ("design/units_and_buckets.md", units),
         ("design/wire_format.md", sums),
-        ("../grace/core/compressors/homomorphic.py", homomorphic),
+        ("../grace/core/compressors/contrib/homomorphic.py", homomorphic),
     ],
 )
 def test_figures_in_sentences_are_those_of_the_measurements(page, sentences):

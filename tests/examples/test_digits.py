@@ -38,6 +38,8 @@ MATRICES = {
     "tensorflow": [(288, 64), (1024, 128), (128, 10)],
 }
 ELEMENTS = 64 * 288 + 128 * 1024 + 10 * 128
+# The methods of docs/accuracy.md: one of the literature need not be there.
+MEASURED = [row["method"] for row in json.loads((ROOT / "docs/results/accuracy.json").read_text("utf-8"))["rows"]]
 # The largest share of the dense bytes for methods without an announced size, with the examples' settings.
 MOST = {
     "3lc": 1.6 / 32,
@@ -70,7 +72,7 @@ LONG = {"torch": ["none", "topk"], "keras": ["powersgd"], "tensorflow": ["powers
 if ALL:
     # The tape shares most code with Keras' optimizer. Its own code does not depend on the method.
     tape = ["none", "fp16", "bf16", "topk", "signsgd", "efsignsgd", "powersgd"]
-    LONG = {"torch": list(compressors), "keras": list(compressors), "tensorflow": tape}
+    LONG = {"torch": MEASURED, "keras": MEASURED, "tensorflow": tape}
 TO_THE_END = list(MATRICES) if ALL else ["torch"]
 SHORT = ["adacomp", "dct", "dgc", "hardthreshold", "sketchml", "strom", "threshold", "variance"]
 SHORT += ["signsgd", "fp16", "qsgd", "powersgd"]
@@ -165,7 +167,7 @@ def payload_size(name, framework):
     return total
 
 
-@pytest.mark.parametrize("name", list(compressors))
+@pytest.mark.parametrize("name", MEASURED)
 def test_the_shipped_settings_fit_the_network(name):
     """Every other method is trained with --all."""
     size = payload_size(name, "torch")

@@ -15,23 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grace.core.codecs import bloom, estimated, levels, listed, rotation, signs, sums, tables
-from grace.core.compressors import (
-    adacomp,
-    adaptive,
-    alq,
-    fedqcs,
-    inceptionn,
-    kashin,
-    lpc,
-    natural,
-    powersgd,
-    sketchedsgd,
-    threelc,
-    variance,
-    vqsgd,
-    wangni,
-)
+from grace.core.compressors import adaptive, inceptionn, lpc, natural, powersgd, sketchedsgd, threelc, variance, wangni
 from grace.core.compressors import uniform as integers
+from grace.core.compressors.contrib import adacomp, alq, fedqcs, kashin, vqsgd
 from grace.core.memories import dgc
 from grace.core.memories import variance as squares
 from grace.core.ops import get_ops, native

@@ -11,18 +11,18 @@ from grace.core.codecs.listed import levels_sum, round_packed
 from grace.core.codecs.rotation import rotated_encode, rotated_sum
 from grace.core.codecs.signs import binarize_means, binary_sum, majority
 from grace.core.codecs.tables import table_sum
-from grace.core.compressors.adacomp import select_in_bins
-from grace.core.compressors.alq import best_levels
-from grace.core.compressors.fedqcs import largest_of_blocks, recover_sparse
+from grace.core.compressors.contrib.adacomp import select_in_bins
+from grace.core.compressors.contrib.alq import best_levels
+from grace.core.compressors.contrib.fedqcs import largest_of_blocks, recover_sparse
+from grace.core.compressors.contrib.kashin import project_from_frame, spread_in_frame
+from grace.core.compressors.contrib.vqsgd import draw_vertices, vertices_sum
 from grace.core.compressors.inceptionn import precision_sum
-from grace.core.compressors.kashin import project_from_frame, spread_in_frame
 from grace.core.compressors.lpc import floor_packed
 from grace.core.compressors.natural import natural_sum
 from grace.core.compressors.sketchedsgd import count_sketch
 from grace.core.compressors.threelc import ternary_sum
 from grace.core.compressors.uniform import from_integers, to_integers
 from grace.core.compressors.variance import power_fade_, power_sum, power_words
-from grace.core.compressors.vqsgd import draw_vertices, vertices_sum
 from grace.core.compressors.wangni import draw_kept, drawn_entries, keep_odds
 from grace.core.errors import PayloadError
 from grace.core.memories.variance import square_sum

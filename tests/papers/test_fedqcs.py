@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grace.core.codecs.rotation import NORMAL_ERRORS, normal_levels, rotate
-from grace.core.compressors.fedqcs import recover_sparse
+from grace.core.compressors.contrib.fedqcs import recover_sparse
 from grace.core.errors import ConfigError
 from grace.core.spec import Key
 from tests.papers.common import OPS, bits_per_element, exchange, make, normal, send, spec

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from grace.core.compressors.kashin import project_from_frame, spread_in_frame
+from grace.core.compressors.contrib.kashin import project_from_frame, spread_in_frame
 from grace.core.errors import ConfigError
 from grace.core.spec import Key
 from tests.papers.common import OPS, bits_per_element, make, normal, send, variance

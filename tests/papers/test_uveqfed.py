@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grace.core.compressors.uveqfed import rectangle
+from grace.core.compressors.contrib.uveqfed import rectangle
 from grace.core.errors import ConfigError
 from tests.papers.common import bits_per_element, make, normal, send, simulate, step
 

@@ -1,1 +1,4 @@
-"""Built-in compressors, one module per method; the registry imports every module of this package."""
+"""Built-in compressors, one module per method: those to look at first, and in `contrib` the literature.
+
+The registry imports every module.
+"""

@@ -36,8 +36,8 @@ class ACPSGD(Compressor, Learning, Subtracting):
     Cost: two products of M and r columns, and Gram-Schmidt, run twice, on one factor; random numbers for the first Q
     only; no sorting. State: P and Q.
 
-    When: as powersgd, where a second collective per step costs more than a basis that is one step old. Use error
-    feedback.
+    When: as `powersgd`, with one collective a step instead of two. It pays where a second one costs more than a
+    basis that is one step old. Use error feedback.
 
     Reference: Zhang et al., "Evaluation and optimization of gradient compression for distributed deep learning", ICDCS
     2023.

@@ -48,7 +48,7 @@ class Atomo(Compressor, Thinning):
     Cost: one random number per atom and a few passes to find t; "spectral" also a full singular value decomposition in
     float64, about rows * columns * min(rows, columns) operations.
 
-    When: small matrices on slow networks that need an unbiased low-rank method ("spectral"); otherwise `powersgd`,
+    When: small matrices that need an unbiased low-rank method. On slow networks, with "spectral"; otherwise `powersgd`,
     which needs no decomposition. Use no error feedback: it would only add to the variance.
 
     Reference: Wang et al., "ATOMO: communication-efficient learning via atomic sparsification", NeurIPS 2018.

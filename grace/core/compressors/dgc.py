@@ -39,7 +39,7 @@ class DGC(Sparsifier, Thinning):
 
     Cost: a random sample, a selection on it and two passes; another selection, as in top-k, when the estimate was off.
 
-    When: ratios of 1 % and below on large tensors, where top-k spends its time on the selection.
+    When: ratios of 1 % and below on large tensors. There top-k spends its time on the selection.
 
     Reference: Lin et al., "Deep gradient compression", ICLR 2018.
     """

@@ -41,8 +41,8 @@ class GradZip(TwoFactors):
     Cost: three products of M and r columns (two to send, one to decode), and the singular values of both factors; (F^T
     F + lambda I)^-1 is computed from them, without the loss of digits of a direct inverse.
 
-    When: as `powersgd`, where a rank chosen too high should not fit noise; nothing is orthogonalized. Use error
-    feedback: without it everything sent is too small, by the factor 1 / (1 + lambda) for r = 1.
+    When: as `powersgd`, if too high a rank should not fit noise; nothing is orthogonalized. Use error feedback: without
+    it everything sent is too small, by the factor 1 / (1 + lambda) for r = 1.
 
     Reference: Cho et al., "GradZip: gradient compression using alternating matrix factorization for large-scale deep
     learning", NeurIPS workshop 2019.

@@ -59,8 +59,8 @@ class HardThreshold(Sparsifier, Tuning, Thinning):
 
     Cost: one pass of comparisons; nothing is sorted after the probe.
 
-    When: gradients differ much in size between layers, steps or ranks, and the budget counts for the whole run. Not
-    where every step must be equally short.
+    When: a budget for the whole run, not for each step. Gradients may differ much in size between layers, steps or
+    ranks. Not where every step must be equally short.
 
     Reference: Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021.
     """

@@ -51,8 +51,8 @@ class Inceptionn(Compressor):
 
     Cost: comparisons, three compactions and three scatters; no random numbers, no sorting, no state.
 
-    When: a bound for each element matters, and most elements are small: one below the bound takes only 2 bits. Use no
-    error feedback (GRACE, Table I).
+    When: a bound for each element matters, and most are small. One below the bound takes only 2 bits. Use no error
+    feedback (GRACE, Table I).
 
     Reference: Li et al., "A network-centric hardware/algorithm co-design to accelerate distributed training of deep
     neural networks", MICRO 2018.

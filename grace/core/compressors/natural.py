@@ -46,8 +46,8 @@ class Natural(Compressor, Checking, Scaling):
 
     Cost: a few integer passes and one random number per element; no sorting, no state.
 
-    When: a cheap method that keeps the relative precision of every element at any scale; 3.5 to 4 times fewer bytes.
-    For fewer bytes take qsgd or terngrad. Error feedback is optional (GRACE trains with it, except for recommendation).
+    When: a cheap method that keeps relative precision at any scale; 3.5 to 4 times fewer bytes. For fewer bytes take
+    qsgd or terngrad. Error feedback is optional (GRACE trains with it, except for recommendation).
 
     Reference: Horvath et al., "Natural compression for distributed deep learning", arXiv:1905.10988, 2019; MSML 2022.
     """

@@ -22,7 +22,7 @@ class NoCompression(Compressor):
 
     Cost: one copy into the buffer of its bucket.
 
-    When: the network is fast enough, or as the baseline for other methods.
+    When: the network is fast enough, or you need a baseline.
     """
 
     summable = True

@@ -36,8 +36,8 @@ class OneBit(Compressor):
 
     Cost: three passes for the two means, and bit packing; no random numbers, no sorting.
 
-    When: as efsignsgd, but columns and their two sides may differ in size. Use error feedback. Not where a few elements
-    of a column are large.
+    When: as efsignsgd, if columns and their sides differ in size. Use error feedback. Not where a few elements of a
+    column are large.
 
     Reference: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
     training of speech DNNs", Interspeech 2014.

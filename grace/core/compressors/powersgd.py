@@ -42,8 +42,8 @@ class PowerSGD(TwoFactors):
     Cost: three products of M and r columns (two to send, one to decode), and Gram-Schmidt, run twice, on P on every
     rank; random numbers for the first Q only; no sorting. State: Q.
 
-    When: large matrices and many ranks, because allreduce carries the payload. Use error feedback. Not for tensors
-    without a few leading directions, nor for clusters of different kinds of machines.
+    When: large matrices and many ranks. Allreduce carries the payload. Use error feedback. Not for tensors without a
+    few leading directions, nor for clusters of different kinds of machines.
 
     Reference: Vogels et al., "PowerSGD: practical low-rank gradient compression for distributed optimization", NeurIPS
     2019, Algorithm 1.

@@ -48,8 +48,8 @@ class QSparse(QuantizedSparsifier, Thinning):
 
     Cost: the selection (topk: one pass and a partial sort; randomk: O(k)); with QSGD one random number per kept value.
 
-    When: half of topk's bytes or less, with the guarantees of error feedback. A beta far above 1 makes every step small
-    and the residual old: let quantum_num grow as sqrt(k).
+    When: half of topk's bytes or less. It has the guarantees of error feedback. A beta far above 1 makes every step
+    small and the residual old: let quantum_num grow as sqrt(k).
 
     Reference: Basu et al., "Qsparse-local-SGD: distributed SGD with quantization, sparsification, and local
     computations", NeurIPS 2019, Lemmas 1 and 3.

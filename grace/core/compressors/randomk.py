@@ -47,9 +47,9 @@ class RandomK(Sparsifier, Thinning):
 
     Cost: O(k): k random indices by a keyed permutation (with blocks one), and one gather; no pass over x, no sorting.
 
-    When: many ranks, because allreduce adds the values, or little time to select. Not at topk's ratios: a coordinate
-    waits d/k steps on average, so it needs a larger ratio, and less momentum in the optimizer. At 1 % training stalled
-    or diverged at the learning rate of dense training. Blocks read memory in order; neighbours travel together.
+    When: many ranks, or little time to select. Allreduce adds the values. Not at topk's ratios: a coordinate waits d/k
+    steps on average, so it needs a larger ratio, and less momentum in the optimizer. At 1 % training stalled or
+    diverged at the learning rate of dense training. Blocks read memory in order; neighbours travel together.
 
     Reference: Stich et al., "Sparsified SGD with memory", NeurIPS 2018; blocks: Vogels et al., "PowerSGD", NeurIPS 2019
     (Random Block).

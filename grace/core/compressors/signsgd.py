@@ -39,8 +39,8 @@ class SignSGD(Compressor, Checking):
 
     Cost: one pass of comparisons and bit packing; one pass per rank to count the votes; no random numbers, no state.
 
-    When: one bit per element, and votes that outliers on one rank cannot change. Best with many ranks or an odd number
-    of them: between 2 ranks every disagreement is a tie. To keep the usual learning rate, take efsignsgd.
+    When: one-bit votes that outliers on one rank cannot change. Best with many ranks or an odd number of them: between
+    2 ranks every disagreement is a tie. To keep the usual learning rate, take efsignsgd.
 
     Reference: Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019.
     """

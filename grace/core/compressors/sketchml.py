@@ -63,7 +63,7 @@ class SketchML(Compressor, Selecting, Thinning):
     Cost: a partial sort of d elements (not with compress_ratio = 1); on the kept ones two sorts, 2 * rows hashes and a
     dozen passes.
 
-    When: the fewest bytes per kept element, for large sparse gradients on slow networks. On small tensors the means
+    When: the fewest bytes per kept element, on slow networks. For large sparse gradients: on small tensors the means
     cost too much. GRACE measures a high overhead.
 
     Reference: Jiang et al., "SketchML: accelerating distributed machine learning with data sketches", SIGMOD 2018. The

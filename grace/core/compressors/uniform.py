@@ -48,11 +48,11 @@ class Uniform(Compressor, Negotiating):
     Cost: one pass each for the maximum, to round, to pack and to unpack integers, and to decode; one random number per
     element if stochastic; no sorting, no state.
 
-    When: many ranks, because allreduce adds the integers, so that they are rounded once only, and gradients that are
-    alike in size on all ranks. A rank whose gradient is small compared with that of another sends few levels; there
-    take qsgd. With few bits use error feedback or `stochastic`. SwitchML's aggregation is `bits=24` with the memory
-    none: one integer per word, with an error like that of float32, on up to 256 ranks. SwitchML has one scale per
-    packet, this method one per tensor, and the switch itself is not part of it.
+    When: many ranks whose gradients are alike in size. Allreduce adds the integers, so that they are rounded once only.
+    A rank whose gradient is small compared with that of another sends few levels; there take qsgd. With few bits use
+    error feedback or `stochastic`. SwitchML's aggregation is `bits=24` with the memory none: one integer per word, with
+    an error like that of float32, on up to 256 ranks. SwitchML has one scale per packet, this method one per tensor,
+    and the switch itself is not part of it.
 
     Reference: Sapio et al., "Scaling distributed machine learning with in-network aggregation" (SwitchML), NSDI 2021.
     """

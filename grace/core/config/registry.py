@@ -94,8 +94,8 @@ class Registry(Generic[T]):
         self._loaded = True
         try:
             package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
-                importlib.import_module(f"{self._package}.{module.name}")
+            for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"{self._package}."):
+                importlib.import_module(module.name)
             for entry in entry_points(group=self._group):
                 try:
                     cls = plugins.load(entry)

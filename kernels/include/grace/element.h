@@ -176,7 +176,7 @@ template <class T> GRACE_HD uint32_t index_of_level(T x, const T* levels, int co
     return index;
 }
 
-// --- levels fitted to a distribution, see grace/core/compressors/alq.py -----------------------------------------------
+// --- levels fitted to a distribution, see grace/core/compressors/contrib/alq.py -----------------------------------------------
 // Sizes are integers from 0 to kUnit, ascending, with the sums of the first 0, 1, 2, ... of them; all sums are exact.
 
 constexpr double kUnit = 1 << 19;
@@ -630,7 +630,7 @@ GRACE_HD RotationKey signs_of(const RandomKey& key, uint32_t rank) {
             {key.seed_low, key.seed_high, key.step, key.stream + 2, rank}};
 }
 
-// How often coefficients in a frame are clipped and projected; see grace/core/compressors/kashin.py.
+// How often coefficients in a frame are clipped and projected; see grace/core/compressors/contrib/kashin.py.
 constexpr int kProjections = 4;
 
 template <class T> GRACE_HD T clipped(T x, T bound) { return x < -bound ? -bound : x > bound ? bound : x; }
@@ -645,7 +645,7 @@ template <class T> struct Belief {
     T kept, slope, odds, rest;
 };
 
-// exp(-t) for t from 0 on; see `_decayed` in grace/core/compressors/fedqcs.py.
+// exp(-t) for t from 0 on; see `_decayed` in grace/core/compressors/contrib/fedqcs.py.
 template <class T> GRACE_HD T decayed(T t) {
     const T h = (t < T(60) ? t : T(60)) * T(0.00390625), square = h * h * T(1.0 / 12);
     T result = (T(1) - h * T(0.5) + square) / (T(1) + h * T(0.5) + square);

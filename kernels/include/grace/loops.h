@@ -186,12 +186,12 @@ template <class T> struct Loops {
 
     // Rotates blocks begin .. end - 1 of x, filled up with zeros, or `back` applies the inverse.
     void (*rotate)(const T* x, const Rotation<T>* by, bool back, T* out, int64_t begin, int64_t end);
-    // The coefficients of blocks begin .. end - 1, see `spread_in_frame` in grace/core/compressors/kashin.py.
+    // The coefficients of blocks begin .. end - 1, see `spread_in_frame` in grace/core/compressors/contrib/kashin.py.
     void (*spread_in_frame)(const T* x, const T* norms, const Frame* frame, T* out, int64_t begin, int64_t end);
     // What the coefficients of blocks begin .. end - 1 represent.
     void (*project_from_frame)(const T* coefficients, const Frame* frame, T* out, int64_t begin, int64_t end);
     // Estimates the elements of blocks begin .. end - 1 from the first measurements of each, one per `reduction` elements;
-    // see `recover_sparse` in grace/core/compressors/fedqcs.py.
+    // see `recover_sparse` in grace/core/compressors/contrib/fedqcs.py.
     void (*recover_sparse)(const T* z, const Rotation<T>* by, int64_t reduction, int rounds, double share, double noise,
                            T* out, int64_t begin, int64_t end);
     // Rotates blocks begin .. end - 1, and writes their codes and scales.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from grace.core.codecs.levels import bucket_norms
 from grace.core.codecs.listed import round_packed
-from grace.core.compressors.nuqsgd import NUQSGD
+from grace.core.compressors.contrib.nuqsgd import NUQSGD
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite

@@ -1,0 +1,1 @@
+"""Methods of the literature: tested against their papers, and recommended by no measurement yet."""
